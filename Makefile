@@ -1,0 +1,122 @@
+# Every target sets up what it needs on a machine with Python >= 3.10, Rust and a C linker. The first run fetches torch and
+# DeepSpeed into .venv (minutes); later runs redo only what changed, which the stamps (.venv/.tools, .venv/.installed,
+# target/wheels/.ARCH) record.
+#   ARGS='...' is passed on: make demo ARGS='--text FILE', make bench ARGS='--numel 1048576', make test-python ARGS='-k adam'
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(abspath $(VENV))/bin
+HOST := $(shell uname -m)
+AARCH64 := aarch64-unknown-linux-gnu
+
+RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs')
+PACKAGE := $(RUST) pyproject.toml README.md LICENSE $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
+
+.PHONY: help test lint test-rust test-python demo bench wheel stubs format aarch64-toolchain aarch64-test
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+test: lint test-rust test-python ## everything: lint, Rust tests, wheel, Python tests
+
+# ---- environment ------------------------------------------------------------------------------------------------------
+
+# The interpreter and what builds the extension. A young pip: dependency groups need 25.1.
+$(VENV)/.tools: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --group build
+	touch $@
+
+# The package, in place, with all that its tests and its demo import.
+$(VENV)/.installed: $(RUST) $(VENV)/.tools
+	VIRTUAL_ENV=$(abspath $(VENV)) $(BIN)/maturin develop --release --locked --extras demo --group lint --group test
+	touch $@
+
+# ---- checks -----------------------------------------------------------------------------------------------------------
+
+lint: $(VENV)/.installed target/stubs/stepwell/_core.pyi ## formatters, clippy, rustdoc, ruff, mypy, stubs (fresh, and true of the module)
+	cargo fmt --check
+	cargo clippy -q --locked --all-targets -- -D warnings
+	PYO3_PYTHON=$(BIN)/python cargo clippy -q --locked --all-targets --features python -- -D warnings
+	PYO3_PYTHON=$(BIN)/python RUSTDOCFLAGS='-D warnings' cargo doc -q --locked --no-deps --features python
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	@diff -u python/stepwell/_core.pyi target/stubs/stepwell/_core.pyi || { echo 'python/stepwell/_core.pyi is stale. hint: make stubs'; exit 1; }
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml stepwell._core
+
+# Without the feature `python`: no libpython is linked. --benches runs each Criterion benchmark once.
+test-rust: ## the Rust tests, and the Criterion benchmarks once each
+	cargo test --locked --lib --tests --benches
+	cargo test --locked --doc
+
+test-python: $(VENV)/.installed target/wheels/.$(HOST) ## the Python tests (ARGS='-k ...' goes to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+format: $(VENV)/.tools ## rewrite the sources as `make lint` wants them
+	cargo fmt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --group lint
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# ---- runs -------------------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.installed ## train a small Llama with DeepSpeed on Stepwell, then on torch, and compare
+	$(BIN)/stepwell demo $(ARGS)
+
+bench: $(VENV)/.installed ## Criterion, then against DeepSpeedCPUAdam and torch, then the import time
+	cargo bench --locked
+	$(BIN)/stepwell bench adam $(ARGS)
+	$(BIN)/python benches/import_time.py
+
+# ---- the package ------------------------------------------------------------------------------------------------------
+
+stubs: target/stubs/stepwell/_core.pyi ## regenerate python/stepwell/_core.pyi from the Rust signatures
+	cp $< python/stepwell/_core.pyi
+
+target/stubs/stepwell/_core.pyi: $(RUST) $(VENV)/.tools
+	$(BIN)/maturin generate-stubs --quiet --locked --interpreter $(BIN)/python --features stubs --out target/stubs
+	touch $@
+
+wheel: target/wheels/.$(HOST) ## manylinux_2_28 abi3 wheels into target/wheels: this machine's, and aarch64's where Rust can target it
+	@if [ -n "$(aarch64_rustc)" ]; then $(MAKE) target/wheels/.aarch64; \
+	else echo 'no aarch64 wheel: no Rust standard library for it. hint: rustup target add $(AARCH64), or make aarch64-toolchain'; fi
+	@ls -l target/wheels/*.whl
+
+# zig links against glibc 2.28 whatever this machine has. The builder's folders are kept out of panic messages.
+target/wheels/.%: $(PACKAGE) $(VENV)/.tools
+	rm -f target/wheels/stepwell-*_$*.whl
+	PATH="$(BIN):$$PATH" RUSTFLAGS="--remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=cargo --remap-path-prefix=$(CURDIR)=stepwell" \
+	  $(BIN)/maturin build --release --strip --locked --zig --compatibility manylinux_2_28 --interpreter $(BIN)/python \
+	  --target $*-unknown-linux-gnu --target-dir target/wheel-$* --out target/wheels
+	touch $@
+
+# ---- aarch64 on another machine ---------------------------------------------------------------------------------------
+
+# The compiler that has a standard library for aarch64: rustup's, or Debian's beside it.
+aarch64_rustc = $(firstword $(foreach rustc,rustc /usr/bin/rustc,$(if $(wildcard \
+  $(shell $(rustc) --print target-libdir --target $(AARCH64) 2>/dev/null)/libstd-*.rlib),$(rustc))))
+target/wheels/.aarch64: export RUSTC = $(aarch64_rustc)
+
+aarch64-toolchain: ## install what aarch64 takes on Debian (root): Rust's library, a linker, an emulator
+	dpkg --add-architecture arm64
+	apt-get update -qq
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	  rustc-web libstd-rust-web-dev libstd-rust-web-dev:arm64 gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user >/dev/null
+
+# Linked statically: a dynamically linked program hangs at thread creation in this emulator. Few cases: it is slow.
+aarch64-test: export RUSTC = $(aarch64_rustc)
+aarch64-test: export PROPTEST_CASES ?= 8
+aarch64-test: ## the Rust tests on NEON, emulated
+	@[ -n "$(aarch64_rustc)" ] && command -v qemu-aarch64 >/dev/null && command -v aarch64-linux-gnu-gcc >/dev/null \
+	  || { echo 'needs a Rust standard library, a linker and an emulator for aarch64. hint: make aarch64-toolchain'; exit 1; }
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER=qemu-aarch64 \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUSTFLAGS='-C target-feature=+crt-static' \
+	  cargo test --locked --target $(AARCH64) --target-dir target/aarch64 --lib --tests $(ARGS)

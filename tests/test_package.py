@@ -1,0 +1,256 @@
+"""The package as its users meet it: the wheel in a fresh environment without a compiler, and the build from source."""
+
+import email.parser
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MACHINE = platform.machine()
+VERSION = re.search(r'^version = "(.+)"$', (ROOT / "Cargo.toml").read_text(), re.MULTILINE)[1]
+TAG = f"cp310-abi3-manylinux_2_28_{MACHINE}"
+WHEEL_BYTES_MAX = 8 << 20
+BUILD_TOOLS = ["c++", "cargo", "cc", "clang", "g++", "gcc", "ld", "ninja", "nvcc", "rustc"]
+# Minutes, where Rust has to be compiled first; a warm run takes seconds.
+BUILD_SECONDS_MAX = 900
+
+pytestmark = [pytest.mark.package, pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS_MAX)]
+
+
+def run(*command, cwd=ROOT, env=None, timeout_s=120):
+    """Runs `command` and returns what it printed; a failure shows all that it said."""
+    process = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=env,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, f"{command} exited {process.returncode}:\n{process.stdout}\n{process.stderr}"
+    return process.stdout
+
+
+def package_files():
+    """The files of the Python package as the tree has them, relative to its root."""
+    source = ROOT / "python"
+    return {
+        str(path.relative_to(source))
+        for path in source.rglob("*")
+        if path.is_file() and (path.suffix in {".py", ".pyi"} or path.name == "py.typed")
+    }
+
+
+def other_interpreters():
+    """Every CPython 3.10 or later on this machine, but one per minor version, on PATH or kept by pyenv."""
+    folders = os.environ.get("PATH", "").split(os.pathsep)
+    versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    folders += sorted(str(folder) for folder in versions.glob("3.*/bin"))
+    found = {}
+    for minor in range(10, 16):
+        for folder in folders:
+            candidate = Path(folder) / f"python3.{minor}"
+            # A pyenv shim exists for versions that are not selected: ask.
+            if not candidate.is_file():
+                continue
+            if subprocess.run([candidate, "-V"], check=False, capture_output=True).returncode == 0:
+                found.setdefault(f"3.{minor}", candidate)
+    return found
+
+
+@pytest.fixture(scope="session")
+def wheel():
+    """The manylinux wheel of this tree, rebuilt by `make` where it is older than its sources."""
+    for tool in ["make", "cargo"]:
+        if shutil.which(tool) is None:
+            pytest.skip(f"building the wheel needs `{tool}`")
+    run("make", "-s", f"target/wheels/.{MACHINE}", timeout_s=BUILD_SECONDS_MAX)
+    return ROOT / "target" / "wheels" / f"stepwell-{VERSION}-{TAG}.whl"
+
+
+@pytest.fixture(scope="session")
+def unpacked(wheel, tmp_path_factory):
+    """The folder that holds the wheel's contents."""
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fresh(wheel, tmp_path_factory):
+    """A new virtual environment with the wheel in it: its `bin` folder and an environment whose PATH has only that.
+
+    torch and the other dependencies are lent by the running interpreter (all its packages except stepwell itself), so
+    that nothing is fetched and pip still checks the wheel's requirements against what is there.
+    """
+    folder = tmp_path_factory.mktemp("fresh")
+    run(sys.executable, "-m", "venv", folder / "venv")
+    lent = folder / "lent"
+    lent.mkdir()
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if not entry.name.lower().startswith(("stepwell", "pip", "__pycache__")):
+            (lent / entry.name).symlink_to(entry)
+    bin_folder = folder / "venv" / "bin"
+    site = run(bin_folder / "python", "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    (Path(site) / "lent.pth").write_text(f"{lent}\n")
+    env = {"PATH": str(bin_folder), "HOME": str(folder), "LANG": "C.UTF-8"}
+    found = {tool for tool in BUILD_TOOLS if shutil.which(tool, path=env["PATH"])}
+    assert not found
+    run(bin_folder / "python", "-m", "pip", "install", "--no-index", "--no-cache-dir", wheel, cwd=folder, env=env)
+    return bin_folder, env
+
+
+def test_wheel_is_tagged_for_every_python_and_glibc_it_serves(unpacked):
+    headers = email.parser.Parser().parsestr((unpacked / f"stepwell-{VERSION}.dist-info" / "WHEEL").read_text())
+    assert headers["Tag"] == TAG
+    assert headers["Root-Is-Purelib"] == "false"
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel, unpacked):
+    files = {str(path.relative_to(unpacked)) for path in unpacked.rglob("*") if path.is_file()}
+    installed = {name for name in files if not name.startswith(f"stepwell-{VERSION}.dist-info/")}
+    assert installed == package_files() | {"stepwell/_core.abi3.so"}
+    assert {"stepwell/py.typed", "stepwell/_core.pyi"} <= installed
+    assert f"stepwell-{VERSION}.dist-info/licenses/LICENSE" in files
+    assert wheel.stat().st_size < WHEEL_BYTES_MAX
+
+
+def test_wheel_metadata_is_complete(unpacked):
+    metadata = email.parser.Parser().parsestr((unpacked / f"stepwell-{VERSION}.dist-info" / "METADATA").read_text())
+    assert metadata["Name"] == "stepwell"
+    assert metadata["Version"] == VERSION
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata.get_all("Provides-Extra") == ["deepspeed", "demo", "plot"]
+    required = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
+    assert {line.split(">")[0] for line in required} == {"torch", "rich", "typer"}
+
+
+def test_extension_names_no_folder_of_the_machine_that_built_it(unpacked):
+    library = (unpacked / "stepwell" / "_core.abi3.so").read_bytes()
+    for folder in {str(Path.home()), str(ROOT)}:
+        assert f"{folder}/".encode() not in library
+
+
+def test_extension_keeps_to_the_stable_abi_of_python_3_10(wheel):
+    report = json.loads(run(sys.executable, "-m", "abi3audit", "--strict", "--report", wheel))
+    (found,) = report["specs"].values()
+    (extension,) = found["wheel"]
+    assert extension["result"]["is_abi3"]
+    assert extension["result"]["is_abi3_baseline_compatible"]
+    assert extension["result"]["baseline"] == "3.10"
+    assert extension["result"]["non_abi3_symbols"] == []
+
+
+def test_extension_needs_no_younger_glibc_than_its_tag_says(wheel):
+    report = run(sys.executable, "-m", "auditwheel", "show", wheel)
+    assert f'"manylinux_2_28_{MACHINE}"' in report.split("versioned symbols")[0]
+
+
+# The core without torch, so that it runs on interpreters that have none.
+CORE_PROGRAM = """
+import ctypes, importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("stepwell._core", sys.argv[1])
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+numel = 1000
+arrays = [(ctypes.c_float * numel)(*[value] * numel) for value in (1.0, 0.5, 0.0, 0.0)]
+views = [core.TensorView(address=ctypes.addressof(a), dtype="float32", numel=numel) for a in arrays]
+tensor = core.AdamTensor(param=views[0], grad=views[1], exp_avg=views[2], exp_avg_sq=views[3])
+core.adam_step([tensor], steps=[1], lr=0.25, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0, decoupled=True)
+try:
+    core.TensorView(address=64, dtype="float31", numel=1)
+except ValueError as error:
+    message = str(error)
+print(json.dumps({"version": core.__version__, "params": sorted(set(arrays[0])), "message": message}))
+"""
+
+
+@pytest.mark.parametrize("minor", range(10, 16), ids=lambda minor: f"3.{minor}")
+def test_one_extension_steps_on_every_python(unpacked, minor):
+    interpreter = other_interpreters().get(f"3.{minor}")
+    if interpreter is None:
+        pytest.skip(f"no CPython 3.{minor} on this machine")
+    result = json.loads(run(interpreter, "-c", CORE_PROGRAM, unpacked / "stepwell" / "_core.abi3.so"))
+    # The first bias-corrected step is lr * sign(grad), exactly: every number is a power of two.
+    assert result["params"] == [0.75]
+    assert result["version"] == VERSION
+    assert "float31" in result["message"]
+
+
+FRESH_PROGRAM = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import stepwell
+import_s = time.perf_counter() - start
+imported = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 1001)) for _ in range(2))
+for param, optimizer in [(ours, stepwell.AdamW([ours], lr=1e-2)), (theirs, torch.optim.AdamW([theirs], lr=1e-2))]:
+    param.square().sum().backward()
+    optimizer.step()
+torch.testing.assert_close(ours, theirs)
+print(json.dumps({"import_s": import_s, "imported": imported, "file": stepwell.__file__, "version": stepwell.__version__}))
+"""
+
+
+def test_wheel_steps_in_a_fresh_environment_without_a_compiler(fresh):
+    bin_folder, env = fresh
+    result = json.loads(run(bin_folder / "python", "-I", "-W", "error", "-c", FRESH_PROGRAM, cwd="/", env=env))
+    assert Path(result["file"]).is_relative_to(bin_folder.parent)
+    assert result["version"] == VERSION
+    # `import torch` alone is allowed to be slow; benches/import_time.py measures what we add to it.
+    print(f"import stepwell: {result['import_s']:.3f} s beyond torch")
+    assert not {"deepspeed", "matplotlib", "rich", "transformers", "typer"} & set(result["imported"])
+
+
+def test_doctor_answers_in_a_fresh_environment(fresh):
+    bin_folder, env = fresh
+    facts = json.loads(run(bin_folder / "stepwell", "doctor", "--json", cwd="/", env=env))
+    assert VERSION in json.dumps(facts)
+    run(bin_folder / "python", "-m", "stepwell", "doctor", cwd="/", env=env)
+
+
+@pytest.fixture(scope="session")
+def sdist(tmp_path_factory):
+    """The source distribution of this tree."""
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "maturin", "sdist", "--out", folder)
+    return folder / f"stepwell-{VERSION}.tar.gz"
+
+
+def test_sdist_holds_the_sources(sdist):
+    with tarfile.open(sdist) as archive:
+        files = {name.removeprefix(f"stepwell-{VERSION}/") for name in archive.getnames()}
+    rust = {str(path.relative_to(ROOT)) for path in (ROOT / "rust").rglob("*.rs")}
+    wanted = {"Cargo.toml", "Cargo.lock", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
+    assert wanted | rust | {f"python/{name}" for name in package_files()} <= files
+    assert not {name for name in files if name.endswith(".so") or name.startswith(("target/", ".venv/"))}
+
+
+def test_source_installs(sdist, tmp_path):
+    if shutil.which("cargo") is None:
+        pytest.skip("building from source needs `cargo`")
+    # Crates that are compiled already are used again; the package itself is compiled anew.
+    env = {**os.environ, "CARGO_TARGET_DIR": str(ROOT / "target" / "sdist")}
+    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--quiet", "--target", tmp_path]
+    run(sys.executable, "-m", "pip", "install", *options, sdist, cwd="/", env=env, timeout_s=BUILD_SECONDS_MAX)
+    program = "import stepwell, stepwell._core as core; print(core.__version__, stepwell.__file__, core.__file__)"
+    output = run(sys.executable, "-c", program, cwd="/", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    version, *files = output.split()
+    assert version == VERSION
+    assert all(Path(file).is_relative_to(tmp_path) for file in files)
