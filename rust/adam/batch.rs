@@ -1,0 +1,1 @@
+//! Splits a step into chunks.

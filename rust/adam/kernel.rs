@@ -1,0 +1,149 @@
+//! The arithmetic of Adam(W), written once, and the loop that carries it over a chunk.
+//!
+//! Order of operations, each rounded to fp32 once (`fma` is fused):
+//!
+//! ```text
+//! g     = grad * grad_scale                     (negated for maximize)
+//! g     = fma(l2, p, g)                         (Adam with L2 only)
+//! m     = fma(beta1, m, (1 - beta1) * g)
+//! v     = fma(beta2, v, ((1 - beta2) * g) * g)
+//! denom = fma(sqrt(v), 1 / sqrt(1 - beta2^t), eps)
+//! p     = fma(-lr / (1 - beta1^t), m / denom, p * (1 - lr * weight_decay))
+//! ```
+//!
+//! A unit of elements is loaded whole, computed, and stored whole, which is right in place and out of place. The tail runs
+//! the same unit with fewer lanes loaded and stored.
+
+use crate::{
+    adam::Step,
+    cursor::Source,
+    element::Element,
+    isa::{Isa, Kernel},
+    simd::{LANES, Simd},
+    state::{BLOCK, Master, MomentLanes, Moments, dither::Dither, lanes_in},
+};
+
+/// The scalars of a step in all lanes.
+#[derive(Clone, Copy)]
+struct StepLanes<S: Simd> {
+    grad_scale: S::F,
+    weight_keep: S::F,
+    l2: S::F,
+    has_l2: S::M,
+    beta1: S::F,
+    one_minus_beta1: S::F,
+    beta2: S::F,
+    one_minus_beta2: S::F,
+    minus_step_size: S::F,
+    denom_scale: S::F,
+    eps: S::F,
+}
+
+impl<S: Simd> StepLanes<S> {
+    #[inline(always)]
+    fn new(simd: S, step: &Step) -> Self {
+        Self {
+            grad_scale: simd.splat(step.grad_scale),
+            weight_keep: simd.splat(step.weight_keep),
+            l2: simd.splat(step.l2),
+            has_l2: simd.eq_u(simd.splat_u(u32::from(step.has_l2)), simd.splat_u(1)),
+            beta1: simd.splat(step.beta1),
+            one_minus_beta1: simd.splat(step.one_minus_beta1),
+            beta2: simd.splat(step.beta2),
+            one_minus_beta2: simd.splat(step.one_minus_beta2),
+            minus_step_size: simd.splat(-step.step_size),
+            denom_scale: simd.splat(step.denom_scale),
+            eps: simd.splat(step.eps),
+        }
+    }
+
+    /// 16 elements: `(master, exp_avg, exp_avg_sq)` after the step.
+    #[inline(always)]
+    fn update(&self, simd: S, p: S::F, grad: S::F, m: S::F, v: S::F) -> (S::F, S::F, S::F) {
+        let g = simd.mul(grad, self.grad_scale);
+        let g = simd.select_f(self.has_l2, simd.fma(self.l2, p, g), g);
+        let m = simd.fma(self.beta1, m, simd.mul(self.one_minus_beta1, g));
+        let v = simd.fma(self.beta2, v, simd.mul(simd.mul(self.one_minus_beta2, g), g));
+        let denom = simd.fma(simd.sqrt(v), self.denom_scale, self.eps);
+        let p = simd.fma(self.minus_step_size, simd.div(m, denom), simd.mul(p, self.weight_keep));
+        (p, m, v)
+    }
+}
+
+struct Update<'a, const Q: usize, G, P, M> {
+    step: Step,
+    grad: Source<'a, G>,
+    master: P,
+    moments: M,
+    dither: Dither,
+}
+
+impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M> {
+    /// Steps the elements `at..at + count`, `Q * LANES` of them but at the tail.
+    #[inline(always)]
+    fn unit<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) {
+        let MomentLanes { mut exp_avg, mut exp_avg_sq } = self.moments.load(simd, at, count);
+        let mut master = [simd.splat(0.0); Q];
+        for quarter in 0..Q {
+            let (from, lanes) = (at + quarter * LANES, lanes_in(count, quarter));
+            let weight = self.master.load(simd, from, lanes);
+            let grad = G::widen(simd, self.grad.load(simd, from, lanes));
+            (master[quarter], exp_avg[quarter], exp_avg_sq[quarter]) =
+                step.update(simd, weight, grad, exp_avg[quarter], exp_avg_sq[quarter]);
+        }
+        for quarter in 0..Q {
+            self.master.store(simd, at + quarter * LANES, lanes_in(count, quarter), master[quarter]);
+        }
+        let mut noise = [simd.splat_u(0); Q];
+        if M::STOCHASTIC {
+            for (quarter, noise) in noise.iter_mut().enumerate() {
+                *noise = self.dither.lanes(simd, at + quarter * LANES);
+            }
+        }
+        self.moments.store(simd, at, count, MomentLanes { exp_avg, exp_avg_sq }, noise);
+    }
+}
+
+impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Kernel for Update<'_, Q, G, P, M> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        let step = StepLanes::new(simd, &self.step);
+        let (len, unit) = (self.grad.len(), Q * LANES);
+        let mut at = 0;
+        while at + BLOCK <= len {
+            self.grad.prefetch(at, BLOCK);
+            self.master.prefetch(at);
+            self.moments.prefetch(at);
+            for i in 0..BLOCK / unit {
+                self.unit(simd, &step, at + i * unit, unit);
+            }
+            at += BLOCK;
+        }
+        while at < len {
+            let count = (len - at).min(unit);
+            self.unit(simd, &step, at, count);
+            at += count;
+        }
+    }
+}
+
+/// Steps the elements of `grad` with the master and moments of the same elements, in one pass.
+///
+/// Out of place, the caller publishes what was stored ([`crate::cursor::publish`]).
+///
+/// # Panics
+/// If the lengths differ.
+pub fn update<'a, const Q: usize, G: Element, P: Master, M: Moments<Q>>(
+    isa: Isa,
+    step: &Step,
+    grad: &'a [G],
+    master: P,
+    moments: M,
+    dither: Dither,
+) {
+    assert_eq!(grad.len(), master.len(), "every gradient has its master");
+    assert!(moments.covers(grad.len()), "every gradient has its moments");
+    isa.run(Update { step: *step, grad: Source::new(grad), master, moments, dither });
+}

@@ -1,0 +1,195 @@
+//! NEON: four registers per vector.
+
+use std::arch::aarch64::*;
+
+use super::{LANES, Simd};
+
+/// Shows that the machine has NEON, the baseline of aarch64.
+#[derive(Clone, Copy, Debug)]
+pub struct Neon(());
+
+impl Neon {
+    /// The token.
+    ///
+    /// # Safety
+    /// The machine has NEON.
+    #[inline(always)]
+    #[must_use]
+    pub unsafe fn new_unchecked() -> Self {
+        Self(())
+    }
+}
+
+/// Registers of a vector.
+const PARTS: usize = 4;
+
+/// One expression per register.
+macro_rules! parts {
+    (|$i:ident| $each:expr) => {
+        [{ let $i = 0; $each }, { let $i = 1; $each }, { let $i = 2; $each }, { let $i = 3; $each }]
+    };
+}
+
+// SAFETY (every block below): the token shows that the features are there, and register operations have no other
+// precondition. Where memory is touched, the caller vouches for it as the trait says, and the parts lie within.
+#[expect(clippy::undocumented_unsafe_blocks, reason = "one argument for all, above")]
+impl Simd for Neon {
+    type F = [float32x4_t; PARTS];
+    type U = [uint32x4_t; PARTS];
+    type M = [uint32x4_t; PARTS];
+    type D = [[float64x2_t; 2]; PARTS];
+
+    #[inline(always)]
+    unsafe fn load_u32(self, from: *const u32) -> Self::U {
+        unsafe { parts!(|i| vld1q_u32(from.add(4 * i))) }
+    }
+    #[inline(always)]
+    unsafe fn store_u32(self, to: *mut u32, value: Self::U) {
+        unsafe { parts!(|i| vst1q_u32(to.add(4 * i), value[i])) };
+    }
+    #[inline(always)]
+    unsafe fn stream_u32(self, to: *mut u32, value: Self::U) {
+        unsafe { self.store_u32(to, value) };
+    }
+    #[inline(always)]
+    unsafe fn load_u16(self, from: *const u16) -> Self::U {
+        unsafe { parts!(|i| vmovl_u16(vld1_u16(from.add(4 * i)))) }
+    }
+    #[inline(always)]
+    unsafe fn store_u16(self, to: *mut u16, value: Self::U) {
+        unsafe { parts!(|i| vst1_u16(to.add(4 * i), vmovn_u32(value[i]))) };
+    }
+    #[inline(always)]
+    unsafe fn stream_u16(self, to: *mut u16, value: Self::U) {
+        unsafe { self.store_u16(to, value) };
+    }
+    #[inline(always)]
+    fn splat(self, value: f32) -> Self::F {
+        unsafe { [vdupq_n_f32(value); PARTS] }
+    }
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        unsafe { parts!(|i| vaddq_f32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        unsafe { parts!(|i| vmulq_f32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        unsafe { parts!(|i| vfmaq_f32(c[i], a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        unsafe { parts!(|i| vdivq_f32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn sqrt(self, a: Self::F) -> Self::F {
+        unsafe { parts!(|i| vsqrtq_f32(a[i])) }
+    }
+    #[inline(always)]
+    fn floor(self, a: Self::F) -> Self::F {
+        unsafe { parts!(|i| vrndmq_f32(a[i])) }
+    }
+    #[inline(always)]
+    fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
+        unsafe { parts!(|i| vbslq_f32(vcltq_f32(a[i], b[i]), a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn lt(self, a: Self::F, b: Self::F) -> Self::M {
+        unsafe { parts!(|i| vcltq_f32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn splat_u(self, value: u32) -> Self::U {
+        unsafe { [vdupq_n_u32(value); PARTS] }
+    }
+    #[inline(always)]
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vaddq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vsubq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vmulq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn and(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vandq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn or(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vorrq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn xor(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| veorq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn shl<const N: u32>(self, a: Self::U) -> Self::U {
+        unsafe { parts!(|i| vshlq_u32(a[i], vdupq_n_s32(N.cast_signed()))) }
+    }
+    #[inline(always)]
+    fn shr<const N: u32>(self, a: Self::U) -> Self::U {
+        unsafe { parts!(|i| vshlq_u32(a[i], vdupq_n_s32(-N.cast_signed()))) }
+    }
+    #[inline(always)]
+    fn sar<const N: u32>(self, a: Self::U) -> Self::U {
+        unsafe { parts!(|i| vreinterpretq_u32_s32(vshlq_s32(vreinterpretq_s32_u32(a[i]), vdupq_n_s32(-N.cast_signed())))) }
+    }
+    #[inline(always)]
+    fn max_u(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vmaxq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn min_u(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vminq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn gt_u(self, a: Self::U, b: Self::U) -> Self::M {
+        unsafe { parts!(|i| vcgtq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn eq_u(self, a: Self::U, b: Self::U) -> Self::M {
+        unsafe { parts!(|i| vceqq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn to_f(self, a: Self::U) -> Self::F {
+        unsafe { parts!(|i| vcvtq_f32_s32(vreinterpretq_s32_u32(a[i]))) }
+    }
+    #[inline(always)]
+    fn bits(self, a: Self::F) -> Self::U {
+        unsafe { parts!(|i| vreinterpretq_u32_f32(a[i])) }
+    }
+    #[inline(always)]
+    fn from_bits(self, a: Self::U) -> Self::F {
+        unsafe { parts!(|i| vreinterpretq_f32_u32(a[i])) }
+    }
+    #[inline(always)]
+    fn select(self, mask: Self::M, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| vbslq_u32(mask[i], a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn max_lane(self, a: Self::U) -> u32 {
+        unsafe { vmaxvq_u32(vmaxq_u32(vmaxq_u32(a[0], a[1]), vmaxq_u32(a[2], a[3]))) }
+    }
+    #[inline(always)]
+    fn zero_sums(self) -> Self::D {
+        unsafe { [[vdupq_n_f64(0.0); 2]; PARTS] }
+    }
+    #[inline(always)]
+    fn add_squares(self, sums: Self::D, a: Self::F) -> Self::D {
+        unsafe {
+            parts!(|i| {
+                let (low, high) = (vcvt_f64_f32(vget_low_f32(a[i])), vcvt_high_f64_f32(a[i]));
+                [vfmaq_f64(sums[i][0], low, low), vfmaq_f64(sums[i][1], high, high)]
+            })
+        }
+    }
+    #[inline(always)]
+    fn sums(self, sums: Self::D) -> [f64; LANES] {
+        unsafe { std::mem::transmute(sums) }
+    }
+}

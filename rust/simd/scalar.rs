@@ -1,0 +1,177 @@
+//! The baseline: arrays and loops. Right on every machine; on x86-64 without FMA each `fma` is a call into libm.
+
+use super::{LANES, Simd};
+
+/// The token of the baseline, which every machine has.
+#[derive(Clone, Copy, Debug)]
+pub struct Scalar;
+
+#[inline(always)]
+fn zip<A: Copy, B: Copy, R>(a: [A; LANES], b: [B; LANES], f: impl Fn(A, B) -> R) -> [R; LANES] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+impl Simd for Scalar {
+    type F = [f32; LANES];
+    type U = [u32; LANES];
+    type M = [bool; LANES];
+    type D = [f64; LANES];
+
+    #[inline(always)]
+    unsafe fn load_u32(self, from: *const u32) -> Self::U {
+        // SAFETY: the caller vouches for 64 bytes, and any bits are integers.
+        unsafe { from.cast::<Self::U>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store_u32(self, to: *mut u32, value: Self::U) {
+        // SAFETY: the caller vouches for 64 bytes.
+        unsafe { to.cast::<Self::U>().write_unaligned(value) };
+    }
+    #[inline(always)]
+    unsafe fn stream_u32(self, to: *mut u32, value: Self::U) {
+        // SAFETY: the caller vouches for more than a plain store needs.
+        unsafe { self.store_u32(to, value) };
+    }
+    #[inline(always)]
+    unsafe fn load_u16(self, from: *const u16) -> Self::U {
+        // SAFETY: the caller vouches for 32 bytes, and any bits are integers.
+        unsafe { from.cast::<[u16; LANES]>().read_unaligned() }.map(u32::from)
+    }
+    #[inline(always)]
+    unsafe fn store_u16(self, to: *mut u16, value: Self::U) {
+        // SAFETY: the caller vouches for 32 bytes.
+        unsafe { to.cast::<[u16; LANES]>().write_unaligned(value.map(|word| word as u16)) };
+    }
+    #[inline(always)]
+    unsafe fn stream_u16(self, to: *mut u16, value: Self::U) {
+        // SAFETY: the caller vouches for more than a plain store needs.
+        unsafe { self.store_u16(to, value) };
+    }
+
+    #[inline(always)]
+    fn splat(self, value: f32) -> Self::F {
+        [value; LANES]
+    }
+    #[inline(always)]
+    fn add(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a + b)
+    }
+    #[inline(always)]
+    fn mul(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a * b)
+    }
+    #[inline(always)]
+    fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    fn div(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| a / b)
+    }
+    #[inline(always)]
+    fn sqrt(self, a: Self::F) -> Self::F {
+        a.map(f32::sqrt)
+    }
+    #[inline(always)]
+    fn floor(self, a: Self::F) -> Self::F {
+        a.map(f32::floor)
+    }
+    #[inline(always)]
+    fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
+        zip(a, b, |a, b| if a < b { a } else { b })
+    }
+    #[inline(always)]
+    fn lt(self, a: Self::F, b: Self::F) -> Self::M {
+        zip(a, b, |a, b| a < b)
+    }
+
+    #[inline(always)]
+    fn splat_u(self, value: u32) -> Self::U {
+        [value; LANES]
+    }
+    #[inline(always)]
+    fn add_u(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, u32::wrapping_add)
+    }
+    #[inline(always)]
+    fn sub_u(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, u32::wrapping_sub)
+    }
+    #[inline(always)]
+    fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, u32::wrapping_mul)
+    }
+    #[inline(always)]
+    fn and(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, |a, b| a & b)
+    }
+    #[inline(always)]
+    fn or(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, |a, b| a | b)
+    }
+    #[inline(always)]
+    fn xor(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, |a, b| a ^ b)
+    }
+    #[inline(always)]
+    fn shl<const N: u32>(self, a: Self::U) -> Self::U {
+        a.map(|a| a << N)
+    }
+    #[inline(always)]
+    fn shr<const N: u32>(self, a: Self::U) -> Self::U {
+        a.map(|a| a >> N)
+    }
+    #[inline(always)]
+    fn sar<const N: u32>(self, a: Self::U) -> Self::U {
+        a.map(|a| (a as i32 >> N) as u32)
+    }
+    #[inline(always)]
+    fn max_u(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, u32::max)
+    }
+    #[inline(always)]
+    fn min_u(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, u32::min)
+    }
+    #[inline(always)]
+    fn gt_u(self, a: Self::U, b: Self::U) -> Self::M {
+        zip(a, b, |a, b| a > b)
+    }
+    #[inline(always)]
+    fn eq_u(self, a: Self::U, b: Self::U) -> Self::M {
+        zip(a, b, |a, b| a == b)
+    }
+    #[inline(always)]
+    fn to_f(self, a: Self::U) -> Self::F {
+        a.map(|a| a as i32 as f32)
+    }
+    #[inline(always)]
+    fn bits(self, a: Self::F) -> Self::U {
+        a.map(f32::to_bits)
+    }
+    #[inline(always)]
+    fn from_bits(self, a: Self::U) -> Self::F {
+        a.map(f32::from_bits)
+    }
+    #[inline(always)]
+    fn select(self, mask: Self::M, a: Self::U, b: Self::U) -> Self::U {
+        std::array::from_fn(|i| if mask[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    fn max_lane(self, a: Self::U) -> u32 {
+        a.into_iter().fold(0, u32::max)
+    }
+
+    #[inline(always)]
+    fn zero_sums(self) -> Self::D {
+        [0.0; LANES]
+    }
+    #[inline(always)]
+    fn add_squares(self, sums: Self::D, a: Self::F) -> Self::D {
+        zip(sums, a, |sum, a| f64::from(a).mul_add(f64::from(a), sum))
+    }
+    #[inline(always)]
+    fn sums(self, sums: Self::D) -> [f64; LANES] {
+        sums
+    }
+}

@@ -1,0 +1,121 @@
+//! Masters that are one array: the fp32 parameter itself, a separate fp32 beside a 16-bit weight, or no master at all.
+
+use crate::{
+    cursor::Cursor,
+    element::Element,
+    simd::Simd,
+    state::{BLOCK, Master},
+};
+
+/// The parameter is the master. In fp32 that is exact; a 16-bit parameter is rounded to nearest, as DeepSpeed's native
+/// ABI has it, and updates below half its last place vanish.
+pub struct Plain<'a, T>(pub Cursor<'a, T>);
+
+impl<T: Element> Master for Plain<'_, T> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        self.0.prefetch(at, BLOCK);
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
+        T::widen(simd, self.0.load(simd, at, count))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
+        self.0.store(simd, at, count, T::narrow(simd, master));
+    }
+}
+
+/// An fp32 master whose rounded copy is written in the same pass, and never read.
+pub struct WithWeightOut<'a, T> {
+    master: Cursor<'a, f32>,
+    weight: Cursor<'a, T>,
+}
+
+impl<'a, T: Element> WithWeightOut<'a, T> {
+    /// The master and where its rounded copy goes.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[must_use]
+    pub fn new(master: Cursor<'a, f32>, weight: Cursor<'a, T>) -> Self {
+        assert_eq!(master.len(), weight.len(), "every master has its weight");
+        Self { master, weight }
+    }
+}
+
+impl<T: Element> Master for WithWeightOut<'_, T> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.master.len()
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        self.master.prefetch(at, BLOCK);
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
+        simd.from_bits(self.master.load(simd, at, count))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
+        self.master.store(simd, at, count, simd.bits(master));
+        self.weight.store(simd, at, count, T::narrow(simd, master));
+    }
+}
+
+/// A separate fp32 master beside a 16-bit parameter that others may write: an element that is not its rounded master was
+/// written by someone else, and what they wrote is the master from then on.
+pub struct Shadowed<'a, T> {
+    master: Cursor<'a, f32>,
+    weight: Cursor<'a, T>,
+}
+
+impl<'a, T: Element> Shadowed<'a, T> {
+    /// The master and the parameter.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[must_use]
+    pub fn new(master: Cursor<'a, f32>, weight: Cursor<'a, T>) -> Self {
+        assert_eq!(master.len(), weight.len(), "every master has its weight");
+        Self { master, weight }
+    }
+}
+
+impl<T: Element> Master for Shadowed<'_, T> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.master.len()
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        self.master.prefetch(at, BLOCK);
+        self.weight.prefetch(at, BLOCK);
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
+        let master = simd.from_bits(self.master.load(simd, at, count));
+        let weight = self.weight.load(simd, at, count);
+        let is_ours = simd.eq_u(T::narrow(simd, master), weight);
+        simd.select_f(is_ours, master, T::widen(simd, weight))
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
+        self.master.store(simd, at, count, simd.bits(master));
+        self.weight.store(simd, at, count, T::narrow(simd, master));
+    }
+}

@@ -1,0 +1,123 @@
+//! Moments that are one array each: fp32, 16-bit rounded to nearest, bf16 rounded stochastically.
+
+use crate::{
+    cursor::Cursor,
+    element::{Bf16, Element},
+    simd::Simd,
+    state::{BLOCK, MomentLanes, Moments},
+};
+
+/// `exp_avg` and `exp_avg_sq` in `T`, rounded to nearest: exact for fp32; for 16-bit types what DeepSpeed's native ABI
+/// does, where `exp_avg_sq` stops decaying at the usual beta2.
+pub struct Nearest<'a, T> {
+    exp_avg: Cursor<'a, T>,
+    exp_avg_sq: Cursor<'a, T>,
+}
+
+impl<'a, T: Element> Nearest<'a, T> {
+    /// Both moments.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[must_use]
+    pub fn new(exp_avg: Cursor<'a, T>, exp_avg_sq: Cursor<'a, T>) -> Self {
+        assert_eq!(exp_avg.len(), exp_avg_sq.len(), "every element has both moments");
+        Self { exp_avg, exp_avg_sq }
+    }
+}
+
+impl<T: Element> Moments<1> for Nearest<'_, T> {
+    const STOCHASTIC: bool = false;
+
+    fn covers(&self, len: usize) -> bool {
+        self.exp_avg.len() == len
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        self.exp_avg.prefetch(at, BLOCK);
+        self.exp_avg_sq.prefetch(at, BLOCK);
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> MomentLanes<S, 1> {
+        MomentLanes {
+            exp_avg: [T::widen(simd, self.exp_avg.load(simd, at, count))],
+            exp_avg_sq: [T::widen(simd, self.exp_avg_sq.load(simd, at, count))],
+        }
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, _noise: [S::U; 1]) {
+        self.exp_avg.store(simd, at, count, T::narrow(simd, moments.exp_avg[0]));
+        self.exp_avg_sq.store(simd, at, count, T::narrow(simd, moments.exp_avg_sq[0]));
+    }
+}
+
+/// `exp_avg` and `exp_avg_sq` in bf16, rounded stochastically: unbiased, so that `exp_avg_sq` decays as fp32's does, in
+/// expectation.
+pub struct Stochastic<'a> {
+    exp_avg: Cursor<'a, Bf16>,
+    exp_avg_sq: Cursor<'a, Bf16>,
+}
+
+impl<'a> Stochastic<'a> {
+    /// Both moments.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[must_use]
+    pub fn new(exp_avg: Cursor<'a, Bf16>, exp_avg_sq: Cursor<'a, Bf16>) -> Self {
+        assert_eq!(exp_avg.len(), exp_avg_sq.len(), "every element has both moments");
+        Self { exp_avg, exp_avg_sq }
+    }
+}
+
+/// One of the two neighbours of `value`, the nearer one more often: up with the probability that `noise`, 16 uniform
+/// bits, is at least what is missing. A finite value stays finite.
+#[inline(always)]
+fn round_stochastically<S: Simd>(simd: S, values: S::F, noise: S::U) -> S::U {
+    let magnitude = simd.magnitude(values);
+    let infinity = simd.splat_u(0x7f80_0000);
+    let rounded = simd.shr::<16>(simd.add_u(magnitude, noise));
+    let finite = simd.min_u(rounded, simd.splat_u(u32::from(Bf16::MAX.0)));
+    let nan = simd.splat_u(u32::from(Bf16::NAN.0));
+    let not_finite = simd.select(simd.gt_u(magnitude, infinity), nan, simd.splat_u(0x7f80));
+    let rounded = simd.select(simd.gt_u(infinity, magnitude), finite, not_finite);
+    let sign = simd.and(simd.shr::<16>(simd.bits(values)), simd.splat_u(0x8000));
+    simd.or(rounded, sign)
+}
+
+impl Moments<1> for Stochastic<'_> {
+    const STOCHASTIC: bool = true;
+
+    fn covers(&self, len: usize) -> bool {
+        self.exp_avg.len() == len
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        self.exp_avg.prefetch(at, BLOCK);
+        self.exp_avg_sq.prefetch(at, BLOCK);
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> MomentLanes<S, 1> {
+        MomentLanes {
+            exp_avg: [Bf16::widen(simd, self.exp_avg.load(simd, at, count))],
+            exp_avg_sq: [Bf16::widen(simd, self.exp_avg_sq.load(simd, at, count))],
+        }
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, noise: [S::U; 1]) {
+        let [exp_avg_sq] = moments.exp_avg_sq;
+        let first = round_stochastically(simd, moments.exp_avg[0], simd.and(noise[0], simd.splat_u(0xffff)));
+        let second = round_stochastically(simd, exp_avg_sq, simd.shr::<16>(noise[0]));
+        // Below the smallest subnormal a positive value may round to 0: it keeps the smallest instead.
+        let is_positive = simd.lt(simd.splat(0.0), exp_avg_sq);
+        let second = simd.select(is_positive, simd.max_u(second, simd.splat_u(1)), second);
+        self.exp_avg.store(simd, at, count, first);
+        self.exp_avg_sq.store(simd, at, count, second);
+    }
+}

@@ -1,0 +1,133 @@
+//! The `split` master: a bf16 parameter is the rounded upper half of an fp32 number, 16 trailing bits hold the rest.
+//!
+//! For fp32 bits `x` that are not a NaN: `hi = (x + 0x8000) >> 16`, `lo = x - (hi << 16)` as a signed 16-bit number, and
+//! `x = (hi << 16) + lo`: a bijection, so the master is exact. `hi` differs from round-to-nearest-even on exact ties only
+//! (they round away from zero). A NaN becomes the canonical NaN.
+//!
+//! Trailing bits belong to the parameter that they were written with. Whoever writes a parameter (`load_state_dict`,
+//! `copy_`, `.data`) leaves them stale, and stale bits may turn a 0 into a NaN. So a 32-bit fingerprint per chunk tells
+//! whether the parameter is still ours; where it is not, the chunk's trailing bits are void and read as 0: what the user
+//! wrote wins. The fingerprint sees every change of a single element, and any other with probability 1 - 2^-32.
+
+use crate::{
+    cursor::{Cursor, Source},
+    element::Bf16,
+    isa::Kernel,
+    simd::{LANES, Simd},
+    state::{BLOCK, Master},
+};
+
+/// The halves of 16 fp32 numbers: the bf16 parameters and the trailing bits, both in the low 16 bits of their lanes.
+#[inline(always)]
+pub fn split<S: Simd>(simd: S, values: S::F) -> (S::U, S::U) {
+    let bits = simd.bits(values);
+    let high = simd.shr::<16>(simd.add_u(bits, simd.splat_u(0x8000)));
+    // The low half of `bits - (high << 16)` is that of `bits`: only the low 16 bits are stored.
+    let is_nan = simd.gt_u(simd.magnitude(values), simd.splat_u(0x7f80_0000));
+    let high = simd.select(is_nan, simd.splat_u(u32::from(Bf16::NAN.0)), high);
+    (high, simd.select(is_nan, simd.splat_u(0), simd.and(bits, simd.splat_u(0xffff))))
+}
+
+/// The fp32 numbers that were split.
+#[inline(always)]
+pub fn join<S: Simd>(simd: S, high: S::U, low: S::U) -> S::F {
+    let low = simd.sar::<16>(simd.shl::<16>(low));
+    simd.from_bits(simd.add_u(simd.shl::<16>(high), low))
+}
+
+/// A bf16 parameter with its trailing bits.
+pub struct Split<'a> {
+    high: Cursor<'a, Bf16>,
+    low: Cursor<'a, i16>,
+    /// All ones, or 0 where the trailing bits are void.
+    valid: u32,
+}
+
+impl<'a> Split<'a> {
+    /// The parameter and its trailing bits, which read as 0 if they are `void`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[must_use]
+    pub fn new(high: Cursor<'a, Bf16>, low: Cursor<'a, i16>, void: bool) -> Self {
+        assert_eq!(high.len(), low.len(), "every element has its trailing bits");
+        Self { high, low, valid: if void { 0 } else { u32::MAX } }
+    }
+}
+
+impl Master for Split<'_> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        self.high.len()
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        self.high.prefetch(at, BLOCK);
+        self.low.prefetch(at, BLOCK);
+    }
+
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
+        let low = simd.and(self.low.load(simd, at, count), simd.splat_u(self.valid));
+        join(simd, self.high.load(simd, at, count), low)
+    }
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
+        let (high, low) = split(simd, master);
+        self.high.store(simd, at, count, high);
+        self.low.store(simd, at, count, low);
+    }
+}
+
+/// The fingerprint of a chunk of a bf16 parameter; never 0, which stands for "no trailing bits yet".
+///
+/// A polynomial in an odd (hence invertible) multiplier, one per lane, folded by the same polynomial.
+pub struct Fingerprint<'a>(pub &'a [Bf16]);
+
+const MULTIPLIER: u32 = 0x9e37_79b1;
+
+impl Kernel for Fingerprint<'_> {
+    type Output = u32;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) -> u32 {
+        // Two elements make a word, and two sets of sums hide the multiplication's latency.
+        const PAIR: usize = 2 * LANES;
+        let source = Source::new(self.0);
+        let mut sums = [simd.splat_u(0); 2];
+        let len = self.0.len();
+        let mut at = 0;
+        while at + 2 * PAIR <= len {
+            for (set, sums) in sums.iter_mut().enumerate() {
+                let first = source.load(simd, at + set * PAIR, LANES);
+                let second = source.load(simd, at + set * PAIR + LANES, LANES);
+                *sums = absorb(simd, *sums, first, second);
+            }
+            source.prefetch(at, 2 * PAIR);
+            at += 2 * PAIR;
+        }
+        while at < len {
+            let count = (len - at).min(LANES);
+            sums[0] = absorb(simd, sums[0], source.load(simd, at, count), simd.splat_u(0));
+            at += count;
+        }
+        let mut folded = len as u32;
+        for sums in sums {
+            let mut lanes = [0_u32; LANES];
+            // SAFETY: `lanes` holds LANES words.
+            unsafe { simd.store_u32(lanes.as_mut_ptr(), sums) };
+            for lane in lanes {
+                folded = folded.wrapping_mul(MULTIPLIER).wrapping_add(lane);
+            }
+        }
+        folded.max(1)
+    }
+}
+
+#[inline(always)]
+fn absorb<S: Simd>(simd: S, sums: S::U, first: S::U, second: S::U) -> S::U {
+    let words = simd.or(first, simd.shl::<16>(second));
+    simd.add_u(simd.mul_u(sums, simd.splat_u(MULTIPLIER)), words)
+}
