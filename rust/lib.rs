@@ -2,5 +2,8 @@
 #![warn(missing_docs)]
 
 pub mod error;
+pub mod memory;
+pub mod pool;
+pub mod topology;
 
 pub use error::{Error, Result};
