@@ -8,8 +8,11 @@ pub mod element;
 pub mod error;
 pub mod fp_env;
 pub mod isa;
+pub mod memory;
 pub mod norm;
+pub mod pool;
 pub mod simd;
 pub mod state;
+pub mod topology;
 
 pub use error::{Error, Result};

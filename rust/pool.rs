@@ -1,0 +1,316 @@
+//! Persistent worker threads, pinned to cores, that run a task over a range of indices.
+//!
+//! - POOL-1 `task(i)` is called exactly once for every `i`, and `run` returns after the last call has.
+//! - POOL-2 A worker's first share of a job depends on the number of tasks and of workers only: the worker that first touched a page works on
+//!   it again, except for what others steal when they have nothing left.
+//! - POOL-3 `run` may be called from any number of threads (one job at a time; the others wait) and from a task (it then runs inline).
+//! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of a fork (see [`mod@fork`] in this folder).
+//! - POOL-5 An idle pool uses no CPU; a dropped one has joined its workers.
+//!
+//! Cost of a job: a few microseconds while the workers still spin from the last one (50 us), a wake-up per worker after that.
+//!
+//! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes the pool. Where several ranks share the host
+//! (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`), each takes its share of it; unless the mask is narrower than what the container allows:
+//! then a launcher has bound this process, and its mask is its share.
+
+mod crew;
+mod fork;
+mod futex;
+mod placement;
+
+use std::io;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::topology::{Topology, format_cpu_list};
+use crate::{Error, Result};
+use crew::{Balance, Crew, run_inline};
+
+pub use placement::{RankShare, choose_cpus};
+
+/// Number of workers of a pool that is not told otherwise.
+pub const THREADS_VARIABLE: &str = "STEPWELL_THREADS";
+
+/// What a pool is made of. The default: one worker per allowed physical core, or as many as `STEPWELL_THREADS` says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PoolConfig {
+    /// Number of workers.
+    pub threads: Option<usize>,
+    /// The CPU of each worker, exactly.
+    pub cpus: Option<Vec<usize>>,
+}
+
+/// Pinned workers. See the [module](self).
+#[derive(Debug)]
+pub struct Pool {
+    cpus: Vec<usize>,
+    crew: Mutex<Option<Crew>>,
+    warned: AtomicBool,
+}
+
+impl std::fmt::Debug for Crew {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Crew").field("generation", &self.generation()).finish_non_exhaustive()
+    }
+}
+
+impl Pool {
+    /// Starts the workers.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a bad count or list (see [`choose_cpus`]) or a `STEPWELL_THREADS`, `LOCAL_RANK` or `LOCAL_WORLD_SIZE` that is
+    /// not a count; [`Error::Os`] where threads cannot be started, or cannot be pinned to CPUs that were named.
+    pub fn new(config: &PoolConfig) -> Result<Self> {
+        let entered = fork::enter();
+        let built = Self::build(config);
+        // Logging may wait for a lock that a forking thread holds.
+        drop(entered);
+        built.map(Built::log)
+    }
+
+    /// The pool of this process, made on first use as [`PoolConfig::default`] says. A forked child makes its own, from its own environment.
+    ///
+    /// # Errors
+    /// As [`Pool::new`]; tried again on the next call.
+    pub fn global() -> Result<&'static Self> {
+        static GLOBAL: Mutex<Option<(u32, &'static Pool)>> = Mutex::new(None);
+        let entered = fork::enter();
+        let mut global = GLOBAL.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, pool)) = global.filter(|&(generation, _)| generation == fork::generation()) {
+            return Ok(pool);
+        }
+        let Built { pool, warnings } = Self::build(&PoolConfig::default())?;
+        let pool: &'static Self = Box::leak(Box::new(pool));
+        *global = Some((fork::generation(), pool));
+        drop(global);
+        drop(entered);
+        log_all(&warnings);
+        Ok(pool)
+    }
+
+    fn build(config: &PoolConfig) -> Result<Built> {
+        fork::register()?;
+        let topology = Topology::host();
+        let allowed = allowed_cpus().map_err(|error| Error::os("cannot read the affinity mask", error))?;
+        let environment = Environment::read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))?;
+        let config = environment.complete(config);
+        let share = match environment.share {
+            Some(_) if is_bound(&allowed, &topology) => RankShare::WHOLE,
+            Some(share) => share,
+            None => RankShare::WHOLE,
+        };
+        let cpus = choose_cpus(&topology, &allowed, &config, share)?;
+
+        let mut warnings = Vec::new();
+        let distinct = cpus.iter().collect::<std::collections::HashSet<_>>().len();
+        if distinct < cpus.len() {
+            warnings.push(format!(
+                "`{}` workers share the `{distinct}` CPUs `{}`; hint: {THREADS_VARIABLE} and `threads` above the number of CPUs only cost time",
+                cpus.len(),
+                format_cpu_list(&cpus)
+            ));
+        }
+        let (crew, unpinned) = Crew::start(&cpus)?;
+        if let Some((cpu, error)) = unpinned {
+            if config.cpus.is_some() {
+                return Err(Error::os(format!("cannot pin a worker to CPU `{cpu}`"), error));
+            }
+            warnings.push(unpinned_warning(cpu, &error));
+        }
+        Ok(Built { pool: Self { cpus, crew: Mutex::new(Some(crew)), warned: AtomicBool::new(false) }, warnings })
+    }
+
+    /// Number of workers.
+    pub fn threads(&self) -> usize {
+        self.cpus.len()
+    }
+
+    /// The CPU of each worker.
+    pub fn cpus(&self) -> &[usize] {
+        &self.cpus
+    }
+
+    /// Calls `task(i)` once for every `i` in `0..tasks`, on the workers, and returns when all are done.
+    ///
+    /// Each worker starts with a contiguous share, in order, and steals from the end of others' shares when its own is empty. A single task, and
+    /// whatever is run from within a task, runs on the calling thread.
+    ///
+    /// A task must not wait for a lock that a thread may hold while it forks (such as Python's GIL), and must not itself fork but to `exec`.
+    ///
+    /// # Panics
+    /// With the panic of a task, after all tasks have been called.
+    pub fn run(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
+        self.dispatch(tasks, Balance::Steal, task);
+    }
+
+    /// Calls `task(worker)` once for every worker in `0..threads()`, each on that worker: for what must happen on its CPU, such as touching
+    /// memory first. From within a task it runs inline, all on the calling thread.
+    ///
+    /// # Panics
+    /// As [`Pool::run`].
+    pub fn run_on_each_worker(&self, task: &(dyn Fn(usize) + Sync)) {
+        self.dispatch(self.threads(), Balance::Fixed, task);
+    }
+
+    fn dispatch(&self, tasks: usize, balance: Balance, task: &(dyn Fn(usize) + Sync)) {
+        if tasks == 0 {
+            return;
+        }
+        let entered = fork::enter();
+        let mut warning = None;
+        let payload = if fork::in_task() || (tasks == 1 && balance == Balance::Steal) {
+            run_inline(tasks, task)
+        } else {
+            let mut crew = self.crew.lock().unwrap_or_else(PoisonError::into_inner);
+            if crew.as_ref().is_none_or(|crew| crew.generation() != fork::generation()) {
+                *crew = match Crew::start(&self.cpus) {
+                    Ok((crew, unpinned)) => {
+                        warning = unpinned.map(|(cpu, error)| unpinned_warning(cpu, &error));
+                        Some(crew)
+                    }
+                    Err(error) => {
+                        warning = Some(format!("work runs on the calling thread alone: {error}"));
+                        None
+                    }
+                };
+            }
+            match crew.as_mut() {
+                Some(crew) => crew.run(tasks, balance, task),
+                None => run_inline(tasks, task),
+            }
+        };
+        drop(entered);
+        if let Some(warning) = warning
+            && !self.warned.swap(true, Ordering::Relaxed)
+        {
+            log_all(&[warning]);
+        }
+        if let Some(payload) = payload {
+            resume_unwind(payload);
+        }
+    }
+}
+
+/// A pool and what is to be logged about it outside the gate.
+struct Built {
+    pool: Pool,
+    warnings: Vec<String>,
+}
+
+impl Built {
+    fn log(self) -> Pool {
+        log_all(&self.warnings);
+        self.pool
+    }
+}
+
+fn log_all(warnings: &[String]) {
+    for warning in warnings {
+        log::warn!(target: "stepwell", "{warning}");
+    }
+}
+
+fn unpinned_warning(cpu: usize, error: &io::Error) -> String {
+    format!(
+        "workers are not pinned: the system refused CPU `{cpu}`: {error}; hint: allow `sched_setaffinity` in the sandbox"
+    )
+}
+
+/// What the environment says about the pool.
+struct Environment {
+    threads: Option<usize>,
+    share: Option<RankShare>,
+}
+
+impl Environment {
+    fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
+        let number = |name: &str| -> Result<Option<usize>> {
+            let Some(text) = variable(name).filter(|text| !text.trim().is_empty()) else { return Ok(None) };
+            text.trim()
+                .parse()
+                .map(Some)
+                .map_err(|_| Error::value(format!("invalid {name} `{text}`, expected a whole number")))
+        };
+        let threads = number(THREADS_VARIABLE)?;
+        if threads == Some(0) {
+            return Err(Error::value(format!(
+                "invalid {THREADS_VARIABLE} `0`, expected at least 1; hint: unset it for one thread per physical core"
+            )));
+        }
+        let share = match (number("LOCAL_RANK")?, number("LOCAL_WORLD_SIZE")?) {
+            (Some(rank), Some(num_ranks)) => Some(RankShare { rank, num_ranks }),
+            _ => None,
+        };
+        Ok(Self { threads, share })
+    }
+
+    fn complete(&self, config: &PoolConfig) -> PoolConfig {
+        let threads = if config.cpus.is_none() { config.threads.or(self.threads) } else { config.threads };
+        PoolConfig { threads, cpus: config.cpus.clone() }
+    }
+}
+
+/// The affinity mask of the calling thread.
+fn allowed_cpus() -> io::Result<Vec<usize>> {
+    let set = sched_getaffinity(None)?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect())
+}
+
+/// Whether someone has bound this process to less than the container lets it use.
+fn is_bound(allowed: &[usize], topology: &Topology) -> bool {
+    // The kernel cuts a mask of all CPUs down to what the control groups allow, of either version and however they are mounted. Asked on a
+    // thread of its own, whose mask then goes with it.
+    let ask = || {
+        let mut all = CpuSet::new();
+        (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
+        sched_setaffinity(None, &all)?;
+        allowed_cpus()
+    };
+    let available = thread::scope(|scope| thread::Builder::new().spawn_scoped(scope, ask).ok()?.join().ok()?.ok());
+    available.is_some_and(|available| {
+        // Isolated CPUs are outside every mask that nobody has set.
+        available.iter().any(|cpu| !allowed.contains(cpu) && !topology.isolated_cpus().contains(cpu))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(variables: &[(&str, &str)]) -> Result<Environment> {
+        Environment::read(|name| {
+            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn environment_is_read() {
+        let environment =
+            read(&[("STEPWELL_THREADS", " 3 "), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")]).expect("valid");
+        assert_eq!(environment.threads, Some(3));
+        assert_eq!(environment.share, Some(RankShare { rank: 1, num_ranks: 4 }));
+        let alone = read(&[("STEPWELL_THREADS", ""), ("LOCAL_RANK", "1")]).expect("valid");
+        assert_eq!((alone.threads, alone.share), (None, None));
+    }
+
+    #[test]
+    fn nonsense_is_named() {
+        for value in ["0", "-1", "two", "1.5", "99999999999999999999"] {
+            let Err(error) = read(&[("STEPWELL_THREADS", value)]) else { panic!("`{value}` was taken") };
+            let message = error.to_string();
+            assert!(message.contains("STEPWELL_THREADS") && message.contains(&format!("`{value}`")), "{message}");
+        }
+    }
+
+    #[test]
+    fn an_argument_wins_over_the_environment() {
+        let environment = read(&[("STEPWELL_THREADS", "3")]).expect("valid");
+        assert_eq!(environment.complete(&PoolConfig::default()).threads, Some(3));
+        assert_eq!(environment.complete(&PoolConfig { threads: Some(2), cpus: None }).threads, Some(2));
+        assert_eq!(environment.complete(&PoolConfig { threads: None, cpus: Some(vec![0]) }).threads, None);
+    }
+}
