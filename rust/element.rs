@@ -56,8 +56,7 @@ pub enum Dtype {
 
 impl Dtype {
     /// Every dtype, for messages and tests.
-    pub const ALL: [Self; 6] =
-        [Self::Float32, Self::BFloat16, Self::Float16, Self::Int16, Self::Int32, Self::Uint8];
+    pub const ALL: [Self; 6] = [Self::Float32, Self::BFloat16, Self::Float16, Self::Int16, Self::Int32, Self::Uint8];
 
     /// torch's name without the `torch.` prefix.
     #[must_use]

@@ -6,15 +6,15 @@
 
 use std::sync::OnceLock;
 
+#[cfg(target_arch = "aarch64")]
+use crate::simd::neon::Neon;
+#[cfg(target_arch = "x86_64")]
+use crate::simd::{avx2::Avx2, avx512::Avx512};
 use crate::{
     error::{Error, Result},
     fp_env::StandardFpEnv,
     simd::{Simd, scalar::Scalar},
 };
-#[cfg(target_arch = "x86_64")]
-use crate::simd::{avx2::Avx2, avx512::Avx512};
-#[cfg(target_arch = "aarch64")]
-use crate::simd::neon::Neon;
 
 /// An instruction set that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -130,10 +130,7 @@ impl Isa {
     /// [`Error::Value`] where `STEPWELL_ISA` names an ISA that is unknown or that this machine cannot run.
     pub fn detect() -> Result<Self> {
         static DETECTED: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
-        DETECTED
-            .get_or_init(|| choose(std::env::var("STEPWELL_ISA").ok().as_deref()))
-            .clone()
-            .map_err(Error::Value)
+        DETECTED.get_or_init(|| choose(std::env::var("STEPWELL_ISA").ok().as_deref())).clone().map_err(Error::Value)
     }
 
     /// Runs the kernel, compiled for this ISA, in the standard floating-point environment.

@@ -1,1 +1,180 @@
-//! Undoing a step of a plain fp32 parameter with fp32 moments, where it can be undone.
+//! Undoing a step of plain fp32 parameters with fp32 moments, by inverse arithmetic, where that is possible.
+//!
+//! The inverse is computed in double precision and rounded, then stepped forward again with the kernel itself: if what
+//! comes out is not what stands there, to within [`ROLLBACK_ULPS_MAX`] units in the last place, the step cannot be undone
+//! (a gradient that is not finite, another gradient or count than that of the step, moments that underflowed), and nothing
+//! is changed. What is restored is the state before the step but for its rounding: about a unit in the last place of the larger
+//! of a moment before and after. For undoing to the bit, step out of place and keep the old slot.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::{
+    Hyper, Step,
+    batch::grads_of,
+    kernel::update,
+    tensor::{AdamTensor, MasterLayout, MomentsLayout},
+};
+use crate::{
+    cursor::Cursor,
+    element::Dtype,
+    error::{Error, Result},
+    isa::Isa,
+    pool::Pool,
+    state::{chunk::Chunk, dither::Dither, master::Plain, moments::Nearest},
+    view::check_disjoint,
+};
+
+/// How far the undone and repeated step may lie from what stands there: the roundings of one forward and one inverse step.
+pub const ROLLBACK_ULPS_MAX: u32 = 4;
+
+/// The coefficients of a step in double precision.
+#[derive(Clone, Copy)]
+struct Inverse {
+    step: Step,
+    grad_scale: f64,
+    weight_keep: f64,
+    l2: f64,
+    beta1: f64,
+    beta2: f64,
+    step_size: f64,
+    denom_scale: f64,
+    eps: f64,
+}
+
+impl Inverse {
+    fn new(hyper: &Hyper, count: u64) -> Self {
+        let step = Step::new(hyper, count);
+        // The coefficients that the step was taken with are the rounded ones.
+        Self {
+            step,
+            grad_scale: f64::from(step.grad_scale),
+            weight_keep: f64::from(step.weight_keep),
+            l2: f64::from(step.l2),
+            beta1: f64::from(step.beta1),
+            beta2: f64::from(step.beta2),
+            step_size: f64::from(step.step_size),
+            denom_scale: f64::from(step.denom_scale),
+            eps: f64::from(step.eps),
+        }
+    }
+
+    /// `(param, exp_avg, exp_avg_sq)` before the step.
+    fn element(&self, p: f32, grad: f32, m: f32, v: f32) -> (f32, f32, f32) {
+        let (p, m, v) = (f64::from(p), f64::from(m), f64::from(v));
+        let denom = v.sqrt() * self.denom_scale + self.eps;
+        let before = (p + self.step_size * m / denom) / self.weight_keep;
+        let grad = f64::from(grad) * self.grad_scale + self.l2 * before;
+        let exp_avg = (m - f64::from(self.step.one_minus_beta1) * grad) / self.beta1;
+        let exp_avg_sq = (v - f64::from(self.step.one_minus_beta2) * grad * grad) / self.beta2;
+        // The rounding of the step may leave a little less than nothing; much less does not step forward to v again.
+        (before as f32, exp_avg as f32, exp_avg_sq.max(0.0) as f32)
+    }
+}
+
+/// The distance in units in the last place; `u32::MAX` if one is not finite.
+fn ulps(a: f32, b: f32) -> u32 {
+    let order = |x: f32| {
+        let bits = x.to_bits().cast_signed();
+        if bits < 0 { i32::MIN.wrapping_sub(bits) } else { bits }
+    };
+    if a.is_finite() && b.is_finite() { order(a).abs_diff(order(b)) } else { u32::MAX }
+}
+
+/// Undoes the step `counts[i]` of every tensor, if all of them can be undone.
+///
+/// # Safety
+/// The memory of all views is alive, and nobody else uses it during the call.
+///
+/// # Errors
+/// [`Error::Value`], with nothing changed: as [`super::batch::step`], for other layouts than plain fp32, and where a step
+/// cannot be undone.
+pub unsafe fn rollback(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<()> {
+    hyper.validate()?;
+    let grads = grads_of(tensors, counts)?;
+    check_disjoint(tensors.iter().flat_map(AdamTensor::written), grads.iter().map(|&grad| ("grad", grad)))?;
+    for (index, (tensor, grad)) in tensors.iter().zip(&grads).enumerate() {
+        let is_plain = matches!(tensor.master, MasterLayout::Float32 { weight_out: None })
+            && tensor.moments == MomentsLayout::Float32
+            && grad.dtype() == Dtype::Float32;
+        if !is_plain {
+            return Err(Error::value(format!(
+                "tensor {index} is not a plain float32 parameter with float32 gradient and moments, expected one: only such steps can be undone"
+            )));
+        }
+    }
+    if hyper.betas.0 == 0.0 || hyper.betas.1 == 0.0 {
+        return Err(Error::value(format!(
+            "betas are `{:?}`, expected both above 0: a step without memory cannot be undone",
+            hyper.betas
+        )));
+    }
+    let inverses: Vec<Inverse> = counts.iter().map(|&count| Inverse::new(hyper, count)).collect();
+    let chunks = Chunk::all(tensors.iter().map(|tensor| tensor.param.numel()));
+    let lost = AtomicUsize::new(0);
+    for apply in [false, true] {
+        pool.run(chunks.len(), &|task| {
+            let chunk = chunks[task];
+            let (tensor, grad) = (&tensors[chunk.tensor], grads[chunk.tensor]);
+            let range = chunk.range(tensor.param.numel());
+            // SAFETY: the caller vouches for the memory; views are disjoint, as checked, and so are chunks.
+            let (param, grad, exp_avg, exp_avg_sq) = unsafe {
+                (
+                    tensor.param.slice_mut::<f32>(range.clone()),
+                    grad.slice::<f32>(range.clone()),
+                    tensor.exp_avg.slice_mut::<f32>(range.clone()),
+                    tensor.exp_avg_sq.slice_mut::<f32>(range),
+                )
+            };
+            lost.fetch_add(
+                rollback_chunk(isa, &inverses[chunk.tensor], apply, param, grad, exp_avg, exp_avg_sq),
+                Ordering::Relaxed,
+            );
+        });
+        let lost = lost.load(Ordering::Relaxed);
+        if lost > 0 {
+            return Err(Error::value(format!(
+                "the step cannot be undone: `{lost}` elements do not follow from this gradient and step count; nothing was changed\nhint: a step whose gradient was not finite must not be taken in the first place"
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// Elements that cannot be undone; undoes them all if `apply`.
+fn rollback_chunk(
+    isa: Isa,
+    inverse: &Inverse,
+    apply: bool,
+    param: &mut [f32],
+    grad: &[f32],
+    exp_avg: &mut [f32],
+    exp_avg_sq: &mut [f32],
+) -> usize {
+    const PIECE: usize = 1024;
+    let (mut p, mut m, mut v) = ([0.0; PIECE], [0.0; PIECE], [0.0; PIECE]);
+    let mut lost = 0;
+    for at in (0..param.len()).step_by(PIECE) {
+        let piece = at..(at + PIECE).min(param.len());
+        let len = piece.len();
+        for (i, at) in piece.clone().enumerate() {
+            (p[i], m[i], v[i]) = inverse.element(param[at], grad[at], exp_avg[at], exp_avg_sq[at]);
+        }
+        if apply {
+            param[piece.clone()].copy_from_slice(&p[..len]);
+            exp_avg[piece.clone()].copy_from_slice(&m[..len]);
+            exp_avg_sq[piece].copy_from_slice(&v[..len]);
+            continue;
+        }
+        let moments = Nearest::new(Cursor::in_place(&mut m[..len]), Cursor::in_place(&mut v[..len]));
+        let master = Plain(Cursor::in_place(&mut p[..len]));
+        update(isa, &inverse.step, &grad[piece.clone()], master, moments, Dither::new(0, 1, 0));
+        lost += piece
+            .enumerate()
+            .filter(|&(i, at)| {
+                let far = |a: f32, b: f32| ulps(a, b) > ROLLBACK_ULPS_MAX;
+                far(p[i], param[at]) || far(m[i], exp_avg[at]) || far(v[i], exp_avg_sq[at])
+            })
+            .count();
+    }
+    lost
+}

@@ -26,7 +26,16 @@ const PARTS: usize = 2;
 /// One expression per register.
 macro_rules! parts {
     (|$i:ident| $each:expr) => {
-        [{ let $i = 0; $each }, { let $i = 1; $each }]
+        [
+            {
+                let $i = 0;
+                $each
+            },
+            {
+                let $i = 1;
+                $each
+            },
+        ]
     };
 }
 

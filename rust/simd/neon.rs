@@ -26,7 +26,24 @@ const PARTS: usize = 4;
 /// One expression per register.
 macro_rules! parts {
     (|$i:ident| $each:expr) => {
-        [{ let $i = 0; $each }, { let $i = 1; $each }, { let $i = 2; $each }, { let $i = 3; $each }]
+        [
+            {
+                let $i = 0;
+                $each
+            },
+            {
+                let $i = 1;
+                $each
+            },
+            {
+                let $i = 2;
+                $each
+            },
+            {
+                let $i = 3;
+                $each
+            },
+        ]
     };
 }
 
@@ -137,7 +154,9 @@ impl Simd for Neon {
     }
     #[inline(always)]
     fn sar<const N: u32>(self, a: Self::U) -> Self::U {
-        unsafe { parts!(|i| vreinterpretq_u32_s32(vshlq_s32(vreinterpretq_s32_u32(a[i]), vdupq_n_s32(-N.cast_signed())))) }
+        unsafe {
+            parts!(|i| vreinterpretq_u32_s32(vshlq_s32(vreinterpretq_s32_u32(a[i]), vdupq_n_s32(-N.cast_signed()))))
+        }
     }
     #[inline(always)]
     fn max_u(self, a: Self::U, b: Self::U) -> Self::U {

@@ -19,6 +19,8 @@
 //! Invariants: a finite value is never coded to an infinity; `exp_avg_sq > 0` never decodes to 0 (the update would be
 //! divided by eps alone); what leaves fp32 leaves without loss or stochastically, unbiased in the decoded domain.
 
+pub mod chunk;
+pub mod convert;
 pub mod dither;
 pub mod master;
 pub mod moments;
@@ -29,9 +31,6 @@ use crate::simd::{LANES, Simd};
 
 /// Elements between two prefetches, and the smallest piece that q8 codes: every chunk is a multiple of it.
 pub const BLOCK: usize = 64;
-
-/// Elements of a chunk: what a worker takes, what a fingerprint covers, later what one record holds.
-pub const CHUNK_LEN: usize = 1 << 16;
 
 /// Lanes `at..` of a unit of `count` elements that fall into its `quarter`-th array.
 #[inline(always)]

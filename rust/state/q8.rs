@@ -221,7 +221,14 @@ impl Moments<QUARTERS> for Q8<'_> {
     }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, QUARTERS>, noise: [S::U; QUARTERS]) {
+    fn store<S: Simd>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        moments: MomentLanes<S, QUARTERS>,
+        noise: [S::U; QUARTERS],
+    ) {
         let MomentLanes { mut exp_avg, mut exp_avg_sq } = moments;
         if count < BLOCK {
             for quarter in 0..QUARTERS {

@@ -1,0 +1,231 @@
+//! A tensor's state in fp32 and back: what state dicts, checkpoints and consolidation tools exchange.
+
+use std::ops::Range;
+
+use super::{
+    batch::{nearest, q8, stochastic, with_split},
+    tensor::{AdamTensor, MasterLayout, MomentsLayout},
+};
+use crate::{
+    cursor::{Cursor, Source},
+    element::{Bf16, Dtype, F16},
+    error::Result,
+    isa::Isa,
+    pool::Pool,
+    state::{
+        Master, Moments,
+        chunk::Chunk,
+        convert::{ReadMaster, ReadMoments, WriteMaster, WriteMoments},
+        dither::Dither,
+        master::{Plain, Shadowed, WithWeightOut},
+    },
+    view::{View, check_disjoint},
+};
+
+/// fp32 values that a state is decoded into or encoded from; each may be left out.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StateViews {
+    /// The master.
+    pub master: Option<View>,
+    /// Both moments.
+    pub moments: Option<(View, View)>,
+}
+
+impl StateViews {
+    fn check(&self, numel: usize) -> Result<()> {
+        let named = [
+            ("master", self.master),
+            ("exp_avg", self.moments.map(|(exp_avg, _)| exp_avg)),
+            ("exp_avg_sq", self.moments.map(|(_, exp_avg_sq)| exp_avg_sq)),
+        ];
+        named
+            .into_iter()
+            .try_for_each(|(name, view)| view.map_or(Ok(()), |view| view.expect(name, &[Dtype::Float32], numel)))
+    }
+
+    fn views(&self) -> impl Iterator<Item = (&'static str, View)> {
+        [self.master, self.moments.map(|moments| moments.0), self.moments.map(|moments| moments.1)]
+            .into_iter()
+            .flatten()
+            .map(|view| ("the fp32 values", view))
+    }
+}
+
+/// Decodes a tensor's state into fp32.
+///
+/// # Safety
+/// As [`step`].
+///
+/// # Errors
+/// [`Error::Value`] for views of another dtype or size, or that overlap.
+pub unsafe fn read_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, to: StateViews) -> Result<()> {
+    to.check(tensor.param.numel())?;
+    check_disjoint(to.views(), tensor.written())?;
+    let chunks = Chunk::all([tensor.param.numel()].into_iter());
+    pool.run(chunks.len(), &|task| {
+        let chunk = chunks[task];
+        let range = chunk.range(tensor.param.numel());
+        // SAFETY: the caller vouches for the memory; chunks are disjoint.
+        unsafe {
+            if let Some(view) = to.master {
+                let to = Cursor::in_place(view.slice_mut::<f32>(range.clone()));
+                with_master(isa, tensor, chunk, range.clone(), ReadInto { isa, to });
+            }
+            if let Some((exp_avg, exp_avg_sq)) = to.moments {
+                let exp_avg = Cursor::in_place(exp_avg.slice_mut::<f32>(range.clone()));
+                let exp_avg_sq = Cursor::in_place(exp_avg_sq.slice_mut::<f32>(range.clone()));
+                with_moments(tensor, range, ReadMomentsInto { isa, exp_avg, exp_avg_sq });
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Encodes fp32 values into a tensor's state; a master also writes the 16-bit parameter. `count` seeds the rounding.
+///
+/// # Safety
+/// As [`step`].
+///
+/// # Errors
+/// [`Error::Value`] for views of another dtype or size, or that overlap.
+pub unsafe fn write_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, count: u64, from: StateViews) -> Result<()> {
+    from.check(tensor.param.numel())?;
+    check_disjoint(tensor.written(), from.views())?;
+    let chunks = Chunk::all([tensor.param.numel()].into_iter());
+    pool.run(chunks.len(), &|task| {
+        let chunk = chunks[task];
+        let range = chunk.range(tensor.param.numel());
+        // SAFETY: the caller vouches for the memory; chunks are disjoint.
+        unsafe {
+            if let Some(view) = from.master {
+                let from = Source::new(view.slice::<f32>(range.clone()));
+                with_master(isa, tensor, chunk, range.clone(), WriteFrom { isa, from });
+            }
+            if let Some((exp_avg, exp_avg_sq)) = from.moments {
+                let dither = Dither::new(tensor.key, count, range.start as u64);
+                let exp_avg = Source::new(exp_avg.slice::<f32>(range.clone()));
+                let exp_avg_sq = Source::new(exp_avg_sq.slice::<f32>(range.clone()));
+                with_moments(tensor, range, WriteMomentsFrom { isa, exp_avg, exp_avg_sq, dither });
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Something to do with a master, whatever its layout.
+trait MasterVisitor {
+    /// Whether it writes every element.
+    const REWRITES: bool;
+    fn visit<P: Master>(self, master: P);
+}
+
+/// Something to do with moments, whatever their layout.
+trait MomentsVisitor {
+    fn visit<const Q: usize, M: Moments<Q>>(self, moments: M);
+}
+
+struct ReadInto<'a> {
+    isa: Isa,
+    to: Cursor<'a, f32>,
+}
+
+impl MasterVisitor for ReadInto<'_> {
+    const REWRITES: bool = false;
+
+    fn visit<P: Master>(self, master: P) {
+        self.isa.run(ReadMaster { master, to: self.to });
+    }
+}
+
+struct WriteFrom<'a> {
+    isa: Isa,
+    from: Source<'a, f32>,
+}
+
+impl MasterVisitor for WriteFrom<'_> {
+    const REWRITES: bool = true;
+
+    fn visit<P: Master>(self, master: P) {
+        self.isa.run(WriteMaster { from: self.from, master });
+    }
+}
+
+struct ReadMomentsInto<'a> {
+    isa: Isa,
+    exp_avg: Cursor<'a, f32>,
+    exp_avg_sq: Cursor<'a, f32>,
+}
+
+impl MomentsVisitor for ReadMomentsInto<'_> {
+    fn visit<const Q: usize, M: Moments<Q>>(self, moments: M) {
+        self.isa.run((ReadMoments { moments, exp_avg: self.exp_avg, exp_avg_sq: self.exp_avg_sq }, [(); Q]));
+    }
+}
+
+struct WriteMomentsFrom<'a> {
+    isa: Isa,
+    exp_avg: Source<'a, f32>,
+    exp_avg_sq: Source<'a, f32>,
+    dither: Dither,
+}
+
+impl MomentsVisitor for WriteMomentsFrom<'_> {
+    fn visit<const Q: usize, M: Moments<Q>>(self, moments: M) {
+        let Self { isa, exp_avg, exp_avg_sq, dither } = self;
+        isa.run((WriteMoments { exp_avg, exp_avg_sq, moments, dither }, [(); Q]));
+    }
+}
+
+/// # Safety
+/// The memory of the tensor is alive, and nobody else uses this chunk of it.
+unsafe fn with_master<V: MasterVisitor>(isa: Isa, tensor: &AdamTensor, chunk: Chunk, range: Range<usize>, visitor: V) {
+    // SAFETY (this block): the caller vouches for the chunk's memory; each view is borrowed once.
+    unsafe {
+        match tensor.master {
+            MasterLayout::Float32 { weight_out: None } => {
+                visitor.visit(Plain(Cursor::in_place(tensor.param.slice_mut::<f32>(range))));
+            }
+            MasterLayout::Float32 { weight_out: Some(weight) } => {
+                let master = Cursor::in_place(tensor.param.slice_mut::<f32>(range.clone()));
+                match weight.dtype() {
+                    Dtype::Float16 => {
+                        let weight = Cursor::in_place(weight.slice_mut::<F16>(range));
+                        visitor.visit(WithWeightOut::new(master, weight));
+                    }
+                    _ => {
+                        let weight = Cursor::in_place(weight.slice_mut::<Bf16>(range));
+                        visitor.visit(WithWeightOut::new(master, weight));
+                    }
+                }
+            }
+            MasterLayout::Split { trailing, fingerprints } => {
+                with_split(isa, tensor.param, trailing, fingerprints, chunk, range, V::REWRITES, |master| {
+                    visitor.visit(master)
+                });
+            }
+            MasterLayout::Shadowed { master } => {
+                let master = Cursor::in_place(master.slice_mut::<f32>(range.clone()));
+                visitor.visit(Shadowed::new(master, Cursor::in_place(tensor.param.slice_mut::<F16>(range))));
+            }
+            MasterLayout::Plain16 => match tensor.param.dtype() {
+                Dtype::Float16 => visitor.visit(Plain(Cursor::in_place(tensor.param.slice_mut::<F16>(range)))),
+                _ => visitor.visit(Plain(Cursor::in_place(tensor.param.slice_mut::<Bf16>(range)))),
+            },
+        }
+    }
+}
+
+/// # Safety
+/// The memory of the tensor is alive, and nobody else uses this chunk of it.
+unsafe fn with_moments(tensor: &AdamTensor, range: Range<usize>, visitor: impl MomentsVisitor) {
+    // SAFETY (this block): passed on from the caller.
+    unsafe {
+        match (tensor.moments, tensor.param.dtype()) {
+            (MomentsLayout::Float32, _) => visitor.visit(nearest::<f32>(tensor, range)),
+            (MomentsLayout::Nearest16, Dtype::Float16) => visitor.visit(nearest::<F16>(tensor, range)),
+            (MomentsLayout::Nearest16, _) => visitor.visit(nearest::<Bf16>(tensor, range)),
+            (MomentsLayout::Stochastic, _) => visitor.visit(stochastic(tensor, range)),
+            (MomentsLayout::Q8 { .. }, _) => visitor.visit(q8(tensor, range)),
+        }
+    }
+}

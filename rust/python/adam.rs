@@ -1,0 +1,276 @@
+//! Adam over tensors.
+
+use pyo3::prelude::*;
+
+use super::{host::PyPool, tensor::PyTensorView};
+use crate::{
+    adam::{
+        Hyper, batch,
+        exchange::{self, StateViews},
+        rollback,
+        tensor::{AdamTensor, Beside},
+    },
+    error::{Error, Result},
+    grad_stats as stats,
+    isa::Isa,
+    state::q8,
+};
+
+/// One parameter of a step: where its weight, gradient and state are. The layout follows from the dtypes.
+///
+/// ======== ================================================== ===========================================
+/// param    beside it                                          master
+/// ======== ================================================== ===========================================
+/// float32  optionally weight_out (bfloat16 or float16)        the parameter itself
+/// bfloat16 trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
+/// float16  master float32[numel]                              separate
+/// 16-bit   nothing                                            none: rounded to nearest
+/// ======== ================================================== ===========================================
+///
+/// Moments are float32, bfloat16 (rounded stochastically; to nearest without a master), or uint8 codes of
+/// `q8_codes_len(numel)` with bfloat16 scales of `q8_scales_len(numel)`. Zeros everywhere are a fresh state.
+///
+/// Raises:
+///     ValueError: naming what does not fit.
+#[pyclass(name = "AdamTensor", module = "stepwell._core", frozen)]
+pub(super) struct PyAdamTensor(AdamTensor);
+
+#[pymethods]
+impl PyAdamTensor {
+    #[new]
+    #[pyo3(signature = (*, param, grad=None, exp_avg, exp_avg_sq, exp_avg_scales=None, exp_avg_sq_scales=None, master=None, trailing=None, fingerprints=None, weight_out=None, key=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+    fn new(
+        param: &PyTensorView,
+        grad: Option<&PyTensorView>,
+        exp_avg: &PyTensorView,
+        exp_avg_sq: &PyTensorView,
+        exp_avg_scales: Option<&PyTensorView>,
+        exp_avg_sq_scales: Option<&PyTensorView>,
+        master: Option<&PyTensorView>,
+        trailing: Option<&PyTensorView>,
+        fingerprints: Option<&PyTensorView>,
+        weight_out: Option<&PyTensorView>,
+        key: u64,
+    ) -> Result<Self> {
+        let view = |view: Option<&PyTensorView>| view.map(|view| view.0);
+        let beside = Beside {
+            master: view(master),
+            trailing: view(trailing),
+            fingerprints: view(fingerprints),
+            weight_out: view(weight_out),
+            scales: (view(exp_avg_scales), view(exp_avg_sq_scales)),
+        };
+        AdamTensor::new(param.0, view(grad), (exp_avg.0, exp_avg_sq.0), &beside, key).map(Self)
+    }
+
+    /// Number of elements.
+    #[getter]
+    fn numel(&self) -> usize {
+        self.0.param.numel()
+    }
+}
+
+fn tensors_of(tensors: &[PyRef<'_, PyAdamTensor>]) -> Vec<AdamTensor> {
+    tensors.iter().map(|tensor| tensor.0).collect()
+}
+
+/// Steps every tensor once, in place, in one pass over each; the GIL is released.
+///
+/// Formula: Adam (Kingma and Ba, 2015, algorithm 1), AdamW if `decoupled` (Loshchilov and Hutter, 2019, algorithm 2). Bias
+/// corrections are computed in double precision. Bits depend on neither threads nor ISA.
+///
+/// Args:
+///     tensors: each with a gradient.
+///     steps: for each tensor the number of this update, from 1.
+///     lr: learning rate.
+///     betas: decay of both moments.
+///     eps: added to the denominator.
+///     weight_decay: of the weight if `decoupled`, else of the gradient.
+///     decoupled: AdamW rather than Adam with L2.
+///     bias_correction: whether moments are corrected for their start at 0.
+///     maximize: ascend.
+///     grad_scale: multiplies every gradient: inverse loss scale times clip coefficient.
+///     pool: the default pool if None.
+///
+/// Raises:
+///     ValueError: before anything is changed: a hyper-parameter out of range, a tensor without a gradient, memory that
+///         overlaps.
+#[pyfunction]
+#[pyo3(signature = (tensors, *, steps, lr, betas, eps, weight_decay, decoupled, bias_correction=true, maximize=false, grad_scale=1.0, pool=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+pub(super) fn adam_step(
+    py: Python<'_>,
+    tensors: Vec<PyRef<'_, PyAdamTensor>>,
+    steps: Vec<u64>,
+    lr: f64,
+    betas: (f64, f64),
+    eps: f64,
+    weight_decay: f64,
+    decoupled: bool,
+    bias_correction: bool,
+    maximize: bool,
+    grad_scale: f64,
+    pool: Option<&PyPool>,
+) -> Result<()> {
+    let hyper = Hyper { lr, betas, eps, weight_decay, decoupled, bias_correction, maximize, grad_scale };
+    let tensors = tensors_of(&tensors);
+    let pool = PyPool::pool(pool);
+    // SAFETY: whoever made the views vouches for their memory during this call (see TensorView).
+    py.detach(|| unsafe { batch::step(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper) })
+}
+
+/// Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with float32 moments.
+///
+/// The inverse is verified by stepping forward again; see the module docs of the core's `adam::rollback` for its precision.
+///
+/// Raises:
+///     ValueError: with nothing changed, where the step cannot be undone.
+#[pyfunction]
+#[pyo3(signature = (tensors, *, steps, lr, betas, eps, weight_decay, decoupled, bias_correction=true, maximize=false, grad_scale=1.0, pool=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+pub(super) fn adam_rollback(
+    py: Python<'_>,
+    tensors: Vec<PyRef<'_, PyAdamTensor>>,
+    steps: Vec<u64>,
+    lr: f64,
+    betas: (f64, f64),
+    eps: f64,
+    weight_decay: f64,
+    decoupled: bool,
+    bias_correction: bool,
+    maximize: bool,
+    grad_scale: f64,
+    pool: Option<&PyPool>,
+) -> Result<()> {
+    let hyper = Hyper { lr, betas, eps, weight_decay, decoupled, bias_correction, maximize, grad_scale };
+    let tensors = tensors_of(&tensors);
+    let pool = PyPool::pool(pool);
+    // SAFETY: as in `adam_step`.
+    py.detach(|| unsafe { rollback::rollback(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper) })
+}
+
+/// What one read of all gradients tells.
+#[pyclass(name = "GradStats", module = "stepwell._core", frozen)]
+pub(super) struct PyGradStats(stats::GradStats);
+
+#[pymethods]
+impl PyGradStats {
+    /// Sum of squares in double precision, over fixed blocks: depends on neither threads nor alignment. NaN if not asked for.
+    #[getter]
+    fn sq_norm(&self) -> f64 {
+        self.0.sq_norm
+    }
+
+    /// The largest magnitude; infinite or NaN where a value is.
+    #[getter]
+    fn absmax(&self) -> f32 {
+        self.0.absmax
+    }
+
+    /// Whether all values are finite.
+    #[getter]
+    fn finite(&self) -> bool {
+        self.0.first_nonfinite.is_none()
+    }
+
+    /// Index of the first gradient that holds a value that is not finite.
+    #[getter]
+    fn first_nonfinite(&self) -> Option<usize> {
+        self.0.first_nonfinite
+    }
+
+    fn __repr__(&self) -> String {
+        let stats::GradStats { sq_norm, absmax, first_nonfinite } = self.0;
+        let first = first_nonfinite.map_or("None".to_owned(), |index| index.to_string());
+        format!("GradStats(sq_norm={sq_norm}, absmax={absmax}, first_nonfinite={first})")
+    }
+}
+
+/// Finite check, largest magnitude and, with `norm`, squared norm of all gradients in one read; the GIL is released.
+///
+/// Raises:
+///     ValueError: for a dtype that gradients do not have.
+#[pyfunction]
+#[pyo3(signature = (grads, *, norm=true, pool=None))]
+pub(super) fn grad_stats(
+    py: Python<'_>,
+    grads: Vec<PyRef<'_, PyTensorView>>,
+    norm: bool,
+    pool: Option<&PyPool>,
+) -> Result<PyGradStats> {
+    let grads: Vec<_> = grads.iter().map(|grad| grad.0).collect();
+    let pool = PyPool::pool(pool);
+    // SAFETY: as in `adam_step`.
+    py.detach(|| unsafe { stats::grad_stats(pool.get()?, Isa::detect()?, &grads, norm) }).map(PyGradStats)
+}
+
+/// `exp_avg` and `exp_avg_sq` together, or neither.
+fn state_views(
+    master: Option<&PyTensorView>,
+    exp_avg: Option<&PyTensorView>,
+    exp_avg_sq: Option<&PyTensorView>,
+) -> Result<StateViews> {
+    let moments = match (exp_avg, exp_avg_sq) {
+        (Some(exp_avg), Some(exp_avg_sq)) => Some((exp_avg.0, exp_avg_sq.0)),
+        (None, None) => None,
+        _ => return Err(Error::value("one moment is given without the other, expected both or neither")),
+    };
+    Ok(StateViews { master: master.map(|view| view.0), moments })
+}
+
+/// Decodes a tensor's state into float32 views of `numel` elements: the master, both moments, or all three.
+///
+/// Raises:
+///     ValueError: for views of another dtype or size, that overlap, or one moment without the other.
+#[pyfunction]
+#[pyo3(signature = (tensor, *, master=None, exp_avg=None, exp_avg_sq=None, pool=None))]
+pub(super) fn read_state(
+    py: Python<'_>,
+    tensor: &PyAdamTensor,
+    master: Option<&PyTensorView>,
+    exp_avg: Option<&PyTensorView>,
+    exp_avg_sq: Option<&PyTensorView>,
+    pool: Option<&PyPool>,
+) -> Result<()> {
+    let (tensor, to) = (tensor.0, state_views(master, exp_avg, exp_avg_sq)?);
+    let pool = PyPool::pool(pool);
+    // SAFETY: as in `adam_step`.
+    py.detach(|| unsafe { exchange::read_state(pool.get()?, Isa::detect()?, &tensor, to) })
+}
+
+/// Encodes float32 views of `numel` elements into a tensor's state; a master also writes the parameter itself.
+///
+/// Args:
+///     step: seeds the stochastic rounding; the count of updates that the moments hold.
+///
+/// Raises:
+///     ValueError: as `read_state`.
+#[pyfunction]
+#[pyo3(signature = (tensor, *, step, master=None, exp_avg=None, exp_avg_sq=None, pool=None))]
+pub(super) fn write_state(
+    py: Python<'_>,
+    tensor: &PyAdamTensor,
+    step: u64,
+    master: Option<&PyTensorView>,
+    exp_avg: Option<&PyTensorView>,
+    exp_avg_sq: Option<&PyTensorView>,
+    pool: Option<&PyPool>,
+) -> Result<()> {
+    let (tensor, from) = (tensor.0, state_views(master, exp_avg, exp_avg_sq)?);
+    let pool = PyPool::pool(pool);
+    // SAFETY: as in `adam_step`.
+    py.detach(|| unsafe { exchange::write_state(pool.get()?, Isa::detect()?, &tensor, step, from) })
+}
+
+/// Bytes of one q8 moment's codes for `numel` elements.
+#[pyfunction]
+pub(super) fn q8_codes_len(numel: usize) -> usize {
+    q8::codes_len(numel)
+}
+
+/// Scales of one q8 moment for `numel` elements.
+#[pyfunction]
+pub(super) fn q8_scales_len(numel: usize) -> usize {
+    q8::scales_len(numel)
+}

@@ -1,0 +1,203 @@
+//! Pool, memory, and what this machine is.
+
+use std::sync::Arc;
+
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{
+    ceiling::{self, Streams},
+    error::Result,
+    io_uring,
+    isa::Isa,
+    memory::{self, Buffer, BufferConfig},
+    pool::{Pool, PoolConfig},
+    state::chunk,
+    topology::{CoreKind, Topology},
+};
+
+/// Persistent workers, each pinned to a core: performance cores before efficiency cores, within the allowed set.
+///
+/// Args:
+///     threads: number of workers; all allowed physical cores if None.
+///     cpus: the CPU of each worker.
+///
+/// Raises:
+///     ValueError: for a count or list that cannot be.
+#[pyclass(name = "Pool", module = "stepwell._core", frozen)]
+pub(super) struct PyPool(Handle);
+
+/// A pool of one's own, or the process's.
+#[derive(Clone)]
+pub(super) enum Handle {
+    Own(Arc<Pool>),
+    Global,
+}
+
+impl Handle {
+    pub(super) fn get(&self) -> Result<&Pool> {
+        match self {
+            Self::Own(pool) => Ok(pool),
+            Self::Global => Pool::global(),
+        }
+    }
+}
+
+impl PyPool {
+    /// The given pool, or the process's, made on first use.
+    pub(super) fn pool(given: Option<&Self>) -> Handle {
+        given.map_or(Handle::Global, |pool| pool.0.clone())
+    }
+}
+
+#[pymethods]
+impl PyPool {
+    #[new]
+    #[pyo3(signature = (*, threads=None, cpus=None))]
+    fn new(py: Python<'_>, threads: Option<usize>, cpus: Option<Vec<usize>>) -> Result<Self> {
+        let pool = py.detach(|| Pool::new(&PoolConfig { threads, cpus }))?;
+        Ok(Self(Handle::Own(Arc::new(pool))))
+    }
+
+    /// The process's pool, made on first use: `STEPWELL_THREADS`, the affinity mask, and this rank's share of the host.
+    #[staticmethod]
+    #[pyo3(name = "default")]
+    fn process_default(py: Python<'_>) -> Result<Self> {
+        py.detach(Pool::global)?;
+        Ok(Self(Handle::Global))
+    }
+
+    /// Number of workers.
+    #[getter]
+    fn threads(&self) -> Result<usize> {
+        Ok(self.0.get()?.threads())
+    }
+
+    /// The CPU of each worker.
+    #[getter]
+    fn cpus(&self) -> Result<Vec<usize>> {
+        Ok(self.0.get()?.cpus().to_vec())
+    }
+}
+
+/// Page-aligned host memory of exactly `nbytes` (rounded up to a page), zeroed, on huge pages where the kernel gives them, faulted
+/// in by all workers at once.
+///
+/// Args:
+///     nbytes: how much.
+///     pool: whose workers touch it first; the default pool if None.
+///     lock: keep it resident.
+///
+/// Raises:
+///     OSError: where there is no memory, or `lock` is above RLIMIT_MEMLOCK.
+#[pyclass(name = "Buffer", module = "stepwell._core", frozen)]
+pub(super) struct PyBuffer(Buffer);
+
+#[pymethods]
+impl PyBuffer {
+    #[new]
+    #[pyo3(signature = (nbytes, *, pool=None, lock=false))]
+    fn new(py: Python<'_>, nbytes: usize, pool: Option<&PyPool>, lock: bool) -> Result<Self> {
+        let pool = PyPool::pool(pool);
+        py.detach(|| Buffer::new(nbytes, &BufferConfig { lock }, pool.get()?)).map(Self)
+    }
+
+    /// Address of the first byte.
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.as_ptr().expose_provenance()
+    }
+
+    /// Bytes asked for.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.nbytes()
+    }
+
+    /// How many of its bytes lie on huge pages.
+    #[getter]
+    fn huge_page_bytes(&self) -> usize {
+        self.0.huge_page_bytes()
+    }
+
+    /// Whether it is kept resident.
+    #[getter]
+    fn locked(&self) -> bool {
+        self.0.locked()
+    }
+}
+
+/// Seconds of one pass over `numel` elements of streams with these bytes per element, on the pool, with next to no arithmetic:
+/// the ceiling of a kernel that reads and writes as much.
+///
+/// Args:
+///     numel: elements.
+///     read_write_bytes: streams that are read and written in place.
+///     read_bytes: streams that are only read.
+///     write_bytes: streams that are only written.
+///     passes: the median of how many.
+///     pool: the default pool if None.
+///
+/// Raises:
+///     ValueError: for no elements or no streams.
+///     OSError: where there is no memory for them.
+#[pyfunction]
+#[pyo3(signature = (*, numel, read_write_bytes, read_bytes, write_bytes, passes=5, pool=None))]
+pub(super) fn stream_ceiling(
+    py: Python<'_>,
+    numel: usize,
+    read_write_bytes: Vec<usize>,
+    read_bytes: Vec<usize>,
+    write_bytes: Vec<usize>,
+    passes: usize,
+    pool: Option<&PyPool>,
+) -> Result<f64> {
+    let streams = Streams { read_write: read_write_bytes, read: read_bytes, write: write_bytes };
+    let pool = PyPool::pool(pool);
+    py.detach(|| ceiling::measure(pool.get()?, Isa::detect()?, numel, &streams, 1, passes))
+        .map(|time| time.as_secs_f64())
+}
+
+/// Chunks of a parameter of `numel` elements.
+#[pyfunction]
+pub(super) fn num_chunks(numel: usize) -> usize {
+    chunk::num_chunks(numel)
+}
+
+/// What this machine is, as `stepwell doctor` shows it: a dict of plain values.
+#[pyfunction]
+#[pyo3(signature = () -> "dict[str, object]")]
+pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let topology = Topology::host();
+    let info = PyDict::new(py);
+    info.set_item("isa", Isa::detect()?.name())?;
+    info.set_item("isas_available", Isa::available().map(Isa::name).collect::<Vec<_>>())?;
+    let cpus: PyResult<Vec<_>> = topology
+        .cpus()
+        .map(|cpu| {
+            let entry = PyDict::new(py);
+            entry.set_item("id", cpu.id)?;
+            entry.set_item("core", cpu.core)?;
+            entry.set_item("node", cpu.node)?;
+            entry.set_item("kind", if cpu.kind == CoreKind::Performance { "performance" } else { "efficiency" })?;
+            Ok(entry)
+        })
+        .collect();
+    info.set_item("cpus", cpus?)?;
+    info.set_item("pool_cpus", Pool::global()?.cpus())?;
+    info.set_item("numa_nodes", topology.nodes())?;
+    info.set_item("huge_page_policy", memory::huge_page_policy())?;
+    info.set_item("memlock_limit_bytes", memory::memlock_limit_bytes())?;
+    info.set_item("io_uring", io_uring::probe().map_or_else(|error| error.to_string(), |()| "available".to_owned()))?;
+    Ok(info)
+}
+
+/// How this module was built: a dict of plain values, for bug reports.
+#[pyfunction]
+#[pyo3(signature = () -> "dict[str, object]")]
+pub(super) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+    info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
+    Ok(info)
+}

@@ -1,0 +1,39 @@
+//! `stepwell._core`: the extension module. Every file here is thin: extract, detach, call, convert.
+
+mod adam;
+mod errors;
+mod host;
+mod tensor;
+
+use pyo3::prelude::*;
+
+/// The compiled core of Stepwell: kernels, state codecs, pool and host memory.
+#[pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use super::adam::{
+        PyAdamTensor, PyGradStats, adam_rollback, adam_step, grad_stats, q8_codes_len, q8_scales_len, read_state,
+        write_state,
+    };
+    #[pymodule_export]
+    use super::host::{PyBuffer, PyPool, build_info, num_chunks, stream_ceiling, system_info};
+    #[pymodule_export]
+    use super::tensor::PyTensorView;
+
+    use pyo3::prelude::*;
+
+    /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
+    #[pymodule_export]
+    const CHUNK_LEN: usize = crate::state::chunk::CHUNK_LEN;
+
+    #[pymodule_export]
+    #[expect(non_upper_case_globals, reason = "Python's name for it")]
+    const __version__: &str = env!("CARGO_PKG_VERSION");
+
+    #[pymodule_init]
+    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        // Fails only where another logger of this process is installed already: then that one is used.
+        let _ = pyo3_log::try_init();
+        Ok(())
+    }
+}

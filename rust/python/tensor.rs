@@ -1,0 +1,58 @@
+//! How tensors cross the boundary.
+
+use pyo3::prelude::*;
+
+use crate::{
+    element::Dtype,
+    error::{Error, Result},
+    view::View,
+};
+
+/// A dense run of `numel` elements of `dtype` at `address`.
+///
+/// Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is handed to.
+///
+/// Args:
+///     address: of the first element, in bytes; a multiple of the element's size (of 4 for uint8).
+///     dtype: "float32", "bfloat16", "float16", "int16", "int32" or "uint8".
+///     numel: number of elements.
+///
+/// Raises:
+///     ValueError: for an unknown dtype, or an address that cannot hold the elements.
+#[pyclass(name = "TensorView", module = "stepwell._core", frozen)]
+pub(super) struct PyTensorView(pub(super) View);
+
+#[pymethods]
+impl PyTensorView {
+    #[new]
+    #[pyo3(signature = (*, address, dtype, numel))]
+    fn new(address: usize, dtype: &str, numel: usize) -> Result<Self> {
+        let known = Dtype::from_name(dtype).ok_or_else(|| {
+            let names: Vec<&str> = Dtype::ALL.iter().map(|dtype| dtype.name()).collect();
+            Error::value(format!("dtype is `{dtype}`, expected one of {}", names.join(", ")))
+        })?;
+        View::new(address, known, numel).map(Self)
+    }
+
+    /// Address of the first element, in bytes.
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.address()
+    }
+
+    /// torch's name of the dtype, without the `torch.` prefix.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.0.dtype().name()
+    }
+
+    /// Number of elements.
+    #[getter]
+    fn numel(&self) -> usize {
+        self.0.numel()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("TensorView(address={:#x}, dtype={:?}, numel={})", self.address(), self.dtype(), self.numel())
+    }
+}
