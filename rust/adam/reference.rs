@@ -24,9 +24,10 @@ pub fn update(hyper: &Hyper, count: u64, element: Element64, grad: f64) -> Eleme
         grad = -grad;
     }
     let mut master = element.master;
+    // As torch has it: an infinite weight stays infinite, and does not become 0 * infinity where there is no decay.
     if hyper.decoupled {
-        master -= hyper.lr * hyper.weight_decay * master;
-    } else {
+        master *= 1.0 - hyper.lr * hyper.weight_decay;
+    } else if hyper.weight_decay != 0.0 {
         grad += hyper.weight_decay * master;
     }
     let exp_avg = beta1 * element.exp_avg + (1.0 - beta1) * grad;
