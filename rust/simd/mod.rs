@@ -68,6 +68,8 @@ pub trait Simd: Copy {
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `c - a * b`, rounded once.
+    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `a / b`, correctly rounded.
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// The square root, correctly rounded.
@@ -117,6 +119,12 @@ pub trait Simd: Copy {
     fn select(self, mask: Self::M, a: Self::U, b: Self::U) -> Self::U;
     /// The largest lane, unsigned.
     fn max_lane(self, a: Self::U) -> u32;
+    /// The largest lane of each, unsigned: those of `a`, `b`, `c`, `d` are lanes 0 to 3, and again 4 to 7, and so on.
+    fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U;
+    /// Lane `I` of every four lanes, in all four; `I < 4`.
+    fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U;
+    /// Lanes 0 to 3.
+    fn first_lanes(self, a: Self::U) -> [u32; 4];
 
     /// Sums of nothing.
     fn zero_sums(self) -> Self::D;

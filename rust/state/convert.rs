@@ -103,7 +103,8 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (WriteMoments<'_, M>, [(); Q]) {
                 lanes.exp_avg_sq[quarter] = simd.from_bits(exp_avg_sq.load(simd, from, count));
                 noise[quarter] = dither.lanes(simd, from);
             }
-            moments.store(simd, at, count, lanes, noise);
+            let measure = moments.measure(simd, &lanes);
+            moments.store(simd, at, count, lanes, measure, noise);
         }
     }
 }
