@@ -4,7 +4,7 @@
 //! - POOL-2 A worker's first share of a job depends on the number of tasks and of workers only: the worker that first touched a page works on
 //!   it again, except for what others steal when they have nothing left.
 //! - POOL-3 `run` may be called from any number of threads (one job at a time; the others wait) and from a task (it then runs inline).
-//! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of a fork (see [`mod@fork`] in this folder).
+//! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of a fork (see `pool/fork.rs`).
 //! - POOL-5 An idle pool uses no CPU; a dropped one has joined its workers.
 //!
 //! Cost of a job, measured on two cores of a virtual machine: 5 us while the workers still spin from the last one (50 us), 15 to 30 us after that
