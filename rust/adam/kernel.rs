@@ -85,15 +85,15 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
     fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> MomentLanes<S, Q> {
         let MomentLanes { mut exp_avg, mut exp_avg_sq } = self.moments.load(simd, at, count);
         let mut master = [simd.splat(0.0); Q];
-        for quarter in 0..Q {
+        for (quarter, master) in master.iter_mut().enumerate() {
             let (from, lanes) = (at + quarter * LANES, lanes_in(count, quarter));
             let weight = self.master.load(simd, from, lanes);
             let grad = G::widen(simd, self.grad.load(simd, from, lanes));
-            (master[quarter], exp_avg[quarter], exp_avg_sq[quarter]) =
+            (*master, exp_avg[quarter], exp_avg_sq[quarter]) =
                 step.update(simd, weight, grad, exp_avg[quarter], exp_avg_sq[quarter]);
         }
-        for quarter in 0..Q {
-            self.master.store(simd, at + quarter * LANES, lanes_in(count, quarter), master[quarter]);
+        for (quarter, master) in master.into_iter().enumerate() {
+            self.master.store(simd, at + quarter * LANES, lanes_in(count, quarter), master);
         }
         MomentLanes { exp_avg, exp_avg_sq }
     }
@@ -179,10 +179,10 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Kernel for Update<'_,
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn update<'a, const Q: usize, G: Element, P: Master, M: Moments<Q>>(
+pub fn update<const Q: usize, G: Element, P: Master, M: Moments<Q>>(
     isa: Isa,
     step: &Step,
-    grad: &'a [G],
+    grad: &[G],
     master: P,
     moments: M,
     dither: Dither,

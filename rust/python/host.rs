@@ -191,6 +191,13 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     Ok(info)
 }
 
+/// Sends the core's log records to Python's `logging`, under "stepwell". Called once, by the package.
+#[pyfunction]
+pub(super) fn connect_logging() {
+    // Fails only where another logger of this process is installed already: then that one is used.
+    let _ = pyo3_log::try_init();
+}
+
 /// How this module was built: a dict of plain values, for bug reports.
 #[pyfunction]
 #[pyo3(signature = () -> "dict[str, object]")]

@@ -177,7 +177,7 @@ impl Simd for Avx2 {
         unsafe { parts!(|i| _mm256_castps_si256(a[i])) }
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         unsafe { parts!(|i| _mm256_castsi256_ps(a[i])) }
     }
     #[inline(always)]

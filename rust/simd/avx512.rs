@@ -158,7 +158,7 @@ impl Simd for Avx512 {
         unsafe { _mm512_castps_si512(a) }
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         unsafe { _mm512_castsi512_ps(a) }
     }
     #[inline(always)]

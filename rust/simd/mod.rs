@@ -114,7 +114,7 @@ pub trait Simd: Copy {
     /// The bits of a float.
     fn bits(self, a: Self::F) -> Self::U;
     /// The float of these bits.
-    fn from_bits(self, a: Self::U) -> Self::F;
+    fn of_bits(self, a: Self::U) -> Self::F;
     /// `a` where the mask holds, else `b`.
     fn select(self, mask: Self::M, a: Self::U, b: Self::U) -> Self::U;
     /// The largest lane, unsigned.
@@ -136,7 +136,7 @@ pub trait Simd: Copy {
     /// [`Simd::select`] for floats.
     #[inline(always)]
     fn select_f(self, mask: Self::M, a: Self::F, b: Self::F) -> Self::F {
-        self.from_bits(self.select(mask, self.bits(a), self.bits(b)))
+        self.of_bits(self.select(mask, self.bits(a), self.bits(b)))
     }
 
     /// The magnitude's bits: those of NaNs are above infinity's, and those above every finite number's.

@@ -187,7 +187,7 @@ impl Simd for Neon {
         unsafe { parts!(|i| vreinterpretq_u32_f32(a[i])) }
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         unsafe { parts!(|i| vreinterpretq_f32_u32(a[i])) }
     }
     #[inline(always)]

@@ -154,7 +154,7 @@ impl Simd for Scalar {
         a.map(f32::to_bits)
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         a.map(f32::from_bits)
     }
     #[inline(always)]

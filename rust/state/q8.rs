@@ -91,9 +91,9 @@ impl<S: Simd> Scales<S> {
     #[inline(always)]
     fn new(simd: S, magnitudes: S::U) -> Self {
         // SAFETY: the array holds LANES words.
-        let factors = simd.from_bits(unsafe { simd.load_u32(CODES_TO_SCALES.as_ptr().cast()) });
+        let factors = simd.of_bits(unsafe { simd.load_u32(CODES_TO_SCALES.as_ptr().cast()) });
         let finite = simd.min_u(magnitudes, simd.splat_u(f32::MAX.to_bits()));
-        let scale = simd.bits(simd.mul(simd.from_bits(finite), factors));
+        let scale = simd.bits(simd.mul(simd.of_bits(finite), factors));
         let scale = simd.max_u(scale, simd.splat_u(f32::MIN_POSITIVE.to_bits()));
         let rounded_up = simd.shr::<16>(simd.add_u(scale, simd.splat_u(0xffff)));
         let zero = simd.splat_u(0);
@@ -101,7 +101,7 @@ impl<S: Simd> Scales<S> {
         let is_nan = simd.gt_u(magnitudes, simd.splat_u(0x7f80_0000));
         let nan = simd.splat_u(u32::from(Bf16::NAN.0));
         let bits = simd.select(is_zero, zero, simd.select(is_nan, nan, rounded_up));
-        let reciprocal = simd.div(simd.splat(1.0), simd.from_bits(simd.shl::<16>(bits)));
+        let reciprocal = simd.div(simd.splat(1.0), simd.of_bits(simd.shl::<16>(bits)));
         Self { bits, reciprocals: simd.select(is_zero, zero, simd.bits(reciprocal)) }
     }
 
@@ -112,7 +112,7 @@ impl<S: Simd> Scales<S> {
             0 => (simd.splat_lane::<0>(self.reciprocals), simd.splat_lane::<2>(self.reciprocals)),
             _ => (simd.splat_lane::<1>(self.reciprocals), simd.splat_lane::<3>(self.reciprocals)),
         };
-        (simd.from_bits(signed), simd.from_bits(unsigned))
+        (simd.of_bits(signed), simd.of_bits(unsigned))
     }
 }
 
@@ -120,7 +120,7 @@ impl<S: Simd> Scales<S> {
 #[inline(always)]
 fn one_plus_uniform<S: Simd>(simd: S, noise: S::U) -> S::F {
     let mantissa = simd.and(noise, simd.splat_u(0x007f_ff80));
-    simd.from_bits(simd.or(mantissa, simd.splat_u(0x3f80_0040)))
+    simd.of_bits(simd.or(mantissa, simd.splat_u(0x3f80_0040)))
 }
 
 /// The codes of magnitudes that are `q` scales: `floor(sqrt(q))`, or one more if `uniform < (q - code^2) / (2 code + 1)`.
@@ -220,7 +220,7 @@ impl Moments<QUARTERS> for Q8<'_> {
         let (mut exp_avg, mut exp_avg_sq) = ([simd.splat(0.0); QUARTERS], [simd.splat(0.0); QUARTERS]);
         for quarter in 0..QUARTERS {
             let code = simd.to_f(signed_byte(simd, signed, quarter));
-            let magnitude = simd.from_bits(simd.magnitude(code));
+            let magnitude = simd.of_bits(simd.magnitude(code));
             exp_avg[quarter] = simd.mul(simd.mul(code, magnitude), signed_scales[quarter]);
             let code = simd.to_f(byte(simd, unsigned, quarter));
             exp_avg_sq[quarter] = simd.mul(simd.mul(code, code), unsigned_scales[quarter]);
@@ -258,10 +258,10 @@ impl Moments<QUARTERS> for Q8<'_> {
         for quarter in 0..QUARTERS {
             let (signed_reciprocal, unsigned_reciprocal) = scales.reciprocals_of(simd, quarter);
             let uniform = one_plus_uniform(simd, simd.shl::<7>(noise[quarter]));
-            let q = simd.mul(simd.from_bits(simd.magnitude(exp_avg[quarter])), signed_reciprocal);
+            let q = simd.mul(simd.of_bits(simd.magnitude(exp_avg[quarter])), signed_reciprocal);
             let code = codes_of(simd, q, uniform, EXP_AVG_CODE_MAX);
             let sign = simd.and(simd.bits(exp_avg[quarter]), simd.splat_u(0x8000_0000));
-            signed[quarter] = integers(simd, simd.from_bits(simd.or(simd.bits(code), sign)));
+            signed[quarter] = integers(simd, simd.of_bits(simd.or(simd.bits(code), sign)));
 
             let uniform = one_plus_uniform(simd, simd.shr::<9>(noise[quarter]));
             let q = simd.mul(exp_avg_sq[quarter], unsigned_reciprocal);
