@@ -16,7 +16,7 @@ mod _core {
         write_state,
     };
     #[pymodule_export]
-    use super::host::{PyBuffer, PyPool, build_info, connect_logging, num_chunks, stream_ceiling, system_info};
+    use super::host::{PyBuffer, PyPool, build_info, connect, num_chunks, stream_ceiling, system_info};
     #[pymodule_export]
     use super::tensor::PyTensorView;
 
