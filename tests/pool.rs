@@ -280,6 +280,11 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
                     }
                 });
             }
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    Pool::global().expect("pool");
+                }
+            });
             // Makes and drops pools meanwhile: no lock of those is left behind either.
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
