@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Hyper", "check_hyper"]
+__all__ = ["Hyper", "hyper_of"]
 
 
 class Hyper(NamedTuple):
@@ -22,7 +22,7 @@ class Hyper(NamedTuple):
     maximize: bool
 
 
-def check_hyper(group: dict[str, Any], where: str) -> Hyper:
+def hyper_of(group: dict[str, Any], where: str) -> Hyper:
     """The hyper-parameters of `group`, checked.
 
     Raises:

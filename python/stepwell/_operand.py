@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from stepwell import _core
     from stepwell._state import State
+    from stepwell._tensors import Written
 
 __all__ = ["Operand"]
 
@@ -87,9 +88,17 @@ class Operand:
         if not self._is_bound:
             self.grad_view = view(self._grad)
 
+    def check_grad(self, written: Written) -> None:
+        """Raises ValueError if the gradient taken lies in memory that the step writes."""
+        if not self._is_bound and self._grad is not None:
+            written.check_grad(self._grad, self.label)
+
     def _holds(self, state: State) -> bool:
         """Whether the tensors of `state` are those that are bound, where they were."""
-        return all(state.get(name) is value and run.data_ptr() == address for name, value, run, address in self._runs)
+        for name, value, run, address in self._runs:
+            if state.get(name) is not value or run.data_ptr() != address:
+                return False
+        return True
 
     def check(self, state: State, moments: str) -> State:
         """The state to bind: `state` itself unless the parameter's dtype has changed.
@@ -108,6 +117,8 @@ class Operand:
         """Makes `tensor` of the parameter, the gradient taken and `state`, unless it is the same as for the last step."""
         if self._is_bound and self._holds(state):
             return
+        if not self._runs or not self._holds(state):
+            self.moved = True
         self.write_backs = []
         names = part_names(self.param, moments)
         parts = {name: local(state[name]) for name in names}

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["agree", "check_placements", "is_dtensor", "like", "local", "longest_piece", "meshes", "piece_index", "rows"]
 
 
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
+
+
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     """Whether `tensor` is a DTensor. Importing DTensor takes a second: where nobody has, there is none."""
+    if type(tensor) in _PLAIN:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

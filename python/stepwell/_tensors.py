@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,7 @@ from stepwell._sharding import check_placements, local
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["check_disjoint", "check_grad", "check_param", "is_run", "view"]
+__all__ = ["Written", "check_grad", "check_param", "is_run", "view"]
 
 _NAMES = {
     torch.float32: "float32",
@@ -142,20 +143,38 @@ def _share_an_element(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(bytes_of(second).any())
 
 
-def check_disjoint(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Raises ValueError, which names both by their labels, if two of the (label, local tensor) pairs share memory."""
-    spans = sorted(
-        ((*_span(tensor), label, tensor) for label, tensor in tensors if tensor.numel() > 0), key=lambda item: item[:2]
-    )
-    open_spans: list[tuple[int, int, str, torch.Tensor]] = []
-    for span in spans:
-        begin, _, label, tensor = span
-        open_spans = [other for other in open_spans if other[1] > begin]
-        for _, _, other_label, other in open_spans:
-            # Dense tensors whose spans overlap share memory; columns of one matrix may not.
-            if (tensor.is_contiguous() and other.is_contiguous()) or _share_an_element(tensor, other):
-                raise ValueError(
-                    f"{label} shares memory with {other_label}. "
-                    "hint: give each its own memory (.clone()), or pass a tied parameter once"
-                )
-        open_spans.append(span)
+class Written:
+    """The memory that steps write, so that each finds its own."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes (label, local tensor) pairs.
+
+        Raises:
+            ValueError: two of them share memory; it names both by their labels.
+        """
+        spans = [(*_span(tensor), label, tensor) for label, tensor in tensors if tensor.numel() > 0]
+        spans.sort(key=lambda span: span[:2])
+        still_open: list[tuple[int, int, str, torch.Tensor]] = []
+        for span in spans:
+            begin, _, label, tensor = span
+            still_open = [other for other in still_open if other[1] > begin]
+            for _, _, other_label, other in still_open:
+                # Dense tensors whose spans overlap share memory; columns of one matrix may not.
+                if (tensor.is_contiguous() and other.is_contiguous()) or _share_an_element(tensor, other):
+                    raise ValueError(
+                        f"{label} shares memory with {other_label}. "
+                        "hint: give each its own memory (.clone()), or pass a tied parameter once"
+                    )
+            still_open.append(span)
+        # What is not a run is copied for a step, so no gradient can be in its way.
+        self._runs = [(begin, end, label) for begin, end, label, tensor in spans if is_run(tensor)]
+
+    def check_grad(self, grad: torch.Tensor, label: str) -> None:
+        """Raises ValueError if `grad`, the run of the gradient of `label`, lies in memory that a step writes."""
+        if grad.numel() == 0:
+            return
+        begin, end = _span(grad)
+        # The last run that begins before the gradient ends: runs are disjoint, so no earlier one reaches further.
+        index = bisect_left(self._runs, (end,)) - 1
+        if index >= 0 and self._runs[index][1] > begin:
+            raise ValueError(f"the gradient of {label} shares memory with {self._runs[index][2]}. hint: grad.clone()")

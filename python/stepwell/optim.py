@@ -13,14 +13,15 @@ import torch
 from torch.optim import Optimizer
 
 from stepwell import _core, _state
-from stepwell._hyper import Hyper, check_hyper
+from stepwell._hyper import Hyper, hyper_of
 from stepwell._operand import Operand
-from stepwell._sharding import agree, local, meshes
-from stepwell._tensors import check_disjoint, check_param
+from stepwell._sharding import agree, is_dtensor, local, meshes
+from stepwell._tensors import Written, check_param
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT, StateDict
 
 __all__ = ["Adam", "AdamW"]
@@ -144,6 +145,8 @@ class Adam(Optimizer):
         self._moments: Moments = moments
         self._nonfinite: Nonfinite = nonfinite
         self._operands: dict[torch.Tensor, Operand] = {}
+        self._written: Written | None = None
+        self._meshes: list[DeviceMesh] | None = None
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -161,7 +164,7 @@ class Adam(Optimizer):
             "seed": seed,
             "skipped_steps": 0,
         }
-        check_hyper(defaults, "the optimizer")
+        hyper_of(defaults, "the optimizer")
         super().__init__(params, defaults)
 
     # ---- parameters and their groups -----------------------------------------------------------------------------------
@@ -178,12 +181,13 @@ class Adam(Optimizer):
         super().add_param_group(param_group)
         try:
             index = len(self.param_groups) - 1
-            check_hyper(param_group, f"group {index}")
+            hyper_of(param_group, f"group {index}")
             with torch.no_grad():
                 for param, label in self._labelled():
                     if param.requires_grad:
                         check_param(param, label)
-                check_disjoint(self._memory())
+                self._written = Written(self._memory())
+            self._meshes = None
         except ValueError:
             self.param_groups.pop()
             raise
@@ -269,8 +273,9 @@ class Adam(Optimizer):
         is_refused = error is not None
         if must_inspect:
             # Ranks that share parameters step together or not at all, so each hears of the others' errors.
-            ranks = meshes(param for group in self.param_groups for param in group["params"])
-            is_refused, is_nonfinite, is_nonzero = agree(ranks, [is_refused, is_nonfinite, is_nonzero])
+            if self._meshes is None:
+                self._meshes = meshes(param for group in self.param_groups for param in group["params"])
+            is_refused, is_nonfinite, is_nonzero = agree(self._meshes, [is_refused, is_nonfinite, is_nonzero])
         if error is not None:
             raise error
         if is_refused:
@@ -307,7 +312,7 @@ class Adam(Optimizer):
         """
         updates = []
         labels = None
-        hypers = [check_hyper(group, f"group {index}") for index, group in enumerate(self.param_groups)]
+        hypers = [hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)]
         params = (
             (hyper, group, param)
             for hyper, group in zip(hypers, self.param_groups, strict=True)
@@ -327,10 +332,12 @@ class Adam(Optimizer):
                 step = 1 + _state.step_of(state, operand.label)
                 state = operand.check(state, self._moments)
             updates.append(_Update(operand, hyper, state, step, partial(_state.key_of, group["seed"], index, param)))
-        if any(update.operand.moved for update in updates):
-            check_disjoint(self._memory())
+        if self._written is None or any(update.operand.moved for update in updates):
+            self._written = Written(self._memory())
             for update in updates:
                 update.operand.moved = False
+        for update in updates:
+            update.operand.check_grad(self._written)
         return updates
 
     def _apply(self, updates: list[_Update], grad_scale: float) -> None:
@@ -358,7 +365,8 @@ class Adam(Optimizer):
             if self.state.get(operand.param) is not state:
                 self.state[operand.param] = state
             torch.autograd.graph.increment_version(operand.param)
-            torch.autograd.graph.increment_version(local(operand.param))
+            if is_dtensor(operand.param):
+                torch.autograd.graph.increment_version(local(operand.param))
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
 
@@ -410,6 +418,8 @@ class Adam(Optimizer):
             state = {**state, "state": self._convert(state["state"], state["param_groups"])}
         super().__setstate__(state)
         self._operands = {}
+        self._written = None
+        self._meshes = None
 
     def _complete(self, groups: list[dict[str, Any]]) -> None:
         """Gives loaded groups what another optimizer's do not say, and checks them."""
@@ -417,7 +427,7 @@ class Adam(Optimizer):
             group.update({key: live[key] for key in _EXECUTION_KEYS})
             for key, value in live.items():
                 group.setdefault(key, value)
-            check_hyper(group, f"loaded group {index}")
+            hyper_of(group, f"loaded group {index}")
 
     @torch.no_grad()
     def _convert(self, loaded: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
