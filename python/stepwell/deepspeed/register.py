@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
 from stepwell.deepspeed import consolidation, cpu_adam, fused_adam, native, optimizer_type, spawn, step_guard
+from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
 
 if TYPE_CHECKING:
@@ -75,32 +76,17 @@ _PLACES: tuple[Place, ...] = (
 
 
 def _is_installed() -> bool:
+    if "deepspeed" in sys.modules:
+        return sys.modules["deepspeed"] is not None
     return importlib.util.find_spec("deepspeed") is not None
 
 
 def _version() -> str:
-    return str(getattr(importlib.import_module("deepspeed"), "__version__", "of unknown version"))
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
 
 
-def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
-    """Puts Stepwell into DeepSpeed, before or after `import deepspeed`, for this process and those that DeepSpeed spawns.
-
-    From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`, SuperOffload, ZenFlow) runs on
-    Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is known, and none of these paths compiles anything.
-    Engines and optimizers that exist already are left as they are. Calling it again only sets `nonfinite`.
-
-    Args:
-        nonfinite: what a NaN or an infinity in a gradient does that DeepSpeed itself has not caught: "raise" a ValueError
-            before anything is changed, or "propagate", as DeepSpeed's own op, which saves reading the gradients once more.
-
-    Raises:
-        ImportError: there is no DeepSpeed, or it lacks a seam, which is named; nothing was changed.
-        ValueError: for another `nonfinite`.
-    """
-    if nonfinite not in ("raise", "propagate"):
-        raise ValueError(f"`nonfinite` is `{nonfinite}`, expected raise or propagate")
-    if not _is_installed():
-        raise ImportError("deepspeed is not installed. hint: pip install 'stepwell[deepspeed]'")
+def _fill() -> None:
+    """Fills all seams, or raises ImportError and fills none."""
     with _LOCK:
         problems = [f"{place.name}: {problem}" for place in _PLACES if (problem := place.missing())]
         if problems:
@@ -111,22 +97,66 @@ def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
         for place in _PLACES:
             if place.unused() is None and not place.is_filled():
                 place.fill()
-        native.set_nonfinite(nonfinite)
+
+
+def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
+    """Puts Stepwell into DeepSpeed, for this process and those that DeepSpeed spawns.
+
+    From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`, SuperOffload, ZenFlow) runs on
+    Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is known, and none of these paths compiles anything.
+
+    Where DeepSpeed is not imported yet, that is done at the end of its import, and costs nothing before. Engines and
+    optimizers that exist already are left as they are. Calling it again only sets `nonfinite`.
+
+    Args:
+        nonfinite: what a NaN or an infinity in a gradient does that DeepSpeed itself has not caught: "raise" a ValueError
+            before anything is changed, or "propagate", as DeepSpeed's own op, which saves reading the gradients once more.
+
+    Raises:
+        ImportError: there is no DeepSpeed, or it lacks a seam, which is named; nothing was changed. Where DeepSpeed is not
+            imported yet, its import raises the latter.
+        ValueError: for another `nonfinite`.
+    """
+    if nonfinite not in ("raise", "propagate"):
+        raise ValueError(f"`nonfinite` is `{nonfinite}`, expected raise or propagate")
+    if not _is_installed():
+        raise ImportError("deepspeed is not installed. hint: pip install 'stepwell[deepspeed]'")
+    if "deepspeed" in sys.modules:
+        _fill()
+    else:
+        after_import("deepspeed", _fill_unless_reporting)
+    native.set_nonfinite(nonfinite)
+
+
+_REPORTING = threading.local()
+
+
+def _fill_unless_reporting() -> None:
+    if not getattr(_REPORTING, "is_on", False):
+        _fill()
 
 
 def seam_report() -> list[Seam]:
     """Which seams the installed DeepSpeed has, and which of them Stepwell is in, in this process.
 
-    Imports DeepSpeed if it is installed. Fills nothing.
+    Imports DeepSpeed if it is installed, so that seams are filled after `register`, and only then. Raises nothing.
     """
     if not _is_installed():
         return [Seam(place.name, False, False, f"{place.where}: deepspeed is not installed") for place in _PLACES]
-    report = []
-    for place in _PLACES:
-        if problem := place.missing():
-            report.append(Seam(place.name, False, False, problem))
-        elif reason := place.unused():
-            report.append(Seam(place.name, True, False, f"{place.where}: {reason}"))
-        else:
-            report.append(Seam(place.name, True, place.is_filled(), place.where))
-    return report
+    try:
+        importlib.import_module("deepspeed")
+    except ImportError:
+        # For want of a seam, perhaps: which one is found below.
+        _REPORTING.is_on = True
+    try:
+        return [_report(place) for place in _PLACES]
+    finally:
+        _REPORTING.is_on = False
+
+
+def _report(place: Place) -> Seam:
+    if problem := place.missing():
+        return Seam(place.name, False, False, problem)
+    if reason := place.unused():
+        return Seam(place.name, True, False, f"{place.where}: {reason}")
+    return Seam(place.name, True, place.is_filled(), place.where)
