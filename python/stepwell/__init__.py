@@ -11,7 +11,11 @@ import logging
 from importlib import import_module
 from types import ModuleType
 
-from stepwell._core import __version__
+from stepwell._core import __version__, connect
+
+# Before torch is imported: its OpenMP runtime may narrow this thread's affinity mask.
+connect()
+
 from stepwell.optim import Adam, AdamW
 
 __all__ = ["Adam", "AdamW", "__version__"]

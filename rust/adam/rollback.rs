@@ -172,9 +172,12 @@ fn rollback_chunk(
         lost += piece
             .enumerate()
             .filter(|&(i, at)| {
-                let g = grad[at] * inverse.step.grad_scale;
-                !(is_repeated(p[i], param[at], before.0[i], 0.0)
-                    && is_repeated(m[i], exp_avg[at], before.1[i], inverse.step.one_minus_beta1 * g)
+                let added = inverse.step.one_minus_beta1 * (grad[at] * inverse.step.grad_scale);
+                // The update moves with the roundings of exp_avg, whose terms may cancel.
+                let denom = exp_avg_sq[at].sqrt() * inverse.step.denom_scale + inverse.step.eps;
+                let update = inverse.step.step_size * added.abs().max(before.1[i].abs()) / denom;
+                !(is_repeated(p[i], param[at], before.0[i], update)
+                    && is_repeated(m[i], exp_avg[at], before.1[i], added)
                     && is_repeated(v[i], exp_avg_sq[at], before.2[i], 0.0))
             })
             .count();
