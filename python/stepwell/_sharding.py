@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
 __all__ = ["agree", "check_placements", "is_dtensor", "like", "local", "longest_piece", "meshes", "piece_index", "rows"]
 
@@ -60,7 +60,7 @@ def _cuts(param: DTensor) -> list[tuple[int, int, int]]:
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     # Not `is_shard()`: the strided shards of FSDP over tensor parallelism deny it.
     return [
-        (cast("int", placement.dim), mesh.size(axis), coordinate[axis])
+        (cast("Shard", placement).dim, mesh.size(axis), coordinate[axis])
         for axis, placement in enumerate(param.placements)
         if not placement.is_replicate()
     ]

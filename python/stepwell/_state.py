@@ -195,7 +195,7 @@ def decode(param: torch.Tensor, state: State) -> State:
     if piece.numel() > 0:
         # The codec of the moments does not look at the parameter: memory that is never touched stands for it.
         tensor = adam_tensor(torch.empty(piece.numel()), _moment_runs(state, "q8"))
-        _core.read_state(tensor, **{name: view(moment) for name, moment in decoded.items()})
+        _core.read_state(tensor, exp_avg=view(decoded["exp_avg"]), exp_avg_sq=view(decoded["exp_avg_sq"]))
     return {name: like(param, moment) for name, moment in decoded.items()}
 
 
@@ -206,13 +206,13 @@ def _encode(param: torch.Tensor, state: State, moments: str, *, key: int, step: 
         return
     runs = _moment_runs(state, moments)
     tensor = adam_tensor(torch.empty(piece.numel()), runs, key=key)
-    sources = {name: local(moment).contiguous() for name, moment in decoded.items()}
-    _core.write_state(tensor, step=step, **{name: view(source) for name, source in sources.items()})
+    exp_avg, exp_avg_sq = (local(decoded[name]).contiguous() for name in ("exp_avg", "exp_avg_sq"))
+    _core.write_state(tensor, step=step, exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
 
 
 def _copy(param: torch.Tensor, part: _Part, value: torch.Tensor, current: State) -> torch.Tensor:
     """`value` in memory of our own; the tensor of `current` itself if it is its memory already."""
-    own = current.get(part.name)
+    own: torch.Tensor | None = current.get(part.name)
     if own is not None and _problem(param, part, own) is None and local(own).data_ptr() == local(value).data_ptr():
         return own
     copy = _part(param, part)

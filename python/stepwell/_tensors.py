@@ -49,8 +49,8 @@ def _check_strided(tensor: torch.Tensor, what: str, hint: str) -> None:
 
 def check_param(param: torch.Tensor, label: str) -> None:
     """Raises ValueError, which names the parameter by `label`, if no step could update `param`."""
-    if isinstance(param, torch.nn.parameter.UninitializedTensorMixin):
-        raise ValueError(f"{label} is uninitialized. hint: run the model once before making the optimizer")  # noqa: TRY004
+    if torch.nn.parameter.is_lazy(param):
+        raise ValueError(f"{label} is uninitialized. hint: run the model once before making the optimizer")
     check_placements(param, label)
     _check_strided(param, label, "make the parameter dense")
     piece = local(param)

@@ -198,7 +198,8 @@ class Adam(Optimizer):
             names = group.get("param_names")
             for index, param in enumerate(group["params"]):
                 name = f"parameter `{names[index]}`" if names else "the parameter"
-                yield param, f"{name} (group {group_index}, index {index}, shape {tuple(param.shape)})"
+                shape = "unknown" if torch.nn.parameter.is_lazy(param) else tuple(param.shape)
+                yield param, f"{name} (group {group_index}, index {index}, shape {shape})"
 
     def _memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All that a step may write, with its name."""
@@ -343,10 +344,12 @@ class Adam(Optimizer):
     def _apply(self, updates: list[_Update], grad_scale: float) -> None:
         """Applies updates that were checked: nothing is changed before nothing can fail any more."""
         batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
-        write_backs = []
+        write_backs: list[partial[object]] = []
         states = []
         for operand, hyper, known_state, step, key in updates:
             state = _state.new(operand.param, self._moments) if known_state is None else known_state
+            if not isinstance(state["step"], torch.Tensor):
+                state["step"] = torch.tensor(float(step - 1))
             operand.bind(state, self._moments, key)
             states.append(state)
             if operand.tensor is not None:
@@ -354,13 +357,13 @@ class Adam(Optimizer):
                 tensors.append(operand.tensor)
                 steps.append(step)
                 write_backs += operand.write_backs
-        calls = [
-            partial(_core.adam_step, tensors, steps=steps, grad_scale=grad_scale, **hyper._asdict())
+        calls: list[partial[object]] = [
+            partial[object](_core.adam_step, tensors, steps=steps, grad_scale=grad_scale, **hyper._asdict())
             for hyper, (tensors, steps) in batches.items()
         ]
         calls += write_backs
         if states:
-            calls.append(partial(torch._foreach_add_, [state["step"] for state in states], 1))
+            calls.append(partial[object](torch._foreach_add_, [state["step"] for state in states], 1))
         for (operand, *_), state in zip(updates, states, strict=True):
             if self.state.get(operand.param) is not state:
                 self.state[operand.param] = state
