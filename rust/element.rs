@@ -153,7 +153,7 @@ impl Element for f32 {
 
     #[inline(always)]
     fn widen<S: Simd>(simd: S, lanes: S::U) -> S::F {
-        simd.from_bits(lanes)
+        simd.of_bits(lanes)
     }
 
     #[inline(always)]
@@ -167,7 +167,7 @@ impl Element for Bf16 {
 
     #[inline(always)]
     fn widen<S: Simd>(simd: S, lanes: S::U) -> S::F {
-        simd.from_bits(simd.shl::<16>(lanes))
+        simd.of_bits(simd.shl::<16>(lanes))
     }
 
     #[inline(always)]
@@ -188,17 +188,17 @@ impl Element for F16 {
         let sign = simd.shl::<16>(simd.and(lanes, simd.splat_u(0x8000)));
         let magnitude = simd.and(lanes, simd.splat_u(0x7fff));
         // Exponent and mantissa at their fp32 places are the value times 2^-112, subnormals included: the product is exact.
-        let scaled = simd.mul(simd.from_bits(simd.shl::<13>(magnitude)), simd.splat(f32::from_bits((127 + 112) << 23)));
+        let scaled = simd.mul(simd.of_bits(simd.shl::<13>(magnitude)), simd.splat(f32::from_bits((127 + 112) << 23)));
         let is_special = simd.gt_u(magnitude, simd.splat_u(0x7bff));
         let special = simd.select(is_special, simd.splat_u(0x7f80_0000), simd.splat_u(0));
-        simd.from_bits(simd.or(simd.or(simd.bits(scaled), special), sign))
+        simd.of_bits(simd.or(simd.or(simd.bits(scaled), special), sign))
     }
 
     #[inline(always)]
     fn narrow<S: Simd>(simd: S, values: S::F) -> S::U {
         let magnitude = simd.magnitude(values);
         // Below 2^-14 the result is subnormal: adding 0.5 puts its last place at 2^-24 and lets the addition round.
-        let shifted = simd.add(simd.from_bits(magnitude), simd.splat(0.5));
+        let shifted = simd.add(simd.of_bits(magnitude), simd.splat(0.5));
         let subnormal = simd.sub_u(simd.bits(shifted), simd.splat_u(0x3f00_0000));
         let odd = simd.and(simd.shr::<13>(magnitude), simd.splat_u(1));
         let rebiased = simd.sub_u(magnitude, simd.splat_u((112 << 23) - 0x0fff));

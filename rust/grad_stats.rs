@@ -45,11 +45,13 @@ pub unsafe fn grad_stats(pool: &Pool, isa: Isa, grads: &[View], with_norm: bool)
         let range = chunk.range(grad.numel());
         let mut local = [0.0; SUMS];
         let local = &mut local[..if with_norm { range.len().div_ceil(NORM_BLOCK) } else { 0 }];
-        // SAFETY (these three): the caller vouches for the memory.
-        let magnitude = match grad.dtype() {
-            Dtype::BFloat16 => read_grad(isa, unsafe { grad.slice::<Bf16>(range) }, local, with_norm),
-            Dtype::Float16 => read_grad(isa, unsafe { grad.slice::<F16>(range) }, local, with_norm),
-            _ => read_grad(isa, unsafe { grad.slice::<f32>(range) }, local, with_norm),
+        // SAFETY: the caller vouches for the memory.
+        let magnitude = unsafe {
+            match grad.dtype() {
+                Dtype::BFloat16 => read_grad(isa, grad.slice::<Bf16>(range), local, with_norm),
+                Dtype::Float16 => read_grad(isa, grad.slice::<F16>(range), local, with_norm),
+                _ => read_grad(isa, grad.slice::<f32>(range), local, with_norm),
+            }
         };
         magnitudes[chunk.tensor].fetch_max(magnitude, Ordering::Relaxed);
         for (sum, local) in sums.get(task).into_iter().flatten().zip(local) {

@@ -4,12 +4,14 @@
 //! - POOL-2 A worker's first share of a job depends on the number of tasks and of workers only: the worker that first touched a page works on
 //!   it again, except for what others steal when they have nothing left.
 //! - POOL-3 `run` may be called from any number of threads (one job at a time; the others wait) and from a task (it then runs inline).
-//! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of a fork (see [`mod@fork`] in this folder).
+//! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of a fork (see `pool/fork.rs`).
 //! - POOL-5 An idle pool uses no CPU; a dropped one has joined its workers.
 //!
-//! Cost of a job: a few microseconds while the workers still spin from the last one (50 us), a wake-up per worker after that.
+//! Cost of a job, measured on two cores of a virtual machine: 5 us while the workers still spin from the last one (50 us), 15 to 30 us after that
+//! (the wake-up of a sleeping core).
 //!
-//! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes the pool. Where several ranks share the host
+//! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes the pool (or the one
+//! before an OpenMP runtime narrowed it, see [`remember_affinity`]). Where several ranks share the host
 //! (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`), each takes its share of it; unless the mask is narrower than what the container allows:
 //! then a launcher has bound this process, and its mask is its share.
 
@@ -21,7 +23,7 @@ mod placement;
 use std::io;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::thread;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -95,7 +97,8 @@ impl Pool {
     fn build(config: &PoolConfig) -> Result<Built> {
         fork::register()?;
         let topology = Topology::host();
-        let allowed = allowed_cpus().map_err(|error| Error::os("cannot read the affinity mask", error))?;
+        let now = allowed_cpus().map_err(|error| Error::os("cannot read the affinity mask", error))?;
+        let (allowed, narrowed) = before_openmp(now, AT_LOAD.get(), |name| std::env::var_os(name).is_some());
         let environment = Environment::read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))?;
         let config = environment.complete(config);
         let share = match environment.share {
@@ -105,7 +108,7 @@ impl Pool {
         };
         let cpus = choose_cpus(&topology, &allowed, &config, share)?;
 
-        let mut warnings = Vec::new();
+        let mut warnings = Vec::from_iter(narrowed);
         let distinct = cpus.iter().collect::<std::collections::HashSet<_>>().len();
         if distinct < cpus.len() {
             warnings.push(format!(
@@ -260,6 +263,38 @@ fn allowed_cpus() -> io::Result<Vec<usize>> {
     Ok((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect())
 }
 
+/// The affinity mask when the library was loaded.
+static AT_LOAD: OnceLock<Vec<usize>> = OnceLock::new();
+
+/// Remembers the affinity mask. Called when the extension module is loaded, which is before it imports torch.
+pub fn remember_affinity() {
+    if let Ok(mask) = allowed_cpus() {
+        AT_LOAD.get_or_init(|| mask);
+    }
+}
+
+/// OpenMP runtimes that are asked to bind their threads narrow the main thread to one CPU while they are loaded (with torch). That mask is
+/// meant for their thread, not for this process: the one before it counts, where it is known; else a warning says what happens.
+fn before_openmp(
+    now: Vec<usize>,
+    at_load: Option<&Vec<usize>>,
+    is_set: impl Fn(&str) -> bool,
+) -> (Vec<usize>, Option<String>) {
+    let binding =
+        ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"].into_iter().find(|name| is_set(name));
+    match (binding, at_load) {
+        (Some(_), Some(at_load)) if now.len() == 1 && at_load.len() > 1 => (at_load.clone(), None),
+        (Some(name), _) if now.len() == 1 => {
+            let warning = format!(
+                "{name} is set and this thread is bound to CPU `{}`, so the pool has one worker\nhint: import stepwell before torch, or unset {name}",
+                format_cpu_list(&now)
+            );
+            (now, Some(warning))
+        }
+        _ => (now, None),
+    }
+}
+
 /// Whether someone has bound this process to less than the container lets it use.
 fn is_bound(allowed: &[usize], topology: &Topology) -> bool {
     // The kernel cuts a mask of all CPUs down to what the control groups allow, of either version and however they are mounted. Asked on a
@@ -271,10 +306,12 @@ fn is_bound(allowed: &[usize], topology: &Topology) -> bool {
         allowed_cpus()
     };
     let available = thread::scope(|scope| thread::Builder::new().spawn_scoped(scope, ask).ok()?.join().ok()?.ok());
-    available.is_some_and(|available| {
-        // Isolated CPUs are outside every mask that nobody has set.
-        available.iter().any(|cpu| !allowed.contains(cpu) && !topology.isolated_cpus().contains(cpu))
-    })
+    available.is_some_and(|available| is_narrower(allowed, &available, topology.isolated_cpus()))
+}
+
+/// Isolated CPUs are outside every mask that nobody has set: they do not count.
+fn is_narrower(allowed: &[usize], available: &[usize], isolated: &[usize]) -> bool {
+    available.iter().any(|cpu| !allowed.contains(cpu) && !isolated.contains(cpu))
 }
 
 #[cfg(test)]
@@ -285,6 +322,21 @@ mod tests {
         Environment::read(|name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
+    }
+
+    #[test]
+    fn a_mask_that_openmp_narrowed_is_not_ours() {
+        let bound = |name: &str| name == "OMP_PROC_BIND";
+        let whole = vec![0, 1, 2];
+        assert_eq!(before_openmp(vec![1], Some(&whole), bound), (whole.clone(), None));
+        assert_eq!(
+            before_openmp(vec![1], Some(&whole), |_| false),
+            (vec![1], None),
+            "someone else's mask is respected"
+        );
+        assert_eq!(before_openmp(vec![1, 2], Some(&whole), bound), (vec![1, 2], None), "OpenMP narrows to one");
+        let (cpus, warning) = before_openmp(vec![1], Some(&vec![1]), bound);
+        assert!(cpus == [1] && warning.is_some_and(|warning| warning.contains("OMP_PROC_BIND")));
     }
 
     #[test]
@@ -312,5 +364,13 @@ mod tests {
         assert_eq!(environment.complete(&PoolConfig::default()).threads, Some(3));
         assert_eq!(environment.complete(&PoolConfig { threads: Some(2), cpus: None }).threads, Some(2));
         assert_eq!(environment.complete(&PoolConfig { threads: None, cpus: Some(vec![0]) }).threads, None);
+    }
+
+    #[test]
+    fn a_mask_that_somebody_set_is_narrower() {
+        assert!(!is_narrower(&[0, 1, 2, 3], &[0, 1, 2, 3], &[]));
+        assert!(is_narrower(&[0, 1], &[0, 1, 2, 3], &[]));
+        assert!(!is_narrower(&[0, 1], &[0, 1, 2, 3], &[2, 3]));
+        assert!(is_narrower(&[0, 1], &[0, 1, 2, 3], &[3]));
     }
 }

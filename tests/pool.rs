@@ -1,6 +1,7 @@
 //! The pool: every index once, stealing, panics, concurrent and nested callers, fork, pinning, joining. Every test has a time limit.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -87,7 +88,7 @@ fn message(payload: &(dyn Any + Send)) -> &str {
 #[test]
 fn every_index_exactly_once() {
     within_time_limit(|| {
-        proptest!(ProptestConfig::with_cases(40), |(threads in 1_usize..9, jobs in prop::collection::vec(0_usize..300, 1..20), slow in 0_usize..300)| {
+        proptest!(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() }, |(threads in 1_usize..9, jobs in prop::collection::vec(0_usize..300, 1..20), slow in 0_usize..300)| {
             let pool = pool(threads);
             for tasks in jobs {
                 let counters = counters(tasks);
@@ -279,6 +280,11 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
                     }
                 });
             }
+            scope.spawn(|| {
+                while !stop.load(Ordering::Relaxed) {
+                    Pool::global().expect("pool");
+                }
+            });
             // Makes and drops pools meanwhile: no lock of those is left behind either.
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
@@ -443,44 +449,67 @@ fn a_list_of_cpus_is_taken_as_it_is() {
 
 #[test]
 fn bad_configurations_are_value_errors() {
-    let cpu = allowed_cpus()[0];
-    for (threads, cpus, names) in [
-        (Some(0), None, "`0`"),
-        (Some(1_000_000), None, "`1000000`"),
-        (None, Some(vec![]), "empty"),
-        (None, Some(vec![60_000]), "`60000`"),
-        (None, Some(vec![cpu, cpu]), "twice"),
-        (Some(2), Some(vec![cpu]), "`2`"),
-    ] {
-        let error = Pool::new(&PoolConfig { threads, cpus }).expect_err("bad");
-        assert!(matches!(error, Error::Value(_)) && error.to_string().contains(names), "{error}");
+    within_time_limit(|| {
+        let cpu = allowed_cpus()[0];
+        for (threads, cpus, names) in [
+            (Some(0), None, "`0`"),
+            (Some(1_000_000), None, "`1000000`"),
+            (None, Some(vec![]), "empty"),
+            (None, Some(vec![60_000]), "`60000`"),
+            (None, Some(vec![cpu, cpu]), "twice"),
+            (Some(2), Some(vec![cpu]), "`2`"),
+        ] {
+            let error = Pool::new(&PoolConfig { threads, cpus }).expect_err("bad");
+            assert!(matches!(error, Error::Value(_)) && error.to_string().contains(names), "{error}");
+        }
+    });
+}
+
+/// State of a thread of this process; `S` is asleep, `None` ended.
+fn thread_state(tid: i32) -> Option<char> {
+    let text = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat")).ok()?;
+    text.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+/// Takes its time to go when its thread ends, and then counts.
+struct SlowLeave(Cell<Option<&'static AtomicUsize>>);
+
+impl Drop for SlowLeave {
+    fn drop(&mut self) {
+        if let Some(count) = self.0.get() {
+            let begin = Instant::now();
+            while begin.elapsed() < Duration::from_millis(20) {
+                thread::yield_now();
+            }
+            count.fetch_add(1, Ordering::SeqCst);
+        }
     }
 }
 
-/// State and processor ticks of a thread of this process; `None` once it has ended.
-fn thread_stat(tid: i32) -> Option<(char, u64)> {
-    let text = std::fs::read_to_string(format!("/proc/self/task/{tid}/stat")).ok()?;
-    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
-    Some((fields[0].chars().next()?, fields[11].parse::<u64>().ok()? + fields[12].parse::<u64>().ok()?))
+thread_local! {
+    static SLOW_LEAVE: SlowLeave = const { SlowLeave(Cell::new(None)) };
 }
 
 #[test]
 fn idle_workers_sleep_and_dropping_joins_them() {
+    static LEFT: AtomicUsize = AtomicUsize::new(0);
     within_time_limit(|| {
         let pool = pool(4);
         let tids: Vec<i32> = {
             let tids = Mutex::new(Vec::new());
-            pool.run_on_each_worker(&|_| tids.lock().expect("lock").push(gettid().as_raw_nonzero().get()));
+            pool.run_on_each_worker(&|_| {
+                SLOW_LEAVE.with(|leave| leave.0.set(Some(&LEFT)));
+                tids.lock().expect("lock").push(gettid().as_raw_nonzero().get());
+            });
             tids.into_inner().expect("lock")
         };
         assert_eq!(tids.len(), 4);
-        let asleep = || tids.iter().all(|&tid| thread_stat(tid).is_some_and(|(state, _)| state == 'S'));
+        let asleep = || tids.iter().all(|&tid| thread_state(tid) == Some('S'));
         wait_until("all workers asleep", asleep);
         assert!(runs_each_once(&pool, &counters(100)), "they wake up");
         wait_until("all workers asleep again", asleep);
         drop(pool);
-        // The kernel tells the joiner a moment before it takes the thread off its list.
-        wait_until("threads gone", || tids.iter().all(|&tid| thread_stat(tid).is_none()));
+        assert_eq!(LEFT.load(Ordering::SeqCst), 4, "joined: they have ended, not only been told to");
     });
 }
 

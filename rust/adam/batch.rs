@@ -68,11 +68,13 @@ pub(super) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<Vie
 /// The memory of the tensor and the gradient is alive, and nobody else uses this chunk of it.
 unsafe fn step_chunk(isa: Isa, tensor: &AdamTensor, grad: View, step: &Step, chunk: Chunk) {
     let range = chunk.range(tensor.param.numel());
-    match grad.dtype() {
-        // SAFETY (these three): passed on from the caller.
-        Dtype::BFloat16 => unsafe { step_master::<Bf16>(isa, tensor, grad, step, chunk, range) },
-        Dtype::Float16 => unsafe { step_master::<F16>(isa, tensor, grad, step, chunk, range) },
-        _ => unsafe { step_master::<f32>(isa, tensor, grad, step, chunk, range) },
+    // SAFETY: passed on from the caller.
+    unsafe {
+        match grad.dtype() {
+            Dtype::BFloat16 => step_master::<Bf16>(isa, tensor, grad, step, chunk, range),
+            Dtype::Float16 => step_master::<F16>(isa, tensor, grad, step, chunk, range),
+            _ => step_master::<f32>(isa, tensor, grad, step, chunk, range),
+        }
     }
 }
 
@@ -86,7 +88,7 @@ unsafe fn step_master<G: Element>(
     chunk: Chunk,
     range: Range<usize>,
 ) {
-    // SAFETY (this block): the caller vouches for the chunk's memory; each view is borrowed once.
+    // SAFETY: the caller vouches for the chunk's memory; each view is borrowed once.
     unsafe {
         let grad = grad.slice::<G>(range.clone());
         match tensor.master {
@@ -107,10 +109,8 @@ unsafe fn step_master<G: Element>(
                     }
                 }
             }
-            MasterLayout::Split { trailing, fingerprints } => {
-                with_split(isa, tensor.param, trailing, fingerprints, chunk, range.clone(), true, |master| {
-                    step_moments(isa, tensor, grad, step, range, master);
-                });
+            MasterLayout::Split { .. } => {
+                with_split(isa, tensor, chunk, true, |master| step_moments(isa, tensor, grad, step, range, master));
             }
             MasterLayout::Shadowed { master } => {
                 let master = Cursor::in_place(master.slice_mut::<f32>(range.clone()));
@@ -136,19 +136,23 @@ unsafe fn step_master<G: Element>(
 ///
 /// # Safety
 /// As [`step_chunk`].
+///
+/// # Panics
+/// If the master is not split.
 pub(super) unsafe fn with_split(
     isa: Isa,
-    param: View,
-    trailing: View,
-    fingerprints: View,
+    tensor: &AdamTensor,
     chunk: Chunk,
-    range: Range<usize>,
     rewrites: bool,
     body: impl FnOnce(Split<'_>),
 ) {
-    // SAFETY (this block): the caller vouches for the chunk's memory; `high` is reborrowed, never twice at once.
+    let MasterLayout::Split { trailing, fingerprints } = tensor.master else {
+        unreachable!("only called for split masters")
+    };
+    let range = chunk.range(tensor.param.numel());
+    // SAFETY: the caller vouches for the chunk's memory; `high` is reborrowed, never twice at once.
     unsafe {
-        let high = param.slice_mut::<Bf16>(range.clone());
+        let high = tensor.param.slice_mut::<Bf16>(range.clone());
         let fingerprint = &mut fingerprints.slice_mut::<i32>(chunk.index..chunk.index + 1)[0];
         let void = isa.run(Fingerprint(high)).cast_signed() != *fingerprint;
         let low = trailing.slice_mut::<i16>(range);
@@ -170,7 +174,7 @@ unsafe fn step_moments<G: Element, P: Master>(
     master: P,
 ) {
     let dither = Dither::new(tensor.key, step.count, range.start as u64);
-    // SAFETY (this block): passed on from the caller.
+    // SAFETY: passed on from the caller.
     unsafe {
         match tensor.moments {
             MomentsLayout::Stochastic => update(isa, step, grad, master, stochastic(tensor, range), dither),
@@ -210,7 +214,7 @@ pub(super) unsafe fn q8<'a>(tensor: &AdamTensor, range: Range<usize>) -> Q8<'a> 
     // Codes and scales are padded to whole blocks, and a chunk begins with one.
     let end = range.end.next_multiple_of(BLOCK);
     let (words, groups) = (range.start / 4..end / 4, range.start / GROUP..end / GROUP);
-    // SAFETY (this block): passed on from the caller.
+    // SAFETY: passed on from the caller.
     unsafe {
         let coded = |codes: View, scales: View| Coded {
             codes: Cursor::in_place(codes.words_mut(words.clone())),

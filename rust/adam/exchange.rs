@@ -179,7 +179,7 @@ impl MomentsVisitor for WriteMomentsFrom<'_> {
 /// # Safety
 /// The memory of the tensor is alive, and nobody else uses this chunk of it.
 unsafe fn with_master<V: MasterVisitor>(isa: Isa, tensor: &AdamTensor, chunk: Chunk, range: Range<usize>, visitor: V) {
-    // SAFETY (this block): the caller vouches for the chunk's memory; each view is borrowed once.
+    // SAFETY: the caller vouches for the chunk's memory; each view is borrowed once.
     unsafe {
         match tensor.master {
             MasterLayout::Float32 { weight_out: None } => {
@@ -198,11 +198,7 @@ unsafe fn with_master<V: MasterVisitor>(isa: Isa, tensor: &AdamTensor, chunk: Ch
                     }
                 }
             }
-            MasterLayout::Split { trailing, fingerprints } => {
-                with_split(isa, tensor.param, trailing, fingerprints, chunk, range, V::REWRITES, |master| {
-                    visitor.visit(master)
-                });
-            }
+            MasterLayout::Split { .. } => with_split(isa, tensor, chunk, V::REWRITES, |master| visitor.visit(master)),
             MasterLayout::Shadowed { master } => {
                 let master = Cursor::in_place(master.slice_mut::<f32>(range.clone()));
                 visitor.visit(Shadowed::new(master, Cursor::in_place(tensor.param.slice_mut::<F16>(range))));
@@ -218,7 +214,7 @@ unsafe fn with_master<V: MasterVisitor>(isa: Isa, tensor: &AdamTensor, chunk: Ch
 /// # Safety
 /// The memory of the tensor is alive, and nobody else uses this chunk of it.
 unsafe fn with_moments(tensor: &AdamTensor, range: Range<usize>, visitor: impl MomentsVisitor) {
-    // SAFETY (this block): passed on from the caller.
+    // SAFETY: passed on from the caller.
     unsafe {
         match (tensor.moments, tensor.param.dtype()) {
             (MomentsLayout::Float32, _) => visitor.visit(nearest::<f32>(tensor, range)),

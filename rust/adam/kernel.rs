@@ -12,7 +12,7 @@
 //! ```
 //!
 //! A unit of elements is loaded whole, computed, and stored whole, which is right in place and out of place. The tail runs
-//! the same unit with fewer lanes loaded and stored.
+//! the same unit with fewer lanes loaded and stored; the lanes behind them compute on zeros and stay zeros.
 
 use crate::{
     adam::Step,
@@ -79,28 +79,73 @@ struct Update<'a, const Q: usize, G, P, M> {
 }
 
 impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M> {
-    /// Steps the elements `at..at + count`, `Q * LANES` of them but at the tail.
+    /// Steps the masters of `at..at + count`, `Q * LANES` of them but at the tail, and returns their moments, zeros behind
+    /// them.
     #[inline(always)]
-    fn unit<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) {
+    fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> MomentLanes<S, Q> {
         let MomentLanes { mut exp_avg, mut exp_avg_sq } = self.moments.load(simd, at, count);
         let mut master = [simd.splat(0.0); Q];
-        for quarter in 0..Q {
+        for (quarter, master) in master.iter_mut().enumerate() {
             let (from, lanes) = (at + quarter * LANES, lanes_in(count, quarter));
             let weight = self.master.load(simd, from, lanes);
             let grad = G::widen(simd, self.grad.load(simd, from, lanes));
-            (master[quarter], exp_avg[quarter], exp_avg_sq[quarter]) =
+            (*master, exp_avg[quarter], exp_avg_sq[quarter]) =
                 step.update(simd, weight, grad, exp_avg[quarter], exp_avg_sq[quarter]);
         }
-        for quarter in 0..Q {
-            self.master.store(simd, at + quarter * LANES, lanes_in(count, quarter), master[quarter]);
+        for (quarter, master) in master.into_iter().enumerate() {
+            self.master.store(simd, at + quarter * LANES, lanes_in(count, quarter), master);
         }
+        MomentLanes { exp_avg, exp_avg_sq }
+    }
+
+    /// Writes the moments of `at..at + count`.
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, Q>, measure: M::Measure<S>) {
         let mut noise = [simd.splat_u(0); Q];
         if M::STOCHASTIC {
             for (quarter, noise) in noise.iter_mut().enumerate() {
                 *noise = self.dither.lanes(simd, at + quarter * LANES);
             }
         }
-        self.moments.store(simd, at, count, MomentLanes { exp_avg, exp_avg_sq }, noise);
+        self.moments.store(simd, at, count, moments, measure, noise);
+    }
+
+    #[inline(always)]
+    fn prefetch(&self, at: usize) {
+        self.grad.prefetch(at, BLOCK);
+        self.master.prefetch(at);
+        self.moments.prefetch(at);
+    }
+
+    #[inline(always)]
+    fn blocks<S: Simd>(&self, simd: S, step: &StepLanes<S>, blocks: usize) {
+        let unit = Q * LANES;
+        for at in (0..blocks * BLOCK).step_by(BLOCK) {
+            self.prefetch(at);
+            for at in (at..at + BLOCK).step_by(unit) {
+                let moments = self.step(simd, step, at, unit);
+                let measure = self.moments.measure(simd, &moments);
+                self.store(simd, at, unit, moments, measure);
+            }
+        }
+    }
+
+    /// As [`Self::blocks`] for units of a whole block, whose measure takes long: the next is stepped meanwhile.
+    #[inline(always)]
+    fn blocks_pipelined<S: Simd>(&self, simd: S, step: &StepLanes<S>, blocks: usize) {
+        if blocks == 0 {
+            return;
+        }
+        let mut moments = self.step(simd, step, 0, BLOCK);
+        let mut measure = self.moments.measure(simd, &moments);
+        for at in (BLOCK..blocks * BLOCK).step_by(BLOCK) {
+            self.prefetch(at);
+            let next = self.step(simd, step, at, BLOCK);
+            let next_measure = self.moments.measure(simd, &next);
+            self.store(simd, at - BLOCK, BLOCK, moments, measure);
+            (moments, measure) = (next, next_measure);
+        }
+        self.store(simd, (blocks - 1) * BLOCK, BLOCK, moments, measure);
     }
 }
 
@@ -111,19 +156,18 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Kernel for Update<'_,
     fn run<S: Simd>(self, simd: S) {
         let step = StepLanes::new(simd, &self.step);
         let (len, unit) = (self.grad.len(), Q * LANES);
-        let mut at = 0;
-        while at + BLOCK <= len {
-            self.grad.prefetch(at, BLOCK);
-            self.master.prefetch(at);
-            self.moments.prefetch(at);
-            for i in 0..BLOCK / unit {
-                self.unit(simd, &step, at + i * unit, unit);
-            }
-            at += BLOCK;
+        let blocks = len / BLOCK;
+        if unit == BLOCK {
+            self.blocks_pipelined(simd, &step, blocks);
+        } else {
+            self.blocks(simd, &step, blocks);
         }
+        let mut at = blocks * BLOCK;
         while at < len {
             let count = (len - at).min(unit);
-            self.unit(simd, &step, at, count);
+            let moments = self.step(simd, &step, at, count);
+            let measure = self.moments.measure(simd, &moments);
+            self.store(simd, at, count, moments, measure);
             at += count;
         }
     }
@@ -135,10 +179,10 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Kernel for Update<'_,
 ///
 /// # Panics
 /// If the lengths differ.
-pub fn update<'a, const Q: usize, G: Element, P: Master, M: Moments<Q>>(
+pub fn update<const Q: usize, G: Element, P: Master, M: Moments<Q>>(
     isa: Isa,
     step: &Step,
-    grad: &'a [G],
+    grad: &[G],
     master: P,
     moments: M,
     dither: Dither,

@@ -1,7 +1,7 @@
 //! Undoing a step of plain fp32 parameters with fp32 moments, by inverse arithmetic, where that is possible.
 //!
 //! The inverse is computed in double precision and rounded, then stepped forward again with the kernel itself: if what
-//! comes out is not what stands there, to within [`ROLLBACK_ULPS_MAX`] units in the last place, the step cannot be undone
+//! comes out is not what stands there, to within [`ROLLBACK_ULPS_MAX`] roundings of what was added up, the step cannot be undone
 //! (a gradient that is not finite, another gradient or count than that of the step, moments that underflowed), and nothing
 //! is changed. What is restored is the state before the step but for its rounding: about a unit in the last place of the larger
 //! of a moment before and after. For undoing to the bit, step out of place and keep the old slot.
@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// How far the undone and repeated step may lie from what stands there: the roundings of one forward and one inverse step.
-pub const ROLLBACK_ULPS_MAX: u32 = 4;
+pub const ROLLBACK_ULPS_MAX: f64 = 4.0;
 
 /// The coefficients of a step in double precision.
 #[derive(Clone, Copy)]
@@ -71,13 +71,13 @@ impl Inverse {
     }
 }
 
-/// The distance in units in the last place; `u32::MAX` if one is not finite.
-fn ulps(a: f32, b: f32) -> u32 {
-    let order = |x: f32| {
-        let bits = x.to_bits().cast_signed();
-        if bits < 0 { i32::MIN.wrapping_sub(bits) } else { bits }
-    };
-    if a.is_finite() && b.is_finite() { order(a).abs_diff(order(b)) } else { u32::MAX }
+/// Whether `again`, the undone and repeated step, is what stands there: to within the rounding of the largest magnitude that
+/// was added up on the way.
+fn is_repeated(again: f32, stands: f32, before: f32, added: f32) -> bool {
+    let largest = f64::from(stands.abs().max(before.abs()).max(added.abs()));
+    let unit = (largest * f64::from(f32::EPSILON)).max(f64::from(f32::from_bits(1)));
+    // False for a NaN, and for an infinity beside anything.
+    (f64::from(again) - f64::from(stands)).abs() <= ROLLBACK_ULPS_MAX * unit
 }
 
 /// Undoes the step `counts[i]` of every tensor, if all of them can be undone.
@@ -165,14 +165,20 @@ fn rollback_chunk(
             exp_avg_sq[piece].copy_from_slice(&v[..len]);
             continue;
         }
+        let before = (p, m, v);
         let moments = Nearest::new(Cursor::in_place(&mut m[..len]), Cursor::in_place(&mut v[..len]));
         let master = Plain(Cursor::in_place(&mut p[..len]));
         update(isa, &inverse.step, &grad[piece.clone()], master, moments, Dither::new(0, 1, 0));
         lost += piece
             .enumerate()
             .filter(|&(i, at)| {
-                let far = |a: f32, b: f32| ulps(a, b) > ROLLBACK_ULPS_MAX;
-                far(p[i], param[at]) || far(m[i], exp_avg[at]) || far(v[i], exp_avg_sq[at])
+                let added = inverse.step.one_minus_beta1 * (grad[at] * inverse.step.grad_scale);
+                // The update moves with the roundings of exp_avg, whose terms may cancel.
+                let denom = exp_avg_sq[at].sqrt() * inverse.step.denom_scale + inverse.step.eps;
+                let update = inverse.step.step_size * added.abs().max(before.1[i].abs()) / denom;
+                !(is_repeated(p[i], param[at], before.0[i], update)
+                    && is_repeated(m[i], exp_avg[at], before.1[i], added)
+                    && is_repeated(v[i], exp_avg_sq[at], before.2[i], 0.0))
             })
             .count();
     }

@@ -14,12 +14,12 @@ use std::any::Any;
 use std::io;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-use rustix::thread::{CpuSet, sched_setaffinity};
+use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
 
 use super::{fork, futex};
 use crate::{Error, Result};
@@ -66,6 +66,8 @@ struct Shared {
     shares: Box<[Line<AtomicU64>]>,
     panic: Mutex<Option<Payload>>,
     spin: Duration,
+    /// The CPU that the caller of the latest job was on: the worker there gets out of its way.
+    caller_cpu: AtomicUsize,
 }
 
 struct Job<'a> {
@@ -99,6 +101,7 @@ impl Crew {
             panic: Mutex::new(None),
             // A worker that spins on a CPU where another has work only delays it.
             spin: if shares_cpu { Duration::ZERO } else { WORKER_SPIN },
+            caller_cpu: AtomicUsize::new(usize::MAX),
         });
         let mut crew = Self { shared, workers: Vec::with_capacity(cpus.len()), generation: fork::generation() };
         let (report, reports) = mpsc::channel();
@@ -111,7 +114,7 @@ impl Crew {
                     let _ = report.send((cpu, pin(cpu)));
                     drop(report);
                     let _scope = fork::TaskScope::new();
-                    shared.work(worker);
+                    shared.work(worker, cpu);
                 })
                 .map_err(|error| {
                     let threads = cpus.len();
@@ -176,8 +179,10 @@ impl Shared {
             share.0.store(pack(edge(worker), edge(worker + 1)), Ordering::Relaxed);
         }
         self.job.store(std::ptr::from_ref(job).cast_mut().cast(), Ordering::Relaxed);
+        self.caller_cpu.store(sched_getcpu(), Ordering::Relaxed);
         self.gate.0.store(OPEN, Ordering::Release);
         self.announce();
+        // Not spinning: one of the workers is usually pinned to this very CPU and begins when the caller sleeps.
         loop {
             let gate = self.gate.0.load(Ordering::Acquire);
             if gate == 0 {
@@ -197,10 +202,10 @@ impl Shared {
     }
 
     /// A worker's life.
-    fn work(&self, worker: usize) {
+    fn work(&self, worker: usize, cpu: usize) {
         let mut epoch = 0;
         loop {
-            epoch = self.wait_for_next(epoch);
+            epoch = self.wait_for_next(epoch, cpu);
             if self.quit.load(Ordering::Acquire) {
                 return;
             }
@@ -214,8 +219,9 @@ impl Shared {
         }
     }
 
-    /// Spins, then sleeps, until the epoch is another.
-    fn wait_for_next(&self, epoch: u32) -> u32 {
+    /// Spins, then sleeps, until the epoch is another. Where the caller wants to go on, spinning would keep it from doing so.
+    fn wait_for_next(&self, epoch: u32, cpu: usize) -> u32 {
+        let spin = if self.caller_cpu.load(Ordering::Relaxed) == cpu { Duration::ZERO } else { self.spin };
         let begin = Instant::now();
         loop {
             for _ in 0..32 {
@@ -225,7 +231,7 @@ impl Shared {
                 }
                 std::hint::spin_loop();
             }
-            if begin.elapsed() >= self.spin {
+            if begin.elapsed() >= spin {
                 break;
             }
         }

@@ -10,7 +10,7 @@ use crate::{
     io_uring,
     isa::Isa,
     memory::{self, Buffer, BufferConfig},
-    pool::{Pool, PoolConfig},
+    pool::{self, Pool, PoolConfig},
     state::chunk,
     topology::{CoreKind, Topology},
 };
@@ -189,6 +189,15 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     info.set_item("memlock_limit_bytes", memory::memlock_limit_bytes())?;
     info.set_item("io_uring", io_uring::probe().map_or_else(|error| error.to_string(), |()| "available".to_owned()))?;
     Ok(info)
+}
+
+/// Sends the core's log records to Python's `logging`, under "stepwell", and remembers this process's affinity mask. Called
+/// once, by the package, before it imports torch.
+#[pyfunction]
+pub(super) fn connect() {
+    pool::remember_affinity();
+    // Fails only where another logger of this process is installed already: then that one is used.
+    let _ = pyo3_log::try_init();
 }
 
 /// How this module was built: a dict of plain values, for bug reports.

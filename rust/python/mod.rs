@@ -16,11 +16,9 @@ mod _core {
         write_state,
     };
     #[pymodule_export]
-    use super::host::{PyBuffer, PyPool, build_info, num_chunks, stream_ceiling, system_info};
+    use super::host::{PyBuffer, PyPool, build_info, connect, num_chunks, stream_ceiling, system_info};
     #[pymodule_export]
     use super::tensor::PyTensorView;
-
-    use pyo3::prelude::*;
 
     /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
     #[pymodule_export]
@@ -29,11 +27,4 @@ mod _core {
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
-
-    #[pymodule_init]
-    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
-        // Fails only where another logger of this process is installed already: then that one is used.
-        let _ = pyo3_log::try_init();
-        Ok(())
-    }
 }

@@ -89,6 +89,10 @@ impl Simd for Avx2 {
         unsafe { parts!(|i| _mm256_fmadd_ps(a[i], b[i], c[i])) }
     }
     #[inline(always)]
+    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        unsafe { parts!(|i| _mm256_fnmadd_ps(a[i], b[i], c[i])) }
+    }
+    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { parts!(|i| _mm256_div_ps(a[i], b[i])) }
     }
@@ -173,7 +177,7 @@ impl Simd for Avx2 {
         unsafe { parts!(|i| _mm256_castps_si256(a[i])) }
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         unsafe { parts!(|i| _mm256_castsi256_ps(a[i])) }
     }
     #[inline(always)]
@@ -190,6 +194,33 @@ impl Simd for Avx2 {
             _mm_cvtsi128_si32(one).cast_unsigned()
         }
     }
+    #[inline(always)]
+    fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U {
+        unsafe {
+            let (a, b) = (_mm256_max_epu32(a[0], a[1]), _mm256_max_epu32(b[0], b[1]));
+            let (c, d) = (_mm256_max_epu32(c[0], c[1]), _mm256_max_epu32(d[0], d[1]));
+            let ab = _mm256_max_epu32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+            let cd = _mm256_max_epu32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+            let quads = _mm256_max_epu32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+            [_mm256_max_epu32(quads, _mm256_permute2x128_si256::<0x01>(quads, quads)); PARTS]
+        }
+    }
+    #[inline(always)]
+    fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U {
+        unsafe {
+            parts!(|i| match I {
+                0 => _mm256_shuffle_epi32::<0b00_00_00_00>(a[i]),
+                1 => _mm256_shuffle_epi32::<0b01_01_01_01>(a[i]),
+                2 => _mm256_shuffle_epi32::<0b10_10_10_10>(a[i]),
+                _ => _mm256_shuffle_epi32::<0b11_11_11_11>(a[i]),
+            })
+        }
+    }
+    #[inline(always)]
+    fn first_lanes(self, a: Self::U) -> [u32; 4] {
+        unsafe { std::mem::transmute(_mm256_castsi256_si128(a[0])) }
+    }
+
     #[inline(always)]
     fn zero_sums(self) -> Self::D {
         unsafe { [_mm256_setzero_pd(); 4] }

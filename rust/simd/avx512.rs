@@ -70,6 +70,10 @@ impl Simd for Avx512 {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
+    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        unsafe { _mm512_fnmadd_ps(a, b, c) }
+    }
+    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { _mm512_div_ps(a, b) }
     }
@@ -154,7 +158,7 @@ impl Simd for Avx512 {
         unsafe { _mm512_castps_si512(a) }
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         unsafe { _mm512_castsi512_ps(a) }
     }
     #[inline(always)]
@@ -165,6 +169,32 @@ impl Simd for Avx512 {
     fn max_lane(self, a: Self::U) -> u32 {
         unsafe { _mm512_reduce_max_epu32(a) }
     }
+    #[inline(always)]
+    fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U {
+        unsafe {
+            let ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            let cd = _mm512_max_epu32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+            let quads = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+            let halves = _mm512_max_epu32(quads, _mm512_shuffle_i32x4::<0b01_00_11_10>(quads, quads));
+            _mm512_max_epu32(halves, _mm512_shuffle_i32x4::<0b10_11_00_01>(halves, halves))
+        }
+    }
+    #[inline(always)]
+    fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U {
+        unsafe {
+            match I {
+                0 => _mm512_shuffle_epi32::<0b00_00_00_00>(a),
+                1 => _mm512_shuffle_epi32::<0b01_01_01_01>(a),
+                2 => _mm512_shuffle_epi32::<0b10_10_10_10>(a),
+                _ => _mm512_shuffle_epi32::<0b11_11_11_11>(a),
+            }
+        }
+    }
+    #[inline(always)]
+    fn first_lanes(self, a: Self::U) -> [u32; 4] {
+        unsafe { std::mem::transmute(_mm512_castsi512_si128(a)) }
+    }
+
     #[inline(always)]
     fn zero_sums(self) -> Self::D {
         unsafe { [_mm512_setzero_pd(); 2] }

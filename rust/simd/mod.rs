@@ -68,6 +68,8 @@ pub trait Simd: Copy {
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `c - a * b`, rounded once.
+    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `a / b`, correctly rounded.
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// The square root, correctly rounded.
@@ -112,11 +114,17 @@ pub trait Simd: Copy {
     /// The bits of a float.
     fn bits(self, a: Self::F) -> Self::U;
     /// The float of these bits.
-    fn from_bits(self, a: Self::U) -> Self::F;
+    fn of_bits(self, a: Self::U) -> Self::F;
     /// `a` where the mask holds, else `b`.
     fn select(self, mask: Self::M, a: Self::U, b: Self::U) -> Self::U;
     /// The largest lane, unsigned.
     fn max_lane(self, a: Self::U) -> u32;
+    /// The largest lane of each, unsigned: those of `a`, `b`, `c`, `d` are lanes 0 to 3, and again 4 to 7, and so on.
+    fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U;
+    /// Lane `I` of every four lanes, in all four; `I < 4`.
+    fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U;
+    /// Lanes 0 to 3.
+    fn first_lanes(self, a: Self::U) -> [u32; 4];
 
     /// Sums of nothing.
     fn zero_sums(self) -> Self::D;
@@ -128,7 +136,7 @@ pub trait Simd: Copy {
     /// [`Simd::select`] for floats.
     #[inline(always)]
     fn select_f(self, mask: Self::M, a: Self::F, b: Self::F) -> Self::F {
-        self.from_bits(self.select(mask, self.bits(a), self.bits(b)))
+        self.of_bits(self.select(mask, self.bits(a), self.bits(b)))
     }
 
     /// The magnitude's bits: those of NaNs are above infinity's, and those above every finite number's.

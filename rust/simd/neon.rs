@@ -97,6 +97,10 @@ impl Simd for Neon {
         unsafe { parts!(|i| vfmaq_f32(c[i], a[i], b[i])) }
     }
     #[inline(always)]
+    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        unsafe { parts!(|i| vfmsq_f32(c[i], a[i], b[i])) }
+    }
+    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { parts!(|i| vdivq_f32(a[i], b[i])) }
     }
@@ -183,7 +187,7 @@ impl Simd for Neon {
         unsafe { parts!(|i| vreinterpretq_u32_f32(a[i])) }
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         unsafe { parts!(|i| vreinterpretq_f32_u32(a[i])) }
     }
     #[inline(always)]
@@ -194,6 +198,23 @@ impl Simd for Neon {
     fn max_lane(self, a: Self::U) -> u32 {
         unsafe { vmaxvq_u32(vmaxq_u32(vmaxq_u32(a[0], a[1]), vmaxq_u32(a[2], a[3]))) }
     }
+    #[inline(always)]
+    fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U {
+        unsafe {
+            let ab = vpmaxq_u32(four_parts(a), four_parts(b));
+            let cd = vpmaxq_u32(four_parts(c), four_parts(d));
+            [vpmaxq_u32(ab, cd); PARTS]
+        }
+    }
+    #[inline(always)]
+    fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U {
+        unsafe { parts!(|i| vdupq_laneq_u32::<I>(a[i])) }
+    }
+    #[inline(always)]
+    fn first_lanes(self, a: Self::U) -> [u32; 4] {
+        unsafe { std::mem::transmute(a[0]) }
+    }
+
     #[inline(always)]
     fn zero_sums(self) -> Self::D {
         unsafe { [[vdupq_n_f64(0.0); 2]; PARTS] }
@@ -211,4 +232,11 @@ impl Simd for Neon {
     fn sums(self, sums: Self::D) -> [f64; LANES] {
         unsafe { std::mem::transmute(sums) }
     }
+}
+
+/// The largest of the four registers, lane by lane.
+#[inline(always)]
+fn four_parts(a: [uint32x4_t; PARTS]) -> uint32x4_t {
+    // SAFETY: only reached through the token, which shows that NEON is there.
+    unsafe { vmaxq_u32(vmaxq_u32(a[0], a[1]), vmaxq_u32(a[2], a[3])) }
 }

@@ -65,6 +65,10 @@ impl Simd for Scalar {
         std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
     }
     #[inline(always)]
+    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        std::array::from_fn(|i| (-a[i]).mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         zip(a, b, |a, b| a / b)
     }
@@ -150,7 +154,7 @@ impl Simd for Scalar {
         a.map(f32::to_bits)
     }
     #[inline(always)]
-    fn from_bits(self, a: Self::U) -> Self::F {
+    fn of_bits(self, a: Self::U) -> Self::F {
         a.map(f32::from_bits)
     }
     #[inline(always)]
@@ -160,6 +164,20 @@ impl Simd for Scalar {
     #[inline(always)]
     fn max_lane(self, a: Self::U) -> u32 {
         a.into_iter().fold(0, u32::max)
+    }
+
+    #[inline(always)]
+    fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U {
+        let largest = [a, b, c, d].map(|lanes| self.max_lane(lanes));
+        std::array::from_fn(|i| largest[i % 4])
+    }
+    #[inline(always)]
+    fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U {
+        std::array::from_fn(|i| a[i / 4 * 4 + I as usize])
+    }
+    #[inline(always)]
+    fn first_lanes(self, a: Self::U) -> [u32; 4] {
+        [a[0], a[1], a[2], a[3]]
     }
 
     #[inline(always)]

@@ -42,7 +42,7 @@ impl<P: Master> Kernel for WriteMaster<'_, P> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.from.len()).step_by(LANES) {
             let count = (self.from.len() - at).min(LANES);
-            self.master.store(simd, at, count, simd.from_bits(self.from.load(simd, at, count)));
+            self.master.store(simd, at, count, simd.of_bits(self.from.load(simd, at, count)));
         }
     }
 }
@@ -97,13 +97,14 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (WriteMoments<'_, M>, [(); Q]) {
             let count = (exp_avg.len() - at).min(Q * LANES);
             let mut lanes = MomentLanes { exp_avg: [simd.splat(0.0); Q], exp_avg_sq: [simd.splat(0.0); Q] };
             let mut noise = [simd.splat_u(0); Q];
-            for quarter in 0..Q {
+            for (quarter, noise) in noise.iter_mut().enumerate() {
                 let (from, count) = (at + quarter * LANES, lanes_in(count, quarter));
-                lanes.exp_avg[quarter] = simd.from_bits(exp_avg.load(simd, from, count));
-                lanes.exp_avg_sq[quarter] = simd.from_bits(exp_avg_sq.load(simd, from, count));
-                noise[quarter] = dither.lanes(simd, from);
+                lanes.exp_avg[quarter] = simd.of_bits(exp_avg.load(simd, from, count));
+                lanes.exp_avg_sq[quarter] = simd.of_bits(exp_avg_sq.load(simd, from, count));
+                *noise = dither.lanes(simd, from);
             }
-            moments.store(simd, at, count, lanes, noise);
+            let measure = moments.measure(simd, &lanes);
+            moments.store(simd, at, count, lanes, measure, noise);
         }
     }
 }

@@ -64,7 +64,7 @@ impl<T: Element> Master for WithWeightOut<'_, T> {
 
     #[inline(always)]
     fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
-        simd.from_bits(self.master.load(simd, at, count))
+        simd.of_bits(self.master.load(simd, at, count))
     }
 
     #[inline(always)]
@@ -107,7 +107,7 @@ impl<T: Element> Master for Shadowed<'_, T> {
 
     #[inline(always)]
     fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
-        let master = simd.from_bits(self.master.load(simd, at, count));
+        let master = simd.of_bits(self.master.load(simd, at, count));
         let weight = self.weight.load(simd, at, count);
         let is_ours = simd.eq_u(T::narrow(simd, master), weight);
         simd.select_f(is_ours, master, T::widen(simd, weight))

@@ -66,12 +66,25 @@ pub struct MomentLanes<S: Simd, const Q: usize> {
 pub trait Moments<const Q: usize> {
     /// Whether `store` draws on its noise.
     const STOCHASTIC: bool;
+    /// What `measure` finds: nothing, or the scales of a group. Where it is something, it takes as long as all the rest, so the
+    /// kernel computes the next unit before it stores this one.
+    type Measure<S: Simd>;
     /// Whether the moments of `len` elements are what this holds.
     fn covers(&self, len: usize) -> bool;
     /// Fetches what the block at `at` will need some blocks later.
     fn prefetch(&self, at: usize);
     /// The moments of `at..at + count`, zeros behind them.
     fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> MomentLanes<S, Q>;
+    /// What `store` needs to know of all lanes of a unit before it can code the first.
+    fn measure<S: Simd>(&self, simd: S, moments: &MomentLanes<S, Q>) -> Self::Measure<S>;
     /// Writes both moments of `at..at + count`; `noise` is 32 random bits per element.
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, Q>, noise: [S::U; Q]);
+    fn store<S: Simd>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        moments: MomentLanes<S, Q>,
+        measure: Self::Measure<S>,
+        noise: [S::U; Q],
+    );
 }

@@ -28,6 +28,7 @@ impl<'a, T: Element> Nearest<'a, T> {
 
 impl<T: Element> Moments<1> for Nearest<'_, T> {
     const STOCHASTIC: bool = false;
+    type Measure<S: Simd> = ();
 
     fn covers(&self, len: usize) -> bool {
         self.exp_avg.len() == len
@@ -48,7 +49,10 @@ impl<T: Element> Moments<1> for Nearest<'_, T> {
     }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, _noise: [S::U; 1]) {
+    fn measure<S: Simd>(&self, _simd: S, _moments: &MomentLanes<S, 1>) {}
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, (): (), _noise: [S::U; 1]) {
         self.exp_avg.store(simd, at, count, T::narrow(simd, moments.exp_avg[0]));
         self.exp_avg_sq.store(simd, at, count, T::narrow(simd, moments.exp_avg_sq[0]));
     }
@@ -90,6 +94,7 @@ fn round_stochastically<S: Simd>(simd: S, values: S::F, noise: S::U) -> S::U {
 
 impl Moments<1> for Stochastic<'_> {
     const STOCHASTIC: bool = true;
+    type Measure<S: Simd> = ();
 
     fn covers(&self, len: usize) -> bool {
         self.exp_avg.len() == len
@@ -110,7 +115,10 @@ impl Moments<1> for Stochastic<'_> {
     }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, noise: [S::U; 1]) {
+    fn measure<S: Simd>(&self, _simd: S, _moments: &MomentLanes<S, 1>) {}
+
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, (): (), noise: [S::U; 1]) {
         let [exp_avg_sq] = moments.exp_avg_sq;
         let first = round_stochastically(simd, moments.exp_avg[0], simd.and(noise[0], simd.splat_u(0xffff)));
         let second = round_stochastically(simd, exp_avg_sq, simd.shr::<16>(noise[0]));

@@ -20,7 +20,7 @@ use crate::{
     cursor::Cursor,
     element::Bf16,
     simd::{LANES, Simd},
-    state::{BLOCK, MomentLanes, Moments, lanes_in},
+    state::{BLOCK, MomentLanes, Moments},
 };
 
 /// Elements that share a scale.
@@ -63,38 +63,75 @@ pub struct Q8<'a> {
     pub exp_avg_sq: Coded<'a>,
 }
 
-/// The bf16 number at or above a non-negative finite `value`, at most the largest finite one.
-#[inline(always)]
-fn round_up(value: f32) -> Bf16 {
-    let rounded = value.to_bits().wrapping_add(0xffff) >> 16;
-    Bf16(rounded.min(u32::from(Bf16::MAX.0)) as u16)
+/// One over the square of the largest code, for the groups in the order of [`Scales`], four times over.
+const CODES_TO_SCALES: [f32; LANES] = {
+    let signed = 1.0 / (EXP_AVG_CODE_MAX * EXP_AVG_CODE_MAX);
+    let unsigned = 1.0 / (EXP_AVG_SQ_CODE_MAX * EXP_AVG_SQ_CODE_MAX);
+    let mut lanes = [signed; LANES];
+    let mut lane = 0;
+    while lane < LANES {
+        if lane % 4 >= 2 {
+            lanes[lane] = unsigned;
+        }
+        lane += 1;
+    }
+    lanes
+};
+
+/// The scales of a block, in every four lanes: `exp_avg` of both groups, then `exp_avg_sq` of both.
+pub struct Scales<S: Simd> {
+    /// bf16 bits.
+    bits: S::U,
+    /// One over each, 0 for a group of zeros.
+    reciprocals: S::U,
 }
 
-/// The scale of a group whose largest magnitude has these bits.
-#[inline(always)]
-fn scale_of(magnitude_bits: u32, code_max: f32) -> Bf16 {
-    let is_nan = magnitude_bits > 0x7f80_0000;
-    let magnitude = f32::from_bits(magnitude_bits.min(f32::MAX.to_bits()));
-    let scale = round_up((magnitude * (1.0 / (code_max * code_max))).max(f32::MIN_POSITIVE));
-    if is_nan {
-        Bf16::NAN
-    } else if magnitude_bits == 0 {
-        Bf16(0)
-    } else {
-        scale
+impl<S: Simd> Scales<S> {
+    /// The scales of groups whose largest magnitudes have these bits.
+    #[inline(always)]
+    fn new(simd: S, magnitudes: S::U) -> Self {
+        // SAFETY: the array holds LANES words.
+        let factors = simd.of_bits(unsafe { simd.load_u32(CODES_TO_SCALES.as_ptr().cast()) });
+        let finite = simd.min_u(magnitudes, simd.splat_u(f32::MAX.to_bits()));
+        let scale = simd.bits(simd.mul(simd.of_bits(finite), factors));
+        let scale = simd.max_u(scale, simd.splat_u(f32::MIN_POSITIVE.to_bits()));
+        let rounded_up = simd.shr::<16>(simd.add_u(scale, simd.splat_u(0xffff)));
+        let zero = simd.splat_u(0);
+        let is_zero = simd.eq_u(magnitudes, zero);
+        let is_nan = simd.gt_u(magnitudes, simd.splat_u(0x7f80_0000));
+        let nan = simd.splat_u(u32::from(Bf16::NAN.0));
+        let bits = simd.select(is_zero, zero, simd.select(is_nan, nan, rounded_up));
+        let reciprocal = simd.div(simd.splat(1.0), simd.of_bits(simd.shl::<16>(bits)));
+        Self { bits, reciprocals: simd.select(is_zero, zero, simd.bits(reciprocal)) }
+    }
+
+    /// The reciprocal of the `quarter`'s group in all lanes, for both moments.
+    #[inline(always)]
+    fn reciprocals_of(&self, simd: S, quarter: usize) -> (S::F, S::F) {
+        let (signed, unsigned) = match quarter / QUARTERS_PER_GROUP {
+            0 => (simd.splat_lane::<0>(self.reciprocals), simd.splat_lane::<2>(self.reciprocals)),
+            _ => (simd.splat_lane::<1>(self.reciprocals), simd.splat_lane::<3>(self.reciprocals)),
+        };
+        (simd.of_bits(signed), simd.of_bits(unsigned))
     }
 }
 
-/// The codes of magnitudes that are `q` scales: `floor(sqrt(q))` or one more, by 16 uniform bits.
+/// A number in [1, 2) from 16 random bits at bit 7 and up, in the middle of the interval that they name.
 #[inline(always)]
-fn codes_of<S: Simd>(simd: S, q: S::F, noise: S::U, code_max: f32) -> S::F {
+fn one_plus_uniform<S: Simd>(simd: S, noise: S::U) -> S::F {
+    let mantissa = simd.and(noise, simd.splat_u(0x007f_ff80));
+    simd.of_bits(simd.or(mantissa, simd.splat_u(0x3f80_0040)))
+}
+
+/// The codes of magnitudes that are `q` scales: `floor(sqrt(q))`, or one more if `uniform < (q - code^2) / (2 code + 1)`.
+#[inline(always)]
+fn codes_of<S: Simd>(simd: S, q: S::F, one_plus_uniform: S::F, code_max: f32) -> S::F {
     let one = simd.splat(1.0);
     let code = simd.floor(simd.sqrt(q));
-    let minus_code = simd.from_bits(simd.xor(simd.bits(code), simd.splat_u(0x8000_0000)));
-    let missing = simd.mul(simd.fma(code, minus_code, q), simd.splat(65536.0));
-    let uniform = simd.add(simd.to_f(noise), simd.splat(0.5));
+    let missing = simd.fnma(code, code, q);
     let apart = simd.fma(code, simd.splat(2.0), one);
-    let up = simd.lt(simd.mul(uniform, apart), missing);
+    let up = simd.lt(simd.mul(one_plus_uniform, apart), simd.add(missing, apart));
+    // An infinite q ends here, and so does a NaN, whose scale is one too.
     simd.at_most(simd.select_f(up, simd.add(code, one), code), simd.splat(code_max))
 }
 
@@ -104,16 +141,13 @@ fn integers<S: Simd>(simd: S, codes: S::F) -> S::U {
     simd.bits(simd.add(codes, simd.splat(12_582_912.0)))
 }
 
+/// The magnitudes' bits of the larger of two vectors, lane by lane.
 #[inline(always)]
-fn largest_magnitude<S: Simd>(simd: S, vectors: &[S::F]) -> u32 {
-    let mut largest = simd.splat_u(0);
-    for &vector in vectors {
-        largest = simd.max_u(largest, simd.magnitude(vector));
-    }
-    simd.max_lane(largest)
+fn larger_magnitude<S: Simd>(simd: S, a: S::F, b: S::F) -> S::U {
+    simd.max_u(simd.magnitude(a), simd.magnitude(b))
 }
 
-/// Byte `QUARTER` of each word, with its sign.
+/// Byte `quarter` of each word, with its sign.
 #[inline(always)]
 fn signed_byte<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
     simd.sar::<24>(match quarter {
@@ -161,36 +195,11 @@ impl Coded<'_> {
         }
         (self.codes.load(simd, at / 4, LANES), scales)
     }
-
-    /// Sets the scales of the block at `at` from its values and returns the reciprocal of each quarter's, 0 for a group
-    /// of zeros.
-    #[inline(always)]
-    fn set_scales<S: Simd>(&self, simd: S, at: usize, values: &[S::F; QUARTERS], code_max: f32) -> [S::F; QUARTERS] {
-        let mut reciprocals = [simd.splat(0.0); QUARTERS];
-        for group in 0..GROUPS_PER_BLOCK {
-            let quarters = group * QUARTERS_PER_GROUP..(group + 1) * QUARTERS_PER_GROUP;
-            let scale = scale_of(largest_magnitude(simd, &values[quarters.clone()]), code_max);
-            self.scales.set(at / GROUP + group, scale);
-            let reciprocal = simd.splat(if scale.0 == 0 { 0.0 } else { 1.0 / scale.to_f32() });
-            reciprocals[quarters].fill(reciprocal);
-        }
-        reciprocals
-    }
-}
-
-/// `values` with zeros from lane `count` on.
-#[inline(always)]
-fn keep<S: Simd>(simd: S, values: S::F, count: usize) -> S::F {
-    let mut lanes = [0_u32; LANES];
-    // SAFETY: `lanes` holds LANES words.
-    unsafe { simd.store_u32(lanes.as_mut_ptr(), simd.bits(values)) };
-    lanes[count..].fill(0);
-    // SAFETY: as above.
-    simd.from_bits(unsafe { simd.load_u32(lanes.as_ptr()) })
 }
 
 impl Moments<QUARTERS> for Q8<'_> {
     const STOCHASTIC: bool = true;
+    type Measure<S: Simd> = Scales<S>;
 
     fn covers(&self, len: usize) -> bool {
         [&self.exp_avg, &self.exp_avg_sq]
@@ -208,11 +217,10 @@ impl Moments<QUARTERS> for Q8<'_> {
     fn load<S: Simd>(&self, simd: S, at: usize, _count: usize) -> MomentLanes<S, QUARTERS> {
         let (signed, signed_scales) = self.exp_avg.load(simd, at);
         let (unsigned, unsigned_scales) = self.exp_avg_sq.load(simd, at);
-        // Padding holds zeros: `store` keeps it so.
         let (mut exp_avg, mut exp_avg_sq) = ([simd.splat(0.0); QUARTERS], [simd.splat(0.0); QUARTERS]);
         for quarter in 0..QUARTERS {
             let code = simd.to_f(signed_byte(simd, signed, quarter));
-            let magnitude = simd.from_bits(simd.magnitude(code));
+            let magnitude = simd.of_bits(simd.magnitude(code));
             exp_avg[quarter] = simd.mul(simd.mul(code, magnitude), signed_scales[quarter]);
             let code = simd.to_f(byte(simd, unsigned, quarter));
             exp_avg_sq[quarter] = simd.mul(simd.mul(code, code), unsigned_scales[quarter]);
@@ -221,43 +229,51 @@ impl Moments<QUARTERS> for Q8<'_> {
     }
 
     #[inline(always)]
+    fn measure<S: Simd>(&self, simd: S, moments: &MomentLanes<S, QUARTERS>) -> Scales<S> {
+        let MomentLanes { exp_avg, exp_avg_sq } = moments;
+        Scales::new(
+            simd,
+            simd.max_lanes(
+                larger_magnitude(simd, exp_avg[0], exp_avg[1]),
+                larger_magnitude(simd, exp_avg[2], exp_avg[3]),
+                larger_magnitude(simd, exp_avg_sq[0], exp_avg_sq[1]),
+                larger_magnitude(simd, exp_avg_sq[2], exp_avg_sq[3]),
+            ),
+        )
+    }
+
+    #[inline(always)]
     fn store<S: Simd>(
         &self,
         simd: S,
         at: usize,
-        count: usize,
-        moments: MomentLanes<S, QUARTERS>,
+        _count: usize,
+        MomentLanes { exp_avg, exp_avg_sq }: MomentLanes<S, QUARTERS>,
+        scales: Scales<S>,
         noise: [S::U; QUARTERS],
     ) {
-        let MomentLanes { mut exp_avg, mut exp_avg_sq } = moments;
-        if count < BLOCK {
-            for quarter in 0..QUARTERS {
-                let lanes = lanes_in(count, quarter);
-                exp_avg[quarter] = keep(simd, exp_avg[quarter], lanes);
-                exp_avg_sq[quarter] = keep(simd, exp_avg_sq[quarter], lanes);
-            }
-        }
-        let signed_reciprocals = self.exp_avg.set_scales(simd, at, &exp_avg, EXP_AVG_CODE_MAX);
-        let unsigned_reciprocals = self.exp_avg_sq.set_scales(simd, at, &exp_avg_sq, EXP_AVG_SQ_CODE_MAX);
-        let max = simd.splat(f32::MAX);
         // The integers of the codes 0 and 1 are large, but in this order.
         let least = integers(simd, simd.splat(1.0));
         let (mut signed, mut unsigned) = ([least; QUARTERS], [least; QUARTERS]);
         for quarter in 0..QUARTERS {
-            let magnitude = simd.at_most(simd.from_bits(simd.magnitude(exp_avg[quarter])), max);
-            let q = simd.mul(magnitude, signed_reciprocals[quarter]);
-            let code = codes_of(simd, q, simd.and(noise[quarter], simd.splat_u(0xffff)), EXP_AVG_CODE_MAX);
+            let (signed_reciprocal, unsigned_reciprocal) = scales.reciprocals_of(simd, quarter);
+            let uniform = one_plus_uniform(simd, simd.shl::<7>(noise[quarter]));
+            let q = simd.mul(simd.of_bits(simd.magnitude(exp_avg[quarter])), signed_reciprocal);
+            let code = codes_of(simd, q, uniform, EXP_AVG_CODE_MAX);
             let sign = simd.and(simd.bits(exp_avg[quarter]), simd.splat_u(0x8000_0000));
-            signed[quarter] = integers(simd, simd.from_bits(simd.or(simd.bits(code), sign)));
+            signed[quarter] = integers(simd, simd.of_bits(simd.or(simd.bits(code), sign)));
 
-            let value = simd.at_most(exp_avg_sq[quarter], max);
-            let q = simd.mul(value, unsigned_reciprocals[quarter]);
-            let code = codes_of(simd, q, simd.shr::<16>(noise[quarter]), EXP_AVG_SQ_CODE_MAX);
-            let code = integers(simd, code);
+            let uniform = one_plus_uniform(simd, simd.shr::<9>(noise[quarter]));
+            let q = simd.mul(exp_avg_sq[quarter], unsigned_reciprocal);
+            let code = integers(simd, codes_of(simd, q, uniform, EXP_AVG_SQ_CODE_MAX));
             let is_positive = simd.lt(simd.splat(0.0), exp_avg_sq[quarter]);
             unsigned[quarter] = simd.select(is_positive, simd.max_u(code, least), code);
         }
         self.exp_avg.codes.store(simd, at / 4, LANES, pack(simd, signed));
         self.exp_avg_sq.codes.store(simd, at / 4, LANES, pack(simd, unsigned));
+        for (group, bits) in simd.first_lanes(scales.bits).into_iter().enumerate() {
+            let moment = if group < GROUPS_PER_BLOCK { &self.exp_avg } else { &self.exp_avg_sq };
+            moment.scales.set(at / GROUP + group % GROUPS_PER_BLOCK, Bf16(bits as u16));
+        }
     }
 }

@@ -32,7 +32,7 @@ pub fn split<S: Simd>(simd: S, values: S::F) -> (S::U, S::U) {
 #[inline(always)]
 pub fn join<S: Simd>(simd: S, high: S::U, low: S::U) -> S::F {
     let low = simd.sar::<16>(simd.shl::<16>(low));
-    simd.from_bits(simd.add_u(simd.shl::<16>(high), low))
+    simd.of_bits(simd.add_u(simd.shl::<16>(high), low))
 }
 
 /// A bf16 parameter with its trailing bits.

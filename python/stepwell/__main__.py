@@ -1,0 +1,22 @@
+"""The command `stepwell`, also as `python -m stepwell`."""
+
+from stepwell.cli import app
+from stepwell.cli.run import Launch
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command line of this process, and exits with its code."""
+    launch = Launch()
+    try:
+        app(obj=launch)
+    except SystemExit:
+        if launch.target is None:
+            raise
+    # Not within `app`, which would turn what a user's script raises into exits of its own.
+    launch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""
+The compiled core of Stepwell: kernels, state codecs, pool and host memory.
+"""
+
+from collections.abc import Sequence
+from typing import Final, final
+
+__all__ = ["CHUNK_LEN", "__version__", "AdamTensor", "Buffer", "GradStats", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "write_state"]
+
+CHUNK_LEN: Final[int]
+"""
+Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
+"""
+
+__version__: Final[str]
+
+@final
+class AdamTensor:
+    """
+    One parameter of a step: where its weight, gradient and state are. The layout follows from the dtypes.
+
+    ======== ================================================== ===========================================
+    param    beside it                                          master
+    ======== ================================================== ===========================================
+    float32  optionally weight_out (bfloat16 or float16)        the parameter itself
+    bfloat16 trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
+    float16  master float32[numel]                              separate
+    16-bit   nothing                                            none: rounded to nearest
+    ======== ================================================== ===========================================
+
+    Moments are float32, bfloat16 (rounded stochastically; to nearest without a master), or uint8 codes of
+    `q8_codes_len(numel)` with bfloat16 scales of `q8_scales_len(numel)`. Zeros everywhere are a fresh state.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    def __new__(cls, /, *, param: TensorView, grad: TensorView | None = None, exp_avg: TensorView, exp_avg_sq: TensorView, exp_avg_scales: TensorView | None = None, exp_avg_sq_scales: TensorView | None = None, master: TensorView | None = None, trailing: TensorView | None = None, fingerprints: TensorView | None = None, weight_out: TensorView | None = None, key: int = 0) -> AdamTensor: ...
+    @property
+    def numel(self, /) -> int:
+        """
+        Number of elements.
+        """
+
+@final
+class Buffer:
+    """
+    Page-aligned host memory of exactly `nbytes` (rounded up to a page), zeroed, on huge pages where the kernel gives them, faulted
+    in by all workers at once.
+
+    Args:
+        nbytes: how much.
+        pool: whose workers touch it first; the default pool if None.
+        lock: keep it resident.
+
+    Raises:
+        OSError: where there is no memory, or `lock` is above RLIMIT_MEMLOCK.
+    """
+    def __new__(cls, /, nbytes: int, *, pool: Pool | None = None, lock: bool = False) -> Buffer: ...
+    @property
+    def address(self, /) -> int:
+        """
+        Address of the first byte.
+        """
+    @property
+    def huge_page_bytes(self, /) -> int:
+        """
+        How many of its bytes lie on huge pages.
+        """
+    @property
+    def locked(self, /) -> bool:
+        """
+        Whether it is kept resident.
+        """
+    @property
+    def nbytes(self, /) -> int:
+        """
+        Bytes asked for.
+        """
+
+@final
+class GradStats:
+    """
+    What one read of all gradients tells.
+    """
+    def __repr__(self, /) -> str: ...
+    @property
+    def absmax(self, /) -> float:
+        """
+        The largest magnitude; infinite or NaN where a value is.
+        """
+    @property
+    def finite(self, /) -> bool:
+        """
+        Whether all values are finite.
+        """
+    @property
+    def first_nonfinite(self, /) -> int | None:
+        """
+        Index of the first gradient that holds a value that is not finite.
+        """
+    @property
+    def sq_norm(self, /) -> float:
+        """
+        Sum of squares in double precision, over fixed blocks: depends on neither threads nor alignment. NaN if not asked for.
+        """
+
+@final
+class Pool:
+    """
+    Persistent workers, each pinned to a core: performance cores before efficiency cores, within the allowed set.
+
+    Args:
+        threads: number of workers; all allowed physical cores if None.
+        cpus: the CPU of each worker.
+
+    Raises:
+        ValueError: for a count or list that cannot be.
+    """
+    def __new__(cls, /, *, threads: int | None = None, cpus: Sequence[int] | None = None) -> Pool: ...
+    @property
+    def cpus(self, /) -> list[int]:
+        """
+        The CPU of each worker.
+        """
+    @staticmethod
+    def default() -> Pool:
+        """
+        The process's pool, made on first use: `STEPWELL_THREADS`, the affinity mask, and this rank's share of the host.
+        """
+    @property
+    def threads(self, /) -> int:
+        """
+        Number of workers.
+        """
+
+@final
+class TensorView:
+    """
+    A dense run of `numel` elements of `dtype` at `address`.
+
+    Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is handed to.
+
+    Args:
+        address: of the first element, in bytes; a multiple of the element's size (of 4 for uint8).
+        dtype: "float32", "bfloat16", "float16", "int16", "int32" or "uint8".
+        numel: number of elements.
+
+    Raises:
+        ValueError: for an unknown dtype, or an address that cannot hold the elements.
+    """
+    def __new__(cls, /, *, address: int, dtype: str, numel: int) -> TensorView: ...
+    def __repr__(self, /) -> str: ...
+    @property
+    def address(self, /) -> int:
+        """
+        Address of the first element, in bytes.
+        """
+    @property
+    def dtype(self, /) -> str:
+        """
+        torch's name of the dtype, without the `torch.` prefix.
+        """
+    @property
+    def numel(self, /) -> int:
+        """
+        Number of elements.
+        """
+
+def adam_rollback(tensors: Sequence[AdamTensor], *, steps: Sequence[int], lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, bias_correction: bool = True, maximize: bool = False, grad_scale: float = 1.0, pool: Pool | None = None) -> None:
+    """
+    Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with float32 moments.
+
+    The inverse is verified by stepping forward again; see the module docs of the core's `adam::rollback` for its precision.
+
+    Raises:
+        ValueError: with nothing changed, where the step cannot be undone.
+    """
+
+def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, bias_correction: bool = True, maximize: bool = False, grad_scale: float = 1.0, pool: Pool | None = None) -> None:
+    """
+    Steps every tensor once, in place, in one pass over each; the GIL is released.
+
+    Formula: Adam (Kingma and Ba, 2015, algorithm 1), AdamW if `decoupled` (Loshchilov and Hutter, 2019, algorithm 2). Bias
+    corrections are computed in double precision. Bits depend on neither threads nor ISA.
+
+    Args:
+        tensors: each with a gradient.
+        steps: for each tensor the number of this update, from 1.
+        lr: learning rate.
+        betas: decay of both moments.
+        eps: added to the denominator.
+        weight_decay: of the weight if `decoupled`, else of the gradient.
+        decoupled: AdamW rather than Adam with L2.
+        bias_correction: whether moments are corrected for their start at 0.
+        maximize: ascend.
+        grad_scale: multiplies every gradient: inverse loss scale times clip coefficient.
+        pool: the default pool if None.
+
+    Raises:
+        ValueError: before anything is changed: a hyper-parameter out of range, a tensor without a gradient, memory that
+            overlaps.
+    """
+
+def build_info() -> "dict[str, object]":
+    """
+    How this module was built: a dict of plain values, for bug reports.
+    """
+
+def connect() -> None:
+    """
+    Sends the core's log records to Python's `logging`, under "stepwell", and remembers this process's affinity mask. Called
+    once, by the package, before it imports torch.
+    """
+
+def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | None = None) -> GradStats:
+    """
+    Finite check, largest magnitude and, with `norm`, squared norm of all gradients in one read; the GIL is released.
+
+    Raises:
+        ValueError: for a dtype that gradients do not have.
+    """
+
+def num_chunks(numel: int) -> int:
+    """
+    Chunks of a parameter of `numel` elements.
+    """
+
+def q8_codes_len(numel: int) -> int:
+    """
+    Bytes of one q8 moment's codes for `numel` elements.
+    """
+
+def q8_scales_len(numel: int) -> int:
+    """
+    Scales of one q8 moment for `numel` elements.
+    """
+
+def read_state(tensor: AdamTensor, *, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:
+    """
+    Decodes a tensor's state into float32 views of `numel` elements: the master, both moments, or all three.
+
+    Raises:
+        ValueError: for views of another dtype or size, that overlap, or one moment without the other.
+    """
+
+def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: Sequence[int], write_bytes: Sequence[int], passes: int = 5, pool: Pool | None = None) -> float:
+    """
+    Seconds of one pass over `numel` elements of streams with these bytes per element, on the pool, with next to no arithmetic:
+    the ceiling of a kernel that reads and writes as much.
+
+    Args:
+        numel: elements.
+        read_write_bytes: streams that are read and written in place.
+        read_bytes: streams that are only read.
+        write_bytes: streams that are only written.
+        passes: the median of how many.
+        pool: the default pool if None.
+
+    Raises:
+        ValueError: for no elements or no streams.
+        OSError: where there is no memory for them.
+    """
+
+def system_info() -> "dict[str, object]":
+    """
+    What this machine is, as `stepwell doctor` shows it: a dict of plain values.
+    """
+
+def write_state(tensor: AdamTensor, *, step: int, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:
+    """
+    Encodes float32 views of `numel` elements into a tensor's state; a master also writes the parameter itself.
+
+    Args:
+        step: seeds the stochastic rounding; the count of updates that the moments hold.
+
+    Raises:
+        ValueError: as `read_state`.
+    """

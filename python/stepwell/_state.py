@@ -1,0 +1,283 @@
+"""The state of one parameter: what it consists of, where it lies, and its way from one form into another.
+
+Moments come in three codecs, the master in one form per parameter dtype (ARCHITECTURE.md). Elements are counted in the
+row-major order of the parameter, or of this rank's piece of it, whatever its strides are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+
+from stepwell import _core
+from stepwell._sharding import is_dtensor, like, local, longest_piece, piece_index, row_shape, rows
+from stepwell._tensors import view
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "MOMENTS",
+    "State",
+    "adam_tensor",
+    "convert",
+    "decode",
+    "key_of",
+    "new",
+    "part_names",
+    "refreshed",
+    "step_of",
+]
+
+_LOGGER = logging.getLogger(__name__)
+
+State: TypeAlias = dict[str, Any]
+"""What `optimizer.state[parameter]` holds."""
+
+
+class _Part(NamedTuple):
+    """One tensor of a parameter's state."""
+
+    name: str
+    dtype: torch.dtype
+    length: Callable[[int], int] | None = None
+    """Entries for a piece of that many elements, as a 1-D tensor; None: one per element, in the parameter's shape."""
+
+
+_MOMENTS = {
+    "fp32": (_Part("exp_avg", torch.float32), _Part("exp_avg_sq", torch.float32)),
+    "bf16": (_Part("exp_avg", torch.bfloat16), _Part("exp_avg_sq", torch.bfloat16)),
+    "q8": (
+        _Part("exp_avg_codes", torch.uint8, _core.q8_codes_len),
+        _Part("exp_avg_scales", torch.bfloat16, _core.q8_scales_len),
+        _Part("exp_avg_sq_codes", torch.uint8, _core.q8_codes_len),
+        _Part("exp_avg_sq_scales", torch.bfloat16, _core.q8_scales_len),
+    ),
+}
+_MASTERS = {
+    torch.float32: (),
+    torch.bfloat16: (_Part("trailing", torch.int16), _Part("fingerprints", torch.int32, _core.num_chunks)),
+    torch.float16: (_Part("master", torch.float32),),
+}
+_PARTS = {part.name: part for parts in (*_MOMENTS.values(), *_MASTERS.values()) for part in parts}
+_MASTER_NAMES = {part.name for parts in _MASTERS.values() for part in parts}
+
+MOMENTS = tuple(_MOMENTS)
+"""The codecs of the moments."""
+
+BUFFER_BYTES_MIN = 1 << 20
+"""From this size on, state lies on huge pages, faulted in by all workers; below, torch's allocator does as well."""
+
+
+def key_of(seed: int, index: int, param: torch.Tensor) -> int:
+    """The number that decorrelates the stochastic rounding of parameters, and of the pieces of one, from each other."""
+    packed = struct.pack("<QQQ", seed % 2**64, index, piece_index(param))
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    nbytes = numel * dtype.itemsize
+    if nbytes < BUFFER_BYTES_MIN:
+        return torch.zeros(numel, dtype=dtype)
+    buffer = _core.Buffer(nbytes)
+    memory = (ctypes.c_uint8 * nbytes).from_address(buffer.address)
+    memory.owner = buffer  # type: ignore[attr-defined]  # lives as long as torch's storage, which holds `memory`
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def _part(param: torch.Tensor, part: _Part) -> torch.Tensor:
+    """A part of fresh state, all zeros."""
+    if part.length is None:
+        piece = local(param)
+        return like(param, _zeros(piece.numel(), part.dtype).view(piece.shape))
+    return rows(param, _zeros(part.length(longest_piece(param)), part.dtype))
+
+
+def _shape(param: torch.Tensor, part: _Part) -> list[int]:
+    return list(param.shape) if part.length is None else row_shape(param, part.length(longest_piece(param)))
+
+
+def _placement(tensor: DTensor) -> tuple[object, object]:
+    return tensor.device_mesh, tuple(tensor.placements)
+
+
+def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
+    """What keeps `value` from being this part of the state of `param`; None if it fits."""
+    if not isinstance(value, torch.Tensor):
+        return f"is `{type(value).__name__}`, expected a tensor"
+    if value.dtype != part.dtype:
+        return f"is `{value.dtype}`, expected `{part.dtype}`"
+    if is_dtensor(param) != is_dtensor(value):
+        return "is a DTensor, expected a plain tensor" if is_dtensor(value) else "is a plain tensor, expected a DTensor"
+    if list(value.shape) != _shape(param, part):
+        return f"has the shape `{tuple(value.shape)}`, expected `{tuple(_shape(param, part))}`"
+    if is_dtensor(param) and is_dtensor(value) and _placement(param) != _placement(value):
+        return f"is placed as `{value.placements}` on `{value.device_mesh}`, expected as the parameter is"
+    if not local(value).is_cpu:
+        return f"is on `{local(value).device}`, expected the CPU"
+    return None
+
+
+def part_names(param: torch.Tensor, moments: str) -> tuple[str, ...]:
+    """The keys of the state of `param`, beside `step`."""
+    return tuple(part.name for part in (*_MOMENTS[moments], *_MASTERS[param.dtype]))
+
+
+def new(param: torch.Tensor, moments: str) -> State:
+    """State for a parameter that was never stepped."""
+    parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
+    return {"step": torch.tensor(0.0), **{part.name: _part(param, part) for part in parts}}
+
+
+def step_of(state: State, label: str) -> int:
+    """The number of updates that `state` has seen."""
+    step = state.get("step")
+    value = float(step) if isinstance(step, (int, float, torch.Tensor)) else -1.0
+    if not (value >= 0 and value.is_integer()):
+        raise ValueError(
+            f"the state of {label} has the step `{step}`, expected a count. hint: load a complete state dict"
+        )
+    return int(value)
+
+
+def refreshed(param: torch.Tensor, state: State, moments: str, label: str) -> State:
+    """`state` itself, or with a fresh master where the dtype of `param` has changed: then what the user wrote is the master.
+
+    Raises:
+        ValueError: the moments do not fit the parameter.
+    """
+    for part in _MOMENTS[moments]:
+        if problem := _problem(param, part, state.get(part.name)):
+            raise ValueError(
+                f"`{part.name}` in the state of {label} {problem}. hint: load state by load_state_dict, or start afresh: "
+                "del optimizer.state[parameter]"
+            )
+    masters = {part.name: part for part in _MASTERS[param.dtype]}
+    fits = all(_problem(param, part, state.get(name)) is None for name, part in masters.items())
+    if fits and not (_MASTER_NAMES - masters.keys()) & state.keys():
+        return state
+    kept = {name: value for name, value in state.items() if name not in _MASTER_NAMES}
+    return kept | {name: _part(param, part) for name, part in masters.items()}
+
+
+def adam_tensor(
+    param: torch.Tensor, runs: dict[str, torch.Tensor], *, grad: _core.TensorView | None = None, key: int = 0
+) -> _core.AdamTensor:
+    """One parameter as the core takes it: contiguous local tensors, `runs` by the names of the parts."""
+    numel = param.numel()
+    views = {}
+    for name, run in runs.items():
+        length = _PARTS[name].length
+        # A row may be longer than this rank's piece has use for.
+        views[name.removesuffix("_codes")] = view(run, numel if length is None else length(numel))
+    return _core.AdamTensor(param=view(param), grad=grad, key=key, **views)
+
+
+def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:
+    return {part.name: local(state[part.name]).contiguous() for part in _MOMENTS[moments]}
+
+
+def decode(param: torch.Tensor, state: State) -> State:
+    """`exp_avg` and `exp_avg_sq` of the state of `param`, whatever its codec, as float32 in the parameter's shape.
+
+    float32 moments are returned as they are, not copied.
+    """
+    if "exp_avg" in state:
+        return {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
+    piece = local(param)
+    decoded = {name: torch.empty(piece.shape) for name in ("exp_avg", "exp_avg_sq")}
+    if piece.numel() > 0:
+        # The codec of the moments does not look at the parameter: memory that is never touched stands for it.
+        tensor = adam_tensor(torch.empty(piece.numel()), _moment_runs(state, "q8"))
+        _core.read_state(tensor, exp_avg=view(decoded["exp_avg"]), exp_avg_sq=view(decoded["exp_avg_sq"]))
+    return {name: like(param, moment) for name, moment in decoded.items()}
+
+
+def _encode(param: torch.Tensor, state: State, moments: str, *, key: int, step: int, decoded: State) -> None:
+    """Writes float32 moments into the parts of `state`. What has to be rounded is rounded without bias."""
+    piece = local(param)
+    if piece.numel() == 0:
+        return
+    runs = _moment_runs(state, moments)
+    tensor = adam_tensor(torch.empty(piece.numel()), runs, key=key)
+    exp_avg, exp_avg_sq = (local(decoded[name]).contiguous() for name in ("exp_avg", "exp_avg_sq"))
+    _core.write_state(tensor, step=step, exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
+
+
+def _copy(param: torch.Tensor, part: _Part, value: torch.Tensor, current: State) -> torch.Tensor:
+    """`value` in memory of our own; the tensor of `current` itself if it is its memory already."""
+    own: torch.Tensor | None = current.get(part.name)
+    if own is not None and _problem(param, part, own) is None and local(own).data_ptr() == local(value).data_ptr():
+        return own
+    copy = _part(param, part)
+    local(copy).copy_(local(value))
+    return copy
+
+
+def convert(param: torch.Tensor, loaded: State, moments: str, *, key: int, current: State, label: str) -> State:
+    """State for `param` from loaded state: ours in any codec, torch.optim.AdamW's or DeepSpeedCPUAdam's.
+
+    What is held in the same form is copied bit for bit. The master of another dtype is left behind: the parameter is what
+    the user has loaded into it.
+
+    Args:
+        param: the parameter.
+        loaded: its loaded state. It is only read.
+        moments: the codec to convert to.
+        key: decorrelates the rounding (see `key_of`).
+        current: the state that the parameter has now: what `loaded` shares with it is kept, not copied.
+        label: names the parameter in errors.
+
+    Raises:
+        ValueError: the state is not of an Adam, or not of this parameter.
+    """
+    if "max_exp_avg_sq" in loaded:
+        raise ValueError(
+            f"the loaded state of {label} is AMSGrad's. hint: train on with torch.optim.AdamW(amsgrad=True)"
+        )
+    step = step_of(loaded, label)
+    loaded = {name: _to_cpu(value) for name, value in loaded.items()}
+    source = _MOMENTS["q8"] if "exp_avg_codes" in loaded else _float_parts(loaded)
+    for part in source:
+        if problem := _problem(param, part, loaded.get(part.name)):
+            raise ValueError(
+                f"`{part.name}` in the loaded state of {label} {problem}. hint: load the state dict of an Adam(W) over the "
+                "same parameters; sharded parameters take it through torch.distributed.checkpoint.state_dict"
+            )
+    state: State = {"step": torch.tensor(float(step))}
+    target = _MOMENTS[moments]
+    if source == target:
+        state |= {part.name: _copy(param, part, loaded[part.name], current) for part in target}
+    else:
+        state |= {part.name: _part(param, part) for part in target}
+        _encode(param, state, moments, key=key, step=max(step, 1), decoded=decode(param, loaded))
+    for part in _MASTERS[param.dtype]:
+        if part.name not in loaded:
+            state[part.name] = _part(param, part)
+        elif problem := _problem(param, part, loaded[part.name]):
+            _LOGGER.warning(
+                "`%s` in the loaded state of %s %s: the parameter is its own master", part.name, label, problem
+            )
+            state[part.name] = _part(param, part)
+        else:
+            state[part.name] = _copy(param, part, loaded[part.name], current)
+    return state | {name: value for name, value in loaded.items() if name not in _PARTS and name != "step"}
+
+
+def _to_cpu(value: object) -> object:
+    return value.cpu() if isinstance(value, torch.Tensor) and not is_dtensor(value) else value
+
+
+def _float_parts(loaded: State) -> tuple[_Part, ...]:
+    """The parts of moments that are held as they are, in the floating-point type that `loaded` has them in."""
+    values = ((part, loaded.get(part.name)) for part in _MOMENTS["fp32"])
+    return tuple(
+        part._replace(dtype=value.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else part
+        for part, value in values
+    )

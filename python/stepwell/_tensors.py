@@ -1,0 +1,180 @@
+"""Torch tensors as the core takes them: which are fit, where they lie, and that no two of them overlap."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepwell import _core
+from stepwell._sharding import check_placements, local
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Written", "check_grad", "check_param", "is_run", "view"]
+
+_NAMES = {
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.int16: "int16",
+    torch.uint8: "uint8",
+    torch.int32: "int32",
+}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def view(tensor: torch.Tensor, numel: int | None = None) -> _core.TensorView:
+    """The first `numel` elements (default: all) of a contiguous CPU tensor. The caller keeps it alive."""
+    return _core.TensorView(
+        address=tensor.data_ptr(),
+        dtype=_NAMES[tensor.dtype],
+        numel=tensor.numel() if numel is None else numel,
+    )
+
+
+def is_run(tensor: torch.Tensor) -> bool:
+    """Whether the elements of `tensor` lie one after the other, in row-major order, as they read."""
+    # A lazily negated tensor holds the opposite of what it reads; a lazy zero holds nothing.
+    return tensor.is_contiguous() and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+
+
+def _check_strided(tensor: torch.Tensor, what: str, hint: str) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise ValueError(f"{what} is `{kind}`, expected a dense tensor. hint: {hint}")
+
+
+def check_param(param: torch.Tensor, label: str) -> None:
+    """Raises ValueError, which names the parameter by `label`, if no step could update `param`."""
+    if torch.nn.parameter.is_lazy(param):
+        raise ValueError(f"{label} is uninitialized. hint: run the model once before making the optimizer")
+    check_placements(param, label)
+    _check_strided(param, label, "make the parameter dense")
+    piece = local(param)
+    if piece.is_meta:
+        raise ValueError(
+            f"{label} is on `meta`, expected the CPU. hint: model.to_empty(device='cpu') and load its weights"
+        )
+    if not piece.is_cpu:
+        raise ValueError(
+            f"{label} is on `{piece.device}`, expected the CPU. hint: move the parameters to the CPU "
+            "(model.cpu(), or FSDP2's CPUOffloadPolicy)"
+        )
+    if piece.is_complex():
+        raise ValueError(
+            f"{label} is `{piece.dtype}`, expected real numbers. hint: optimize torch.view_as_real(parameter)"
+        )
+    if piece.dtype not in _FLOATS:
+        raise ValueError(
+            f"{label} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: parameter.to(torch.float32)"
+        )
+    if piece.numel() > 0 and piece.data_ptr() == 0:
+        raise ValueError(
+            f"{label} has no memory of its own (`{type(param).__name__}`), expected a plain tensor. hint: unwrap it"
+        )
+    if _overlaps_itself(piece):
+        raise ValueError(f"{label} holds the same element more than once (an expanded tensor). hint: parameter.clone()")
+
+
+def check_grad(param: torch.Tensor, grad: torch.Tensor, label: str) -> None:
+    """Raises ValueError, which names the parameter by `label`, if no step could apply `grad` to `param`."""
+    what = f"the gradient of {label}"
+    hint = "use dense gradients (nn.Embedding(sparse=False)), or torch.optim.SparseAdam for these parameters"
+    _check_strided(grad, what, hint)
+    piece = local(grad)
+    if not piece.is_cpu:
+        raise ValueError(
+            f"{what} is on `{piece.device}`, expected the CPU, where the parameter is. hint: grad.to('cpu')"
+        )
+    if piece.dtype not in _FLOATS:
+        raise ValueError(
+            f"{what} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: grad.to(torch.float32)"
+        )
+    if piece.shape != local(param).shape:
+        raise ValueError(
+            f"{what} has the shape `{tuple(piece.shape)}`, expected `{tuple(local(param).shape)}`. "
+            "hint: clear stale gradients by zero_grad() after a change of the parameter"
+        )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of `tensor` share memory."""
+    if tensor.numel() == 0:
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride == 0:
+            return True
+        if size > 1 and stride <= reach:
+            break
+        reach += (size - 1) * stride
+    else:
+        return False
+    # Rare: the strides interleave. Number the elements and see whether one was overwritten.
+    begin, end = _span(tensor)
+    numbers = torch.arange(tensor.numel()).view(tensor.shape)
+    places = torch.empty((end - begin) // tensor.itemsize, dtype=numbers.dtype).as_strided(
+        tensor.shape, tensor.stride()
+    )
+    return not torch.equal(places.copy_(numbers), numbers)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte, and the byte behind the last, that `tensor` reaches."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize
+
+
+def _share_an_element(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors whose spans overlap have a byte in common. Takes a byte of memory per byte of the spans."""
+    begin = min(_span(first)[0], _span(second)[0])
+    end = max(_span(first)[1], _span(second)[1])
+    marked = torch.zeros(end - begin, dtype=torch.uint8)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        shape = [*tensor.shape, tensor.itemsize]
+        stride = [step * tensor.itemsize for step in tensor.stride()]
+        return marked.as_strided(shape, [*stride, 1], tensor.data_ptr() - begin)
+
+    bytes_of(first).fill_(1)
+    return bool(bytes_of(second).any())
+
+
+class Written:
+    """The memory that steps write, so that each finds its own."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Takes (label, local tensor) pairs.
+
+        Raises:
+            ValueError: two of them share memory; it names both by their labels.
+        """
+        spans = [(*_span(tensor), label, tensor) for label, tensor in tensors if tensor.numel() > 0]
+        spans.sort(key=lambda span: span[:2])
+        still_open: list[tuple[int, int, str, torch.Tensor]] = []
+        for span in spans:
+            begin, _, label, tensor = span
+            still_open = [other for other in still_open if other[1] > begin]
+            for _, _, other_label, other in still_open:
+                # Dense tensors whose spans overlap share memory; columns of one matrix may not.
+                if (tensor.is_contiguous() and other.is_contiguous()) or _share_an_element(tensor, other):
+                    raise ValueError(
+                        f"{label} shares memory with {other_label}. "
+                        "hint: give each its own memory (.clone()), or pass a tied parameter once"
+                    )
+            still_open.append(span)
+        # What is not a run is copied for a step, so no gradient can be in its way.
+        self._runs = [(begin, end, label) for begin, end, label, tensor in spans if is_run(tensor)]
+
+    def check_grad(self, grad: torch.Tensor, label: str) -> None:
+        """Raises ValueError if `grad`, the run of the gradient of `label`, lies in memory that a step writes."""
+        if grad.numel() == 0:
+            return
+        begin, end = _span(grad)
+        # The last run that begins before the gradient ends: runs are disjoint, so no earlier one reaches further.
+        index = bisect_left(self._runs, (end,)) - 1
+        if index >= 0 and self._runs[index][1] > begin:
+            raise ValueError(f"the gradient of {label} shares memory with {self._runs[index][2]}. hint: grad.clone()")

@@ -1,0 +1,46 @@
+"""The command line: one file per command. They import torch's frameworks and matplotlib where they use them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from stepwell import _core
+from stepwell.cli.bench_adam import bench_adam
+from stepwell.cli.bench_codec import bench_codec
+from stepwell.cli.demo import demo
+from stepwell.cli.doctor import doctor
+from stepwell.cli.run import Launch, run
+
+__all__ = ["app"]
+
+app = typer.Typer(name="stepwell", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed and accuracy on this machine.")
+
+app.command()(doctor)
+# As for `python`: what follows the script is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(demo)
+app.add_typer(bench)
+bench.command(name="adam")(bench_adam)
+bench.command(name="codec")(bench_codec)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stepwell {_core.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def stepwell(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
+) -> None:
+    """Adam(W) over host memory for models that outgrow their GPU."""
+    if isinstance(context.obj, Launch):
+        context.obj.local_rank = local_rank

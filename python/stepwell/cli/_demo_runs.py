@@ -1,0 +1,218 @@
+"""The two training runs of `stepwell demo`: the same model, data and steps, on DeepSpeed with Stepwell and on torch alone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import statistics
+import time
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from stepwell.cli._llama import ByteText, LlamaShape
+    from stepwell.optim import Moments
+
+__all__ = ["Curve", "Plan", "with_deepspeed", "with_torch"]
+
+_LR, _BETAS, _EPS, _WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
+_CLIP = 1.0
+_WARM_UP_STEPS = 2  # memory is touched for the first time in them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What both runs have in common."""
+
+    shape: LlamaShape
+    """The model, and what it is fed."""
+    text: ByteText
+    """What it is trained on."""
+    steps: int
+    """Optimizer steps."""
+    seed: int
+    """Of the weights and of the choice of samples."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is; optimizer state is in host memory."""
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """The samples of all steps, on the device."""
+        for batch in islice(self.text.batches(self.shape, seed=self.seed), self.steps):
+            yield batch.to(self.device)
+
+
+@dataclass(kw_only=True)
+class Curve:
+    """What one run gave."""
+
+    name: str
+    """Of the run."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step, before it."""
+    optimizer_seconds: list[float] = field(default_factory=list)
+    """From the gradient to the new 16-bit weight."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of the whole step."""
+    state_bytes: int = 0
+    """Of master and moments."""
+    num_params: int = 0
+    """Elements of the model."""
+
+    def report(self) -> dict[str, Any]:
+        """All of it, with medians, as plain values."""
+        return {
+            "name": self.name,
+            "optimizer_seconds_median": statistics.median(
+                self.optimizer_seconds[_WARM_UP_STEPS:] or self.optimizer_seconds
+            ),
+            "step_seconds_median": statistics.median(self.step_seconds[_WARM_UP_STEPS:] or self.step_seconds),
+            "state_bytes_per_param": self.state_bytes / self.num_params,
+            "losses": self.losses,
+            "optimizer_seconds": self.optimizer_seconds,
+        }
+
+
+def _train(
+    plan: Plan,
+    name: str,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+    backward: Callable[[torch.Tensor], object],
+    step: Callable[[], object],
+    told: Callable[[float], None],
+) -> Curve:
+    def now() -> float:
+        if plan.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    curve = Curve(name=name)
+    for batch in plan.batches():
+        started = now()
+        loss = forward(batch)
+        backward(loss)
+        before = now()
+        step()
+        ended = now()
+        curve.losses.append(loss.detach().item())
+        curve.optimizer_seconds.append(ended - before)
+        curve.step_seconds.append(ended - started)
+        told(curve.losses[-1])
+    return curve
+
+
+def _nbytes(params: Iterable[torch.Tensor], state: dict[Any, dict[str, Any]]) -> int:
+    """Bytes of the masters and of all state that counts per element."""
+    tensors = [*params, *(value for each in state.values() for value in each.values())]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
+
+
+def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) -> Curve:
+    """DeepSpeed, ZeRO-2 with the optimizer offloaded to the CPU, on Stepwell; told each loss.
+
+    Raises:
+        ImportError: DeepSpeed is not installed, or not one that Stepwell knows.
+    """
+    from stepwell import deepspeed as seams
+
+    seams.register()
+    import deepspeed
+
+    for logger in ("DeepSpeed", "DeepSpeedAccelerator"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    model = plan.shape.build(seed=plan.seed)
+    config = {
+        "train_micro_batch_size_per_gpu": plan.shape.batch_size,
+        "bf16": {"enabled": True},
+        "gradient_clipping": _CLIP,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": plan.device.type == "cuda"},
+        },
+        "optimizer": {
+            "type": "StepwellAdamW",
+            "params": {"lr": _LR, "betas": _BETAS, "eps": _EPS, "weight_decay": _WEIGHT_DECAY, "moments": moments},
+        },
+        "steps_per_print": 1 << 30,
+    }
+    with _single_rank(plan.device):
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        curve = _train(
+            plan,
+            f"DeepSpeed ZeRO-2 offload on Stepwell, {moments} moments",
+            lambda batch: engine(input_ids=batch, labels=batch).loss,
+            engine.backward,
+            engine.step,
+            told,
+        )
+        optimizer = engine.optimizer.optimizer
+        masters = [param for group in optimizer.param_groups for param in group["params"]]
+        curve.state_bytes = _nbytes(masters, optimizer.state)
+        curve.num_params = sum(param.numel() for param in model.parameters())
+        engine.destroy()
+    return curve
+
+
+class _single_rank:  # noqa: N801
+    """A process group of this process alone, and the environment that DeepSpeed takes it from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+
+    def __enter__(self) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self._before = dict(os.environ)
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+
+    def __exit__(self, *exception: object) -> None:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ |= self._before
+
+
+def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
+    """torch's fused AdamW over float32 masters in host memory, clipped alike, for a bfloat16 model; told each loss."""
+    model = plan.shape.build(seed=plan.seed).to(device=plan.device, dtype=torch.bfloat16)
+    weights = list(model.parameters())
+    masters = [weight.detach().to(device="cpu", dtype=torch.float32, copy=True) for weight in weights]
+    optimizer = torch.optim.AdamW(masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        for master, weight in zip(masters, weights, strict=True):
+            master.grad = weight.grad.to(device="cpu", dtype=torch.float32)
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, _CLIP)
+        optimizer.step()
+        for master, weight in zip(masters, weights, strict=True):
+            weight.copy_(master)
+
+    curve = _train(
+        plan,
+        "torch fused AdamW, fp32 master",
+        lambda batch: model(input_ids=batch, labels=batch).loss,
+        torch.Tensor.backward,
+        step,
+        told,
+    )
+    curve.state_bytes = _nbytes(masters, optimizer.state)
+    curve.num_params = sum(weight.numel() for weight in weights)
+    return curve

@@ -1,0 +1,97 @@
+"""What every measurement is published with: machine, date, command; and where it is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stepwell import _core
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+__all__ = ["circumstances", "write"]
+
+
+def circumstances() -> dict[str, Any]:
+    """Machine, versions, date and command, as plain values."""
+    import torch
+
+    system: dict[str, Any] = _core.system_info()
+    return {
+        "machine": {
+            "cpu": _cpu_name(),
+            "cores": len({cpu["core"] for cpu in system["cpus"]}),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+            "isa": system["isa"],
+            "huge_pages": system["huge_page_policy"],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "stepwell": _core.__version__,
+            **_versions("torch", "deepspeed"),
+        },
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["stepwell", *sys.argv[1:]]),
+    }
+
+
+def write(console: Console, folder: Path, name: str, report: dict[str, Any], draw: Callable[[Figure], None]) -> None:
+    """Writes `NAME.json` and, where matplotlib is installed, `NAME.png` into `folder`, and says so.
+
+    Args:
+        console: where it is said.
+        folder: made if it is not there.
+        name: of the files.
+        report: plain values.
+        draw: fills the figure.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / f"{name}.json"
+    data.write_text(json.dumps(report, indent=2) + "\n")
+    console.print(f"written: {data}", highlight=False, soft_wrap=True)
+    try:
+        # Not pyplot: that would look for a display.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        console.print("no plot: matplotlib is not installed. hint: pip install 'stepwell\\[plot]'", style="yellow")
+        return
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure)
+    plot = folder / f"{name}.png"
+    figure.savefig(plot, dpi=150)
+    console.print(f"written: {plot}", highlight=False, soft_wrap=True)
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("model name", "Model"):
+            return value.strip()
+    return platform.machine()
+
+
+def _versions(*packages: str) -> dict[str, str]:
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,213 @@
+"""DeepSpeed's native op `cpu_adam`, function for function, over the core.
+
+DeepSpeed calls these positionally, with numbers that may be ints where floats are meant. Unlike its own op they raise
+ValueError, with nothing changed, for whatever they cannot do.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from stepwell import _core
+from stepwell._hyper import Hyper
+from stepwell._tensors import view
+from stepwell.deepspeed import native
+from stepwell.deepspeed.zenflow import (
+    zenflow_adam_create,
+    zenflow_adam_ctrl_exit,
+    zenflow_adam_ctrl_init,
+    zenflow_adam_ctrl_size,
+    zenflow_adam_destroy,
+    zenflow_adam_register_group,
+    zenflow_adam_run_worker,
+    zenflow_adam_submit,
+    zenflow_adam_wait,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "adam_rollback",
+    "adam_update",
+    "create_adam",
+    "destroy_adam",
+    "is_decoupled",
+    "zenflow_adam_create",
+    "zenflow_adam_ctrl_exit",
+    "zenflow_adam_ctrl_init",
+    "zenflow_adam_ctrl_size",
+    "zenflow_adam_destroy",
+    "zenflow_adam_register_group",
+    "zenflow_adam_run_worker",
+    "zenflow_adam_submit",
+    "zenflow_adam_wait",
+]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass
+class _Optimizer:
+    decoupled: bool
+    refused: dict[int, int] = field(default_factory=dict)
+    """The number of the last update of a parameter, by the address of its `exp_avg`, where that update was refused."""
+
+
+_OPTIMIZERS: dict[int, _Optimizer] = {}
+
+
+def _optimizer(optimizer_id: int) -> _Optimizer:
+    try:
+        return _OPTIMIZERS[optimizer_id]
+    except KeyError:
+        raise ValueError(
+            f"there is no optimizer `{optimizer_id}`, expected one of {sorted(_OPTIMIZERS)}. hint: create_adam makes one"
+        ) from None
+
+
+def is_decoupled(optimizer_id: int) -> bool:
+    """Whether the weight decay of an optimizer is AdamW's."""
+    return _optimizer(optimizer_id).decoupled
+
+
+def create_adam(
+    optimizer_id: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    adamw_mode: bool,
+    should_log: bool = False,
+) -> int:
+    """Makes the optimizer `optimizer_id`, or makes it anew. Returns 0.
+
+    Of the hyper-parameters only `adamw_mode` (decoupled weight decay) is kept: updates bring the others along.
+    """
+    _OPTIMIZERS[optimizer_id] = _Optimizer(decoupled=bool(adamw_mode))
+    if should_log:
+        _LOGGER.info(
+            "optimizer %d: lr %g, betas (%g, %g), eps %g, weight_decay %g, %s",
+            *(optimizer_id, lr, beta1, beta2, eps, weight_decay, "AdamW" if adamw_mode else "Adam"),
+        )
+    return 0
+
+
+def destroy_adam(optimizer_id: int) -> int:
+    """Forgets the optimizer `optimizer_id`, if there is one. Returns 0."""
+    _OPTIMIZERS.pop(optimizer_id, None)
+    return 0
+
+
+def _step_of(step: int | torch.Tensor) -> int:
+    count = int(step)
+    if count < 1 or count != step:
+        raise ValueError(
+            f"`step` is `{step}`, expected the number of the update, from 1. hint: count before the update"
+        )
+    return count
+
+
+def adam_update(
+    optimizer_id: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    params: torch.Tensor,
+    grads: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+) -> int:
+    """Updates a parameter and its moments in place. Returns 0.
+
+    Args:
+        optimizer_id: as given to `create_adam`.
+        step: the number of this update of the parameter, from 1.
+        lr: learning rate.
+        beta1: decay of `exp_avg`.
+        beta2: decay of `exp_avg_sq`.
+        eps: added to the denominator.
+        weight_decay: of the parameter (AdamW) or the gradient (Adam).
+        bias_correction: whether the moments are corrected for their start at 0.
+        params: float32, bfloat16 or float16, contiguous.
+        grads: of the parameter's dtype.
+        exp_avg: float32 or of the parameter's dtype, contiguous.
+        exp_avg_sq: as `exp_avg`.
+
+    Raises:
+        ValueError: with nothing changed; also for a non-finite gradient (see `native.set_nonfinite`).
+    """
+    optimizer = _optimizer(optimizer_id)
+    tensors = native.NativeTensors(params, grads, exp_avg, exp_avg_sq)
+    hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
+    count = _step_of(step)
+    if native.update([tensors], step=count, hyper=hyper):
+        optimizer.refused.pop(exp_avg.data_ptr(), None)
+    else:
+        optimizer.refused[exp_avg.data_ptr()] = count
+    return 0
+
+
+def adam_rollback(
+    optimizer_id: int,
+    step: int,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    params: torch.Tensor,
+    grads: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+) -> int:
+    """Undoes the `adam_update` that was called with the same arguments. Returns 0.
+
+    The update is undone by inverse arithmetic, so up to rounding. An update that was refused because its gradient is not
+    finite has changed nothing, and neither does its rollback.
+
+    Raises:
+        ValueError: the update cannot be undone; nothing was changed.
+    """
+    optimizer = _optimizer(optimizer_id)
+    tensors = native.NativeTensors(params, grads, exp_avg, exp_avg_sq)
+    count = _step_of(step)
+    if optimizer.refused.get(exp_avg.data_ptr()) == count:
+        del optimizer.refused[exp_avg.data_ptr()]
+        return 0
+    native.check(tensors)
+    if params.numel() == 0:
+        return 0
+    grad = grads.contiguous()
+    operand = _core.AdamTensor(param=view(params), grad=view(grad), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
+    hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
+    _core.adam_rollback([operand], steps=[count], **hyper._asdict())
+    return 0
+
+
+def _hyper(
+    optimizer: _Optimizer,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+) -> Hyper:
+    return Hyper(
+        lr=float(lr),
+        betas=(float(beta1), float(beta2)),
+        eps=float(eps),
+        weight_decay=float(weight_decay),
+        decoupled=optimizer.decoupled,
+        bias_correction=bool(bias_correction),
+        maximize=False,
+    )

@@ -1,0 +1,222 @@
+"""`"optimizer": {"type": "StepwellAdamW"}` in a DeepSpeed JSON: Stepwell's own optimizers under ZeRO, with their codecs."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell import _state, optim
+from stepwell._hyper import hyper_of
+from stepwell.deepspeed.decoding import DecodingState
+from stepwell.deepspeed.seams import Attribute, Member
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.optim.optimizer import StateDict
+
+__all__ = ["SEAMS", "StepwellAdam", "StepwellAdamW"]
+
+_ENGINE = "deepspeed.runtime.engine"
+
+
+class _UnderZeRO(optim.Adam):
+    """What ZeRO needs beyond `stepwell.Adam`.
+
+    ZeRO makes the optimizer over the parameters of the model, wherever they are, and then has it step flat partitions in
+    host memory instead, a few at a time, by exchanging `param_groups`.
+    """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; its parameters are checked when they are stepped."""
+        for key in ("moments", "nonfinite"):
+            if key in param_group:
+                raise ValueError(f"`{key}` is set for a parameter group, expected for the optimizer as a whole")
+        torch.optim.Optimizer.add_param_group(self, param_group)
+        hyper_of(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
+
+    @property
+    def fp32_optimizer_states(self) -> bool:
+        """What DeepSpeed asks its own optimizer for: whether the moments are float32."""
+        return self._moments == "fp32"
+
+    def _updates(self) -> list[optim._Update]:
+        # ZeRO shows one partition at a time, each of them as the first parameter: their roundings must differ all the same,
+        # and from those of other ranks, by a number that is the same when the run is resumed.
+        updates = []
+        for update in super()._updates():
+            param = update.operand.param
+            index = self._ordinals.setdefault(param, len(self._ordinals)) + (self._rank << 32)
+            seed = self.param_groups[0]["seed"]
+            updates.append(update._replace(key=functools.partial(_state.key_of, seed, index, param)))
+        return updates
+
+    @functools.cached_property
+    def _ordinals(self) -> dict[torch.Tensor, int]:
+        return {}
+
+    @functools.cached_property
+    def _rank(self) -> int:
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return torch.distributed.get_rank() if is_distributed else 0
+
+    def state_dict(self) -> StateDict:
+        """The state dict; coded moments in it can also be read by their plain names, as DeepSpeed's tools do."""
+        packed = super().state_dict()
+        params = [param for group in self.param_groups for param in group["params"]]
+        state = {
+            key: DecodingState(value, params[key].numel()) if "exp_avg_codes" in value else value
+            for key, value in packed["state"].items()
+        }
+        return {**packed, "state": state}
+
+
+class StepwellAdamW(_UnderZeRO, optim.AdamW):
+    """`stepwell.AdamW` under ZeRO. `params` of the DeepSpeed JSON are its keywords."""
+
+
+class StepwellAdam(_UnderZeRO, optim.Adam):
+    """`stepwell.Adam` (weight decay in the gradient) under ZeRO. `params` of the DeepSpeed JSON are its keywords."""
+
+
+_TYPES = {cls.__name__.lower(): cls for cls in (StepwellAdamW, StepwellAdam)}
+_KEYWORDS = ("lr", "betas", "eps", "weight_decay", "maximize", "moments", "nonfinite", "seed")
+
+
+def _type_of(name: object) -> type[_UnderZeRO] | None:
+    return _TYPES.get(name.lower()) if isinstance(name, str) else None
+
+
+def _supported(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_supported(self: Any, optimizer_name: str) -> bool:
+        return _type_of(optimizer_name) is not None or original(self, optimizer_name)
+
+    return is_supported
+
+
+def _check_engine(engine: Any, name: str) -> None:
+    """Raises ValueError for a DeepSpeed configuration under which the optimizer could not step."""
+    own = "hint: type `AdamW` is DeepSpeed's own optimizer, which runs on Stepwell's kernels there"
+    offload = engine.zero_offload_optimizer()
+    device = None if offload is None else str(getattr(offload.device, "value", offload.device))
+    accelerator = _accelerator()
+    if engine.zenflow:
+        raise ValueError(f"optimizer type `{name}` does not run under zero_optimization.zenflow. {own}")
+    if engine.super_offload():
+        raise ValueError(f"optimizer type `{name}` does not run under offload_optimizer.super_offload. {own}")
+    if device == "nvme":
+        raise ValueError(
+            f"optimizer type `{name}` holds its state in host memory, but offload_optimizer.device is `nvme`. "
+            "hint: device `cpu`; `moments` of `q8` takes a quarter of the memory"
+        )
+    if device != "cpu" and accelerator != "cpu":
+        raise ValueError(
+            f"optimizer type `{name}` steps in host memory, but optimizer state is on `{accelerator}`. "
+            'hint: "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
+        )
+    if offload is not None and engine.zero_partial_offload() != 1.0:
+        raise ValueError(
+            f"optimizer type `{name}` steps everything in host memory, but offload_optimizer.ratio is "
+            f"`{engine.zero_partial_offload()}`. {own}"
+        )
+    if engine.zero_elastic_checkpoint():
+        raise ValueError(
+            f"optimizer type `{name}` has state that zero_optimization.elastic_checkpoint cannot cut. "
+            "hint: universal checkpoints change the number of ranks"
+        )
+
+
+def _accelerator() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    name: str = get_accelerator()._name
+    return name
+
+
+def _keywords(engine: Any, name: str) -> dict[str, Any]:
+    """The keywords of the optimizer, from `params` of the DeepSpeed JSON."""
+    keywords = dict(engine.optimizer_params() or {})
+    if "max_grad_norm" in keywords:
+        raise ValueError(
+            f"`max_grad_norm` is in the params of optimizer type `{name}`. hint: gradient_clipping of the DeepSpeed JSON"
+        )
+    unknown = sorted(keywords.keys() - set(_KEYWORDS))
+    if unknown:
+        raise ValueError(
+            f"`{', '.join(unknown)}` in the params of optimizer type `{name}`, expected {', '.join(_KEYWORDS)}. "
+            "hint: AdamW or Adam is the type's choice: StepwellAdamW, StepwellAdam"
+        )
+    if engine.bf16_optimizer_states() and keywords.setdefault("moments", "bf16") == "fp32":
+        raise ValueError(
+            "`moments` is `fp32`, but bf16.bf16_optimizer_states is set. hint: leave out one of them; of `bf16` and `q8` "
+            "either is rounded stochastically"
+        )
+    return keywords
+
+
+def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def configure(self: Any, model_parameters: Any) -> Any:
+        cls = _type_of(self.optimizer_name())
+        if cls is None:
+            return original(self, model_parameters)
+        _check_engine(self, cls.__name__)
+        return cls(model_parameters, **_keywords(self, cls.__name__))
+
+    return configure
+
+
+def _forced(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def is_forced(self: Any) -> bool:
+        # DeepSpeed takes every optimizer that is not its own for a slow one.
+        return not isinstance(self.client_optimizer, optim.Adam) and original(self)
+
+    return is_forced
+
+
+class _AnyOf:
+    """Equal to each of some types: what `type(optimizer) == DeepSpeedCPUAdam` is compared with."""
+
+    def __init__(self, *types: type) -> None:
+        self._types = types
+
+    def __eq__(self, other: object) -> bool:
+        return other in self._types
+
+    def __hash__(self) -> int:
+        return hash(self._types)
+
+
+def _also_ours(original: type) -> _AnyOf:
+    return _AnyOf(original, StepwellAdamW, StepwellAdam)
+
+
+SEAMS = (
+    Attribute(
+        "optimizer type, name",
+        _ENGINE,
+        "DeepSpeedEngine._is_supported_optimizer",
+        _supported,
+        ("self", "optimizer_name"),
+    ),
+    Attribute(
+        "optimizer type, making",
+        _ENGINE,
+        "DeepSpeedEngine._configure_basic_optimizer",
+        _configured,
+        ("self", "model_parameters"),
+    ),
+    Attribute("client optimizer", _ENGINE, "DeepSpeedEngine.zero_force_ds_cpu_optimizer", _forced, ("self",)),
+    Member(
+        "optimizers of ZeRO",
+        "deepspeed.runtime.zero.utils",
+        "ZERO_SUPPORTED_OPTIMIZERS",
+        (StepwellAdamW, StepwellAdam, optim.AdamW, optim.Adam),
+    ),
+    Attribute("16-bit masters, ZeRO-1/2", "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedCPUAdam", _also_ours),
+    Attribute("16-bit masters, ZeRO-3", "deepspeed.runtime.zero.stage3", "DeepSpeedCPUAdam", _also_ours),
+)

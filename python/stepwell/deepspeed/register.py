@@ -1,0 +1,162 @@
+"""`register`: puts Stepwell into DeepSpeed's seams. The list of them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Literal
+
+from stepwell.deepspeed import consolidation, cpu_adam, fused_adam, native, optimizer_type, spawn, step_guard
+from stepwell.deepspeed.after_import import after_import
+from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
+
+if TYPE_CHECKING:
+    from stepwell.deepspeed.seams import Place
+
+__all__ = ["VERSIONS", "register", "seam_report"]
+
+VERSIONS = "0.19.8"
+"""The releases of DeepSpeed that have all seams, and that Stepwell is tested with."""
+
+_LOGGER = logging.getLogger(__name__)
+_LOCK = threading.Lock()
+
+
+def _without_shm(original: Any) -> Any:
+    def build_shm_op() -> None:
+        # DeepSpeed then does inference_all_reduce by the process group, as it does where the op cannot be built.
+        _LOGGER.debug("left out DeepSpeed's shared-memory communication op, which would have to be compiled")
+
+    return build_shm_op
+
+
+_PLACES: tuple[Place, ...] = (
+    NativeOp("op cpu_adam", "cpu_adam", cpu_adam),
+    NativeOp("op fused_adam", "fused_adam", fused_adam, accelerator="cpu"),
+    Attribute("op deepspeed_shm_comm, left out", "deepspeed.comm.torch", "build_shm_op", _without_shm, ()),
+    Attribute(
+        "step of DeepSpeedCPUAdam",
+        "deepspeed.ops.adam.cpu_adam",
+        "DeepSpeedCPUAdam.step",
+        step_guard.whole,
+        ("self", "closure"),
+    ),
+    Attribute(
+        "step of DeepSpeedCPUAdam by sub-groups",
+        "deepspeed.ops.adam.cpu_adam",
+        "DeepSpeedCPUAdam.step_subgroup",
+        step_guard.counting_applied_steps,
+        ("self", "subgroup_id", "closure"),
+    ),
+    Attribute(
+        "step of ZenFlowCPUAdam",
+        "deepspeed.ops.adam.zenflow_cpu_adam",
+        "ZenFlowCPUAdam._sequential_step",
+        step_guard.whole,
+        ("self", "step_id", "closure"),
+    ),
+    Attribute(
+        "process of ZenFlow",
+        "deepspeed.runtime.zenflow.zenflow_utils",
+        "zenflow_optimizer_process",
+        lambda _: spawn.zenflow_worker,
+    ),
+    Attribute(
+        "process of SuperOffload",
+        "deepspeed.runtime.superoffload.superoffload_utils",
+        "superoffload_optimizer_worker",
+        lambda _: spawn.superoffload_worker,
+    ),
+    *optimizer_type.SEAMS,
+    *consolidation.SEAMS,
+)
+
+
+def _is_installed() -> bool:
+    if "deepspeed" in sys.modules:
+        return sys.modules["deepspeed"] is not None
+    return importlib.util.find_spec("deepspeed") is not None
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
+
+
+def _fill() -> None:
+    """Fills all seams, or raises ImportError and fills none."""
+    with _LOCK:
+        problems = [f"{place.name}: {problem}" for place in _PLACES if (problem := place.missing())]
+        if problems:
+            raise ImportError(
+                f"deepspeed `{_version()}` lacks what Stepwell fills, expected {VERSIONS}: {'; '.join(problems)}. "
+                f"hint: pip install 'deepspeed=={VERSIONS}'"
+            )
+        for place in _PLACES:
+            if place.unused() is None and not place.is_filled():
+                place.fill()
+
+
+def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
+    """Puts Stepwell into DeepSpeed, for this process and those that DeepSpeed spawns.
+
+    From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`, SuperOffload, ZenFlow) runs on
+    Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is known, and none of these paths compiles anything.
+
+    Where DeepSpeed is not imported yet, that is done at the end of its import, and costs nothing before. Engines and
+    optimizers that exist already are left as they are. Calling it again only sets `nonfinite`.
+
+    Args:
+        nonfinite: what a NaN or an infinity in a gradient does that DeepSpeed itself has not caught: "raise" a ValueError
+            before anything is changed, or "propagate", as DeepSpeed's own op, which saves reading the gradients once more.
+
+    Raises:
+        ImportError: there is no DeepSpeed, or it lacks a seam, which is named; nothing was changed. Where DeepSpeed is not
+            imported yet, its import raises the latter.
+        ValueError: for another `nonfinite`.
+    """
+    if nonfinite not in ("raise", "propagate"):
+        raise ValueError(f"`nonfinite` is `{nonfinite}`, expected raise or propagate")
+    if not _is_installed():
+        raise ImportError("deepspeed is not installed. hint: pip install 'stepwell[deepspeed]'")
+    if "deepspeed" in sys.modules:
+        _fill()
+    else:
+        after_import("deepspeed", _fill_unless_reporting)
+    native.set_nonfinite(nonfinite)
+
+
+_REPORTING = threading.local()
+
+
+def _fill_unless_reporting() -> None:
+    if not getattr(_REPORTING, "is_on", False):
+        _fill()
+
+
+def seam_report() -> list[Seam]:
+    """Which seams the installed DeepSpeed has, and which of them Stepwell is in, in this process.
+
+    Imports DeepSpeed if it is installed, so that seams are filled after `register`, and only then. Raises nothing.
+    """
+    if not _is_installed():
+        return [Seam(place.name, False, False, f"{place.where}: deepspeed is not installed") for place in _PLACES]
+    try:
+        importlib.import_module("deepspeed")
+    except ImportError:
+        # For want of a seam, perhaps: which one is found below.
+        _REPORTING.is_on = True
+    try:
+        return [_report(place) for place in _PLACES]
+    finally:
+        _REPORTING.is_on = False
+
+
+def _report(place: Place) -> Seam:
+    if problem := place.missing():
+        return Seam(place.name, False, False, problem)
+    if reason := place.unused():
+        return Seam(place.name, True, False, f"{place.where}: {reason}")
+    return Seam(place.name, True, place.is_filled(), place.where)

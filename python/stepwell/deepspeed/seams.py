@@ -1,0 +1,211 @@
+"""Seams: places in DeepSpeed that Stepwell fills. The kinds of them, and how they are found by their features."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+__all__ = ["Attribute", "Member", "NativeOp", "Place", "Seam"]
+
+_BUILDERS = "deepspeed.ops.op_builder.builder"
+# A second copy of the same module, where the working directory has DeepSpeed's sources.
+_LOCAL_BUILDERS = "op_builder.builder"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A place in DeepSpeed, as `stepwell doctor` shows it."""
+
+    name: str
+    """What it is."""
+    found: bool
+    """Whether the installed DeepSpeed has it."""
+    filled: bool
+    """Whether Stepwell is in it, in this process."""
+    note: str
+    """Where it is, and why it is not found or not filled, if so."""
+
+
+class Place(Protocol):
+    """A seam that can be looked for and filled."""
+
+    @property
+    def name(self) -> str:
+        """What it is."""
+
+    @property
+    def where(self) -> str:
+        """Its dotted path."""
+
+    def missing(self) -> str | None:
+        """Why it is not there; None if it is."""
+
+    def unused(self) -> str | None:
+        """Why it is left as it is on this machine; None if it is to be filled."""
+
+    def is_filled(self) -> bool:
+        """Whether Stepwell is in it. It is there."""
+
+    def fill(self) -> None:
+        """Puts Stepwell into it. It is there, and not filled."""
+
+
+def _import(module: str) -> ModuleType | str:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        return f"`{module}` cannot be imported: {error}"
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A function, method, class or name of a module that gets another value.
+
+    The value that was there is `stepwell_original` of the one that replaces it, which is also how that is recognized.
+    """
+
+    name: str
+    module: str
+    path: str
+    replace: Callable[[Any], Any]
+    """Its new value, by the one that was there."""
+    parameters: tuple[str, ...] | None = None
+    """The names of the first parameters that a function must have for the replacement to fit."""
+
+    @property
+    def where(self) -> str:
+        """Its dotted path."""
+        return f"{self.module}.{self.path}"
+
+    def missing(self) -> str | None:
+        """Why it is not there; None if it is."""
+        module = _import(self.module)
+        if isinstance(module, str):
+            return module
+        value: Any = module
+        for name in self.path.split("."):
+            if not hasattr(value, name):
+                return f"`{self.where}` does not exist"
+            value = getattr(value, name)
+        if self.parameters is None:
+            return None
+        names = tuple(inspect.signature(value).parameters)[: len(self.parameters)]
+        # A replacement may take anything and pass it on.
+        if names != self.parameters and not hasattr(value, "stepwell_original"):
+            return f"`{self.where}` takes `{', '.join(names)}`, expected {', '.join(self.parameters)}"
+        return None
+
+    def unused(self) -> str | None:
+        """Why it is left as it is on this machine; None if it is to be filled."""
+        return None
+
+    def _owner(self) -> tuple[Any, str]:
+        *owners, name = self.path.split(".")
+        owner: Any = importlib.import_module(self.module)
+        for each in owners:
+            owner = getattr(owner, each)
+        return owner, name
+
+    def is_filled(self) -> bool:
+        """Whether Stepwell is in it."""
+        return hasattr(getattr(*self._owner()), "stepwell_original")
+
+    def fill(self) -> None:
+        """Puts Stepwell into it."""
+        owner, name = self._owner()
+        original = getattr(owner, name)
+        replacement = self.replace(original)
+        replacement.stepwell_original = original
+        setattr(owner, name, replacement)
+
+
+@dataclass(frozen=True)
+class NativeOp:
+    """A native op, as DeepSpeed's builders cache it once it is built or loaded."""
+
+    name: str
+    op: str
+    module: ModuleType
+    """Its functions."""
+    accelerator: str | None = None
+    """The accelerator whose op it replaces; None: all."""
+
+    @property
+    def where(self) -> str:
+        """Its dotted path."""
+        return f"{_BUILDERS}.OpBuilder._loaded_ops[{self.op!r}]"
+
+    def _caches(self) -> list[dict[str, Any]]:
+        modules = [importlib.import_module(_BUILDERS)]
+        if _LOCAL_BUILDERS in sys.modules:
+            modules.append(sys.modules[_LOCAL_BUILDERS])
+        return [module.OpBuilder._loaded_ops for module in modules]
+
+    def missing(self) -> str | None:
+        """Why it is not there; None if it is."""
+        module = _import(_BUILDERS)
+        if isinstance(module, str):
+            return module
+        cache = getattr(getattr(module, "OpBuilder", None), "_loaded_ops", None)
+        return None if isinstance(cache, dict) else f"`{_BUILDERS}.OpBuilder._loaded_ops` is no dict of ops"
+
+    def unused(self) -> str | None:
+        """Why it is left as it is on this machine; None if it is to be filled."""
+        name = importlib.import_module("deepspeed.accelerator").get_accelerator()._name
+        if self.accelerator in (None, name):
+            return None
+        return f"the accelerator is `{name}`, whose op is DeepSpeed's own"
+
+    def is_filled(self) -> bool:
+        """Whether Stepwell is in it."""
+        return all(cache.get(self.op) is self.module for cache in self._caches())
+
+    def fill(self) -> None:
+        """Puts Stepwell into it."""
+        for cache in self._caches():
+            cache[self.op] = self.module
+
+
+@dataclass(frozen=True)
+class Member:
+    """A list that gets more members."""
+
+    name: str
+    module: str
+    path: str
+    members: tuple[Any, ...]
+
+    @property
+    def where(self) -> str:
+        """Its dotted path."""
+        return f"{self.module}.{self.path}"
+
+    def missing(self) -> str | None:
+        """Why it is not there; None if it is."""
+        module = _import(self.module)
+        if isinstance(module, str):
+            return module
+        return None if isinstance(getattr(module, self.path, None), list) else f"`{self.where}` is no list"
+
+    def unused(self) -> str | None:
+        """Why it is left as it is on this machine; None if it is to be filled."""
+        return None
+
+    def _list(self) -> list[Any]:
+        members: list[Any] = getattr(importlib.import_module(self.module), self.path)
+        return members
+
+    def is_filled(self) -> bool:
+        """Whether Stepwell is in it."""
+        return all(member in self._list() for member in self.members)
+
+    def fill(self) -> None:
+        """Puts Stepwell into it."""
+        self._list().extend(member for member in self.members if member not in self._list())

@@ -1,0 +1,41 @@
+"""What every test runs under: fixed seeds, hypothesis profiles, and markers that say why they skip."""
+
+import os
+import shutil
+import sys
+
+import hypothesis
+import pytest
+
+# `--hypothesis-profile=thorough` searches; the default repeats the same examples, so that a run is the same run.
+hypothesis.settings.register_profile("default", max_examples=40, deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=1000)
+hypothesis.settings.register_profile("random", parent=hypothesis.settings.get_profile("default"), derandomize=False)
+hypothesis.settings.load_profile("default")
+
+
+def _has_gpu():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# marker -> (whether its tests can run here, why not)
+REQUIREMENTS = {
+    "compiler": (lambda: shutil.which("c++") is not None, "needs a C++ compiler (`c++` in PATH)"),
+    "gpu": (_has_gpu, "needs an accelerator that torch can use"),
+    "root": (lambda: os.geteuid() == 0, "needs root"),
+}
+
+
+def pytest_runtest_setup(item):
+    for marker, (is_met, reason) in REQUIREMENTS.items():
+        if item.get_closest_marker(marker) and not is_met():
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Each test draws the same numbers, alone or after others."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

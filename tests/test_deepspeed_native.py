@@ -1,0 +1,487 @@
+"""DeepSpeed's native ops over the core, without DeepSpeed: arithmetic, checks, rollback, and ZenFlow's process."""
+
+import ctypes
+import math
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from stepwell.deepspeed import cpu_adam, fused_adam, native, step_guard, zenflow
+
+HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction": True}
+OPTIMIZER = 77
+
+# One fp32 rounding of each of p, m and v per step, and ours of the bias corrections against torch's.
+FP32_RTOL = 2e-6
+# Where terms of up to .2 cancel, a rounding of theirs remains.
+FP32_ATOL = 2e-8
+# A stored 16-bit value is rounded to nearest from a result that differs by FP32_RTOL: at most one unit in the last place.
+ULP_RTOL = {torch.float32: FP32_RTOL, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+@pytest.fixture(autouse=True)
+def optimizer():
+    cpu_adam.create_adam(OPTIMIZER, 1e-3, 0.9, 0.999, 1e-8, 0, True, False)
+    native.set_nonfinite("raise")
+    yield
+    native.set_nonfinite("raise")
+    cpu_adam.destroy_adam(OPTIMIZER)
+
+
+def tensors(numel=1000, dtype=torch.float32, moments=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    param, grad, m, v = (torch.randn(numel, generator=generator) for _ in range(4))
+    return [(param * 0.05).to(dtype), grad.to(dtype), (m * 0.1).to(moments), (v.square() * 0.01 + 1e-6).to(moments)]
+
+
+def update(step, quad, optimizer=OPTIMIZER, **changed):
+    return cpu_adam.adam_update(optimizer, step, *(HYPER | changed).values(), *quad)
+
+
+def reference(step, quad, *, decoupled=True, lr, beta1, beta2, eps, weight_decay, bias_correction):
+    """Adam in float64, rounded to the dtypes of the tensors."""
+    param, grad, m, v = (tensor.double() for tensor in quad)
+    if decoupled:
+        param = param * (1 - lr * weight_decay)
+    else:
+        grad = grad + weight_decay * param
+    m = beta1 * m + (1 - beta1) * grad
+    v = beta2 * v + (1 - beta2) * grad * grad
+    correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if bias_correction else (1, 1)
+    param = param - lr / correction1 * m / (v.sqrt() / math.sqrt(correction2) + eps)
+    return [param.to(quad[0].dtype), quad[1], m.to(quad[2].dtype), v.to(quad[3].dtype)]
+
+
+def assert_unchanged(quad, before):
+    for tensor, kept in zip(quad, before, strict=True):
+        assert torch.equal(tensor.view(torch.uint8), kept.view(torch.uint8))
+
+
+@contextmanager
+def refused_and_unchanged(quad, match):
+    before = [tensor.clone() for tensor in quad]
+    with pytest.raises(ValueError, match=match) as caught:
+        yield
+    assert "hint: " in str(caught.value)
+    assert_unchanged([tensor.contiguous() for tensor in quad], [tensor.contiguous() for tensor in before])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_update_is_adam(dtype, moments, decoupled, bias_correction):
+    cpu_adam.create_adam(OPTIMIZER, 1e-3, 0.9, 0.999, 1e-8, 0, decoupled, False)
+    quad = tensors(dtype=dtype, moments=moments)
+    expected = reference(7, quad, decoupled=decoupled, **(HYPER | {"bias_correction": bias_correction}))
+    assert update(7, quad, bias_correction=bias_correction) == 0
+    for ours, theirs in zip(quad, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=ULP_RTOL[ours.dtype], atol=FP32_ATOL)
+
+
+def test_numbers_may_be_ints_and_tensors():
+    one, other = tensors(), tensors()
+    update(torch.tensor(1.0), one, lr=1, weight_decay=0, eps=1, bias_correction=1)
+    update(1, other, lr=torch.tensor(1.0), weight_decay=0.0, eps=1.0, bias_correction=True)
+    assert_unchanged(one, other)
+
+
+def test_empty_tensors_are_stepped():
+    assert update(1, tensors(numel=0)) == 0
+    assert cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *tensors(numel=0)) == 0
+
+
+@pytest.mark.parametrize("index", [0, 2, 3])
+def test_what_is_written_must_be_contiguous(index):
+    quad = [tensor.view(20, 50) for tensor in tensors()]
+    quad[index] = quad[index].t()
+    with refused_and_unchanged(quad, "is not contiguous"):
+        update(1, quad)
+
+
+def test_a_gradient_of_any_strides():
+    quad, other = ([tensor.view(20, 50) for tensor in tensors()] for _ in range(2))
+    quad[1] = torch.empty(50, 20).t().copy_(quad[1])
+    assert not quad[1].is_contiguous()
+    update(3, quad)
+    update(3, other)
+    assert_unchanged([quad[0], *quad[2:]], [other[0], *other[2:]])
+
+
+WRONG = {
+    "numel": (lambda quad: quad.__setitem__(1, quad[1][:-1]), "`grad` has `999` elements"),
+    "moment numel": (lambda quad: quad.__setitem__(3, quad[3][:10]), "`exp_avg_sq` has `10` elements"),
+    "grad dtype": (lambda quad: quad.__setitem__(1, quad[1].bfloat16()), "`grad` is `torch.bfloat16`"),
+    "param dtype": (lambda quad: quad.__setitem__(0, quad[0].double()), "`param` is `torch.float64`"),
+    "moment dtype": (lambda quad: quad.__setitem__(2, quad[2].half()), "the moments of a `torch.float32`"),
+    "device": (lambda quad: quad.__setitem__(0, quad[0].to("meta")), "`param` is on `meta`"),
+    "sparse": (lambda quad: quad.__setitem__(1, quad[1].to_sparse()), "`grad` is `torch.sparse_coo`"),
+    "none": (lambda quad: quad.__setitem__(1, None), "`grad` is `NoneType`"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_tensors(what):
+    spoil, match = WRONG[what]
+    quad = tensors()
+    kept = list(quad)
+    spoil(quad)
+    with refused_and_unchanged(kept, match):
+        update(1, quad)
+    with refused_and_unchanged(kept, match):
+        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
+
+
+@pytest.mark.parametrize("step", [0, -1, 1.5])
+def test_wrong_step(step):
+    quad = tensors()
+    with refused_and_unchanged(quad, "`step` is"):
+        update(step, quad)
+
+
+def test_unknown_optimizer():
+    quad = tensors()
+    with refused_and_unchanged(quad, "there is no optimizer `4711`"):
+        update(1, quad, optimizer=4711)
+    cpu_adam.destroy_adam(4711)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_nonfinite_gradient_changes_nothing(value):
+    quad = tensors()
+    quad[1][123] = value
+    with refused_and_unchanged(quad, "a gradient is not finite"):
+        update(1, quad)
+    native.set_nonfinite("propagate")
+    update(1, quad)
+    assert not quad[0][123].isfinite()
+
+
+# The inverse is exact but for a rounding of each value in the direction of either step.
+ROLLBACK_ATOL = 1e-7
+
+
+def test_rollback_restores():
+    quad = tensors(numel=50_000)
+    before = [tensor.clone() for tensor in quad]
+    update(5, quad)
+    assert not torch.equal(quad[0], before[0])
+    assert cpu_adam.adam_rollback(OPTIMIZER, 5, *HYPER.values(), *quad) == 0
+    for tensor, old in zip(quad, before, strict=True):
+        torch.testing.assert_close(tensor, old, rtol=1e-6, atol=ROLLBACK_ATOL)
+
+
+def test_rollback_of_what_cannot_be_undone_changes_nothing():
+    native.set_nonfinite("propagate")
+    quad = tensors()
+    quad[1][5] = math.inf
+    update(1, quad)
+    before = [tensor.clone() for tensor in quad]
+    with pytest.raises(ValueError, match="cannot be undone"):
+        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
+    assert_unchanged(quad, before)
+
+
+def test_rollback_with_another_gradient_changes_nothing():
+    quad = tensors()
+    update(1, quad)
+    quad[1].mul_(3)
+    quad[3].zero_()
+    before = [tensor.clone() for tensor in quad]
+    with pytest.raises(ValueError, match="cannot be undone"):
+        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
+    assert_unchanged(quad, before)
+
+
+def test_a_refused_update_is_rolled_back_by_doing_nothing():
+    native.set_nonfinite("refuse")
+    quad = tensors()
+    update(1, quad)
+    kept = [tensor.clone() for tensor in quad]
+    quad[1][0] = kept[1][0] = math.nan
+    update(2, quad)
+    assert_unchanged(quad, kept)
+    assert cpu_adam.adam_rollback(OPTIMIZER, 2, *HYPER.values(), *quad) == 0
+    assert_unchanged(quad, kept)
+    # What was refused is forgotten with its rollback: the update before is a real one, and has another gradient.
+    with pytest.raises(ValueError, match="cannot be undone"):
+        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
+    assert_unchanged(quad, kept)
+
+
+def test_an_update_after_a_refused_one_is_rolled_back_in_earnest():
+    native.set_nonfinite("refuse")
+    quad = tensors()
+    finite = quad[1].clone()
+    quad[1][0] = math.nan
+    update(1, quad)
+    quad[1].copy_(finite)
+    before = [tensor.clone() for tensor in quad]
+    update(1, quad)
+    cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
+    assert not torch.isnan(quad[0]).any()
+    torch.testing.assert_close(quad[0], before[0], rtol=1e-6, atol=ROLLBACK_ATOL)
+
+
+def test_fused_is_all_or_nothing():
+    quads = [tensors(seed=seed) for seed in range(3)]
+    alone = [tensors(seed=seed) for seed in range(3)]
+    numbers = (1e-3, 0.9, 0.999, 1e-8, 4, 1, 1, 0.01)
+
+    def step(quads):
+        grads_first = [list(column) for column in zip(*((g, p, m, v) for p, g, m, v in quads), strict=True)]
+        fused_adam.multi_tensor_adam(2048, torch.zeros(1, dtype=torch.int), grads_first, *numbers)
+
+    step(quads)
+    for quad, other in zip(quads, alone, strict=True):
+        update(4, other)
+        assert_unchanged(quad, other)
+    quads[2][1][0] = math.inf
+    with refused_and_unchanged([tensor for quad in quads for tensor in quad], "not finite"):
+        step(quads)
+
+
+# ---- steps of an optimizer ---------------------------------------------------------------------------------------------
+
+
+class CountingFirst(torch.optim.Optimizer):
+    """Counts before it updates, as DeepSpeedCPUAdam does."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+        self.fails_at = None
+
+    @step_guard.whole
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for index, param in enumerate(group["params"]):
+                state = self.state[param]
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                state["step"] += 1
+                if index == self.fails_at:
+                    raise KeyboardInterrupt
+                update(state["step"], [param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"]])
+
+
+def counting_first(num_params=3):
+    params = [torch.nn.Parameter(tensors(seed=seed)[0]) for seed in range(num_params)]
+    for seed, param in enumerate(params):
+        param.grad = tensors(seed=seed)[1]
+    return CountingFirst(params), params
+
+
+def test_a_step_with_one_bad_gradient_updates_and_counts_nothing():
+    optimizer, params = counting_first()
+    optimizer.step()
+    good = params[2].grad.clone()
+    params[2].grad[7] = math.nan
+    values = [tensor for p in params for tensor in (p.detach(), *list(optimizer.state[p].values())[1:])]
+    with refused_and_unchanged(values, "not finite"):
+        optimizer.step()
+    assert [optimizer.state[param]["step"] for param in params] == [1, 1, 1]
+    params[2].grad = good
+    optimizer.state[params[2]]["exp_avg"] = torch.zeros(1000, dtype=torch.float16)
+    with refused_and_unchanged(values, "the moments of a"):
+        optimizer.step()
+    assert [optimizer.state[param]["step"] for param in params] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_interrupted_step_counts_what_was_applied(steps_before):
+    optimizer, params = counting_first()
+    for _ in range(steps_before):
+        optimizer.step()
+    optimizer.fails_at = 1
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    steps = [optimizer.state[param].get("step", 0) if param in optimizer.state else 0 for param in params]
+    assert steps == [steps_before + 1, steps_before, steps_before]
+
+
+def test_the_closure_of_a_step_is_called_once_before_the_check():
+    optimizer, params = counting_first(1)
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        params[0].grad = torch.full((1000,), math.inf if len(calls) == 2 else 1.0)
+        return 42.0
+
+    assert optimizer.step(closure) == 42.0
+    assert calls == [True]
+    with pytest.raises(ValueError, match="not finite"):
+        optimizer.step(closure=closure)
+    assert calls == [True, True]
+
+
+# ---- ZenFlow's process -------------------------------------------------------------------------------------------------
+
+PROCESS_TIMEOUT = 60
+
+
+def zenflow_process(groups, control, ready, propagates=False):
+    cpu_adam.create_adam(0, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+    handle = zenflow.zenflow_adam_create(0, sorted(os.sched_getaffinity(0))[:1])
+    for param, grad0, grad1, stale in groups:
+        moments = [torch.zeros_like(param) for _ in range(4)]
+        zenflow.zenflow_adam_register_group(handle, param, grad0, grad1, *moments, stale)
+    ready.set()
+    zenflow.zenflow_adam_run_worker(handle, control.data_ptr())
+    zenflow.zenflow_adam_destroy(handle)
+
+
+def start_zenflow(num_groups=2):
+    context = multiprocessing.get_context("spawn")
+    groups = []
+    for seed in range(num_groups):
+        param, grad, _, _ = tensors(seed=seed)
+        groups.append([t.share_memory_() for t in (param, grad, grad * 2, torch.zeros_like(param))])
+    control = torch.zeros(zenflow.zenflow_adam_ctrl_size(), dtype=torch.uint8).share_memory_()
+    zenflow.zenflow_adam_ctrl_init(control.data_ptr(), num_groups)
+    ready = context.Event()
+    process = context.Process(target=zenflow_process, args=(groups, control, ready), daemon=True)
+    process.start()
+    assert ready.wait(PROCESS_TIMEOUT)
+    return process, control, groups
+
+
+def submit(control, now_state, step, num_groups=2, lr=1e-3):
+    columns = [[value] * num_groups for value in (HYPER | {"lr": lr}).values()]
+    zenflow.zenflow_adam_submit(control.data_ptr(), now_state, step, *columns)
+
+
+@pytest.fixture
+def zenflow_running():
+    process, control, groups = start_zenflow()
+    yield process, control, groups
+    process.kill()
+    process.join(PROCESS_TIMEOUT)
+
+
+@pytest.mark.timeout(3 * PROCESS_TIMEOUT)
+def test_zenflow_steps_in_its_process(zenflow_running):
+    process, control, groups = zenflow_running
+    own = [[t.clone() for t in group] for group in groups]
+    moments = [[[torch.zeros(1000), torch.zeros(1000)] for _ in range(2)] for _ in groups]
+    # Two ahead of what is waited for, as ZenFlow runs, each with options of its own.
+    for now_state, step, lr in ((0, 1, 1e-3), (1, 2, 1e-4), (0, 3, 1e-2)):
+        submit(control, now_state, step, lr=lr)
+        for group, state in zip(own, moments, strict=True):
+            update(step, [group[0], group[1 + now_state], *state[now_state]], lr=lr)
+    for _ in range(3):
+        assert zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
+    assert not zenflow.zenflow_adam_wait(control.data_ptr(), 0.0)
+    for group, expected in zip(groups, own, strict=True):
+        assert_unchanged([group[0], group[3]], [expected[0], expected[0]])
+    zenflow.zenflow_adam_ctrl_exit(control.data_ptr())
+    process.join(PROCESS_TIMEOUT)
+    assert process.exitcode == 0
+
+
+@pytest.mark.timeout(3 * PROCESS_TIMEOUT)
+def test_zenflow_says_why_it_could_not_step(zenflow_running):
+    process, control, groups = zenflow_running
+    groups[1][1][3] = math.inf
+    before = [group[0].clone() for group in groups]
+    submit(control, 0, 1)
+    with pytest.raises(ValueError, match="could not step.*not finite"):
+        zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
+    assert_unchanged([group[0] for group in groups], before)
+    process.join(PROCESS_TIMEOUT)
+    assert process.exitcode == 1
+    with pytest.raises(ValueError, match="could not step"):
+        submit(control, 0, 2)
+
+
+@pytest.mark.timeout(3 * PROCESS_TIMEOUT)
+def test_zenflow_wait_ends_in_time_and_by_a_signal():
+    control = torch.zeros(zenflow.zenflow_adam_ctrl_size(), dtype=torch.uint8)
+    zenflow.zenflow_adam_ctrl_init(control.data_ptr(), 1)
+    began = time.monotonic()
+    assert not zenflow.zenflow_adam_wait(control.data_ptr(), 0.05)
+    assert time.monotonic() - began >= 0.05
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    kept = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, kept)
+
+
+def spawn_zenflow_and_wait(pid):
+    process, control, _ = start_zenflow()
+    pid.value = process.pid
+    submit(control, 0, 1)
+    zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
+    time.sleep(PROCESS_TIMEOUT)
+
+
+@pytest.mark.timeout(4 * PROCESS_TIMEOUT)
+def test_zenflow_process_ends_with_a_killed_parent():
+    context = multiprocessing.get_context("spawn")
+    pid = context.Value(ctypes.c_int, 0)
+    parent = context.Process(target=spawn_zenflow_and_wait, args=(pid,))
+    parent.start()
+    deadline = time.monotonic() + PROCESS_TIMEOUT
+    while not pid.value:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join(PROCESS_TIMEOUT)
+    while is_running(pid.value):
+        assert time.monotonic() < deadline, "the worker outlived its parent"
+        time.sleep(0.05)
+
+
+def is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_zenflow_refuses_what_does_not_fit():
+    control = torch.zeros(zenflow.zenflow_adam_ctrl_size(), dtype=torch.uint8)
+    address = control.data_ptr()
+    for num_groups in (0, zenflow.GROUPS_MAX + 1):
+        with pytest.raises(ValueError, match=f"`{num_groups}` parameter groups"):
+            zenflow.zenflow_adam_ctrl_init(address, num_groups)
+    zenflow.zenflow_adam_ctrl_init(address, 2)
+    with pytest.raises(ValueError, match="hyper-parameters of"):
+        submit(control, 0, 1, num_groups=1)
+    with pytest.raises(ValueError, match="finite numbers"):
+        submit(control, 0, 1, lr=math.nan)
+    with pytest.raises(ValueError, match="`now_state, step` is `2, 1`"):
+        submit(control, 2, 1)
+    with pytest.raises(ValueError, match="there is no ZenFlow worker `999`"):
+        zenflow.zenflow_adam_run_worker(999, address)
+    with pytest.raises(ValueError, match="there is no optimizer `999`"):
+        zenflow.zenflow_adam_create(999, [])
+    handle = zenflow.zenflow_adam_create(OPTIMIZER, [])
+    param, grad, m, v = tensors()
+    with pytest.raises(ValueError, match="is not contiguous"):
+        zenflow.zenflow_adam_register_group(handle, param, grad, grad, m, torch.zeros(2000)[::2], v, v, None)
+    with pytest.raises(ValueError, match="`stale` is"):
+        zenflow.zenflow_adam_register_group(handle, param, grad, grad, m, m, v, v, param[:5])
+    zenflow.zenflow_adam_destroy(handle)
+    for _ in range(zenflow.OUTSTANDING_MAX):
+        submit(control, 0, 1)
+    with pytest.raises(ValueError, match="are not done yet"):
+        submit(control, 0, 1)

@@ -1,0 +1,205 @@
+"""Whoever writes to a parameter between two steps wins; a parameter with trailing bits never becomes another value or a NaN."""
+
+import math
+
+import pytest
+import stepwell
+import torch
+from optim_cases import CODECS, assert_same, bits, master, parameter, snapshot, stepped
+from stepwell import _core
+
+LOW = [torch.bfloat16, torch.float16]
+NUMEL = 3 * _core.CHUNK_LEN // 2
+
+
+def _load_state_dict(param, values):
+    module = torch.nn.Module()
+    module.weight = param
+    module.load_state_dict({"weight": values})
+
+
+def _swap(param, values):
+    param.data = values.clone()
+
+
+def _fill_in_place(param, values):
+    with torch.no_grad():
+        param.copy_(values)
+
+
+def _write_by_numpy(param, values):
+    # Not even a version counter sees this.
+    param.detach().view(torch.int16).numpy()[...] = values.view(torch.int16).numpy()
+
+
+WRITES = [_load_state_dict, _swap, _fill_in_place, _write_by_numpy, lambda param, values: param.data.copy_(values)]
+WRITE_IDS = ["load_state_dict", "data=", "copy_", "numpy", "data.copy_"]
+
+
+def assert_is_master_of(now, values):
+    """`now` is the master of a parameter that was set to `values`; 0 and -0 are one number."""
+    if values.dtype == torch.bfloat16:
+        assert torch.equal(now, values.float())
+    else:
+        # Where the very value was written that the parameter had, nobody can tell, and the master keeps its exact bits.
+        assert torch.equal(now.to(values.dtype), values)
+        assert (now != values.float()).sum() <= NUMEL // 100
+
+
+def _step_at_lr_0(optimizer, param):
+    """A step that shows what the optimizer takes the master for: it adds nothing to it."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    return master(optimizer, param)
+
+
+@pytest.mark.parametrize("write", WRITES, ids=WRITE_IDS)
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("moments", CODECS)
+def test_what_was_written_is_the_master(write, dtype, moments):
+    param = parameter(NUMEL, dtype=dtype)
+    optimizer = stepped(param, moments=moments)
+    assert not torch.equal(master(optimizer, param), param.float())
+    values = torch.randn(NUMEL).to(dtype)
+    # Zeros and the least numbers turn stale trailing bits into NaNs and huge values.
+    values[: NUMEL // 3 : 2] = 0
+    values[1 : NUMEL // 3 : 2] = -0.0
+    values[NUMEL // 3] = torch.finfo(dtype).smallest_normal
+    write(param, values)
+    now = _step_at_lr_0(optimizer, param)
+    assert torch.equal(param, values)
+    assert_is_master_of(now, values)
+
+
+@pytest.mark.parametrize("where", [0, 1, NUMEL // 2, NUMEL - 1])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_one_written_element_is_enough(dtype, where):
+    param = parameter(NUMEL, dtype=dtype)
+    optimizer = stepped(param)
+    before = bits(param)
+    param.data[where] = 0.0
+    now = _step_at_lr_0(optimizer, param)
+    assert now[where] == 0
+    untouched = torch.arange(NUMEL) != where
+    assert torch.equal(bits(param)[untouched], before[untouched])
+    chunk = where // _core.CHUNK_LEN
+    other = 1 - chunk
+    elsewhere = slice(other * _core.CHUNK_LEN, (other + 1) * _core.CHUNK_LEN)
+    assert not torch.equal(now[elsewhere], param[elsewhere].float()), "the other chunk keeps its exact master"
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_swapping_away_and_back_keeps_the_master(dtype):
+    param = parameter(NUMEL, dtype=dtype)
+    optimizer = stepped(param)
+    before, kept = master(optimizer, param), param.data
+    param.data = torch.zeros_like(kept)
+    param.data = kept.clone()
+    assert torch.equal(bits(_step_at_lr_0(optimizer, param)), bits(before))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_swapping_away_stepping_and_back(dtype):
+    # As an average of weights that is evaluated and trained on in turns.
+    param = parameter(NUMEL, dtype=dtype)
+    optimizer = stepped(param)
+    kept, average = param.detach().clone(), torch.randn(NUMEL).to(dtype)
+    param.data.copy_(average)
+    _step_at_lr_0(optimizer, param)
+    param.data.copy_(kept)
+    assert_is_master_of(_step_at_lr_0(optimizer, param), kept)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_no_written_pattern_becomes_a_nan(dtype):
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    finite = every[every.isfinite()]
+    param = torch.nn.Parameter(torch.ones_like(finite))
+    optimizer = stepped(param)
+    param.data.copy_(finite)
+    now = _step_at_lr_0(optimizer, param)
+    assert_is_master_of(now, finite)
+
+
+@pytest.mark.parametrize("start", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("end", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_module_may_change_its_dtype(start, end):
+    module = torch.nn.Linear(9, 7, dtype=start)
+    optimizer = stepwell.AdamW(module.parameters(), lr=1e-3)
+    for dtype in (start, end, start):
+        module.to(dtype)
+        for param in module.parameters():
+            param.grad = torch.ones_like(param)
+        before = [param.detach().clone() for param in module.parameters()]
+        optimizer.step()
+        for param, old in zip(module.parameters(), before, strict=True):
+            assert param.isfinite().all()
+            assert (param - old).abs().max() < 1e-2
+            expected = {torch.bfloat16: {"trailing", "fingerprints"}, torch.float16: {"master"}, torch.float32: set()}
+            assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_sq"} | expected[dtype]
+
+
+def test_addresses_that_change_are_followed():
+    param = parameter(1000)
+    optimizer = stepped(param)
+    for value in optimizer.state[param].values():
+        value.share_memory_()
+    param.data = param.data.clone()
+    param.grad = torch.randn(1000)
+    before = param.detach().clone()
+    version = bits(optimizer.state[param]["exp_avg"])
+    optimizer.step()
+    assert not torch.equal(param, before)
+    assert not torch.equal(bits(optimizer.state[param]["exp_avg"]), version)
+
+
+def test_transposed_in_place_at_the_same_address():
+    ours, theirs = torch.nn.Parameter(torch.ones(6, 6)), torch.nn.Parameter(torch.ones(6, 6))
+    optimizer, reference = stepwell.AdamW([ours]), torch.optim.AdamW([theirs])
+    for step in range(4):
+        grad = torch.randn(6, 6)
+        ours.grad, theirs.grad = grad, grad.clone()
+        optimizer.step()
+        reference.step()
+        if step == 1:
+            ours.data, theirs.data = ours.data.t(), theirs.data.t()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_state_dropped_by_the_user_starts_afresh():
+    param = parameter(10)
+    optimizer = stepped(param)
+    del optimizer.state[param]
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1
+
+
+def test_integer_step_is_understood():
+    # What DeepSpeed's checkpoint loaders leave in the state.
+    param = parameter(10)
+    optimizer = stepped(param)
+    optimizer.state[param]["step"] = 7
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 8
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, math.nan, None, "3"])
+def test_step_that_is_no_count_is_refused(step):
+    param = parameter(10)
+    optimizer = stepped(param)
+    optimizer.state[param]["step"] = step
+    before = snapshot_without_step(optimizer)
+    with pytest.raises(ValueError, match="step"):
+        optimizer.step()
+    assert_same(before, snapshot_without_step(optimizer))
+
+
+def snapshot_without_step(optimizer):
+    param = optimizer.param_groups[0]["params"][0]
+    held = optimizer.state[param].pop("step")
+    try:
+        return snapshot(optimizer)
+    finally:
+        optimizer.state[param]["step"] = held
