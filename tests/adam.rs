@@ -7,7 +7,7 @@ use std::ops::Range;
 
 use battery::{
     Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, assert_follows, cases, counts, flushing_subnormals,
-    hypers, scaled,
+    hypers, scaled, widest,
 };
 use proptest::prelude::*;
 use stepwell::{

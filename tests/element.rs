@@ -39,7 +39,7 @@ impl<T: Element> Kernel for Narrow<'_, T> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.to.len()).step_by(LANES) {
             let count = (self.to.len() - at).min(LANES);
-            self.to.store(simd, at, count, T::narrow(simd, simd.from_bits(self.from.load(simd, at, count))));
+            self.to.store(simd, at, count, T::narrow(simd, simd.of_bits(self.from.load(simd, at, count))));
         }
     }
 }

@@ -13,7 +13,12 @@ pub mod reference;
 pub mod rollback;
 pub mod tensor;
 
-use crate::error::{Error, Result};
+use std::hint::black_box;
+
+use crate::{
+    error::{Error, Result},
+    fp_env::StandardFpEnv,
+};
 
 /// What a step does, as torch's optimizers name it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -100,6 +105,12 @@ impl Step {
     /// The scalars of update number `count` (from 1).
     #[must_use]
     pub fn new(hyper: &Hyper, count: u64) -> Self {
+        let _standard = StandardFpEnv::enter();
+        // Kept between the two writes of the control register, which arithmetic alone is not ordered with.
+        black_box(Self::derive(&black_box(*hyper), count))
+    }
+
+    fn derive(hyper: &Hyper, count: u64) -> Self {
         let Hyper { lr, betas: (beta1, beta2), eps, weight_decay, .. } = *hyper;
         let correction = |beta: f64| if hyper.bias_correction { 1.0 - beta.powf(count as f64) } else { 1.0 };
         let has_l2 = !hyper.decoupled && weight_decay != 0.0;

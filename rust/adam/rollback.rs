@@ -6,7 +6,10 @@
 //! is changed. What is restored is the state before the step but for its rounding: about a unit in the last place of the larger
 //! of a moment before and after. For undoing to the bit, step out of place and keep the old slot.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::{
+    hint::black_box,
+    sync::atomic::{AtomicUsize, Ordering},
+};
 
 use super::{
     Hyper, Step,
@@ -18,6 +21,7 @@ use crate::{
     cursor::Cursor,
     element::Dtype,
     error::{Error, Result},
+    fp_env::StandardFpEnv,
     isa::Isa,
     pool::Pool,
     state::{chunk::Chunk, dither::Dither, master::Plain, moments::Nearest},
@@ -43,7 +47,8 @@ struct Inverse {
 
 impl Inverse {
     fn new(hyper: &Hyper, count: u64) -> Self {
-        let step = Step::new(hyper, count);
+        let _standard = StandardFpEnv::enter();
+        let step = black_box(Step::new(hyper, count));
         // The coefficients that the step was taken with are the rounded ones.
         Self {
             step,
@@ -151,6 +156,8 @@ fn rollback_chunk(
     exp_avg_sq: &mut [f32],
 ) -> usize {
     const PIECE: usize = 1024;
+    // The inverse reads and writes fp32 outside of a kernel.
+    let _standard = StandardFpEnv::enter();
     let (mut p, mut m, mut v) = ([0.0; PIECE], [0.0; PIECE], [0.0; PIECE]);
     let mut lost = 0;
     for at in (0..param.len()).step_by(PIECE) {

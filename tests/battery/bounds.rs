@@ -78,14 +78,15 @@ fn round_up(value: f64) -> f32 {
 fn bounds(hyper: &Hyper, count: u64, before: Element64, grad: f64) -> [Bound; 3] {
     let after = reference::update(hyper, count, before, grad);
     let (beta1, beta2) = hyper.betas;
-    let largest = f64::from(f32::MAX);
 
     let l2 = if hyper.decoupled { 0.0 } else { hyper.weight_decay };
     // Sums of magnitudes: what the errors are relative to, where terms of opposite signs cancel.
-    let grad_terms = (grad * hyper.grad_scale).abs() + if l2 == 0.0 { 0.0 } else { (l2 * before.master).abs() };
+    let scaled = (grad * hyper.grad_scale).abs();
+    let grad_terms = scaled + if l2 == 0.0 { 0.0 } else { (l2 * before.master).abs() };
     let exp_avg_terms = beta1 * before.exp_avg.abs() + (1.0 - beta1) * grad_terms;
     let exp_avg_sq_terms = beta2 * before.exp_avg_sq + (1.0 - beta2) * grad_terms * grad_terms;
-    if grad_terms.is_finite() && grad_terms > 0.99 * largest {
+    let overflows = |value: f64| value.is_finite() && value > 0.99 * f64::from(f32::MAX);
+    if overflows(scaled) || overflows(grad_terms) {
         return [Bound::Anything; 3];
     }
     let exp_avg_error = EXP_AVG_ROUNDINGS * ROUNDING * exp_avg_terms + 4.0 * SUBNORMAL_ROUNDING;
@@ -102,7 +103,6 @@ fn bounds(hyper: &Hyper, count: u64, before: Element64, grad: f64) -> [Bound; 3]
         (exp_avg_sq.max(0.0) / correction(beta2)).sqrt() * (1.0 + error) + hyper.eps * (1.0 + error)
     };
     let denom_least = denom(after.exp_avg_sq - exp_avg_sq_error, -DENOM_ROUNDINGS * ROUNDING);
-    let overflows = |value: f64| value.is_finite() && value > 0.99 * largest;
     let quotient_most = if denom_least == 0.0 { 0.0 } else { exp_avg_terms / denom_least };
     if overflows(quotient_most) || overflows(kept.abs()) || (denom_least == 0.0 && after.exp_avg.is_finite()) {
         return [Bound::Anything, exp_avg, exp_avg_sq];

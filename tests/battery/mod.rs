@@ -10,7 +10,7 @@ mod held;
 use std::sync::OnceLock;
 
 use proptest::test_runner::Config;
-use rustix::thread::sched_getaffinity;
+use rustix::thread::{CpuSet, sched_getaffinity};
 use stepwell::pool::{Pool, PoolConfig};
 
 pub(crate) use bounds::{assert_follows, assert_padding_is_zero, bf16_above, bf16_below, code_values, neighbours};
@@ -22,9 +22,10 @@ pub(crate) use held::{Held, Layout, MomentsKind, ParamKind, is_same, widest};
 /// proptest's own default, which `PROPTEST_CASES` replaces: what the case counts of the tests are measured against.
 const CASES_DEFAULT: u32 = 256;
 
-/// `native` cases, fewer where `PROPTEST_CASES` asks for fewer: under emulation.
+/// `native` cases, or as many times fewer (under emulation) or more as `PROPTEST_CASES` differs from proptest's default.
 pub(crate) fn cases(native: u32) -> Config {
-    Config { cases: scaled(native as usize) as u32, failure_persistence: None, ..Config::default() }
+    let cases = (native * Config::default().cases).div_ceil(CASES_DEFAULT);
+    Config { cases, failure_persistence: None, ..Config::default() }
 }
 
 /// `native` repetitions, fewer where `PROPTEST_CASES` asks for fewer, but at least one.
@@ -38,12 +39,16 @@ pub(crate) fn is_hurried() -> bool {
     Config::default().cases < CASES_DEFAULT
 }
 
-/// A pool of this many workers on the CPUs that this process may use, round robin.
+/// A pool of this many workers; they share CPUs where there are fewer.
 pub(crate) fn pool_of(workers: usize) -> Pool {
     let allowed = sched_getaffinity(None).expect("an affinity mask");
-    let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).collect();
-    let cpus = Some((0..workers).map(|worker| cpus[worker % cpus.len()]).collect());
-    Pool::new(&PoolConfig { threads: None, cpus }).expect("a pool")
+    let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).take(workers).collect();
+    let config = if cpus.len() == workers {
+        PoolConfig { threads: None, cpus: Some(cpus) }
+    } else {
+        PoolConfig { threads: Some(workers), cpus: None }
+    };
+    Pool::new(&config).expect("a pool")
 }
 
 /// A pool that all tests of a file may use.
