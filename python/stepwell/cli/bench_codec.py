@@ -71,10 +71,9 @@ def bench_codec(
         raise typer.Exit(1) from error
     final = {name: final_loss(each) for name, each in runs.items()}
     seeds = [loss for name, loss in final.items() if name.startswith("fp32")]
-    for error in errors:
-        error["within"] = (
-            error["update_error"] <= _UPDATE_ERROR_MAX[error["moments"]] and error["worst_error"] <= _WORST_ERROR_MAX
-        )
+    for one in errors:
+        is_close = one["update_error"] <= _UPDATE_ERROR_MAX[one["moments"]]
+        one["within"] = is_close and one["worst_error"] <= _WORST_ERROR_MAX
     report = {
         **circumstances(),
         "steps": steps,

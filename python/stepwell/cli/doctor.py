@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stepwell import _core
+from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 __all__ = ["Finding", "diagnose", "doctor"]
 
@@ -79,14 +81,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
 def _print(report: dict[str, Any]) -> None:
     console = Console()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
-    for column in ("", "", "found", "meaning"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for finding in report["findings"]:
-        style = _STYLE[finding["status"]]
-        meaning = finding["meaning"] + (f"\n[bold]hint:[/bold] {finding['fix']}" if finding["fix"] else "")
+        text = Text(finding["found"])
+        text.append(f"\n{finding['meaning']}", style="dim")
+        if finding["fix"]:
+            text.append("\nhint: ", style="bold").append(finding["fix"])
         table.add_row(
-            f"[{style}]{finding['status']}[/{style}]", f"[bold]{finding['topic']}[/bold]", finding["found"], meaning
+            Text(finding["status"], style=_STYLE[finding["status"]]), Text(finding["topic"], style="bold"), text
         )
     console.print(table)
     console.print(", ".join(f"{name} {version}" for name, version in report["versions"].items()), highlight=False)
@@ -271,9 +273,11 @@ def _deepspeed() -> dict[str, Any] | None:
     try:
         from stepwell import deepspeed
 
-        deepspeed.register()
-        return {"seams": [asdict(seam) for seam in deepspeed.seam_report()], "error": None}
-    except Exception as error:  # Whatever is wrong with an installation of DeepSpeed is a finding.
+        with quiet_deepspeed():
+            deepspeed.register()
+            seams = [asdict(seam) for seam in deepspeed.seam_report()]
+        return {"seams": seams, "error": None}
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with an installation of DeepSpeed is a finding
         return {"seams": [], "error": f"{type(error).__name__}: {error}"}
 
 
@@ -296,15 +300,23 @@ def _seams(deepspeed: dict[str, Any] | None) -> Iterator[Finding]:
             fix="install a version that can: pip install 'stepwell[deepspeed]'",
         )
         return
-    for seam in deepspeed["seams"]:
-        found = "filled" if seam["filled"] else "left as it is" if seam["found"] else "not found"
-        yield Finding(
-            topic=f"DeepSpeed: {seam['name']}",
-            status="ok" if seam["found"] else "broken",
-            found=found,
-            meaning=seam["note"],
-            fix=None if seam["found"] else "install a version that has it: pip install 'stepwell[deepspeed]'",
-        )
+    seams = deepspeed["seams"]
+    filled = [seam["name"] for seam in seams if seam["filled"]]
+    yield Finding(
+        topic="DeepSpeed",
+        status="ok",
+        found=f"{len(filled)} of {len(seams)} seams filled",
+        meaning="; ".join(filled),
+    )
+    for seam in seams:
+        if not seam["filled"]:
+            yield Finding(
+                topic="DeepSpeed seam",
+                status="note" if seam["found"] else "broken",
+                found=f"{seam['name']}: {'left as it is' if seam['found'] else 'not found'}",
+                meaning=seam["note"],
+                fix=None if seam["found"] else "install a version that has it: pip install 'stepwell[deepspeed]'",
+            )
 
 
 def _ranges(cpus: list[int]) -> str:
