@@ -191,8 +191,10 @@ class _single_rank:  # noqa: N801
 
 def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
     """Torch's fused AdamW over float32 masters in host memory, clipped alike, for a bfloat16 model; told each loss."""
-    model = plan.shape.build(seed=plan.seed).to(device=plan.device, dtype=torch.bfloat16)
+    model = plan.shape.build(seed=plan.seed).to(plan.device)
     weights = list(model.parameters())
+    for weight in weights:
+        weight.data = weight.data.bfloat16()  # buffers stay in float32, as they do under DeepSpeed
     masters = [weight.detach().to(device="cpu", dtype=torch.float32, copy=True) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
 
