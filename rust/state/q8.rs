@@ -127,7 +127,9 @@ fn one_plus_uniform<S: Simd>(simd: S, noise: S::U) -> S::F {
 #[inline(always)]
 fn codes_of<S: Simd>(simd: S, q: S::F, one_plus_uniform: S::F, code_max: f32) -> S::F {
     let one = simd.splat(1.0);
-    let code = simd.floor(simd.sqrt(q));
+    let near = simd.near_sqrt(q);
+    let is_above = simd.lt(simd.fnma(near, near, q), simd.splat(0.0));
+    let code = simd.select_f(is_above, simd.add(near, simd.splat(-1.0)), near);
     let missing = simd.fnma(code, code, q);
     let apart = simd.fma(code, simd.splat(2.0), one);
     let up = simd.lt(simd.mul(one_plus_uniform, apart), simd.add(missing, apart));
