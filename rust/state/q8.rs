@@ -63,6 +63,10 @@ pub struct Q8<'a> {
     pub exp_avg_sq: Coded<'a>,
 }
 
+/// The largest magnitude whose scale, rounded up by at most 2^-7 of itself, decodes to a finite number again; what is above
+/// has the largest code.
+const MAGNITUDE_MAX_BITS: u32 = 0x7f7e_0000;
+
 /// One over the square of the largest code, for the groups in the order of [`Scales`], four times over.
 const CODES_TO_SCALES: [f32; LANES] = {
     let signed = 1.0 / (EXP_AVG_CODE_MAX * EXP_AVG_CODE_MAX);
@@ -92,7 +96,7 @@ impl<S: Simd> Scales<S> {
     fn new(simd: S, magnitudes: S::U) -> Self {
         // SAFETY: the array holds LANES words.
         let factors = simd.of_bits(unsafe { simd.load_u32(CODES_TO_SCALES.as_ptr().cast()) });
-        let finite = simd.min_u(magnitudes, simd.splat_u(f32::MAX.to_bits()));
+        let finite = simd.min_u(magnitudes, simd.splat_u(MAGNITUDE_MAX_BITS));
         let scale = simd.bits(simd.mul(simd.of_bits(finite), factors));
         let scale = simd.max_u(scale, simd.splat_u(f32::MIN_POSITIVE.to_bits()));
         let rounded_up = simd.shr::<16>(simd.add_u(scale, simd.splat_u(0xffff)));
