@@ -17,7 +17,7 @@ AARCH64 := aarch64-unknown-linux-gnu
 RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs')
 PACKAGE := $(RUST) pyproject.toml README.md LICENSE $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
-.PHONY: help test lint test-rust test-python demo bench wheel stubs format aarch64-toolchain aarch64-test
+.PHONY: help test lint test-rust test-python demo bench bench-codec wheel stubs format aarch64-toolchain aarch64-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,9 @@ bench: $(VENV)/.installed ## Criterion, then against DeepSpeedCPUAdam and torch,
 	cargo bench --locked
 	$(BIN)/stepwell bench adam $(ARGS)
 	$(BIN)/python benches/import_time.py
+
+bench-codec: $(VENV)/.installed ## what moments held as bf16 or q8 change in 500 steps of training
+	$(BIN)/stepwell bench codec $(ARGS)
 
 # ---- the package ------------------------------------------------------------------------------------------------------
 
