@@ -33,7 +33,7 @@ def test_threads_step_different_optimizers(moments):
     def run(optimizer):
         try:
             advance(optimizer, 50)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - asserted on below
             failures.append(error)
 
     threads = [threading.Thread(target=run, args=(optimizer,), daemon=True) for optimizer in together]

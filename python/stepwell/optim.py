@@ -375,6 +375,19 @@ class Adam(Optimizer):
 
     # ---- state dicts ---------------------------------------------------------------------------------------------------
 
+    def state_dict(self) -> StateDict:
+        """The state dict, as torch's optimizers have it; its tensors are those of the optimizer.
+
+        With moments="fp32", torch.optim.AdamW and DeepSpeedCPUAdam load it; see `decoded_state_dict` for the others.
+        """
+        result = super().state_dict()
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        with torch.no_grad():
+            for index, state in result["state"].items():
+                if isinstance(index, int) and index < len(params):
+                    result["state"][index] = _state.packed(params[index], state)
+        return result
+
     def decoded_state_dict(self) -> StateDict:
         """The state dict with plain Adam moments, whatever `moments` is, for other optimizers and for tools.
 
