@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_cases import CODECS, assert_same, bits, parameter
 from optim_ranks import Ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -153,7 +154,7 @@ def checkpoint_of_another_cut_is_refused(folder, moments):
     whole = make_net(torch.bfloat16, shard=False)
     resumed = stepwell.AdamW(whole.parameters(), moments=moments)
     packed = get_optimizer_state_dict(whole, resumed)
-    with pytest.raises(Exception, match=r"(?i)size mismatch|CheckpointException"):
+    with pytest.raises(CheckpointException, match="Size mismatch"):
         dcp.load({"optimizer": packed}, checkpoint_id=folder, no_dist=True)
 
 
@@ -245,7 +246,7 @@ def warm_up_from_lr_0_counts_on_all_ranks_or_none():
 def placements(placement, moments):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     values, grad = torch.arange(24.0).view(6, 4) / 7, torch.linspace(-1, 1, 24).view(6, 4)
-    param = torch.nn.Parameter(distribute_tensor(values, mesh, [placement]))
+    param = torch.nn.Parameter(distribute_tensor(values.clone(), mesh, [placement]))
     param.grad = distribute_tensor(grad, mesh, [placement])
     optimizer = stepwell.AdamW([param], moments=moments)
     optimizer.step()
