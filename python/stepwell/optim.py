@@ -214,7 +214,7 @@ class Adam(Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that a non-finite gradient kept from being applied, under nonfinite="skip" or a GradScaler."""
-        return max(group["skipped_steps"] for group in self.param_groups)
+        return max(int(group["skipped_steps"]) for group in self.param_groups)
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class Adam(Optimizer):
     def _apply(self, updates: list[_Update], grad_scale: float) -> None:
         """Applies updates that were checked: nothing is changed before nothing can fail any more."""
         batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
-        write_backs: list[partial[object]] = []
+        write_backs: list[partial[Any]] = []
         states = []
         for operand, hyper, known_state, step, key in updates:
             state = _state.new(operand.param, self._moments) if known_state is None else known_state
@@ -357,13 +357,13 @@ class Adam(Optimizer):
                 tensors.append(operand.tensor)
                 steps.append(step)
                 write_backs += operand.write_backs
-        calls: list[partial[object]] = [
-            partial[object](_core.adam_step, tensors, steps=steps, grad_scale=grad_scale, **hyper._asdict())
+        calls: list[partial[Any]] = [
+            partial(_core.adam_step, tensors, steps=steps, grad_scale=grad_scale, **hyper._asdict())
             for hyper, (tensors, steps) in batches.items()
         ]
         calls += write_backs
         if states:
-            calls.append(partial[object](torch._foreach_add_, [state["step"] for state in states], 1))
+            calls.append(partial(torch._foreach_add_, [state["step"] for state in states], 1))
         for (operand, *_), state in zip(updates, states, strict=True):
             if self.state.get(operand.param) is not state:
                 self.state[operand.param] = state
