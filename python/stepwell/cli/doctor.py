@@ -26,8 +26,6 @@ Status: TypeAlias = Literal["ok", "note", "warning", "broken"]
 
 _STYLE: dict[Status, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "broken": "bold red"}
 _PACKAGES = ("stepwell", "torch", "deepspeed", "transformers", "accelerate", "matplotlib", "typer", "rich")
-# Set, these make the OpenMP runtime bind the thread that imports torch to one CPU, whatever that thread was allowed before.
-_OPENMP_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
@@ -145,27 +143,17 @@ def _cores(system: dict[str, Any]) -> Finding:
     counts = [(kind, list(kinds.values()).count(kind)) for kind in ("performance", "efficiency")]
     cores = " + ".join(f"{count} {kind}" for kind, count in counts if count)
     found = f"{cores} cores, {len(system['cpus'])} CPUs; the pool's threads are on {_ranges(pool)}"
-    reason = _pool_limit()
     if len(pool) >= sum(kind == "performance" for kind in kinds.values()):
         return Finding(topic="cores", status="ok", found=found, meaning="one pinned thread per physical core")
-    binding = _openmp_binding()
-    if reason:
-        fix = "unset it to use all cores" if "STEPWELL_THREADS" in reason else None
-    elif binding:
-        reason, fix = (
-            f"{binding} binds the thread that imports torch to one CPU",
-            f"unset {binding}: Stepwell pins its own threads",
-        )
-    else:
-        reason, fix = (
-            "this process is allowed no more",
-            "widen its affinity mask (taskset, numactl, the container's cpuset)",
-        )
+    asked = _pool_limit()
+    fix: str | None = "widen the affinity mask of this process (taskset, numactl, the container's cpuset)"
+    if asked is not None:
+        fix = "unset STEPWELL_THREADS to use all cores" if "STEPWELL_THREADS" in os.environ else None
     return Finding(
         topic="cores",
-        status="note" if _pool_limit() else "warning",
+        status="note" if asked else "warning",
         found=found,
-        meaning=f"a step uses {len(pool)} of {len(kinds)} cores: {reason}",
+        meaning=f"a step uses {len(pool)} of {len(kinds)} cores: {asked or 'this process is allowed no more'}",
         fix=fix,
     )
 
@@ -177,10 +165,6 @@ def _pool_limit() -> str | None:
     if "LOCAL_WORLD_SIZE" in os.environ:
         return f"{os.environ['LOCAL_WORLD_SIZE']} ranks share this host"
     return None
-
-
-def _openmp_binding() -> str | None:
-    return next((name for name in _OPENMP_BINDING if name in os.environ), None)
 
 
 def _memory(system: dict[str, Any]) -> Iterator[Finding]:

@@ -54,7 +54,7 @@ def run(
     target: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m, a module.", show_default=False)
     ],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
 ) -> None:
     """Run a Python program whose DeepSpeed steps on Stepwell. The program itself stays as it is.
