@@ -102,13 +102,9 @@ impl Simd for Avx2 {
     }
     #[inline(always)]
     fn near_sqrt(self, a: Self::F) -> Self::F {
-        // Relative error 1.5 * 2^-12: less than half of 1 up to 2^10.
         unsafe {
             let least = _mm256_set1_ps(f32::MIN_POSITIVE);
-            parts!(|i| _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm256_mul_ps(
-                a[i],
-                _mm256_rsqrt_ps(_mm256_max_ps(a[i], least))
-            )))
+            parts!(|i| _mm256_mul_ps(a[i], _mm256_rsqrt_ps(_mm256_max_ps(a[i], least))))
         }
     }
     #[inline(always)]

@@ -83,11 +83,7 @@ impl Simd for Avx512 {
     }
     #[inline(always)]
     fn near_sqrt(self, a: Self::F) -> Self::F {
-        // Relative error 2^-14: less than half of 1 up to 2^13.
-        unsafe {
-            let estimate = _mm512_mul_ps(a, _mm512_rsqrt14_ps(_mm512_max_ps(a, _mm512_set1_ps(f32::MIN_POSITIVE))));
-            _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(estimate)
-        }
+        unsafe { _mm512_mul_ps(a, _mm512_rsqrt14_ps(_mm512_max_ps(a, _mm512_set1_ps(f32::MIN_POSITIVE)))) }
     }
     #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {

@@ -74,11 +74,18 @@ pub trait Simd: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// The square root, correctly rounded.
     fn sqrt(self, a: Self::F) -> Self::F;
-    /// For `0 <= a < 2^17` the largest integer not above the square root, or the one after it; else a NaN or any number.
+    /// The square root of a number that is not negative, to within 2^-11 of it; of infinity a NaN or infinity.
     ///
     /// The one operation that ISAs answer differently: it may use their estimates, which are many times faster than a square
     /// root, and whoever uses it makes the answer exact.
     fn near_sqrt(self, a: Self::F) -> Self::F;
+    /// The nearest integer, ties to even; `0 <= a < 2^22`.
+    #[inline(always)]
+    fn round(self, a: Self::F) -> Self::F {
+        // 1.5 * 2^23 puts the units at the last place.
+        let shift = self.splat(12_582_912.0);
+        self.add(self.add(a, shift), self.splat(-12_582_912.0))
+    }
     /// `a` where `a < b`, else `b`: `b` for a NaN.
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a < b`, false for a NaN.

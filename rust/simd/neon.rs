@@ -110,7 +110,7 @@ impl Simd for Neon {
     }
     #[inline(always)]
     fn near_sqrt(self, a: Self::F) -> Self::F {
-        unsafe { parts!(|i| vrndmq_f32(vsqrtq_f32(a[i]))) }
+        self.sqrt(a)
     }
     #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {

@@ -78,7 +78,7 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     fn near_sqrt(self, a: Self::F) -> Self::F {
-        a.map(|a| a.sqrt().floor())
+        self.sqrt(a)
     }
     #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
