@@ -1,5 +1,6 @@
 """Training under DeepSpeed on Stepwell: ZeRO-1/2/3, the precisions, ZenFlow, two ranks. Nothing may be compiled."""
 
+import itertools
 import os
 
 import deepspeed_programs
@@ -136,7 +137,7 @@ def test_fp16_with_dynamic_loss_scale(fp16, optimizer, stage, masters):
     overflows = [step["overflow"] for step in steps]
     assert overflows[0] and not overflows[-1]
     count = 0
-    for step, following in zip(steps, steps[1:], strict=False):
+    for step, following in itertools.pairwise(steps):
         assert following["scale"] == step["scale"] / (2 if step["overflow"] else 1)
     for step in steps:
         count += not step["overflow"]
