@@ -33,7 +33,9 @@ __all__ = [
     "packed",
     "part_names",
     "refreshed",
+    "shield",
     "step_of",
+    "unshielded",
 ]
 
 _LOGGER = logging.getLogger(__name__)
@@ -301,3 +303,20 @@ def _float_parts(loaded: State) -> tuple[_Part, ...]:
         part._replace(dtype=value.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else part
         for part, value in values
     )
+
+
+class _Shielded:
+    """State on its way through `Optimizer.load_state_dict`, which casts every tensor to the dtype of its parameter."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def shield(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose state torch passes on as it is; a pre-hook of `load_state_dict`."""
+    return {**state_dict, "state": {key: _Shielded(value) for key, value in state_dict["state"].items()}}
+
+
+def unshielded(value: Any) -> Any:
+    """What `shield` has wrapped."""
+    return value.value if isinstance(value, _Shielded) else value

@@ -50,21 +50,6 @@ class _Update(NamedTuple):
     """Of the stochastic rounding."""
 
 
-class _Shielded:
-    """State on its way through `Optimizer.load_state_dict`, which casts every tensor to the dtype of its parameter."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _shield(_: Optimizer, state_dict: StateDict) -> StateDict:
-    return {**state_dict, "state": {key: _Shielded(value) for key, value in state_dict["state"].items()}}
-
-
-def _unshielded(value: Any) -> Any:
-    return value.value if isinstance(value, _Shielded) else value
-
-
 def _nonfinite_message(updates: list[_Update], stats: _core.GradStats | None, grad_scale: float) -> str:
     """What a step with a non-finite gradient raises."""
     index = None if stats is None else stats.first_nonfinite
@@ -418,7 +403,7 @@ class Adam(Optimizer):
         Raises:
             ValueError: it does not fit; nothing was changed.
         """
-        shield = self.register_load_state_dict_pre_hook(_shield)
+        shield = self.register_load_state_dict_pre_hook(_state.shield)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -450,9 +435,11 @@ class Adam(Optimizer):
         """Loaded state in this optimizer's form."""
         labels = dict(self._labelled())
         params = ((param, group["seed"]) for group in groups for param in group["params"])
-        converted = defaultdict(dict, {key: _unshielded(value) for key, value in loaded.items() if key not in labels})
+        converted = defaultdict(
+            dict, {key: _state.unshielded(value) for key, value in loaded.items() if key not in labels}
+        )
         for index, (param, seed) in enumerate(params):
-            source = _unshielded(loaded.get(param, {}))
+            source = _state.unshielded(loaded.get(param, {}))
             if source:
                 check_param(param, labels[param])
                 converted[param] = _state.convert(
