@@ -7,10 +7,10 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
-
 from stepwell.deepspeed import cpu_adam, fused_adam, native, step_guard, zenflow
 
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction": True}
@@ -398,7 +398,7 @@ def test_zenflow_says_why_it_could_not_step(zenflow_running):
     groups[1][1][3] = math.inf
     before = [group[0].clone() for group in groups]
     submit(control, 0, 1)
-    with pytest.raises(ValueError, match="could not step.*not finite"):
+    with pytest.raises(ValueError, match=r"could not step.*not finite"):
         zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
     assert_unchanged([group[0] for group in groups], before)
     process.join(PROCESS_TIMEOUT)
@@ -451,7 +451,7 @@ def test_zenflow_process_ends_with_a_killed_parent():
 
 def is_running(pid):
     try:
-        with open(f"/proc/{pid}/stat") as stat:
+        with Path(f"/proc/{pid}/stat").open() as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False

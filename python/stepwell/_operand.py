@@ -56,7 +56,7 @@ class Operand:
         self.label = label
         self.moved = True
         self.tensor: _core.AdamTensor | None = None
-        self.write_backs: list[partial[object]] = []
+        self.write_backs: list[partial[Any]] = []
         self._grad: torch.Tensor | None = None
         self._param_signature: tuple[Any, ...] | None = None
         self._grad_signature: tuple[Any, ...] | None = None
@@ -140,5 +140,5 @@ class Operand:
         if is_run(tensor):
             return tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        self.write_backs.append(partial[object](tensor.copy_, copy))
+        self.write_backs.append(partial(tensor.copy_, copy))
         return copy

@@ -30,9 +30,12 @@ __all__ = [
     "decode",
     "key_of",
     "new",
+    "packed",
     "part_names",
     "refreshed",
+    "shield",
     "step_of",
+    "unshielded",
 ]
 
 _LOGGER = logging.getLogger(__name__)
@@ -183,6 +186,25 @@ def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:
     return {part.name: local(state[part.name]).contiguous() for part in _MOMENTS[moments]}
 
 
+def packed(param: torch.Tensor, state: State) -> State:
+    """`state` for a state dict: 16-bit integers of a sharded parameter as bfloat16 of the same bits, in the same memory.
+
+    Neither gloo nor NCCL moves 16-bit integers, and full state dicts are gathered.
+    """
+    if not is_dtensor(param) or "trailing" not in state:
+        return state
+    return state | {"trailing": like(param, local(state["trailing"]).view(torch.bfloat16))}
+
+
+def _unpacked(param: torch.Tensor, state: State) -> State:
+    trailing = state.get("trailing")
+    if not (is_dtensor(param) and is_dtensor(trailing) and trailing.dtype == torch.bfloat16):
+        return state
+    if _placement(trailing) != _placement(param) or trailing.shape != param.shape:
+        return state
+    return state | {"trailing": like(param, local(trailing).view(torch.int16))}
+
+
 def decode(param: torch.Tensor, state: State) -> State:
     """`exp_avg` and `exp_avg_sq` of the state of `param`, whatever its codec, as float32 in the parameter's shape.
 
@@ -242,7 +264,7 @@ def convert(param: torch.Tensor, loaded: State, moments: str, *, key: int, curre
             f"the loaded state of {label} is AMSGrad's. hint: train on with torch.optim.AdamW(amsgrad=True)"
         )
     step = step_of(loaded, label)
-    loaded = {name: _to_cpu(value) for name, value in loaded.items()}
+    loaded = _unpacked(param, {name: _to_cpu(value) for name, value in loaded.items()})
     source = _MOMENTS["q8"] if "exp_avg_codes" in loaded else _float_parts(loaded)
     for part in source:
         if problem := _problem(param, part, loaded.get(part.name)):
@@ -281,3 +303,20 @@ def _float_parts(loaded: State) -> tuple[_Part, ...]:
         part._replace(dtype=value.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else part
         for part, value in values
     )
+
+
+class _Shielded:
+    """State on its way through `Optimizer.load_state_dict`, which casts every tensor to the dtype of its parameter."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def shield(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose state torch passes on as it is; a pre-hook of `load_state_dict`."""
+    return {**state_dict, "state": {key: _Shielded(value) for key, value in state_dict["state"].items()}}
+
+
+def unshielded(value: Any) -> Any:
+    """What `shield` has wrapped."""
+    return value.value if isinstance(value, _Shielded) else value

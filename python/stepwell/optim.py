@@ -50,21 +50,6 @@ class _Update(NamedTuple):
     """Of the stochastic rounding."""
 
 
-class _Shielded:
-    """State on its way through `Optimizer.load_state_dict`, which casts every tensor to the dtype of its parameter."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _shield(_: Optimizer, state_dict: StateDict) -> StateDict:
-    return {**state_dict, "state": {key: _Shielded(value) for key, value in state_dict["state"].items()}}
-
-
-def _unshielded(value: Any) -> Any:
-    return value.value if isinstance(value, _Shielded) else value
-
-
 def _nonfinite_message(updates: list[_Update], stats: _core.GradStats | None, grad_scale: float) -> str:
     """What a step with a non-finite gradient raises."""
     index = None if stats is None else stats.first_nonfinite
@@ -214,7 +199,7 @@ class Adam(Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that a non-finite gradient kept from being applied, under nonfinite="skip" or a GradScaler."""
-        return max(group["skipped_steps"] for group in self.param_groups)
+        return max(int(group["skipped_steps"]) for group in self.param_groups)
 
     # ---- the step ------------------------------------------------------------------------------------------------------
 
@@ -344,7 +329,7 @@ class Adam(Optimizer):
     def _apply(self, updates: list[_Update], grad_scale: float) -> None:
         """Applies updates that were checked: nothing is changed before nothing can fail any more."""
         batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
-        write_backs: list[partial[object]] = []
+        write_backs: list[partial[Any]] = []
         states = []
         for operand, hyper, known_state, step, key in updates:
             state = _state.new(operand.param, self._moments) if known_state is None else known_state
@@ -357,13 +342,13 @@ class Adam(Optimizer):
                 tensors.append(operand.tensor)
                 steps.append(step)
                 write_backs += operand.write_backs
-        calls: list[partial[object]] = [
-            partial[object](_core.adam_step, tensors, steps=steps, grad_scale=grad_scale, **hyper._asdict())
+        calls: list[partial[Any]] = [
+            partial(_core.adam_step, tensors, steps=steps, grad_scale=grad_scale, **hyper._asdict())
             for hyper, (tensors, steps) in batches.items()
         ]
         calls += write_backs
         if states:
-            calls.append(partial[object](torch._foreach_add_, [state["step"] for state in states], 1))
+            calls.append(partial(torch._foreach_add_, [state["step"] for state in states], 1))
         for (operand, *_), state in zip(updates, states, strict=True):
             if self.state.get(operand.param) is not state:
                 self.state[operand.param] = state
@@ -374,6 +359,19 @@ class Adam(Optimizer):
         deque(map(partial.__call__, calls), maxlen=0)
 
     # ---- state dicts ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> StateDict:
+        """The state dict, as torch's optimizers have it; its tensors are those of the optimizer.
+
+        With moments="fp32", torch.optim.AdamW and DeepSpeedCPUAdam load it; see `decoded_state_dict` for the others.
+        """
+        result = super().state_dict()
+        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        with torch.no_grad():
+            for index, state in result["state"].items():
+                if isinstance(index, int) and index < len(params):
+                    result["state"][index] = _state.packed(params[index], state)
+        return result
 
     def decoded_state_dict(self) -> StateDict:
         """The state dict with plain Adam moments, whatever `moments` is, for other optimizers and for tools.
@@ -405,7 +403,7 @@ class Adam(Optimizer):
         Raises:
             ValueError: it does not fit; nothing was changed.
         """
-        shield = self.register_load_state_dict_pre_hook(_shield)
+        shield = self.register_load_state_dict_pre_hook(_state.shield)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -437,9 +435,11 @@ class Adam(Optimizer):
         """Loaded state in this optimizer's form."""
         labels = dict(self._labelled())
         params = ((param, group["seed"]) for group in groups for param in group["params"])
-        converted = defaultdict(dict, {key: _unshielded(value) for key, value in loaded.items() if key not in labels})
+        converted = defaultdict(
+            dict, {key: _state.unshielded(value) for key, value in loaded.items() if key not in labels}
+        )
         for index, (param, seed) in enumerate(params):
-            source = _unshielded(loaded.get(param, {}))
+            source = _state.unshielded(loaded.get(param, {}))
             if source:
                 check_param(param, labels[param])
                 converted[param] = _state.convert(

@@ -7,24 +7,20 @@ from typing import Annotated
 import typer
 
 from stepwell import _core
-from stepwell.cli.bench_adam import bench_adam
-from stepwell.cli.bench_codec import bench_codec
-from stepwell.cli.demo import demo
-from stepwell.cli.doctor import doctor
-from stepwell.cli.run import Launch, run
+from stepwell.cli import bench_adam, bench_codec, demo, doctor, run
 
 __all__ = ["app"]
 
 app = typer.Typer(name="stepwell", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed and accuracy on this machine.")
 
-app.command()(doctor)
+app.command()(doctor.doctor)
 # As for `python`: what follows the script is the script's.
-app.command(context_settings={"allow_interspersed_args": False})(run)
-app.command()(demo)
+app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.command()(demo.demo)
 app.add_typer(bench)
-bench.command(name="adam")(bench_adam)
-bench.command(name="codec")(bench_codec)
+bench.command(name="adam")(bench_adam.bench_adam)
+bench.command(name="codec")(bench_codec.bench_codec)
 
 
 def _print_version(wanted: bool) -> None:
@@ -42,5 +38,5 @@ def stepwell(
     local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
 ) -> None:
     """Adam(W) over host memory for models that outgrow their GPU."""
-    if isinstance(context.obj, Launch):
+    if isinstance(context.obj, run.Launch):
         context.obj.local_rank = local_rank

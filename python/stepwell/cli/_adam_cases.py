@@ -94,7 +94,7 @@ class Memory:
         name = f"{role} {dtype}"
         if name not in self._tensors:
             generator = torch.Generator().manual_seed(seed)
-            for piece in self.zeros(name, dtype).split(1 << 20):
+            for piece in torch.split(self.zeros(name, dtype), 1 << 20):
                 piece.copy_((torch.randn(piece.numel(), generator=generator) * std).bfloat16())
         return self._tensors[name]
 
@@ -143,7 +143,8 @@ class Case:
 
 
 def _adam_step(factors: tuple[float, ...], **tensors: torch.Tensor) -> Passes:
-    adam_tensors = [_core.AdamTensor(**{name: view(tensor) for name, tensor in tensors.items()})]
+    views: dict[str, Any] = {name: view(tensor) for name, tensor in tensors.items()}
+    adam_tensors = [_core.AdamTensor(**views)]
     steps, scales = itertools.count(1), itertools.cycle(factors)
 
     def step() -> None:
@@ -179,7 +180,8 @@ def _split(memory: Memory, *, moments: Callable[[Memory], dict[str, torch.Tensor
 
     def weights() -> torch.Tensor:
         master = torch.empty(memory.numel)
-        adam_tensor = _core.AdamTensor(**{name: view(tensor) for name, tensor in tensors.items()})
+        views: dict[str, Any] = {name: view(tensor) for name, tensor in tensors.items()}
+        adam_tensor = _core.AdamTensor(**views)
         _core.read_state(adam_tensor, master=view(master))
         return master
 

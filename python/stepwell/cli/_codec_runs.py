@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CODECS", "compare", "final_loss", "train"]
 
-CODECS: tuple[Literal["bf16", "q8"], ...] = ("bf16", "q8")
+CODECS: tuple[Moments, ...] = ("bf16", "q8")
 """The codecs that are compared with fp32."""
 
 _LR, _BETAS, _EPS, _WEIGHT_DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
@@ -77,7 +77,7 @@ def compare(
         For each codec, way and step the `update_error` (relative, L2) and the `worst_error` (of the largest update); and the
         losses of the run.
     """
-    shadows: dict[str, AdamW] = {}
+    shadows: dict[Moments, AdamW] = {}
     errors: list[dict[str, Any]] = []
 
     def after(step: int, params: list[torch.nn.Parameter], optimizer: AdamW) -> None:

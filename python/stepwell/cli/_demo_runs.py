@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell.cli._quiet import quiet_deepspeed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
@@ -124,10 +126,9 @@ def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) 
     from stepwell import deepspeed as seams
 
     seams.register()
-    import deepspeed
-
-    for logger in ("DeepSpeed", "DeepSpeedAccelerator"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    with quiet_deepspeed():
+        import deepspeed
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = plan.shape.build(seed=plan.seed)
     config = {
         "train_micro_batch_size_per_gpu": plan.shape.batch_size,
@@ -147,7 +148,7 @@ def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) 
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         curve = _train(
             plan,
-            f"DeepSpeed ZeRO-2 offload on Stepwell, {moments} moments",
+            f"DeepSpeed on Stepwell, {moments}",
             lambda batch: engine(input_ids=batch, labels=batch).loss,
             engine.backward,
             engine.step,
@@ -189,9 +190,11 @@ class _single_rank:  # noqa: N801
 
 
 def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
-    """torch's fused AdamW over float32 masters in host memory, clipped alike, for a bfloat16 model; told each loss."""
-    model = plan.shape.build(seed=plan.seed).to(device=plan.device, dtype=torch.bfloat16)
+    """Torch's fused AdamW over float32 masters in host memory, clipped alike, for a bfloat16 model; told each loss."""
+    model = plan.shape.build(seed=plan.seed).to(plan.device)
     weights = list(model.parameters())
+    for weight in weights:
+        weight.data = weight.data.bfloat16()  # buffers stay in float32, as they do under DeepSpeed
     masters = [weight.detach().to(device="cpu", dtype=torch.float32, copy=True) for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
 
@@ -207,7 +210,7 @@ def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
 
     curve = _train(
         plan,
-        "torch fused AdamW, fp32 master",
+        "torch fused AdamW",
         lambda batch: model(input_ids=batch, labels=batch).loss,
         torch.Tensor.backward,
         step,

@@ -14,6 +14,7 @@ import typer
 
 from stepwell import _core
 from stepwell.cli._pairs import EQUAL_WITHIN, interleave, ratio
+from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,25 +122,28 @@ def _bind(threads: int | None) -> None:
 
 def _load_deepspeed(console: Console) -> tuple[Any | None, str | None]:
     """DeepSpeed's own native module, or why there is none. Nothing is registered in this process."""
-    try:
-        import deepspeed  # noqa: F401
-        from deepspeed.ops.op_builder import CPUAdamBuilder
-    except ImportError as error:
-        absence = f"deepspeed cannot be imported: {error}. hint: pip install 'stepwell[deepspeed]'"
-    else:
-        absence = None
-    if absence is None and (lock := _build_lock()):
-        absence = f"another build of its op holds {lock}. hint: if none is running, delete that file"
+    absence = _build_problem()
     if absence is None:
         console.print("loading DeepSpeedCPUAdam; its first build takes minutes")
         try:
-            return CPUAdamBuilder().load(verbose=False), None
-        except Exception as error:  # Compiler, linker, ninja, CUDA: whatever keeps it from being built is told.
-            absence = (
-                f"its op cannot be built: {str(error).strip().splitlines()[0]}. hint: it needs a C++ compiler and ninja"
-            )
+            with quiet_deepspeed():
+                from deepspeed.ops.op_builder import CPUAdamBuilder
+
+                return CPUAdamBuilder().load(verbose=False), None
+        except Exception as error:  # noqa: BLE001  # compiler, linker, ninja, CUDA: whatever stands in the way is told
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            absence = f"its op cannot be built: {lines[0].strip()} hint: it needs a C++ compiler and ninja"
     console.print(f"without DeepSpeedCPUAdam: {absence}", style="yellow", markup=False)
     return None, absence
+
+
+def _build_problem() -> str | None:
+    """What is known to keep DeepSpeed's op from being built, before it is tried."""
+    if find_spec("deepspeed") is None:
+        return "deepspeed is not installed. hint: pip install 'stepwell[deepspeed]'"
+    if lock := _build_lock():
+        return f"another build of its op holds {lock}. hint: if none is running, delete that file"
+    return None
 
 
 def _build_lock() -> Path | None:
@@ -157,12 +161,13 @@ def _build_lock() -> Path | None:
 
 def ceiling(streams: Sequence[Streams], numel: int) -> float:
     """Seconds that these passes take at least: the same arrays, pages, chunks and threads, with next to no arithmetic."""
-    return sum(
+    seconds: list[float] = [
         _core.stream_ceiling(
             numel=numel, read_write_bytes=list(one.read_write), read_bytes=list(one.read), write_bytes=list(one.write)
         )
         for one in streams
-    )
+    ]
+    return sum(seconds)
 
 
 def _check(case: Case, numel: int) -> dict[str, float]:
@@ -171,9 +176,9 @@ def _check(case: Case, numel: int) -> dict[str, float]:
     Raises:
         ValueError: farther than the case tolerates.
     """
-    from stepwell.cli._adam_cases import Memory
-
     import torch
+
+    from stepwell.cli._adam_cases import Memory
 
     changes: dict[str, torch.Tensor] = {}
     for contender in (case.ours, *case.peers):
@@ -254,7 +259,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
     axes = figure.subplots()
     bars = [(case, one) for case in reversed(report["cases"]) for one in reversed(case["contenders"])]
-    for position, (case, one) in enumerate(bars):
+    for position, (_, one) in enumerate(bars):
         ours = "ratio" not in one
         axes.barh(position, one["ns_per_param"], color="tab:blue" if ours else "tab:gray")
         label = "" if ours else f"  {one['ratio']['median']:.2f}x"

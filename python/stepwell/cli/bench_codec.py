@@ -60,6 +60,10 @@ def bench_codec(
                 progress.update(task, advance=1, description=name)
 
             errors, losses = compare(shape, data, seed=_SEEDS[0], steps=steps, at=at, told=told)
+            for one in errors:
+                is_close = one["update_error"] <= _UPDATE_ERROR_MAX[one["moments"]]
+                one["within"] = is_close and one["worst_error"] <= _WORST_ERROR_MAX
+            _print_errors(console, errors)  # they are there long before the losses
             runs = {"fp32": losses}
             runs |= {moments: train(shape, data, moments, seed=_SEEDS[0], steps=steps, told=told) for moments in CODECS}
             runs |= {
@@ -71,10 +75,6 @@ def bench_codec(
         raise typer.Exit(1) from error
     final = {name: final_loss(each) for name, each in runs.items()}
     seeds = [loss for name, loss in final.items() if name.startswith("fp32")]
-    for error in errors:
-        error["within"] = (
-            error["update_error"] <= _UPDATE_ERROR_MAX[error["moments"]] and error["worst_error"] <= _WORST_ERROR_MAX
-        )
     report = {
         **circumstances(),
         "steps": steps,
@@ -87,17 +87,17 @@ def bench_codec(
         "seed_spread": max(seeds) - min(seeds),
         "losses": runs,
     }
-    _print(console, report)
+    _print_losses(console, report)
     write(console, out, "bench_codec", report, lambda figure: _draw(figure, report))
 
 
-def _print(console: Console, report: dict[str, Any]) -> None:
+def _print_errors(console: Console, errors: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, title="error of the update", title_justify="left", title_style="bold")
     for column in ("moments", "how", "step", "relative L2", "allowed", "worst / largest update", "allowed", ""):
         table.add_column(column, justify="left" if column in ("moments", "how", "") else "right")
-    for error in report["errors"]:
+    for error in errors:
         table.add_row(
             error["moments"],
             error["how"],
@@ -109,6 +109,11 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             "within" if error["within"] else "[bold red]above[/bold red]",
         )
     console.print(table)
+
+
+def _print_losses(console: Console, report: dict[str, Any]) -> None:
+    from rich.table import Table
+
     final, spread = report["final_loss"], report["seed_spread"]
     table = Table(box=None, title="final loss", title_justify="left", title_style="bold")
     for column in ("run", "loss", "from fp32", "seed spread", ""):

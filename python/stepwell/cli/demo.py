@@ -89,9 +89,9 @@ def _distance(ours: Curve, reference: Curve) -> dict[str, float]:
 def _print(console: Console, report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(box=None)
-    table.add_column()
-    for column in ("first loss", "last loss", "optimizer ms/step", "whole ms/step", "state B/param"):
+    table = Table(box=None, pad_edge=False)
+    table.add_column(no_wrap=True)
+    for column in ("first loss", "last loss", "optimizer ms", "step ms", "state B/param"):
         table.add_column(column, justify="right")
     for run in report["runs"]:
         table.add_row(

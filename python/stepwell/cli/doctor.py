@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from stepwell import _core
+from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 __all__ = ["Finding", "diagnose", "doctor"]
 
@@ -24,8 +26,6 @@ Status: TypeAlias = Literal["ok", "note", "warning", "broken"]
 
 _STYLE: dict[Status, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "broken": "bold red"}
 _PACKAGES = ("stepwell", "torch", "deepspeed", "transformers", "accelerate", "matplotlib", "typer", "rich")
-# Set, these make the OpenMP runtime bind the thread that imports torch to one CPU, whatever that thread was allowed before.
-_OPENMP_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
@@ -79,14 +79,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
 
 def _print(report: dict[str, Any]) -> None:
     console = Console()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 1, 0))
-    for column in ("", "", "found", "meaning"):
-        table.add_column(column, overflow="fold")
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     for finding in report["findings"]:
-        style = _STYLE[finding["status"]]
-        meaning = finding["meaning"] + (f"\n[bold]hint:[/bold] {finding['fix']}" if finding["fix"] else "")
+        text = Text(finding["found"])
+        text.append(f"\n{finding['meaning']}", style="dim")
+        if finding["fix"]:
+            text.append("\nhint: ", style="bold").append(finding["fix"])
         table.add_row(
-            f"[{style}]{finding['status']}[/{style}]", f"[bold]{finding['topic']}[/bold]", finding["found"], meaning
+            Text(finding["status"], style=_STYLE[finding["status"]]), Text(finding["topic"], style="bold"), text
         )
     console.print(table)
     console.print(", ".join(f"{name} {version}" for name, version in report["versions"].items()), highlight=False)
@@ -143,27 +143,17 @@ def _cores(system: dict[str, Any]) -> Finding:
     counts = [(kind, list(kinds.values()).count(kind)) for kind in ("performance", "efficiency")]
     cores = " + ".join(f"{count} {kind}" for kind, count in counts if count)
     found = f"{cores} cores, {len(system['cpus'])} CPUs; the pool's threads are on {_ranges(pool)}"
-    reason = _pool_limit()
     if len(pool) >= sum(kind == "performance" for kind in kinds.values()):
         return Finding(topic="cores", status="ok", found=found, meaning="one pinned thread per physical core")
-    binding = _openmp_binding()
-    if reason:
-        fix = "unset it to use all cores" if "STEPWELL_THREADS" in reason else None
-    elif binding:
-        reason, fix = (
-            f"{binding} binds the thread that imports torch to one CPU",
-            f"unset {binding}: Stepwell pins its own threads",
-        )
-    else:
-        reason, fix = (
-            "this process is allowed no more",
-            "widen its affinity mask (taskset, numactl, the container's cpuset)",
-        )
+    asked = _pool_limit()
+    fix: str | None = "widen the affinity mask of this process (taskset, numactl, the container's cpuset)"
+    if asked is not None:
+        fix = "unset STEPWELL_THREADS to use all cores" if "STEPWELL_THREADS" in os.environ else None
     return Finding(
         topic="cores",
-        status="note" if _pool_limit() else "warning",
+        status="note" if asked else "warning",
         found=found,
-        meaning=f"a step uses {len(pool)} of {len(kinds)} cores: {reason}",
+        meaning=f"a step uses {len(pool)} of {len(kinds)} cores: {asked or 'this process is allowed no more'}",
         fix=fix,
     )
 
@@ -175,10 +165,6 @@ def _pool_limit() -> str | None:
     if "LOCAL_WORLD_SIZE" in os.environ:
         return f"{os.environ['LOCAL_WORLD_SIZE']} ranks share this host"
     return None
-
-
-def _openmp_binding() -> str | None:
-    return next((name for name in _OPENMP_BINDING if name in os.environ), None)
 
 
 def _memory(system: dict[str, Any]) -> Iterator[Finding]:
@@ -271,9 +257,11 @@ def _deepspeed() -> dict[str, Any] | None:
     try:
         from stepwell import deepspeed
 
-        deepspeed.register()
-        return {"seams": [asdict(seam) for seam in deepspeed.seam_report()], "error": None}
-    except Exception as error:  # Whatever is wrong with an installation of DeepSpeed is a finding.
+        with quiet_deepspeed():
+            deepspeed.register()
+            seams = [asdict(seam) for seam in deepspeed.seam_report()]
+        return {"seams": seams, "error": None}
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with an installation of DeepSpeed is a finding
         return {"seams": [], "error": f"{type(error).__name__}: {error}"}
 
 
@@ -296,15 +284,23 @@ def _seams(deepspeed: dict[str, Any] | None) -> Iterator[Finding]:
             fix="install a version that can: pip install 'stepwell[deepspeed]'",
         )
         return
-    for seam in deepspeed["seams"]:
-        found = "filled" if seam["filled"] else "left as it is" if seam["found"] else "not found"
-        yield Finding(
-            topic=f"DeepSpeed: {seam['name']}",
-            status="ok" if seam["found"] else "broken",
-            found=found,
-            meaning=seam["note"],
-            fix=None if seam["found"] else "install a version that has it: pip install 'stepwell[deepspeed]'",
-        )
+    seams = deepspeed["seams"]
+    filled = [seam["name"] for seam in seams if seam["filled"]]
+    yield Finding(
+        topic="DeepSpeed",
+        status="ok",
+        found=f"{len(filled)} of {len(seams)} seams filled",
+        meaning="; ".join(filled),
+    )
+    for seam in seams:
+        if not seam["filled"]:
+            yield Finding(
+                topic="DeepSpeed seam",
+                status="note" if seam["found"] else "broken",
+                found=f"{seam['name']}: {'left as it is' if seam['found'] else 'not found'}",
+                meaning=seam["note"],
+                fix=None if seam["found"] else "install a version that has it: pip install 'stepwell[deepspeed]'",
+            )
 
 
 def _ranges(cpus: list[int]) -> str:

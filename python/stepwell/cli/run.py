@@ -6,7 +6,6 @@ import builtins
 import importlib.util
 import io
 import multiprocessing.spawn
-import os
 import runpy
 import sys
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ def run(
     target: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m, a module.", show_default=False)
     ],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
 ) -> None:
     """Run a Python program whose DeepSpeed steps on Stepwell. The program itself stays as it is.
@@ -71,7 +70,8 @@ def run(
     if not module and not Path(target).is_file():
         raise typer.BadParameter(f"`{target}` is not a file. hint: a module is run by `stepwell run -m {target}`")
     if importlib.util.find_spec("deepspeed") is None:
-        raise typer.BadParameter("DeepSpeed is not installed. hint: pip install 'stepwell[deepspeed]'")
+        typer.echo("error: deepspeed is not installed. hint: pip install 'stepwell[deepspeed]'", err=True)
+        raise typer.Exit(1)
     launch: Launch = context.obj
     launch.target, launch.is_module, launch.arguments = target, module, list(arguments or ())
 
@@ -90,7 +90,7 @@ def _run_script(path: str) -> None:
     sys.modules["__main__"] = module
     with io.open_code(module.__file__) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)
+    exec(code, module.__dict__)  # noqa: S102
 
 
 def _register() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -18,6 +19,9 @@ __all__ = ["SEAMS"]
 
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
+
+# Optimizers that a universal checkpoint is loaded into: meanwhile DeepSpeed hands over fragments, not state.
+_BEING_LOADED: WeakSet[optim.Adam] = WeakSet()
 
 
 class _Partition(NamedTuple):
@@ -66,7 +70,7 @@ def _fragment_got(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
     @functools.wraps(original)
     def get_optim_state_fragment(self: Any, key: str) -> torch.Tensor:
         partition: _Partition | None = getattr(self, "stepwell_partition", None)
-        if partition is None or key not in MOMENT_NAMES:
+        if partition is None or key not in MOMENT_NAMES or partition.optimizer in _BEING_LOADED:
             return original(self, key)
         moment = partition.moment(key)
         if moment is None:
@@ -121,9 +125,15 @@ def _universal_loaded(original: Callable[..., None]) -> Callable[..., None]:
                 "nor moments beyond that precision. hint: load the checkpoint that it was made of, or train with float32 "
                 "masters (without bf16_master_weights_and_grads, fp16_master_weights_and_grads)"
             )
-        original(self, *args, **kwargs)
-        if isinstance(optimizer, optim.Adam):
-            _adopt(optimizer)
+        if not isinstance(optimizer, optim.Adam):
+            original(self, *args, **kwargs)
+            return
+        _BEING_LOADED.add(optimizer)
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            _BEING_LOADED.discard(optimizer)
+        _adopt(optimizer)
 
     return load
 

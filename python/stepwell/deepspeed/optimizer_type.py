@@ -10,7 +10,7 @@ import torch
 from stepwell import _state, optim
 from stepwell._hyper import hyper_of
 from stepwell.deepspeed.decoding import DecodingState
-from stepwell.deepspeed.seams import Attribute, Member
+from stepwell.deepspeed.seams import Attribute, Member, accelerator_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +102,7 @@ def _check_engine(engine: Any, name: str) -> None:
     own = "hint: type `AdamW` is DeepSpeed's own optimizer, which runs on Stepwell's kernels there"
     offload = engine.zero_offload_optimizer()
     device = None if offload is None else str(getattr(offload.device, "value", offload.device))
-    accelerator = _accelerator()
+    accelerator = accelerator_name()
     if engine.zenflow:
         raise ValueError(f"optimizer type `{name}` does not run under zero_optimization.zenflow. {own}")
     if engine.super_offload():
@@ -127,13 +127,6 @@ def _check_engine(engine: Any, name: str) -> None:
             f"optimizer type `{name}` has state that zero_optimization.elastic_checkpoint cannot cut. "
             "hint: universal checkpoints change the number of ranks"
         )
-
-
-def _accelerator() -> str:
-    from deepspeed.accelerator import get_accelerator
-
-    name: str = get_accelerator()._name
-    return name
 
 
 def _keywords(engine: Any, name: str) -> dict[str, Any]:

@@ -21,6 +21,9 @@ __all__ = ["VERSIONS", "register", "seam_report"]
 VERSIONS = "0.19.8"
 """The releases of DeepSpeed that have all seams, and that Stepwell is tested with."""
 
+# Missing seams that an error names: the first tells the versions apart.
+_NAMED_MAX = 4
+
 _LOGGER = logging.getLogger(__name__)
 _LOCK = threading.Lock()
 
@@ -90,8 +93,10 @@ def _fill() -> None:
     with _LOCK:
         problems = [f"{place.name}: {problem}" for place in _PLACES if (problem := place.missing())]
         if problems:
+            more = f"; and {len(problems) - _NAMED_MAX} more" if len(problems) > _NAMED_MAX else ""
             raise ImportError(
-                f"deepspeed `{_version()}` lacks what Stepwell fills, expected {VERSIONS}: {'; '.join(problems)}. "
+                f"deepspeed `{_version()}` lacks what Stepwell fills, expected {VERSIONS}: "
+                f"{'; '.join(problems[:_NAMED_MAX])}{more}. "
                 f"hint: pip install 'deepspeed=={VERSIONS}'"
             )
         for place in _PLACES:

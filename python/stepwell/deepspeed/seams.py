@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-__all__ = ["Attribute", "Member", "NativeOp", "Place", "Seam"]
+__all__ = ["Attribute", "Member", "NativeOp", "Place", "Seam", "accelerator_name"]
 
 _BUILDERS = "deepspeed.ops.op_builder.builder"
 # A second copy of the same module, where the working directory has DeepSpeed's sources.
@@ -62,6 +62,12 @@ def _import(module: str) -> ModuleType | str:
         return importlib.import_module(module)
     except ImportError as error:
         return f"`{module}` cannot be imported: {error}"
+
+
+def accelerator_name() -> str:
+    """What DeepSpeed runs models on: `cpu`, `cuda` ..."""
+    name: str = importlib.import_module("deepspeed.accelerator").get_accelerator()._name
+    return name
 
 
 @dataclass(frozen=True)
@@ -154,11 +160,17 @@ class NativeOp:
         if isinstance(module, str):
             return module
         cache = getattr(getattr(module, "OpBuilder", None), "_loaded_ops", None)
-        return None if isinstance(cache, dict) else f"`{_BUILDERS}.OpBuilder._loaded_ops` is no dict of ops"
+        if not isinstance(cache, dict):
+            return f"`{_BUILDERS}.OpBuilder._loaded_ops` is no dict of ops"
+        try:
+            accelerator_name()
+        except (ImportError, AttributeError) as error:
+            return f"the name of `deepspeed.accelerator.get_accelerator()` cannot be had: {error}"
+        return None
 
     def unused(self) -> str | None:
         """Why it is left as it is on this machine; None if it is to be filled."""
-        name = importlib.import_module("deepspeed.accelerator").get_accelerator()._name
+        name = accelerator_name()
         if self.accelerator in (None, name):
             return None
         return f"the accelerator is `{name}`, whose op is DeepSpeed's own"

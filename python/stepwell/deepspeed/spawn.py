@@ -5,6 +5,7 @@ A spawned process finds its function by name. These have names here, so importin
 
 from __future__ import annotations
 
+import importlib
 import signal
 from typing import Any
 
@@ -18,6 +19,7 @@ def _original(worker: Any) -> Any:
     from stepwell.deepspeed.register import register
 
     register()
+    importlib.import_module("deepspeed")
     return worker.stepwell_original
 
 

@@ -1,0 +1,84 @@
+"""Two gloo ranks that run functions for the tests of sharded parameters; started once, since importing torch takes seconds."""
+
+import faulthandler
+import queue
+import traceback
+from datetime import timedelta
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# For a function on all ranks. A collective that a rank does not join fails earlier, by itself.
+RANK_SECONDS_MAX = 40
+COLLECTIVE_SECONDS_MAX = 30
+
+
+def _serve(rank, world_size, store, tasks, results):
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS_MAX),
+    )
+    while (task := tasks.get()) is not None:
+        function, arguments = task
+        faulthandler.dump_traceback_later(RANK_SECONDS_MAX * 0.9)
+        try:
+            results.put((rank, None, function(*arguments)))
+        except Exception:  # noqa: BLE001 - told to the test
+            results.put((rank, traceback.format_exc(), None))
+        faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Processes that are the ranks of one process group, started anew after one has hung."""
+
+    def __init__(self, world_size, folder):
+        self.world_size, self.folder = world_size, folder
+        self.processes = []
+        self.starts = 0
+
+    def start(self):
+        context = mp.get_context("spawn")
+        self.results = context.Queue()
+        self.tasks = [context.Queue() for _ in range(self.world_size)]
+        self.starts += 1
+        store = self.folder / f"store{self.starts}"
+        self.processes = [
+            context.Process(target=_serve, args=(rank, self.world_size, store, tasks, self.results), daemon=True)
+            for rank, tasks in enumerate(self.tasks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function, *arguments):
+        """What `function` returns on each rank; raises what it raised on any."""
+        if not self.processes:
+            self.start()
+        for tasks in self.tasks:
+            tasks.put((function, arguments))
+        returned = {}
+        failures = []
+        for _ in self.processes:
+            try:
+                rank, failure, value = self.results.get(timeout=RANK_SECONDS_MAX)
+            except queue.Empty:
+                self.stop()
+                raise AssertionError(f"a rank hangs or has died; others said: {failures or 'nothing'}") from None
+            returned[rank] = value
+            if failure:
+                failures.append(f"rank {rank}: {failure}")
+        assert not failures, "\n".join(failures)
+        return [returned[rank] for rank in range(len(self.processes))]
+
+    def stop(self):
+        for tasks in self.tasks if self.processes else []:
+            tasks.put(None)
+        for process in self.processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self.processes = []

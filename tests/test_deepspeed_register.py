@@ -1,0 +1,199 @@
+"""`register`: when it is called, what it fills, which DeepSpeed it refuses; the seams that `stepwell doctor` shows."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import deepspeed_programs
+import pytest
+import stepwell.deepspeed
+import torch
+from stepwell.deepspeed import after_import
+
+PROGRAM_TIMEOUT = 120
+slow = pytest.mark.slow
+pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 60)
+
+
+@slow
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_register_before_and_after_the_import(tmp_path, when):
+    result = deepspeed_programs.run("register", tmp_path, timeout=PROGRAM_TIMEOUT, when=when)
+    assert result["wrapped once"]
+    assert result["ops"] == ["stepwell.deepspeed.cpu_adam"] * 2 + ["stepwell.deepspeed.fused_adam"]
+    assert result["targets"] == ["stepwell.deepspeed.spawn"] * 2
+    assert result["loader"] == "SourceFileLoader"
+    assert all(seam.found and seam.filled for seam in result["report"])
+    json.dumps([dataclasses.asdict(seam) for seam in result["report"]])
+    if when == "before":
+        assert not result["imported"]
+    else:
+        assert all(seam.found and not seam.filled for seam in result["unfilled"])
+        assert [seam.name for seam in result["unfilled"]] == [seam.name for seam in result["report"]]
+    assert not result["fused_adam on cuda"]
+    (unused,) = (seam for seam in result["report on cuda"] if not seam.filled)
+    assert unused.found
+    assert "the accelerator is `cuda`" in unused.note
+
+
+@slow
+def test_deepspeed_alone_would_compile(tmp_path):
+    result = deepspeed_programs.run("unregistered", tmp_path, timeout=PROGRAM_TIMEOUT)
+    assert "cpu_adam" in result["error"]
+
+
+@slow
+def test_a_changed_seam_is_named_and_nothing_is_filled(tmp_path):
+    result = deepspeed_programs.run("changed_seam", tmp_path, timeout=PROGRAM_TIMEOUT)
+    assert "step_subgroup` takes `self, closure, subgroup_id`, expected self, subgroup_id, closure" in result["error"]
+    assert "_configure_basic_optimizer` does not exist" in result["error"]
+    assert f"expected {stepwell.deepspeed.VERSIONS}" in result["error"]
+    assert "hint: " in result["error"]
+    assert result["ops"] == []
+    assert len([seam for seam in result["report"] if not seam.found]) == 2
+    assert not any(seam.filled for seam in result["report"])
+
+
+OLD_DEEPSPEED = {
+    "deepspeed/__init__.py": "__version__ = '0.1.0'",
+    "deepspeed/accelerator.py": "class get_accelerator:\n    _name = 'cpu'",
+    "deepspeed/ops/__init__.py": "",
+    "deepspeed/ops/op_builder/__init__.py": "",
+    "deepspeed/ops/op_builder/builder.py": "class OpBuilder:\n    _loaded_ops = {}",
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_old_deepspeed_is_refused(tmp_path, when):
+    for name, source in OLD_DEEPSPEED.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(source)
+    calls = ["stepwell.deepspeed.register()", "import deepspeed"]
+    program = f"""
+import stepwell.deepspeed
+for attempt in range(2):
+    try:
+        {"; ".join(calls if when == "before" else reversed(calls))}
+    except ImportError as error:
+        print(error)
+print(stepwell.deepspeed.seam_report())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    first, second, report = done.stdout.strip().split("\n")
+    assert first == second
+    assert first.startswith("deepspeed `0.1.0` lacks what Stepwell fills, expected")
+    assert "step of DeepSpeedCPUAdam: `deepspeed.ops.adam.cpu_adam` cannot be imported" in first
+    assert "hint: pip install" in first
+    # The one seam that it has is found, and left alone.
+    assert report.count("found=True, filled=False") >= 1
+    assert "filled=True" not in report
+
+
+def test_without_deepspeed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ImportError, match=r"deepspeed is not installed.* hint: pip install"):
+        stepwell.deepspeed.register()
+    report = stepwell.deepspeed.seam_report()
+    assert report
+    assert not any(seam.found or seam.filled for seam in report)
+    assert all("deepspeed is not installed" in seam.note for seam in report)
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="`nonfinite` is `skip`"):
+        stepwell.deepspeed.register(nonfinite="skip")
+
+
+def test_importing_the_package_imports_no_deepspeed():
+    program = "import stepwell.deepspeed, sys; stepwell.deepspeed.register(); assert 'deepspeed' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+
+
+@slow
+def test_deepspeed_cpu_adam_steps_as_a_whole(tmp_path):
+    result = deepspeed_programs.run("optimizer", tmp_path, timeout=PROGRAM_TIMEOUT)
+    assert "a gradient is not finite" in result["nan"]
+    assert "is not contiguous" in result["strides"]
+    assert "`exp_avg` has `99` elements" in result["shape"]
+    first, *others = result["values"]
+    for values in others:
+        for value, kept in zip(values, first, strict=True):
+            assert torch.equal(value, kept)
+    assert result["steps"] == [[1, 1, 1]] * 4 + [[2, 2, 2]]
+    assert result["loss"] == 42.0
+    assert result["propagated"]
+
+
+def test_after_import(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text("import imported_later.inner")
+    (tmp_path / "imported_later").mkdir()
+    (tmp_path / "imported_later" / "__init__.py").write_text("value = 1\nfrom imported_later import inner")
+    (tmp_path / "imported_later" / "inner.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    calls = []
+
+    def then():
+        calls.append(sys.modules["imported_later"].value)
+        if len(calls) == 1:
+            raise ImportError("not yet")
+
+    after_import.after_import("imported_later", then)
+    after_import.after_import("imported_later", then)
+    assert importlib.util.find_spec("imported_later") is not None
+    assert calls == []
+    with pytest.raises(ImportError, match="not yet"):
+        import imported_later
+    import imported_later
+
+    assert calls == [1, 1]
+    assert imported_later.__spec__.loader is imported_later.__loader__
+    assert "value" in imported_later.__loader__.get_source("imported_later")
+    import imported_later
+
+    assert calls == [1, 1]
+    for name in ("imported_later", "imported_later.inner"):
+        monkeypatch.delitem(sys.modules, name)
+
+
+# ---- against DeepSpeed's own op ----------------------------------------------------------------------------------------
+
+BUILD_TIMEOUT = 900
+# As in test_deepspeed_training: the same steps, rounded elsewhere.
+ROUNDING_RTOL = 2e-5
+# Moments and weights of 8 bits, each of which a rounding elsewhere can tip over.
+BF16_RTOL = 0.05
+
+
+def built_ops():
+    from torch.utils.cpp_extension import _get_build_directory
+
+    return Path(_get_build_directory("cpu_adam", verbose=False))
+
+
+@slow
+@pytest.mark.compiler
+@pytest.mark.timeout(BUILD_TIMEOUT + 60)
+def test_curves_of_deepspeeds_own_op(tmp_path):
+    folder = built_ops()
+    if not (folder / "cpu_adam.so").exists() and not os.environ.get("STEPWELL_TEST_COMPILE"):
+        pytest.skip(f"DeepSpeed's own cpu_adam is not built ({folder}); STEPWELL_TEST_COMPILE=1 builds it, in minutes")
+    # ninja is a Python package as well.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {"PATH": path, "TORCH_EXTENSIONS_DIR": str(folder.parent)}
+    try:
+        result = deepspeed_programs.run("native", tmp_path, timeout=BUILD_TIMEOUT, environment=environment)
+    finally:
+        # A build that was killed leaves it, and the next build would wait for it forever.
+        (folder / "lock").unlink(missing_ok=True)
+    for name, theirs in result["native"].items():
+        ours = torch.tensor(result["stepwell"][name]["losses"])
+        rtol = BF16_RTOL if name.startswith("bf16") else ROUNDING_RTOL
+        torch.testing.assert_close(ours, torch.tensor(theirs["losses"]), rtol=rtol, atol=0)

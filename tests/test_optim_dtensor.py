@@ -1,0 +1,394 @@
+"""Sharded parameters: FSDP2 with CPU offload and plain DTensors over two gloo ranks, and their checkpoints."""
+
+import copy
+
+import pytest
+import stepwell
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from optim_cases import CODECS, assert_same, bits, parameter
+from optim_ranks import Ranks
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.stop()
+
+
+# ---- what runs on the ranks --------------------------------------------------------------------------------------------------
+
+
+class Net(torch.nn.Module):
+    """Uneven shards (5 rows, 3 rows) and an empty one (1 row) on the second rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 5)
+        self.second = torch.nn.Linear(5, 3)
+        self.last = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+
+def make_net(dtype, shard):
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    if shard:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(net, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return net
+
+
+def train(net, optimizer, steps, first=0):
+    dtype = next(net.parameters()).dtype
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        net(torch.linspace(-1, 1, 24, dtype=dtype).view(4, 6) + 0.1 * step).square().sum().backward()
+        optimizer.step()
+
+
+def local_snapshot(optimizer):
+    """All bits that this rank holds."""
+    result = {}
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            for name, value in {"param": param.detach(), **optimizer.state[param]}.items():
+                result[index, name] = bits(value.to_local() if isinstance(value, DTensor) else value)
+    return result
+
+
+def full(tensor):
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def trains_as_unsharded(dtype, moments):
+    sharded, whole = make_net(dtype, shard=True), make_net(dtype, shard=False)
+    optimizers = [stepwell.AdamW(net.parameters(), lr=1e-2, moments=moments) for net in (sharded, whole)]
+    for _ in range(5):
+        # Not by a backward pass: it may round otherwise where tensors lie otherwise.
+        for mine, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
+            expected.grad = torch.randn(expected.shape).to(dtype)
+            mine.grad = distribute_tensor(expected.grad, mine.device_mesh, mine.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
+        state, reference = optimizers[0].state[mine], optimizers[1].state[expected]
+        assert state.keys() == reference.keys()
+        assert state["step"] == 5
+        if moments == "fp32":
+            assert torch.equal(bits(full(mine)), bits(full(expected)))
+            for name in sorted(state.keys() - {"step", "fingerprints"}):
+                if name == "trailing":
+                    # Neither gloo nor NCCL gathers 16-bit integers.
+                    offset = 0 if dist.get_rank() == 0 else -(-mine.shape[0] // 2)
+                    piece = state[name].to_local()
+                    assert torch.equal(piece, reference[name][offset : offset + len(piece)])
+                    continue
+                assert isinstance(state[name], DTensor)
+                assert state[name].placements == mine.placements
+                assert state[name].shape == mine.shape
+                assert state[name].to_local().shape == mine.to_local().shape
+                assert torch.equal(bits(full(state[name])), bits(full(reference[name])))
+        else:
+            # The noise of a piece is its own: near, not equal.
+            torch.testing.assert_close(full(mine), full(expected), rtol=0.05, atol=0.01)
+
+
+def row_layout(moments):
+    net = make_net(torch.bfloat16, shard=True)
+    optimizer = stepwell.AdamW(net.parameters(), moments=moments)
+    train(net, optimizer, 1)
+    state = optimizer.state[net.first.weight]
+    return {name: (tuple(value.shape), str(value.dtype)) for name, value in state.items() if name != "step"}
+
+
+def checkpoint_resumes(folder, dtype, moments):
+    net = make_net(dtype, shard=True)
+    optimizer = stepwell.AdamW(net.parameters(), lr=1e-2, moments=moments, seed=5)
+    train(net, optimizer, 3)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+    resumed_net = make_net(dtype, shard=True)
+    for param in resumed_net.parameters():
+        torch.nn.init.ones_(param)
+    resumed = stepwell.AdamW(resumed_net.parameters(), lr=1e-2, moments=moments)
+    # Makes state by a step at lr 0 with zero gradients, which must not count.
+    model_state, optimizer_state = get_state_dict(resumed_net, resumed)
+    assert all(state["step"] == 0 for state in resumed.state.values())
+    assert len(resumed.state) == 6
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert_same(local_snapshot(optimizer), local_snapshot(resumed))
+    assert resumed.param_groups[0]["seed"] == 5
+    assert resumed.param_groups[0]["lr"] == 1e-2
+    for one_net, one in ((net, optimizer), (resumed_net, resumed)):
+        train(one_net, one, 2, first=3)
+    assert_same(local_snapshot(optimizer), local_snapshot(resumed))
+
+
+def checkpoint_of_another_cut_is_refused(folder, moments):
+    net = make_net(torch.bfloat16, shard=True)
+    optimizer = stepwell.AdamW(net.parameters(), moments=moments)
+    train(net, optimizer, 1)
+    dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder)
+    dist.barrier()
+    # As if resumed on one rank: the whole parameters in one process.
+    whole = make_net(torch.bfloat16, shard=False)
+    resumed = stepwell.AdamW(whole.parameters(), moments=moments)
+    packed = get_optimizer_state_dict(whole, resumed)
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        dcp.load({"optimizer": packed}, checkpoint_id=folder, no_dist=True)
+
+
+def full_state_dict_round_trip(moments):
+    net = make_net(torch.bfloat16, shard=True)
+    optimizer = stepwell.AdamW(net.parameters(), moments=moments)
+    train(net, optimizer, 2)
+    packed = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+    packed = [packed if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(packed)
+    other_net = make_net(torch.bfloat16, shard=True)
+    other = stepwell.AdamW(other_net.parameters(), moments=moments)
+    set_optimizer_state_dict(other_net, other, packed[0], options=StateDictOptions(full_state_dict=True))
+    mine, theirs = local_snapshot(optimizer), local_snapshot(other)
+    state_keys = {key for key in mine if key[1] != "param"}
+    assert_same({key: mine[key] for key in state_keys}, {key: theirs[key] for key in state_keys})
+
+
+def torch_state_is_converted(moments):
+    net = make_net(torch.float32, shard=True)
+    reference = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    train(net, reference, 3)
+    optimizer = stepwell.AdamW(net.parameters(), moments=moments)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    decoded = optimizer.decoded_state_dict()["state"]
+    for index, param in enumerate(net.parameters()):
+        moment, expected = decoded[index]["exp_avg"], reference.state[param]["exp_avg"]
+        assert isinstance(moment, DTensor)
+        assert moment.placements == param.placements
+        torch.testing.assert_close(full(moment), full(expected), rtol=0.1, atol=1e-4 if moments != "fp32" else 0.0)
+        assert optimizer.state[param]["step"] == 3
+    train(net, optimizer, 1)
+
+
+def unsharded_state_is_refused():
+    net, whole = make_net(torch.float32, shard=True), make_net(torch.float32, shard=False)
+    reference = torch.optim.AdamW(whole.parameters())
+    train(whole, reference, 1)
+    optimizer = stepwell.AdamW(net.parameters())
+    with pytest.raises(ValueError, match=r"plain tensor, expected a DTensor(.|\n)*hint"):
+        optimizer.load_state_dict(reference.state_dict())
+    assert not optimizer.state
+
+
+def nonfinite_on_one_rank(nonfinite):
+    net = make_net(torch.bfloat16, shard=True)
+    optimizer = stepwell.AdamW(net.parameters(), nonfinite=nonfinite)
+    train(net, optimizer, 1)
+    if dist.get_rank() == 1:
+        net.first.weight.grad.to_local()[0, 0] = torch.inf
+    before = local_snapshot(optimizer)
+    message = None
+    try:
+        optimizer.step()
+    except ValueError as error:
+        message = str(error)
+    assert_same(before, local_snapshot(optimizer))
+    return message, optimizer.skipped_steps
+
+
+def error_on_one_rank():
+    net = make_net(torch.float32, shard=True)
+    optimizer = stepwell.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    if dist.get_rank() == 0:
+        optimizer.param_groups[0]["lr"] = -1.0
+    before = local_snapshot(optimizer)
+    with pytest.raises(ValueError, match="lr") if dist.get_rank() == 0 else pytest.raises(ValueError, match="another"):
+        optimizer.step()
+    assert_same(before, local_snapshot(optimizer))
+
+
+def warm_up_from_lr_0_counts_on_all_ranks_or_none():
+    # All of the gradient is on the first rank; the second sees zeros only.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    optimizer = stepwell.AdamW([param], lr=0.0)
+    grad = torch.zeros(4, 2)
+    param.grad = distribute_tensor(grad, mesh, [Shard(0)])
+    optimizer.step()
+    made = optimizer.state[param]["step"].item()
+    optimizer.state.clear()
+    grad[0, 0] = 1.0
+    param.grad = distribute_tensor(grad, mesh, [Shard(0)])
+    optimizer.step()
+    return made, optimizer.state[param]["step"].item()
+
+
+def placements(placement, moments):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    values, grad = torch.arange(24.0).view(6, 4) / 7, torch.linspace(-1, 1, 24).view(6, 4)
+    param = torch.nn.Parameter(distribute_tensor(values.clone(), mesh, [placement]))
+    param.grad = distribute_tensor(grad, mesh, [placement])
+    optimizer = stepwell.AdamW([param], moments=moments)
+    optimizer.step()
+    whole = torch.nn.Parameter(values.clone())
+    whole.grad = grad
+    reference = stepwell.AdamW([whole], moments=moments)
+    reference.step()
+    # The first update is lr * sign(grad), whatever the codec.
+    torch.testing.assert_close(full(param), whole.detach())
+    state = optimizer.state[param]
+    if moments == "q8":
+        return tuple(state["exp_avg_codes"].shape), bits(state["exp_avg_codes"].to_local()).tolist()
+    return tuple(state["exp_avg"].shape), None
+
+
+def partial_gradient_is_summed():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    param = torch.nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
+    from torch.distributed.tensor import Partial
+
+    # As tensor parallelism leaves it: the sum over the ranks is 1, each rank alone has another sign.
+    mine = torch.full((3,), 2.0 if dist.get_rank() == 0 else -1.0)
+    param.grad = DTensor.from_local(mine, mesh, [Partial("sum")], run_check=False)
+    stepwell.AdamW([param], lr=0.1).step()
+    torch.testing.assert_close(full(param), torch.full((3,), -0.1))
+
+
+def version_of_the_shard_is_bumped():
+    net = make_net(torch.float32, shard=True)
+    optimizer = stepwell.AdamW(net.parameters())
+    train(net, optimizer, 1)
+    param = net.first.weight
+    versions = param._version, param.to_local()._version
+    optimizer.step()
+    assert param._version > versions[0]
+    assert param.to_local()._version > versions[1]
+
+
+# ---- the tests ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("moments", CODECS)
+def test_fsdp2_trains_as_unsharded(ranks, dtype, moments):
+    ranks.run(trains_as_unsharded, dtype, moments)
+
+
+def test_pieces_have_rows_of_their_own(ranks):
+    first, second = ranks.run(row_layout, "q8")
+    # 5 x 6 over two ranks: 18 elements and 12. The parameter's dimensions count pieces.
+    assert (
+        first
+        == second
+        == {
+            "exp_avg_codes": ((2, 1, 64), "torch.uint8"),
+            "exp_avg_scales": ((2, 1, 2), "torch.bfloat16"),
+            "exp_avg_sq_codes": ((2, 1, 64), "torch.uint8"),
+            "exp_avg_sq_scales": ((2, 1, 2), "torch.bfloat16"),
+            "trailing": ((5, 6), "torch.int16"),
+            "fingerprints": ((2, 1, 1), "torch.int32"),
+        }
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("moments", CODECS)
+def test_distributed_checkpoint_resumes_exactly(ranks, tmp_path, dtype, moments):
+    ranks.run(checkpoint_resumes, tmp_path, dtype, moments)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+def test_checkpoint_of_another_world_size_is_refused(ranks, tmp_path, moments):
+    # With fp32 moments it is the fingerprints of the bf16 parameters that do not fit.
+    ranks.run(checkpoint_of_another_cut_is_refused, tmp_path, moments)
+
+
+@pytest.mark.parametrize("moments", CODECS)
+def test_full_state_dict(ranks, moments):
+    ranks.run(full_state_dict_round_trip, moments)
+
+
+@pytest.mark.parametrize("moments", CODECS)
+def test_state_of_torchs_adamw_is_converted(ranks, moments):
+    ranks.run(torch_state_is_converted, moments)
+
+
+def test_unsharded_state_is_refused(ranks):
+    ranks.run(unsharded_state_is_refused)
+
+
+def test_nonfinite_gradient_on_one_rank_stops_all(ranks):
+    (first, _), (second, _) = ranks.run(nonfinite_on_one_rank, "raise")
+    assert "another rank" in first
+    assert "index 0" in second
+
+
+def test_nonfinite_gradient_on_one_rank_is_skipped_by_all(ranks):
+    assert ranks.run(nonfinite_on_one_rank, "skip") == [(None, 1), (None, 1)]
+
+
+def test_error_on_one_rank_stops_all(ranks):
+    ranks.run(error_on_one_rank)
+
+
+def test_warm_up_from_lr_0_counts_on_all_ranks_or_none(ranks):
+    assert ranks.run(warm_up_from_lr_0_counts_on_all_ranks_or_none) == [(0.0, 1.0), (0.0, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("placement", "shape"),
+    [(Shard(0), (2, 1, 64)), (Shard(1), (1, 2, 64)), (Replicate(), (1, 1, 64))],
+    ids=["rows", "columns", "replicated"],
+)
+def test_placements(ranks, placement, shape):
+    assert ranks.run(placements, placement, "fp32") == [((6, 4), None)] * 2
+    (first_shape, first), (second_shape, second) = ranks.run(placements, placement, "q8")
+    assert first_shape == second_shape == shape
+    # Copies of a piece draw the same noise.
+    assert (first == second) == isinstance(placement, Replicate)
+
+
+def test_partial_gradients_are_summed(ranks):
+    ranks.run(partial_gradient_is_summed)
+
+
+def test_autograd_sees_the_step(ranks):
+    ranks.run(version_of_the_shard_is_bumped)
+
+
+def test_dtensor_state_for_a_plain_parameter_is_refused():
+    class Store(dist.HashStore):
+        pass
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=Store())
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        sharded.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        optimizer = stepwell.AdamW([sharded])
+        optimizer.step()
+        other = stepwell.AdamW([parameter(4)])
+        with pytest.raises(ValueError, match="is a DTensor, expected a plain tensor"):
+            other.load_state_dict(optimizer.state_dict())
+    finally:
+        dist.destroy_process_group()
