@@ -1,0 +1,137 @@
+//! One thread's time per kernel: in cache, where instructions count, and from DRAM, where bytes do.
+//!
+//! `cargo bench` measures; `cargo test --benches` runs each once. Against peers and on all cores: `stepwell bench adam`.
+
+use std::hint::black_box;
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use stepwell::{
+    adam::{Hyper, Step, kernel::update},
+    cursor::Cursor,
+    element::Bf16,
+    isa::Isa,
+    norm,
+    state::{
+        Moments,
+        dither::Dither,
+        master::Plain,
+        moments::{Nearest, Stochastic},
+        q8::{Coded, GROUP, Q8},
+        split::{Fingerprint, Split},
+    },
+};
+
+/// Elements that stay in a core's own cache, and elements that do not fit into any.
+const SIZES: [(&str, usize); 2] = [("cache", 1 << 14), ("dram", 1 << 23)];
+
+struct Arrays {
+    grad: Vec<f32>,
+    grad16: Vec<Bf16>,
+    param: Vec<f32>,
+    high: Vec<Bf16>,
+    low: Vec<i16>,
+    first: Vec<f32>,
+    second: Vec<f32>,
+    first16: Vec<Bf16>,
+    second16: Vec<Bf16>,
+    codes: [Vec<u32>; 2],
+    scales: [Vec<Bf16>; 2],
+}
+
+impl Arrays {
+    fn new(len: usize) -> Self {
+        // Gradients of some 1e-2 in magnitude: bf16 bits around its exponent.
+        let grad16: Vec<Bf16> = (0..len).map(|i| Bf16(0x3c00 + (i * 7919 % 256) as u16)).collect();
+        Self {
+            grad: grad16.iter().map(|grad| grad.to_f32()).collect(),
+            grad16,
+            param: vec![0.5; len],
+            high: vec![Bf16(0x3f00); len],
+            low: vec![0; len],
+            first: vec![0.0; len],
+            second: vec![0.0; len],
+            first16: vec![Bf16(0); len],
+            second16: vec![Bf16(0); len],
+            codes: std::array::from_fn(|_| vec![0; len / 4]),
+            scales: std::array::from_fn(|_| vec![Bf16(0); len / GROUP]),
+        }
+    }
+}
+
+fn step() -> Step {
+    Step::new(&Hyper { lr: 1e-4, weight_decay: 0.01, grad_scale: 0.5, ..Hyper::default() }, 10)
+}
+
+fn fused<const Q: usize, M: Moments<Q>>(isa: Isa, grad: &[Bf16], high: &mut [Bf16], low: &mut [i16], moments: M) {
+    let master = Split::new(Cursor::in_place(high), Cursor::in_place(low), false);
+    update(isa, &step(), grad, master, moments, Dither::new(1, 10, 0));
+}
+
+fn adam(criterion: &mut Criterion) {
+    for (place, len) in SIZES {
+        let mut arrays = Arrays::new(len);
+        for isa in Isa::available().filter(|isa| *isa != Isa::Scalar) {
+            let mut group = criterion.benchmark_group(format!("adam/{place}/{}", isa.name()));
+            group.sample_size(20);
+            let id = |name| BenchmarkId::from_parameter(name);
+            let bytes = |per_element: usize| Throughput::Bytes((len * per_element) as u64);
+
+            group.throughput(bytes(28));
+            group.bench_function(id("fp32"), |bencher| {
+                let Arrays { grad, param, first, second, .. } = &mut arrays;
+                bencher.iter(|| {
+                    let moments = Nearest::new(Cursor::in_place(first), Cursor::in_place(second));
+                    update(isa, &step(), grad, Plain(Cursor::in_place(param)), moments, Dither::new(1, 10, 0));
+                });
+            });
+            group.throughput(bytes(26));
+            group.bench_function(id("split, fp32 moments"), |bencher| {
+                let Arrays { grad16, high, low, first, second, .. } = &mut arrays;
+                bencher.iter(|| {
+                    fused(isa, grad16, high, low, Nearest::new(Cursor::in_place(first), Cursor::in_place(second)));
+                });
+            });
+            group.throughput(bytes(18));
+            group.bench_function(id("split, bf16 moments"), |bencher| {
+                let Arrays { grad16, high, low, first16, second16, .. } = &mut arrays;
+                bencher.iter(|| {
+                    let moments = Stochastic::new(Cursor::in_place(first16), Cursor::in_place(second16));
+                    fused(isa, grad16, high, low, moments);
+                });
+            });
+            group.throughput(bytes(14));
+            group.bench_function(id("split, q8 moments"), |bencher| {
+                let Arrays { grad16, high, low, codes, scales, .. } = &mut arrays;
+                let ([codes, codes_sq], [scales, scales_sq]) = (codes, scales);
+                bencher.iter(|| {
+                    let exp_avg = Coded { codes: Cursor::in_place(codes), scales: Cursor::in_place(scales) };
+                    let exp_avg_sq = Coded { codes: Cursor::in_place(codes_sq), scales: Cursor::in_place(scales_sq) };
+                    fused(isa, grad16, high, low, Q8 { exp_avg, exp_avg_sq });
+                });
+            });
+            group.finish();
+        }
+    }
+}
+
+fn reads(criterion: &mut Criterion) {
+    for (place, len) in SIZES {
+        let Arrays { grad, high, .. } = Arrays::new(len);
+        let mut sums = vec![0.0; len.div_ceil(norm::NORM_BLOCK)];
+        for isa in Isa::available().filter(|isa| *isa != Isa::Scalar) {
+            let mut group = criterion.benchmark_group(format!("read/{place}/{}", isa.name()));
+            group.sample_size(20);
+            group.throughput(Throughput::Bytes((len * 4) as u64));
+            group.bench_function("finite check", |bencher| bencher.iter(|| norm::magnitude(isa, black_box(&grad))));
+            group.bench_function("finite check and norm", |bencher| {
+                bencher.iter(|| norm::magnitude_and_norm(isa, black_box(&grad), &mut sums));
+            });
+            group.throughput(Throughput::Bytes((len * 2) as u64));
+            group.bench_function("fingerprint", |bencher| bencher.iter(|| isa.run(Fingerprint(black_box(&high)))));
+            group.finish();
+        }
+    }
+}
+
+criterion_group!(benches, adam, reads);
+criterion_main!(benches);
