@@ -74,6 +74,7 @@ _PLACES: tuple[Place, ...] = (
         "deepspeed.runtime.zenflow.zenflow_utils",
         "zenflow_optimizer_process",
         lambda _: spawn.zenflow_worker,
+        ("groups", "ctrl", "ready", "zf_affinity", "adamw_mode"),
     ),
     Attribute(
         "process of SuperOffload",
