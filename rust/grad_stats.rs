@@ -29,7 +29,7 @@ pub struct GradStats {
 /// The memory of all views is alive, and nobody writes to it during the call.
 ///
 /// # Errors
-/// [`Error::Value`] for a dtype that gradients do not have.
+/// [`crate::Error::Value`] for a dtype that gradients do not have.
 pub unsafe fn grad_stats(pool: &Pool, isa: Isa, grads: &[View], with_norm: bool) -> Result<GradStats> {
     for grad in grads {
         grad.expect("grad", &[Dtype::Float32, Dtype::BFloat16, Dtype::Float16], grad.numel())?;

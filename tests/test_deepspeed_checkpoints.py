@@ -1,6 +1,8 @@
 """Checkpoints of DeepSpeed engines on Stepwell: resumed to the bit, and read by DeepSpeed's own tools."""
 
-import deepspeed_programs
+import deepspeed_checkpoint_programs
+import deepspeed_engines
+import deepspeed_run
 import pytest
 import torch
 from stepwell import _state
@@ -9,14 +11,14 @@ from stepwell.deepspeed.decoding import DecodingState
 PROGRAM_TIMEOUT = 280
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PROGRAM_TIMEOUT + 60)]
 
-NAMES = tuple(deepspeed_programs.CHECKPOINTS)
+NAMES = tuple(deepspeed_checkpoint_programs.CHECKPOINTS)
 OURS = tuple(name for name in NAMES if not name.startswith("AdamW"))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    return deepspeed_programs.run("checkpoints", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved"))
+    return deepspeed_run.run("checkpoints", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved"))
 
 
 def assert_same_partitions(ours, theirs):
@@ -67,13 +69,15 @@ def test_safe_get_full(runs, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_safe_get_full_grad(runs, name):
     run = runs[name]
-    model = deepspeed_programs.perceptron()
+    model = deepspeed_engines.perceptron()
     model.load_state_dict(run["zero_to_fp32"])
     model = model.to(
-        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(deepspeed_programs.CHECKPOINTS[name].get("dtype"))
+        {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+            deepspeed_checkpoint_programs.CHECKPOINTS[name].get("dtype")
+        )
     )
-    batch = next(deepspeed_programs.vectors(1, first=deepspeed_programs.STEPS))
-    deepspeed_programs.squared(model, batch).backward()
+    batch = next(deepspeed_engines.vectors(1, first=deepspeed_engines.STEPS))
+    deepspeed_engines.squared(model, batch).backward()
     grad = run["grad"]
     scale = 2.0**8 if "fp16" in name else 1.0
     # float16 gradients of a scaled loss are rounded at another place.
@@ -98,12 +102,12 @@ def test_zero_to_fp32(runs, name):
     assert torch.equal(found.float(), expected[: len(found)])
 
 
-@pytest.mark.parametrize("name", deepspeed_programs.UNIVERSAL)
+@pytest.mark.parametrize("name", deepspeed_checkpoint_programs.UNIVERSAL)
 def test_universal_checkpoints(runs, name):
     run = runs[name]
     for (flat, state), (loaded, loaded_state) in zip(run["partitions"], run["universal partitions"], strict=True):
         assert torch.equal(flat, loaded)
-        assert int(loaded_state["step"]) == int(state["step"]) == deepspeed_programs.STEPS
+        assert int(loaded_state["step"]) == int(state["step"]) == deepspeed_engines.STEPS
         if name.startswith("q8"):
             # Decoded and coded again: as far off as one more rounding.
             for key in ("exp_avg", "exp_avg_sq"):
@@ -120,7 +124,7 @@ def test_universal_checkpoints(runs, name):
         assert_same_partitions(run["universal partitions after"], run["partitions after"])
 
 
-@pytest.mark.parametrize("name", deepspeed_programs.NOT_UNIVERSAL)
+@pytest.mark.parametrize("name", deepspeed_checkpoint_programs.NOT_UNIVERSAL)
 def test_universal_checkpoints_without_fp32_masters_are_refused(runs, name):
     assert "holds neither the float32 master" in runs[name]["refused"]
     assert "hint: " in runs[name]["refused"]

@@ -5,13 +5,14 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from stepwell.deepspeed import cpu_adam, fused_adam, native, step_guard, zenflow
+from stepwell.deepspeed import cpu_adam, fused_adam, native, spawn, step_guard, zenflow
 
 HYPER = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "bias_correction": True}
 OPTIMIZER = 77
@@ -344,7 +345,8 @@ def zenflow_process(groups, control, ready, propagates=False):
     zenflow.zenflow_adam_destroy(handle)
 
 
-def start_zenflow(num_groups=2):
+def start_zenflow(num_groups=2, submitted=()):
+    """Starts a worker, after `submitted` steps: keywords of `submit`. It finds them all when it comes up."""
     context = multiprocessing.get_context("spawn")
     groups = []
     for seed in range(num_groups):
@@ -352,11 +354,14 @@ def start_zenflow(num_groups=2):
         groups.append([t.share_memory_() for t in (param, grad, grad * 2, torch.zeros_like(param))])
     control = torch.zeros(zenflow.zenflow_adam_ctrl_size(), dtype=torch.uint8).share_memory_()
     zenflow.zenflow_adam_ctrl_init(control.data_ptr(), num_groups)
+    own = [[t.clone() for t in group] for group in groups]
+    for step in submitted:
+        submit(control, num_groups=num_groups, **step)
     ready = context.Event()
     process = context.Process(target=zenflow_process, args=(groups, control, ready), daemon=True)
     process.start()
     assert ready.wait(PROCESS_TIMEOUT)
-    return process, control, groups
+    return process, control, groups, own
 
 
 def submit(control, now_state, step, num_groups=2, lr=1e-3):
@@ -366,23 +371,30 @@ def submit(control, now_state, step, num_groups=2, lr=1e-3):
 
 @pytest.fixture
 def zenflow_running():
-    process, control, groups = start_zenflow()
-    yield process, control, groups
-    process.kill()
-    process.join(PROCESS_TIMEOUT)
+    started = []
+
+    def start(**options):
+        started.append(start_zenflow(**options))
+        return started[-1]
+
+    yield start
+    for process, *_ in started:
+        process.kill()
+        process.join(PROCESS_TIMEOUT)
 
 
 @pytest.mark.timeout(3 * PROCESS_TIMEOUT)
 def test_zenflow_steps_in_its_process(zenflow_running):
-    process, control, groups = zenflow_running
-    own = [[t.clone() for t in group] for group in groups]
-    moments = [[[torch.zeros(1000), torch.zeros(1000)] for _ in range(2)] for _ in groups]
-    # Two ahead of what is waited for, as ZenFlow runs, each with options of its own.
-    for now_state, step, lr in ((0, 1, 1e-3), (1, 2, 1e-4), (0, 3, 1e-2)):
-        submit(control, now_state, step, lr=lr)
-        for group, state in zip(own, moments, strict=True):
-            update(step, [group[0], group[1 + now_state], *state[now_state]], lr=lr)
-    for _ in range(3):
+    # Ahead of what is waited for, as ZenFlow runs, each with options of its own.
+    steps = [
+        {"now_state": state, "step": step, "lr": lr} for state, step, lr in ((0, 1, 1e-3), (1, 2, 1e-4), (0, 3, 1e-2))
+    ]
+    process, control, groups, own = zenflow_running(submitted=steps)
+    for group in own:
+        moments = [[torch.zeros(1000), torch.zeros(1000)] for _ in range(2)]
+        for each in steps:
+            update(each["step"], [group[0], group[1 + each["now_state"]], *moments[each["now_state"]]], lr=each["lr"])
+    for _ in steps:
         assert zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
     assert not zenflow.zenflow_adam_wait(control.data_ptr(), 0.0)
     for group, expected in zip(groups, own, strict=True):
@@ -394,7 +406,7 @@ def test_zenflow_steps_in_its_process(zenflow_running):
 
 @pytest.mark.timeout(3 * PROCESS_TIMEOUT)
 def test_zenflow_says_why_it_could_not_step(zenflow_running):
-    process, control, groups = zenflow_running
+    process, control, groups, _ = zenflow_running()
     groups[1][1][3] = math.inf
     before = [group[0].clone() for group in groups]
     submit(control, 0, 1)
@@ -405,6 +417,27 @@ def test_zenflow_says_why_it_could_not_step(zenflow_running):
     assert process.exitcode == 1
     with pytest.raises(ValueError, match="could not step"):
         submit(control, 0, 2)
+
+
+def test_zenflow_says_why_its_process_did_not_come_up(monkeypatch):
+    control = torch.zeros(zenflow.zenflow_adam_ctrl_size(), dtype=torch.uint8)
+    zenflow.zenflow_adam_ctrl_init(control.data_ptr(), 1)
+    ready = threading.Event()
+
+    def original(*_):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(spawn, "_original", lambda _: original)
+    kept = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(OSError, match="no memory"):
+            spawn.zenflow_worker([], control, ready, [0], True)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    assert ready.is_set()
+    with pytest.raises(ValueError, match="could not step, and has ended: OSError: no memory"):
+        zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
 
 
 @pytest.mark.timeout(3 * PROCESS_TIMEOUT)
@@ -425,7 +458,7 @@ def test_zenflow_wait_ends_in_time_and_by_a_signal():
 
 
 def spawn_zenflow_and_wait(pid):
-    process, control, _ = start_zenflow()
+    process, control, *_ = start_zenflow()
     pid.value = process.pid
     submit(control, 0, 1)
     zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)

@@ -54,10 +54,10 @@ impl StateViews {
 /// Decodes a tensor's state into fp32.
 ///
 /// # Safety
-/// As [`step`].
+/// As [`super::batch::step`].
 ///
 /// # Errors
-/// [`Error::Value`] for views of another dtype or size, or that overlap.
+/// [`crate::Error::Value`] for views of another dtype or size, or that overlap.
 pub unsafe fn read_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, to: StateViews) -> Result<()> {
     to.check(tensor.param.numel())?;
     check_disjoint(to.views(), tensor.written())?;
@@ -84,10 +84,10 @@ pub unsafe fn read_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, to: StateVi
 /// Encodes fp32 values into a tensor's state; a master also writes the 16-bit parameter. `count` seeds the rounding.
 ///
 /// # Safety
-/// As [`step`].
+/// As [`super::batch::step`].
 ///
 /// # Errors
-/// [`Error::Value`] for views of another dtype or size, or that overlap.
+/// [`crate::Error::Value`] for views of another dtype or size, or that overlap.
 pub unsafe fn write_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, count: u64, from: StateViews) -> Result<()> {
     from.check(tensor.param.numel())?;
     check_disjoint(tensor.written(), from.views())?;

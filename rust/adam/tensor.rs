@@ -1,6 +1,6 @@
 //! One parameter of a step: where its weight and state are, and in which layout.
 //!
-//! The layout follows from the dtypes of what is given ([`Layout`]); everything is checked here, once, so that a step has
+//! The layout follows from the dtypes of what is given ([`MasterLayout`], [`MomentsLayout`]); everything is checked here, once, so that a step has
 //! nothing left to refuse but gradients and overlaps.
 
 use crate::{

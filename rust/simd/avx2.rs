@@ -101,11 +101,8 @@ impl Simd for Avx2 {
         unsafe { parts!(|i| _mm256_sqrt_ps(a[i])) }
     }
     #[inline(always)]
-    fn near_sqrt(self, a: Self::F) -> Self::F {
-        unsafe {
-            let least = _mm256_set1_ps(f32::MIN_POSITIVE);
-            parts!(|i| _mm256_mul_ps(a[i], _mm256_rsqrt_ps(_mm256_max_ps(a[i], least))))
-        }
+    fn floor(self, a: Self::F) -> Self::F {
+        unsafe { parts!(|i| _mm256_floor_ps(a[i])) }
     }
     #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {

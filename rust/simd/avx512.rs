@@ -82,8 +82,8 @@ impl Simd for Avx512 {
         unsafe { _mm512_sqrt_ps(a) }
     }
     #[inline(always)]
-    fn near_sqrt(self, a: Self::F) -> Self::F {
-        unsafe { _mm512_mul_ps(a, _mm512_rsqrt14_ps(_mm512_max_ps(a, _mm512_set1_ps(f32::MIN_POSITIVE)))) }
+    fn floor(self, a: Self::F) -> Self::F {
+        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
     }
     #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {

@@ -1,8 +1,8 @@
 //! Sixteen lanes of fp32 or 32-bit integers, on every ISA: what kernel bodies are written in.
 //!
 //! A body is generic over [`Simd`] and written once; [`crate::isa::Isa::run`] compiles it for each ISA. Every operation here
-//! but one gives the same bits on every ISA (S1): integers, and the IEEE operations add, mul, fma, div and sqrt. The exception,
-//! `near_sqrt`, is made exact by its caller. There are no hardware conversions to 16-bit types. (Automatic vectorisation of lane arrays was tried first:
+//! gives the same bits on every ISA (S1): integers, and the IEEE operations add, mul, fma, div, sqrt and floor. There are
+//! no approximations and no hardware conversions to 16-bit types. (Automatic vectorisation of lane arrays was tried first:
 //! as fast for the simple bodies, and 2 to 3 times slower where it chose the wrong loop.)
 //!
 //! The implementors are tokens: whoever holds one has shown that the machine has the features, so their methods are safe.
@@ -74,18 +74,8 @@ pub trait Simd: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// The square root, correctly rounded.
     fn sqrt(self, a: Self::F) -> Self::F;
-    /// The square root of a number that is not negative, to within 2^-11 of it; of infinity a NaN or infinity.
-    ///
-    /// The one operation that ISAs answer differently: it may use their estimates, which are many times faster than a square
-    /// root, and whoever uses it makes the answer exact.
-    fn near_sqrt(self, a: Self::F) -> Self::F;
-    /// The nearest integer, ties to even; `0 <= a < 2^22`.
-    #[inline(always)]
-    fn round(self, a: Self::F) -> Self::F {
-        // 1.5 * 2^23 puts the units at the last place.
-        let shift = self.splat(12_582_912.0);
-        self.add(self.add(a, shift), self.splat(-12_582_912.0))
-    }
+    /// The largest integer not above `a`.
+    fn floor(self, a: Self::F) -> Self::F;
     /// `a` where `a < b`, else `b`: `b` for a NaN.
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a < b`, false for a NaN.

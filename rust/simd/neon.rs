@@ -109,8 +109,8 @@ impl Simd for Neon {
         unsafe { parts!(|i| vsqrtq_f32(a[i])) }
     }
     #[inline(always)]
-    fn near_sqrt(self, a: Self::F) -> Self::F {
-        self.sqrt(a)
+    fn floor(self, a: Self::F) -> Self::F {
+        unsafe { parts!(|i| vrndmq_f32(a[i])) }
     }
     #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {

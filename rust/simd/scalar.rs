@@ -77,8 +77,8 @@ impl Simd for Scalar {
         a.map(f32::sqrt)
     }
     #[inline(always)]
-    fn near_sqrt(self, a: Self::F) -> Self::F {
-        self.sqrt(a)
+    fn floor(self, a: Self::F) -> Self::F {
+        a.map(f32::floor)
     }
     #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {

@@ -65,11 +65,11 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (ReadMoments<'_, M>, [(); Q]) {
         let (ReadMoments { moments, exp_avg, exp_avg_sq }, _) = self;
         for at in (0..exp_avg.len()).step_by(Q * LANES) {
             let count = (exp_avg.len() - at).min(Q * LANES);
-            let lanes: MomentLanes<S, Q> = moments.load(simd, at, count);
+            let (first, second) = moments.load(simd, at, count);
             for quarter in 0..Q {
                 let (to, count) = (at + quarter * LANES, lanes_in(count, quarter));
-                exp_avg.store(simd, to, count, simd.bits(lanes.exp_avg[quarter]));
-                exp_avg_sq.store(simd, to, count, simd.bits(lanes.exp_avg_sq[quarter]));
+                exp_avg.store(simd, to, count, simd.bits(first[quarter]));
+                exp_avg_sq.store(simd, to, count, simd.bits(second[quarter]));
             }
         }
     }
@@ -95,12 +95,14 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (WriteMoments<'_, M>, [(); Q]) {
         let (WriteMoments { exp_avg, exp_avg_sq, moments, dither }, _) = self;
         for at in (0..exp_avg.len()).step_by(Q * LANES) {
             let count = (exp_avg.len() - at).min(Q * LANES);
-            let mut lanes = MomentLanes { exp_avg: [simd.splat(0.0); Q], exp_avg_sq: [simd.splat(0.0); Q] };
+            let zeros = [simd.splat(0.0); Q];
+            let mut lanes: MomentLanes<S, Q> = MomentLanes { exp_avg: zeros, exp_avg_sq: zeros, root: zeros };
             let mut noise = [simd.splat_u(0); Q];
             for (quarter, noise) in noise.iter_mut().enumerate() {
                 let (from, count) = (at + quarter * LANES, lanes_in(count, quarter));
                 lanes.exp_avg[quarter] = simd.of_bits(exp_avg.load(simd, from, count));
                 lanes.exp_avg_sq[quarter] = simd.of_bits(exp_avg_sq.load(simd, from, count));
+                lanes.root[quarter] = simd.sqrt(lanes.exp_avg_sq[quarter]);
                 *noise = dither.lanes(simd, from);
             }
             let measure = moments.measure(simd, &lanes);

@@ -60,6 +60,8 @@ pub struct MomentLanes<S: Simd, const Q: usize> {
     pub exp_avg: [S::F; Q],
     /// The decayed mean of their squares.
     pub exp_avg_sq: [S::F; Q],
+    /// The square root of `exp_avg_sq`, which the step divides by and q8 codes from.
+    pub root: [S::F; Q],
 }
 
 /// Loads and stores `exp_avg` and `exp_avg_sq`, a unit of `Q * LANES` elements at a time.
@@ -73,8 +75,8 @@ pub trait Moments<const Q: usize> {
     fn covers(&self, len: usize) -> bool;
     /// Fetches what the block at `at` will need some blocks later.
     fn prefetch(&self, at: usize);
-    /// The moments of `at..at + count`, zeros behind them.
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> MomentLanes<S, Q>;
+    /// `(exp_avg, exp_avg_sq)` of `at..at + count`, zeros behind them.
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> ([S::F; Q], [S::F; Q]);
     /// What `store` needs to know of all lanes of a unit before it can code the first.
     fn measure<S: Simd>(&self, simd: S, moments: &MomentLanes<S, Q>) -> Self::Measure<S>;
     /// Writes both moments of `at..at + count`; `noise` is 32 random bits per element.

@@ -41,11 +41,10 @@ impl<T: Element> Moments<1> for Nearest<'_, T> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> MomentLanes<S, 1> {
-        MomentLanes {
-            exp_avg: [T::widen(simd, self.exp_avg.load(simd, at, count))],
-            exp_avg_sq: [T::widen(simd, self.exp_avg_sq.load(simd, at, count))],
-        }
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> ([S::F; 1], [S::F; 1]) {
+        let exp_avg = T::widen(simd, self.exp_avg.load(simd, at, count));
+        let exp_avg_sq = T::widen(simd, self.exp_avg_sq.load(simd, at, count));
+        ([exp_avg], [exp_avg_sq])
     }
 
     #[inline(always)]
@@ -107,11 +106,10 @@ impl Moments<1> for Stochastic<'_> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> MomentLanes<S, 1> {
-        MomentLanes {
-            exp_avg: [Bf16::widen(simd, self.exp_avg.load(simd, at, count))],
-            exp_avg_sq: [Bf16::widen(simd, self.exp_avg_sq.load(simd, at, count))],
-        }
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> ([S::F; 1], [S::F; 1]) {
+        let exp_avg = Bf16::widen(simd, self.exp_avg.load(simd, at, count));
+        let exp_avg_sq = Bf16::widen(simd, self.exp_avg_sq.load(simd, at, count));
+        ([exp_avg], [exp_avg_sq])
     }
 
     #[inline(always)]

@@ -10,8 +10,8 @@
 //! - A scale is the group's largest magnitude over `T` of the largest code, rounded *up* to bf16, so that no element
 //!   overflows the codes. The frozen bf16 scale does not freeze the decay: codes shrink under it, in expectation exactly.
 //! - A nonzero scale is at least the smallest normal number, so its reciprocal is finite; a group of zeros has scale 0.
-//! - The root is found from the ISA's estimate and made exact by comparing `T` with q, so every ISA finds the same code; two square
-//!   roots per element would hold up the divider (a third of the time on 16 cores).
+//! - Square roots are what limits the rate: `exp_avg` takes one, `exp_avg_sq` one of the root that the step divides by anyway. Roundings
+//!   on the way move `c` at a code's very boundary only, where both neighbours are right, and do so alike on every ISA.
 //!
 //! Chosen by the error of the update (simulated, lognormal gradient scales within a group of sigma 0.5, 1, 2): softsign and square
 //! root, the published pair, rounded stochastically 1.3 %, 7 %, 140 %; `c^2` and `c^2` 1.3 %, 5 %, 37 %; this 1.3 %, 2.6 %, 20 %.
@@ -92,6 +92,8 @@ pub struct Scales<S: Simd> {
     bits: S::U,
     /// One over each, 0 for a group of zeros.
     reciprocals: S::U,
+    /// The square roots of those.
+    roots: S::U,
 }
 
 impl<S: Simd> Scales<S> {
@@ -110,17 +112,26 @@ impl<S: Simd> Scales<S> {
         let nan = simd.splat_u(u32::from(Bf16::NAN.0));
         let bits = simd.select(is_zero, zero, simd.select(is_nan, nan, rounded_up));
         let reciprocal = simd.div(simd.splat(1.0), simd.of_bits(simd.shl::<16>(bits)));
-        Self { bits, reciprocals: simd.select(is_zero, zero, simd.bits(reciprocal)) }
+        let reciprocals = simd.select(is_zero, zero, simd.bits(reciprocal));
+        Self { bits, reciprocals, roots: simd.bits(simd.sqrt(simd.of_bits(reciprocals))) }
     }
 
-    /// The reciprocal of the `quarter`'s group in all lanes, for both moments.
+    /// Of the `quarter`'s group, in all lanes: one over the scale of `exp_avg`, the same of `exp_avg_sq`, and its root.
     #[inline(always)]
-    fn reciprocals_of(&self, simd: S, quarter: usize) -> (S::F, S::F) {
-        let (signed, unsigned) = match quarter / QUARTERS_PER_GROUP {
-            0 => (simd.splat_lane::<0>(self.reciprocals), simd.splat_lane::<2>(self.reciprocals)),
-            _ => (simd.splat_lane::<1>(self.reciprocals), simd.splat_lane::<3>(self.reciprocals)),
+    fn reciprocals_of(&self, simd: S, quarter: usize) -> (S::F, S::F, S::F) {
+        let (signed, unsigned, root) = match quarter / QUARTERS_PER_GROUP {
+            0 => (
+                simd.splat_lane::<0>(self.reciprocals),
+                simd.splat_lane::<2>(self.reciprocals),
+                simd.splat_lane::<2>(self.roots),
+            ),
+            _ => (
+                simd.splat_lane::<1>(self.reciprocals),
+                simd.splat_lane::<3>(self.reciprocals),
+                simd.splat_lane::<3>(self.roots),
+            ),
         };
-        (simd.of_bits(signed), simd.of_bits(unsigned))
+        (simd.of_bits(signed), simd.of_bits(unsigned), simd.of_bits(root))
     }
 }
 
@@ -131,66 +142,47 @@ fn one_plus_uniform<S: Simd>(simd: S, noise: S::U) -> S::F {
     simd.of_bits(simd.or(mantissa, simd.splat_u(0x3f80_0040)))
 }
 
-/// What the codes of a moment stand for, in scales.
-trait Companding {
-    const CODE_MAX: f32;
-    /// `T(code)`, for codes up to one above the largest.
-    fn expand<S: Simd>(simd: S, code: S::F) -> S::F;
-    /// The inverse of `expand`, to within half a code.
-    fn near_code<S: Simd>(simd: S, q: S::F) -> S::F;
-}
-
-/// `T(c) = c^2`, of `exp_avg`.
-struct Square;
-
-impl Companding for Square {
-    const CODE_MAX: f32 = EXP_AVG_CODE_MAX;
-
-    #[inline(always)]
-    fn expand<S: Simd>(simd: S, code: S::F) -> S::F {
-        simd.mul(code, code)
-    }
-
-    #[inline(always)]
-    fn near_code<S: Simd>(simd: S, q: S::F) -> S::F {
-        simd.near_sqrt(q)
-    }
-}
-
-/// `T(c) = c^4`, of `exp_avg_sq`; rounded to fp32 above 2^24, in which its steps are 2^18 times smaller.
-struct Quartic;
-
-impl Companding for Quartic {
-    const CODE_MAX: f32 = EXP_AVG_SQ_CODE_MAX;
-
-    #[inline(always)]
-    fn expand<S: Simd>(simd: S, code: S::F) -> S::F {
-        let square = simd.mul(code, code);
-        simd.mul(square, square)
-    }
-
-    #[inline(always)]
-    fn near_code<S: Simd>(simd: S, q: S::F) -> S::F {
-        simd.near_sqrt(simd.near_sqrt(q))
-    }
-}
-
-/// The codes of magnitudes that are `q` scales: the largest `c` of `T(c) <= q`, or one more if
-/// `uniform < (q - T(c)) / (T(c + 1) - T(c))`.
+/// `T(c) = c^4`, of `exp_avg_sq`; rounded to fp32 above 2^24, where its steps are 2^18 times larger.
 #[inline(always)]
-fn codes_of<S: Simd, C: Companding>(simd: S, q: S::F, one_plus_uniform: S::F) -> S::F {
-    let (one, minus_one) = (simd.splat(1.0), simd.splat(-1.0));
-    // Rounded to nearest, an estimate to within half a code is the code or one more.
-    let near = simd.round(C::near_code(simd, q));
-    let is_above = simd.lt(q, C::expand(simd, near));
-    let code = simd.select_f(is_above, simd.add(near, minus_one), near);
-    let next = simd.add(code, one);
-    let (below, above) = (C::expand(simd, code), C::expand(simd, next));
-    let apart = simd.fma(below, minus_one, above);
-    let missing = simd.fma(below, minus_one, q);
+fn fourth_power<S: Simd>(simd: S, code: S::F) -> S::F {
+    let square = simd.mul(code, code);
+    simd.mul(square, square)
+}
+
+/// `code`, or one more if `uniform < missing / apart`; at most `code_max`.
+#[inline(always)]
+fn round_stochastically<S: Simd>(
+    simd: S,
+    code: S::F,
+    missing: S::F,
+    apart: S::F,
+    one_plus_uniform: S::F,
+    code_max: f32,
+) -> S::F {
     let up = simd.lt(simd.mul(one_plus_uniform, apart), simd.add(missing, apart));
-    // An infinite q ends here, and so does a NaN, whose scale is one too.
-    simd.at_most(simd.select_f(up, next, code), simd.splat(C::CODE_MAX))
+    // An infinite magnitude ends here, and so does a NaN, whose scale is one too.
+    simd.at_most(simd.select_f(up, simd.add(code, simd.splat(1.0)), code), simd.splat(code_max))
+}
+
+/// The magnitude of `exp_avg`'s codes, from its magnitudes in scales.
+#[inline(always)]
+fn exp_avg_codes<S: Simd>(simd: S, q: S::F, one_plus_uniform: S::F) -> S::F {
+    let code = simd.floor(simd.sqrt(q));
+    let missing = simd.fnma(code, code, q);
+    let apart = simd.fma(code, simd.splat(2.0), simd.splat(1.0));
+    round_stochastically(simd, code, missing, apart, one_plus_uniform, EXP_AVG_CODE_MAX)
+}
+
+/// `exp_avg_sq`'s codes, from its values in scales and their square roots.
+#[inline(always)]
+fn exp_avg_sq_codes<S: Simd>(simd: S, q: S::F, root: S::F, one_plus_uniform: S::F) -> S::F {
+    let minus_one = simd.splat(-1.0);
+    let code = simd.floor(simd.sqrt(root));
+    let below = fourth_power(simd, code);
+    let above = fourth_power(simd, simd.add(code, simd.splat(1.0)));
+    let missing = simd.fma(below, minus_one, q);
+    let apart = simd.fma(below, minus_one, above);
+    round_stochastically(simd, code, missing, apart, one_plus_uniform, EXP_AVG_SQ_CODE_MAX)
 }
 
 /// Small integers held in fp32, in two's complement: 1.5 * 2^23 puts the units at the last place. Only the low byte counts.
@@ -272,7 +264,7 @@ impl Moments<QUARTERS> for Q8<'_> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, _count: usize) -> MomentLanes<S, QUARTERS> {
+    fn load<S: Simd>(&self, simd: S, at: usize, _count: usize) -> ([S::F; QUARTERS], [S::F; QUARTERS]) {
         let (signed, signed_scales) = self.exp_avg.load(simd, at);
         let (unsigned, unsigned_scales) = self.exp_avg_sq.load(simd, at);
         let (mut exp_avg, mut exp_avg_sq) = ([simd.splat(0.0); QUARTERS], [simd.splat(0.0); QUARTERS]);
@@ -281,14 +273,14 @@ impl Moments<QUARTERS> for Q8<'_> {
             let magnitude = simd.of_bits(simd.magnitude(code));
             exp_avg[quarter] = simd.mul(simd.mul(code, magnitude), signed_scales[quarter]);
             let code = simd.to_f(byte(simd, unsigned, quarter));
-            exp_avg_sq[quarter] = simd.mul(Quartic::expand(simd, code), unsigned_scales[quarter]);
+            exp_avg_sq[quarter] = simd.mul(fourth_power(simd, code), unsigned_scales[quarter]);
         }
-        MomentLanes { exp_avg, exp_avg_sq }
+        (exp_avg, exp_avg_sq)
     }
 
     #[inline(always)]
     fn measure<S: Simd>(&self, simd: S, moments: &MomentLanes<S, QUARTERS>) -> Scales<S> {
-        let MomentLanes { exp_avg, exp_avg_sq } = moments;
+        let MomentLanes { exp_avg, exp_avg_sq, .. } = moments;
         Scales::new(
             simd,
             simd.max_lanes(
@@ -306,7 +298,7 @@ impl Moments<QUARTERS> for Q8<'_> {
         simd: S,
         at: usize,
         _count: usize,
-        MomentLanes { exp_avg, exp_avg_sq }: MomentLanes<S, QUARTERS>,
+        MomentLanes { exp_avg, exp_avg_sq, root }: MomentLanes<S, QUARTERS>,
         scales: Scales<S>,
         noise: [S::U; QUARTERS],
     ) {
@@ -314,16 +306,17 @@ impl Moments<QUARTERS> for Q8<'_> {
         let least = integers(simd, simd.splat(1.0));
         let (mut signed, mut unsigned) = ([least; QUARTERS], [least; QUARTERS]);
         for quarter in 0..QUARTERS {
-            let (signed_reciprocal, unsigned_reciprocal) = scales.reciprocals_of(simd, quarter);
+            let (signed_reciprocal, unsigned_reciprocal, unsigned_root) = scales.reciprocals_of(simd, quarter);
             let uniform = one_plus_uniform(simd, simd.shl::<7>(noise[quarter]));
             let q = simd.mul(simd.of_bits(simd.magnitude(exp_avg[quarter])), signed_reciprocal);
-            let code = codes_of::<S, Square>(simd, q, uniform);
+            let code = exp_avg_codes(simd, q, uniform);
             let sign = simd.and(simd.bits(exp_avg[quarter]), simd.splat_u(0x8000_0000));
             signed[quarter] = integers(simd, simd.of_bits(simd.or(simd.bits(code), sign)));
 
             let uniform = one_plus_uniform(simd, simd.shr::<9>(noise[quarter]));
             let q = simd.mul(exp_avg_sq[quarter], unsigned_reciprocal);
-            let code = integers(simd, codes_of::<S, Quartic>(simd, q, uniform));
+            let root = simd.mul(root[quarter], unsigned_root);
+            let code = integers(simd, exp_avg_sq_codes(simd, q, root, uniform));
             let is_positive = simd.lt(simd.splat(0.0), exp_avg_sq[quarter]);
             unsigned[quarter] = simd.select(is_positive, simd.max_u(code, least), code);
         }

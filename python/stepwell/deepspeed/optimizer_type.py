@@ -35,7 +35,11 @@ class _UnderZeRO(optim.Adam):
             if key in param_group:
                 raise ValueError(f"`{key}` is set for a parameter group, expected for the optimizer as a whole")
         torch.optim.Optimizer.add_param_group(self, param_group)
-        hyper_of(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
+        try:
+            hyper_of(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @property
     def fp32_optimizer_states(self) -> bool:
@@ -104,27 +108,27 @@ def _check_engine(engine: Any, name: str) -> None:
     device = None if offload is None else str(getattr(offload.device, "value", offload.device))
     accelerator = accelerator_name()
     if engine.zenflow:
-        raise ValueError(f"optimizer type `{name}` does not run under zero_optimization.zenflow. {own}")
+        raise ValueError(f"optimizer `{name}` does not run under zero_optimization.zenflow. {own}")
     if engine.super_offload():
-        raise ValueError(f"optimizer type `{name}` does not run under offload_optimizer.super_offload. {own}")
+        raise ValueError(f"optimizer `{name}` does not run under offload_optimizer.super_offload. {own}")
     if device == "nvme":
         raise ValueError(
-            f"optimizer type `{name}` holds its state in host memory, but offload_optimizer.device is `nvme`. "
+            f"optimizer `{name}` holds its state in host memory, but offload_optimizer.device is `nvme`. "
             "hint: device `cpu`; `moments` of `q8` takes a quarter of the memory"
         )
     if device != "cpu" and accelerator != "cpu":
         raise ValueError(
-            f"optimizer type `{name}` steps in host memory, but optimizer state is on `{accelerator}`. "
+            f"optimizer `{name}` steps in host memory, but optimizer state is on `{accelerator}`. "
             'hint: "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
         )
     if offload is not None and engine.zero_partial_offload() != 1.0:
         raise ValueError(
-            f"optimizer type `{name}` steps everything in host memory, but offload_optimizer.ratio is "
+            f"optimizer `{name}` steps everything in host memory, but offload_optimizer.ratio is "
             f"`{engine.zero_partial_offload()}`. {own}"
         )
     if engine.zero_elastic_checkpoint():
         raise ValueError(
-            f"optimizer type `{name}` has state that zero_optimization.elastic_checkpoint cannot cut. "
+            f"optimizer `{name}` has state that zero_optimization.elastic_checkpoint cannot cut. "
             "hint: universal checkpoints change the number of ranks"
         )
 
@@ -134,12 +138,12 @@ def _keywords(engine: Any, name: str) -> dict[str, Any]:
     keywords = dict(engine.optimizer_params() or {})
     if "max_grad_norm" in keywords:
         raise ValueError(
-            f"`max_grad_norm` is in the params of optimizer type `{name}`. hint: gradient_clipping of the DeepSpeed JSON"
+            f"`max_grad_norm` is in the params of optimizer `{name}`. hint: gradient_clipping of the DeepSpeed JSON"
         )
     unknown = sorted(keywords.keys() - set(_KEYWORDS))
     if unknown:
         raise ValueError(
-            f"`{', '.join(unknown)}` in the params of optimizer type `{name}`, expected {', '.join(_KEYWORDS)}. "
+            f"`{', '.join(unknown)}` in the params of optimizer `{name}`, expected {', '.join(_KEYWORDS)}. "
             "hint: AdamW or Adam is the type's choice: StepwellAdamW, StepwellAdam"
         )
     if engine.bf16_optimizer_states() and keywords.setdefault("moments", "bf16") == "fp32":
@@ -166,7 +170,10 @@ def _forced(original: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(original)
     def is_forced(self: Any) -> bool:
         # DeepSpeed takes every optimizer that is not its own for a slow one.
-        return not isinstance(self.client_optimizer, optim.Adam) and original(self)
+        if not isinstance(self.client_optimizer, optim.Adam):
+            return original(self)
+        _check_engine(self, type(self.client_optimizer).__name__)
+        return False
 
     return is_forced
 
@@ -185,7 +192,7 @@ class _AnyOf:
 
 
 def _also_ours(original: type) -> _AnyOf:
-    return _AnyOf(original, StepwellAdamW, StepwellAdam)
+    return _AnyOf(original, StepwellAdamW, StepwellAdam, optim.AdamW, optim.Adam)
 
 
 SEAMS = (

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VERSIONS", "register", "seam_report"]
 
-VERSIONS = "0.19.8"
-"""The releases of DeepSpeed that have all seams, and that Stepwell is tested with."""
+VERSIONS = ">=0.19.6,<=0.19.8"
+"""The releases of DeepSpeed that Stepwell is known to work with. Others do where all seams are found."""
 
 # Missing seams that an error names: the first tells the versions apart.
 _NAMED_MAX = 4
@@ -62,10 +62,19 @@ _PLACES: tuple[Place, ...] = (
         ("self", "step_id", "closure"),
     ),
     Attribute(
+        "step of FusedAdam",
+        "deepspeed.ops.adam.fused_adam",
+        "FusedAdam.step",
+        step_guard.whole,
+        ("self", "closure"),
+        accelerator="cpu",
+    ),
+    Attribute(
         "process of ZenFlow",
         "deepspeed.runtime.zenflow.zenflow_utils",
         "zenflow_optimizer_process",
         lambda _: spawn.zenflow_worker,
+        ("groups", "ctrl", "ready", "zf_affinity", "adamw_mode"),
     ),
     Attribute(
         "process of SuperOffload",
@@ -97,7 +106,7 @@ def _fill() -> None:
             raise ImportError(
                 f"deepspeed `{_version()}` lacks what Stepwell fills, expected {VERSIONS}: "
                 f"{'; '.join(problems[:_NAMED_MAX])}{more}. "
-                f"hint: pip install 'deepspeed=={VERSIONS}'"
+                f"hint: pip install 'deepspeed{VERSIONS}'"
             )
         for place in _PLACES:
             if place.unused() is None and not place.is_filled():

@@ -70,6 +70,13 @@ def accelerator_name() -> str:
     return name
 
 
+def _is_of_another(accelerator: str | None) -> str | None:
+    """Why a seam of `accelerator` (None: all) is not used here; None if it is."""
+    if accelerator is None or accelerator == accelerator_name():
+        return None
+    return f"the accelerator is `{accelerator_name()}`, where this is DeepSpeed's own"
+
+
 @dataclass(frozen=True)
 class Attribute:
     """A function, method, class or name of a module that gets another value.
@@ -84,6 +91,8 @@ class Attribute:
     """Its new value, by the one that was there."""
     parameters: tuple[str, ...] | None = None
     """The names of the first parameters that a function must have for the replacement to fit."""
+    accelerator: str | None = None
+    """The accelerator on which it is replaced; None: all."""
 
     @property
     def where(self) -> str:
@@ -110,7 +119,7 @@ class Attribute:
 
     def unused(self) -> str | None:
         """Why it is left as it is on this machine; None if it is to be filled."""
-        return None
+        return _is_of_another(self.accelerator)
 
     def _owner(self) -> tuple[Any, str]:
         *owners, name = self.path.split(".")
@@ -170,10 +179,7 @@ class NativeOp:
 
     def unused(self) -> str | None:
         """Why it is left as it is on this machine; None if it is to be filled."""
-        name = accelerator_name()
-        if self.accelerator in (None, name):
-            return None
-        return f"the accelerator is `{name}`, whose op is DeepSpeed's own"
+        return _is_of_another(self.accelerator)
 
     def is_filled(self) -> bool:
         """Whether Stepwell is in it."""

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import importlib
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stepwell.deepspeed import native
+from stepwell.deepspeed import native, zenflow
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["superoffload_worker", "zenflow_worker"]
 
@@ -23,11 +26,17 @@ def _original(worker: Any) -> Any:
     return worker.stepwell_original
 
 
-def zenflow_worker(*args: Any, **kwargs: Any) -> None:
+def zenflow_worker(groups: Any, ctrl: torch.Tensor, ready: Any, zf_affinity: Any, adamw_mode: bool) -> None:
     """ZenFlow's optimizer process."""
     # Ctrl-C reaches every process of a terminal. The training process decides what it means, and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _original(zenflow_worker)(*args, **kwargs)
+    try:
+        _original(zenflow_worker)(groups, ctrl, ready, zf_affinity, adamw_mode)
+    except BaseException as error:
+        # The training process waits minutes for this one to be ready. Its first wait for a step says why it is not.
+        zenflow.fail(ctrl.data_ptr(), error)
+        ready.set()
+        raise
 
 
 def superoffload_worker(*args: Any, **kwargs: Any) -> None:

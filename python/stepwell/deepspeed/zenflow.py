@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "fail",
     "zenflow_adam_create",
     "zenflow_adam_ctrl_exit",
     "zenflow_adam_ctrl_init",
@@ -308,11 +309,16 @@ def zenflow_adam_run_worker(handle: int, address: int) -> None:
                 return
             worker.step(control, command)
         except BaseException as error:
-            control.error = f"{type(error).__name__}: {error}".encode()[: _ERROR_BYTES_MAX - 1]
+            fail(address, error)
             raise
         finally:
             control.num_done += 1
             control.done.post()
+
+
+def fail(address: int, error: BaseException) -> None:
+    """Has waits for the worker raise, now and later: it has ended, for `error`."""
+    _control(address).error = f"{type(error).__name__}: {error}".encode()[: _ERROR_BYTES_MAX - 1]
 
 
 def zenflow_adam_submit(

@@ -1,0 +1,123 @@
+"""DeepSpeed engines for tests: configurations, tiny models, training, and what the optimizer holds."""
+
+import torch
+
+STEPS = 8
+LR = 1e-2
+
+
+def configuration(
+    *,
+    stage=2,
+    offload="cpu",
+    dtype="fp32",
+    optimizer="AdamW",
+    params=None,
+    zero=None,
+    precision=None,
+    batch=4,
+    clip=0.0,
+    **more,
+):
+    """A DeepSpeed JSON."""
+    zero_optimization = {"stage": stage, **(zero or {})}
+    if offload:
+        zero_optimization["offload_optimizer"] = {"device": offload}
+    config = {
+        "train_micro_batch_size_per_gpu": batch,
+        "optimizer": {"type": optimizer, "params": {"lr": LR, "weight_decay": 0.01} | (params or {})},
+        "zero_optimization": zero_optimization,
+        "gradient_clipping": clip,
+        **more,
+    }
+    if dtype != "fp32":
+        config[dtype] = {"enabled": True} | (precision or {})
+    return config
+
+
+def perceptron(seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 32))
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            use_cache=False,
+        )
+    )
+
+
+def initialize(model, config, **more):
+    import deepspeed
+
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config, **more)[0]
+
+
+def vectors(count, first=0, rank=0):
+    """Batches of the perceptron: number `i` is the same whichever is asked for first."""
+    for index in range(first, first + count):
+        yield torch.randn(4, 32, generator=torch.Generator().manual_seed(1000 * rank + index))
+
+
+def squared(model, x):
+    x = x.to(next(iter(model.parameters())).dtype)
+    return (model(x).float() - 1).square().mean()
+
+
+def tokens(count):
+    # A text with something to learn: each token follows from the one before, but for noise.
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        first = torch.randint(64, (4, 1), generator=generator)
+        yield (first + 3 * torch.arange(16) + torch.randint(2, (4, 16), generator=generator)) % 64
+
+
+def next_token_loss(model, ids):
+    return model(input_ids=ids, labels=ids).loss
+
+
+def train(engine, batches, loss_of, before_step=None):
+    losses = []
+    for batch in batches:
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        if before_step is not None:
+            before_step()
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def partitions(engine):
+    """The flat partitions that the optimizer steps, with their state."""
+    zero = engine.optimizer
+    flats = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_partitioned_groups_flat
+    return [(flat.detach().clone(), copied(zero.optimizer.state[flat])) for flat in flats]
+
+
+def copied(state):
+    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def trained(config, *, model=perceptron, count=STEPS, loss_of=squared, batches=None, **more):
+    """Losses, and the partitions of the engine at the end."""
+    engine = initialize(model(), config, **more)
+    losses = train(engine, vectors(count) if batches is None else batches, loss_of)
+    result = {
+        "losses": losses,
+        "partitions": partitions(engine),
+        "optimizer": type(engine.optimizer.optimizer).__name__,
+    }
+    engine.destroy()
+    return result

@@ -1,0 +1,232 @@
+"""Programs (see deepspeed_run) of `register`: seams, DeepSpeed's own optimizer, SuperOffload's process."""
+
+import pickle
+import sys
+import time
+
+import torch
+from deepspeed_engines import LR, configuration, trained
+
+
+def program_register(result, when):
+    """Seams before and after `register`, called before or after the import of DeepSpeed."""
+    import stepwell.deepspeed
+
+    if when == "before":
+        stepwell.deepspeed.register()
+        stepwell.deepspeed.register()
+        result["imported"] = "deepspeed" in sys.modules
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    result["loader"] = type(deepspeed.__loader__).__name__
+    if when == "after":
+        result["unfilled"] = stepwell.deepspeed.seam_report()
+        stepwell.deepspeed.register()
+    result["report"] = stepwell.deepspeed.seam_report()
+    step = deepspeed.ops.adam.DeepSpeedCPUAdam.step
+    stepwell.deepspeed.register()
+    result["wrapped once"] = deepspeed.ops.adam.DeepSpeedCPUAdam.step is step and not hasattr(
+        step.stepwell_original, "stepwell_original"
+    )
+    result["ops"] = [
+        builder.load().__name__
+        for builder in (
+            CPUAdamBuilder(),
+            get_accelerator().create_op_builder("CPUAdamBuilder"),
+            get_accelerator().create_op_builder("FusedAdamBuilder"),
+        )
+    ]
+    from deepspeed.runtime.superoffload import superoffload_utils
+    from deepspeed.runtime.zenflow import zenflow_utils
+
+    result["targets"] = [
+        pickle.loads(pickle.dumps(target)).__module__
+        for target in (zenflow_utils.zenflow_optimizer_process, superoffload_utils.superoffload_optimizer_worker)
+    ]
+
+    # On another accelerator its own fused_adam stays.
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    del OpBuilder._loaded_ops["fused_adam"]
+    get_accelerator()._name = "cuda"
+    stepwell.deepspeed.register()
+    result["fused_adam on cuda"] = "fused_adam" in OpBuilder._loaded_ops
+    result["report on cuda"] = stepwell.deepspeed.seam_report()
+
+
+def program_unregistered(result):
+    """What DeepSpeed does here by itself."""
+    import deepspeed
+
+    try:
+        deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(3))])
+    except RuntimeError as error:
+        result["error"] = f"{error}; {error.__cause__}"
+
+
+def program_changed_seam(result):
+    """A DeepSpeed whose function takes other parameters, and lacks another."""
+    import deepspeed
+    import stepwell.deepspeed
+    from deepspeed.ops.op_builder.builder import OpBuilder
+
+    def step_subgroup(self, closure=None, subgroup_id=0):
+        """Another order."""
+
+    deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.step_subgroup = step_subgroup
+    del deepspeed.runtime.engine.DeepSpeedEngine._configure_basic_optimizer
+    try:
+        stepwell.deepspeed.register()
+    except ImportError as error:
+        result["error"] = str(error)
+    result["ops"] = list(OpBuilder._loaded_ops)
+    result["report"] = stepwell.deepspeed.seam_report()
+
+
+def program_optimizer(result):
+    """DeepSpeedCPUAdam by itself, and its steps that fail."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    import deepspeed
+
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    params = [torch.nn.Parameter(torch.randn(100, generator=generator).to(dtype)) for dtype in dtypes]
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(params, lr=LR, weight_decay=0)
+
+    def set_gradients():
+        for param in params:
+            param.grad = torch.randn(100, generator=generator).to(param.dtype)
+
+    def everything():
+        return [tensor.clone() for p in params for tensor in (p.detach(), *list(optimizer.state[p].values())[1:])]
+
+    set_gradients()
+    optimizer.step()
+    result["steps"] = [[optimizer.state[param]["step"] for param in params]]
+    result["values"] = [everything()]
+    for spoil in ("nan", "strides", "shape"):
+        set_gradients()
+        state = optimizer.state[params[2]]
+        kept = state["exp_avg"]
+        if spoil == "nan":
+            params[2].grad[50] = float("nan")
+        elif spoil == "strides":
+            state["exp_avg"] = torch.zeros(200, dtype=kept.dtype)[::2]
+        else:
+            state["exp_avg"] = torch.zeros(99, dtype=kept.dtype)
+        try:
+            optimizer.step()
+        except ValueError as error:
+            result[spoil] = str(error)
+        state["exp_avg"] = kept
+        result["steps"].append([optimizer.state[param]["step"] for param in params])
+        result["values"].append(everything())
+    set_gradients()
+    result["loss"] = optimizer.step(lambda: 42.0)
+    result["steps"].append([optimizer.state[param]["step"] for param in params])
+
+    fused_params = [torch.nn.Parameter(torch.ones(10)) for _ in range(2)]
+    fused = deepspeed.ops.adam.FusedAdam(fused_params, lr=LR)
+    for count, value in ((1, 1.0), (1, float("inf")), (2, 1.0)):
+        for param in fused_params:
+            param.grad = torch.ones(10)
+        fused_params[0].grad[0] = value
+        before = [param.detach().clone() for param in fused_params]
+        try:
+            fused.step()
+        except ValueError as error:
+            result["fused"] = str(error)
+            assert all(torch.equal(param, kept) for param, kept in zip(fused_params, before, strict=True))
+        assert fused.state[fused_params[1]]["step"] == count
+
+    stepwell.deepspeed.register(nonfinite="propagate")
+    params[0].grad[3] = float("inf")
+    optimizer.step()
+    result["propagated"] = bool(params[0].isnan()[3])
+
+
+def program_native(result):
+    """DeepSpeed's own op and Stepwell, in the same configurations. Compiles, or takes what was compiled before."""
+    import deepspeed
+    from stepwell.deepspeed import cpu_adam, register
+
+    # Only cpu_adam is to be compiled.
+    deepspeed.comm.torch.build_shm_op = lambda: None
+    configs = {
+        f"{dtype}, ZeRO-{stage}": configuration(stage=stage, dtype=dtype, precision=precision)
+        for dtype, stage, precision in (
+            ("fp32", 1, None),
+            ("fp32", 2, None),
+            ("fp32", 3, None),
+            ("bf16", 2, None),
+            ("bf16", 2, {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}),
+        )
+    }
+    result["native"] = {name: trained(config) for name, config in configs.items()}
+    native_op = deepspeed.ops.op_builder.CPUAdamBuilder().load()
+    assert native_op is not cpu_adam
+    register()
+    assert deepspeed.ops.op_builder.CPUAdamBuilder().load() is cpu_adam
+    result["stepwell"] = {name: trained(config) for name, config in configs.items()}
+
+
+def program_superoffload(result):
+    """SuperOffload's optimizer process and what its ZeRO optimizer asks of it, without the GPU that the rest of it needs."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    from deepspeed.runtime.superoffload.superoffload_utils import (
+        EventTypes,
+        ResultKeys,
+        SuperOffloadCPUOptimizer,
+        TaskKeys,
+    )
+
+    options = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
+    worker = SuperOffloadCPUOptimizer(optimizer_config=[options, options], max_grad_numel=5000, pin_memory=False)
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.randn(numel, generator=generator) * 0.05 for numel in (5000, 3000)]
+    own = [torch.nn.Parameter(param.clone()) for param in params]
+    reference = torch.optim.AdamW(own, **options)
+
+    def ask(index, grad, rollback=False):
+        worker.async_step(index, index, params[index], grad, rollback=rollback, lr=LR)
+        deadline = time.monotonic() + 60
+        while (answer := worker.get_result(EventTypes.ROLLBACK if rollback else EventTypes.ADAM_STEP)) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert answer[TaskKeys.SUB_GROUP_ID] == index
+        params[index].copy_(answer[ResultKeys.UPDATED_PARAM])
+
+    def gradients():
+        return [torch.randn(param.shape, generator=generator) for param in params]
+
+    def step(grads):
+        for index, grad in enumerate(grads):
+            ask(index, grad)
+        for param, grad in zip(own, grads, strict=True):
+            param.grad = grad.clone()
+        reference.step()
+
+    step(gradients())
+    step(gradients())
+    result["before"] = [param.clone() for param in params]
+    # An overflow: both were stepped during backward, and both are told to roll back.
+    overflowing = gradients()
+    overflowing[1][17] = float("inf")
+    for index, grad in enumerate(overflowing):
+        ask(index, grad)
+    result["overflow"] = [param.clone() for param in params]
+    for index, grad in enumerate(overflowing):
+        ask(index, grad, rollback=True)
+    result["after"] = [param.clone() for param in params]
+    for _ in range(3):
+        step(gradients())
+    result["end"] = [param.clone() for param in params]
+    result["reference"] = [param.detach().clone() for param in own]
+    worker.close()
+    result["is_alive"] = worker.cpuadam_process.is_alive()

@@ -1,0 +1,105 @@
+"""StepwellAdamW as ZeRO uses it, without DeepSpeed: partitions that come and go, state dicts that tools read."""
+
+import io
+
+import pytest
+import stepwell
+import torch
+from stepwell.deepspeed import StepwellAdam, StepwellAdamW
+from stepwell.deepspeed.decoding import DecodingState
+
+NUMEL = 5000
+
+
+def flat(seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    param = torch.nn.Parameter((torch.randn(NUMEL, generator=generator) * 0.05).to(dtype))
+    param.grad = torch.randn(NUMEL, generator=generator).to(dtype)
+    return param
+
+
+def step_one_at_a_time(optimizer, params):
+    """As ZeRO-1/2 do (groups come and go), with the parameters of ZeRO-3 (they come and go in a group)."""
+    groups = optimizer.param_groups
+    for param in params:
+        optimizer.param_groups = [{**groups[0], "params": [param]}]
+        optimizer.step()
+    optimizer.param_groups = groups
+
+
+@pytest.mark.parametrize("moments", ["bf16", "q8"])
+def test_partitions_are_rounded_independently(moments):
+    def states(cls):
+        params = [flat() for _ in range(2)]
+        optimizer = cls([torch.nn.Parameter(torch.zeros(1))], moments=moments)
+        step_one_at_a_time(optimizer, params)
+        key = "exp_avg_codes" if moments == "q8" else "exp_avg"
+        return [optimizer.state[param][key] for param in params]
+
+    # Each partition is the first parameter of its step. Plain AdamW would give equal ones equal roundings.
+    assert torch.equal(*states(stepwell.AdamW))
+    first, second = states(StepwellAdamW)
+    assert not torch.equal(first, second)
+    # The same again, as for a run that is resumed.
+    for state, again in zip((first, second), states(StepwellAdamW), strict=True):
+        assert torch.equal(state, again)
+
+
+def test_ranks_are_rounded_independently(monkeypatch):
+    states = []
+    for rank in (0, 1):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        param = flat()
+        optimizer = StepwellAdamW([param], moments="bf16")
+        optimizer.step()
+        states.append(optimizer.state[param]["exp_avg"])
+    assert not torch.equal(*states)
+
+
+def test_the_parameters_of_the_model_may_be_anywhere():
+    model = torch.nn.Linear(4, 4, device="meta")
+    empty = torch.nn.Parameter(torch.empty(0))
+    optimizer = StepwellAdamW([*model.parameters(), empty], lr=1)
+    with pytest.raises(ValueError, match="`moments` is set for a parameter group"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "moments": "q8"})
+    with pytest.raises(ValueError, match="`lr` of group 1 is `-1`"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": -1})
+    # What is stepped must be in host memory, and is checked then.
+    model.weight.grad = torch.zeros(4, 4, device="meta")
+    with pytest.raises(ValueError, match="is on `meta`"):
+        optimizer.step()
+
+
+def test_fp32_optimizer_states_is_what_deepspeed_asks_for():
+    assert StepwellAdamW([flat()]).fp32_optimizer_states
+    assert not StepwellAdam([flat()], moments="q8").fp32_optimizer_states
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "q8"])
+def test_state_dicts_resume_to_the_bit_and_are_read_by_plain_names(moments):
+    params = [flat(seed) for seed in range(2)]
+    optimizer = StepwellAdamW(params, moments=moments)
+    optimizer.step()
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert isinstance(loaded["state"][0], DecodingState) == (moments == "q8")
+    plain = optimizer.decoded_state_dict()["state"]
+    for index in range(2):
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(loaded["state"][index][name].float(), plain[index][name])
+
+    others = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    for other, param in zip(others, params, strict=True):
+        other.grad = param.grad
+    resumed = StepwellAdamW(others, moments=moments)
+    resumed.load_state_dict(loaded)
+    optimizer.step()
+    resumed.step()
+    for other, param in zip(others, params, strict=True):
+        assert torch.equal(other, param)
+        for name, value in optimizer.state[param].items():
+            assert torch.equal(resumed.state[other][name], value), name
+            assert type(resumed.state[other]) is dict
