@@ -15,7 +15,9 @@ use stepwell::{
         tensor::{AdamTensor, Beside, MasterLayout, MomentsLayout},
     },
     element::Dtype,
+    grad_stats::grad_stats,
     isa::Isa,
+    memory::{Buffer, BufferConfig},
     pool::Pool,
     state::{chunk::CHUNK_LEN, q8},
     view::View,
@@ -316,6 +318,63 @@ fn a_shared_gradient_is_fine() {
         assert!(
             held.param.payload() == expected.param.payload() && held.exp_avg.payload() == expected.exp_avg.payload()
         );
+    }
+}
+
+/// A step reads and writes nothing before and behind its buffers: here there are pages that nobody may touch.
+#[test]
+fn a_step_stays_within_its_pages() {
+    for layout in Layout::all() {
+        for (numel, isa) in
+            [1, 15, 16, 17, 63, 64, 65, 130].into_iter().flat_map(|numel| Isa::available().map(move |isa| (numel, isa)))
+        {
+            let mut expected = Held::random(layout, numel, 0, Spread::Ordinary, numel as u64);
+            let mut tensor = expected.tensor();
+            let mut pages = Vec::new();
+            let mut to_edge = |view: &mut View| {
+                let nbytes = view.numel() * view.dtype().size();
+                let page = rustix::param::page_size();
+                let buffer = Buffer::new(page, &BufferConfig::default(), pool()).expect("a page");
+                // At its end or, now and then, at its begin.
+                let at = if pages.len() % 3 == 2 { 0 } else { page - nbytes };
+                // SAFETY: both hold `nbytes` bytes, and nobody else has the page.
+                let address = unsafe {
+                    let to = buffer.as_ptr().add(at);
+                    to.copy_from_nonoverlapping(std::ptr::with_exposed_provenance(view.address()), nbytes);
+                    to.expose_provenance()
+                };
+                *view = View::new(address, view.dtype(), view.numel()).expect("a valid view");
+                pages.push(buffer);
+            };
+            for view in [&mut tensor.param, tensor.grad.as_mut().expect("it has one")] {
+                to_edge(view);
+            }
+            for view in [&mut tensor.exp_avg, &mut tensor.exp_avg_sq] {
+                to_edge(view);
+            }
+            match &mut tensor.master {
+                MasterLayout::Float32 { weight_out } => weight_out.iter_mut().for_each(&mut to_edge),
+                MasterLayout::Split { trailing, fingerprints } => {
+                    [trailing, fingerprints].into_iter().for_each(&mut to_edge)
+                }
+                MasterLayout::Shadowed { master } => to_edge(master),
+                MasterLayout::Plain16 => {}
+            }
+            if let MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } = &mut tensor.moments {
+                [exp_avg_scales, exp_avg_sq_scales].into_iter().for_each(&mut to_edge);
+            }
+            expected.step(isa, 1, &Hyper::default());
+            // SAFETY: the views are of `pages`, whole and apart.
+            unsafe { step(pool(), isa, &[tensor], &[1], &Hyper::default()) }.expect("a valid step");
+            // SAFETY: as above.
+            unsafe { grad_stats(pool(), isa, &[tensor.grad.expect("it has one")], true) }.expect("a gradient");
+            let nbytes = tensor.param.numel() * tensor.param.dtype().size();
+            // SAFETY: the parameter's bytes, which nobody writes any more.
+            let param = unsafe {
+                std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(tensor.param.address()), nbytes)
+            };
+            assert!(param == expected.param.payload(), "{layout:?}, {numel} elements on {}", isa.name());
+        }
     }
 }
 

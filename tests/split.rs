@@ -180,6 +180,67 @@ fn a_fingerprint_sees_every_single_change() {
     }
 }
 
+/// What people do to weights, which is anything but random: no two of some ten thousand such parameters look alike.
+#[test]
+fn a_fingerprint_tells_structured_parameters_apart() {
+    const LEN: usize = 1 << 11;
+    let isa = widest();
+    let mut draw = Draw::new(12);
+    let random: Vec<Bf16> = (0..LEN).map(|_| Bf16(half::bf16::from_f64(draw.normal()).to_bits())).collect();
+    // Zeros, ones and twos, whose patterns differ in a few of their upper bits.
+    let few: Vec<Bf16> = (0..LEN).map(|index| Bf16([0, 0x3f80, 0x4000][index * index % 3])).collect();
+    let mut seen = std::collections::HashMap::new();
+    let mut see = |what: String, values: Vec<Bf16>| {
+        let fingerprint = isa.run(Fingerprint(&values));
+        if let Some((other, before)) = seen.insert(fingerprint, (what.clone(), values.clone())) {
+            assert!(before == values, "`{what}` looks like `{other}`");
+        }
+    };
+    for (name, values) in [("random", &random), ("few", &few)] {
+        let each = |change: &dyn Fn(usize, u16) -> u16| -> Vec<Bf16> {
+            values.iter().enumerate().map(|(index, value)| Bf16(change(index, value.0))).collect()
+        };
+        see(name.to_owned(), values.clone());
+        see(format!("{name}, negated"), each(&|_, bits| bits ^ 0x8000));
+        see(format!("{name}, magnitudes"), each(&|_, bits| bits & 0x7fff));
+        for exponent in 1..8 {
+            see(format!("{name}, times 2^{exponent}"), each(&|_, bits| bits + (exponent << 7)));
+        }
+        for period in 1..100 {
+            see(
+                format!("{name}, every {period}th negated"),
+                each(&|index, bits| if index % period == 0 { bits ^ 0x8000 } else { bits }),
+            );
+            see(
+                format!("{name}, every {period}th zero"),
+                each(&|index, bits| if index % period == 0 { 0 } else { bits }),
+            );
+        }
+        for shift in 1..LEN {
+            let mut rotated = values.clone();
+            rotated.rotate_left(shift);
+            see(format!("{name}, rotated by {shift}"), rotated);
+        }
+        for distance in (1..LEN - 1).step_by(if is_hurried() { 64 } else { 1 }) {
+            let mut swapped = values.clone();
+            let at = draw.below(LEN - distance);
+            swapped.swap(at, at + distance);
+            see(format!("{name}, {at} swapped with {}", at + distance), swapped);
+        }
+        for rows in [16, 32, 64, 256, 1024] {
+            let mut swapped = values.clone();
+            let (first, second) = swapped[..2 * rows].split_at_mut(rows);
+            first.swap_with_slice(second);
+            see(format!("{name}, two rows of {rows} swapped"), swapped);
+        }
+    }
+    for value in [0, 0x8000, 0x3f80, 0xbf80, 0x4000, 0x3f00, 0x7fc0, 0xffff] {
+        for len in (1..LEN).step_by(if is_hurried() { 61 } else { 7 }) {
+            see(format!("{len} times {value:#x}"), vec![Bf16(value); len]);
+        }
+    }
+}
+
 /// All 65,535 other values of one element.
 #[test]
 fn a_fingerprint_sees_every_other_value() {
