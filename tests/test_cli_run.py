@@ -37,13 +37,14 @@ if __name__ == "__main__":
 """
 
 RANK = """
-import json, sys
+import json, os, sys
 import deepspeed, torch, torch.distributed as dist
 from deepspeed.ops.op_builder.builder import OpBuilder
 dist.init_process_group("gloo")
 ranks = torch.tensor([2.0 ** dist.get_rank()])
 dist.all_reduce(ranks)
-print("RANK " + json.dumps([dist.get_rank(), ranks.item(), sys.argv, OpBuilder._loaded_ops["cpu_adam"].__name__]), flush=True)
+seen = json.dumps([dist.get_rank(), ranks.item(), sys.argv, OpBuilder._loaded_ops["cpu_adam"].__name__])
+os.write(1, f"RANK {seen}\\n".encode())  # one write: the other rank's line must not come between
 dist.destroy_process_group()
 """
 
