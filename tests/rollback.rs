@@ -96,12 +96,15 @@ proptest! {
         for index in 0..numel {
             let at = |of: &Held| [of.param.value(index), of.exp_avg.value(index), of.exp_avg_sq.value(index)].map(f64::from);
             let (was, then, now) = (at(&before), at(&stepped), at(&held));
-            let l2 = if hyper.decoupled { 0.0 } else { hyper.weight_decay * was[0].abs() };
-            let grad = f64::from(before.grad.value(index)).abs() * hyper.grad_scale + l2;
             let denom = then[2].sqrt() + hyper.eps;
+            let scaled = f64::from(before.grad.value(index)).abs() * hyper.grad_scale;
+            let l2 = if hyper.decoupled { 0.0 } else { hyper.weight_decay };
+            let update = hyper.lr / (1.0 - beta1) * (was[1].abs() + scaled + l2 * was[0].abs()) / denom;
+            // The gradient includes the weight, which is off by the rounding of the update.
+            let grad = scaled + l2 * was[0].abs().max(update);
             // Errors of a moment after the step are divided by its decay.
             let added = [
-                hyper.lr / (1.0 - beta1) * (was[1].abs() + grad) / denom,
+                update,
                 ((1.0 - beta1) * grad + then[1].abs()) / beta1,
                 ((1.0 - beta2) * grad * grad + then[2]) / beta2,
             ];
