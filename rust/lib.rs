@@ -8,6 +8,7 @@
 pub mod adam;
 pub mod ceiling;
 pub mod cursor;
+pub mod device;
 pub mod element;
 pub mod error;
 pub mod fp_env;
@@ -16,6 +17,7 @@ pub mod io_uring;
 pub mod isa;
 pub mod memory;
 pub mod norm;
+pub mod offload;
 pub mod pool;
 #[cfg(feature = "python")]
 mod python;

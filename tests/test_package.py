@@ -172,7 +172,8 @@ numel = 1000
 arrays = [(ctypes.c_float * numel)(*[value] * numel) for value in (1.0, 0.5, 0.0, 0.0)]
 views = [core.TensorView(address=ctypes.addressof(a), dtype="float32", numel=numel) for a in arrays]
 tensor = core.AdamTensor(param=views[0], grad=views[1], exp_avg=views[2], exp_avg_sq=views[3])
-core.adam_step([tensor], steps=[1], lr=0.25, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0, decoupled=True)
+hyper = core.Hyper(lr=0.25, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0, decoupled=True)
+core.adam_step([tensor], steps=[1], hyper=hyper)
 try:
     core.TensorView(address=64, dtype="float31", numel=1)
 except ValueError as error:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stepwell import _core
+
 __all__ = ["Hyper", "hyper_of"]
 
 
@@ -20,6 +22,10 @@ class Hyper(NamedTuple):
     decoupled: bool
     bias_correction: bool
     maximize: bool
+
+    def core(self, grad_scale: float = 1.0) -> _core.Hyper:
+        """As the core takes it, every gradient multiplied by `grad_scale`."""
+        return _core.Hyper(**self._asdict(), grad_scale=grad_scale)
 
 
 def hyper_of(group: dict[str, Any], where: str) -> Hyper:

@@ -6,7 +6,6 @@ row-major order of the parameter, or of this rank's piece of it, whatever its st
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
 import struct
@@ -17,7 +16,7 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, like, local, longest_piece, piece_index, row_shape, rows
-from stepwell._tensors import view
+from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -29,6 +28,7 @@ __all__ = [
     "convert",
     "decode",
     "key_of",
+    "nbytes",
     "new",
     "packed",
     "part_names",
@@ -88,10 +88,7 @@ def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     nbytes = numel * dtype.itemsize
     if nbytes < BUFFER_BYTES_MIN:
         return torch.zeros(numel, dtype=dtype)
-    buffer = _core.Buffer(nbytes)
-    memory = (ctypes.c_uint8 * nbytes).from_address(buffer.address)
-    memory.owner = buffer  # type: ignore[attr-defined]  # lives as long as torch's storage, which holds `memory`
-    return torch.frombuffer(memory, dtype=dtype)
+    return tensor_on(_core.Buffer(nbytes)).view(dtype)
 
 
 def _part(param: torch.Tensor, part: _Part) -> torch.Tensor:
@@ -130,6 +127,13 @@ def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
 def part_names(param: torch.Tensor, moments: str) -> tuple[str, ...]:
     """The keys of the state of `param`, beside `step`."""
     return tuple(part.name for part in (*_MOMENTS[moments], *_MASTERS[param.dtype]))
+
+
+def nbytes(param: torch.Tensor, moments: str) -> int:
+    """Bytes of the state of `param`, this rank's piece of it, beside `step`."""
+    numel = local(param).numel()
+    parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
+    return sum((part.length(numel) if part.length else numel) * part.dtype.itemsize for part in parts)
 
 
 def new(param: torch.Tensor, moments: str) -> State:

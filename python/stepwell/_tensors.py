@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from stepwell._sharding import check_placements, local
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Written", "check_grad", "check_param", "is_run", "view"]
+__all__ = ["Written", "check_grad", "check_param", "is_run", "tensor_on", "view"]
 
 _NAMES = {
     torch.float32: "float32",
@@ -24,6 +25,13 @@ _NAMES = {
     torch.int32: "int32",
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tensor_on(buffer: _core.Buffer) -> torch.Tensor:
+    """The bytes of `buffer`, which lives as long as the tensor or a view of it."""
+    memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
+    memory.owner = buffer  # type: ignore[attr-defined]  # torch's storage holds `memory`
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def view(tensor: torch.Tensor, numel: int | None = None) -> _core.TensorView:
@@ -47,8 +55,11 @@ def _check_strided(tensor: torch.Tensor, what: str, hint: str) -> None:
         raise ValueError(f"{what} is `{kind}`, expected a dense tensor. hint: {hint}")
 
 
-def check_param(param: torch.Tensor, label: str) -> None:
-    """Raises ValueError, which names the parameter by `label`, if no step could update `param`."""
+def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> None:
+    """Raises ValueError, which names the parameter by `label`, if no step could update `param`.
+
+    `on_device`: it need not lie in host memory, but in one run.
+    """
     if torch.nn.parameter.is_lazy(param):
         raise ValueError(f"{label} is uninitialized. hint: run the model once before making the optimizer")
     check_placements(param, label)
@@ -58,10 +69,15 @@ def check_param(param: torch.Tensor, label: str) -> None:
         raise ValueError(
             f"{label} is on `meta`, expected the CPU. hint: model.to_empty(device='cpu') and load its weights"
         )
-    if not piece.is_cpu:
+    if not piece.is_cpu and not on_device:
         raise ValueError(
-            f"{label} is on `{piece.device}`, expected the CPU. hint: move the parameters to the CPU "
-            "(model.cpu(), or FSDP2's CPUOffloadPolicy)"
+            f"{label} is on `{piece.device}`, expected the CPU. hint: stepwell.OffloadAdamW steps parameters on an "
+            "accelerator; this one takes model.cpu(), or FSDP2's CPUOffloadPolicy"
+        )
+    if on_device and not is_run(piece):
+        raise ValueError(
+            f"{label} is not contiguous (strides `{piece.stride()}`), expected rows one after the other. "
+            "hint: parameter.data = parameter.data.contiguous() before the optimizer is made"
         )
     if piece.is_complex():
         raise ValueError(

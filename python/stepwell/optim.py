@@ -37,9 +37,10 @@ _EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class _Update(NamedTuple):
+class Update(NamedTuple):
     """One parameter of a step."""
 
+    param: torch.Tensor
     operand: Operand
     hyper: Hyper
     state: _state.State | None
@@ -50,7 +51,7 @@ class _Update(NamedTuple):
     """Of the stochastic rounding."""
 
 
-def _nonfinite_message(updates: list[_Update], stats: _core.GradStats | None, grad_scale: float) -> str:
+def _nonfinite_message(updates: list[Update], stats: _core.GradStats | None, grad_scale: float) -> str:
     """What a step with a non-finite gradient raises."""
     index = None if stats is None else stats.first_nonfinite
     if index is not None:
@@ -168,14 +169,19 @@ class Adam(Optimizer):
             index = len(self.param_groups) - 1
             hyper_of(param_group, f"group {index}")
             with torch.no_grad():
-                for param, label in self._labelled():
-                    if param.requires_grad:
-                        check_param(param, label)
+                self._admit(param_group["params"])
                 self._written = Written(self._memory())
             self._meshes = None
         except ValueError:
             self.param_groups.pop()
             raise
+
+    def _admit(self, params: list[torch.Tensor]) -> None:
+        """Raises ValueError if one of `params`, which have just been added, could not be stepped."""
+        labels = dict(self._labelled())
+        for param in params:
+            if param.requires_grad:
+                check_param(param, labels[param])
 
     def _labelled(self) -> Iterable[tuple[torch.Tensor, str]]:
         """Every parameter, with what errors call it."""
@@ -189,7 +195,7 @@ class Adam(Optimizer):
     def _memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All that a step may write, with its name."""
         for param, label in self._labelled():
-            piece = local(param)
+            piece = local(self._host_side(param))
             if param.requires_grad and piece.is_cpu and piece.layout == torch.strided:
                 yield label, piece
             for name, value in self.state.get(param, {}).items():
@@ -241,7 +247,7 @@ class Adam(Optimizer):
             return
         may_initialize = all(group["lr"] == 0 for group in self.param_groups) and not any(self.state.values())
         must_inspect = may_initialize or self._nonfinite != "propagate"
-        updates: list[_Update] = []
+        updates: list[Update] = []
         grad_scale = 1.0
         stats: _core.GradStats | None = None
         error: ValueError | None = None
@@ -273,7 +279,7 @@ class Adam(Optimizer):
         elif may_initialize and not is_nonzero:
             # The dummy step by which torch.distributed.checkpoint has state made.
             for update in updates:
-                self.state[update.operand.param] = _state.new(update.operand.param, self._moments)
+                self.state[update.param] = _state.new(update.operand.param, self._moments)
         else:
             self._apply(updates, grad_scale)
 
@@ -290,7 +296,7 @@ class Adam(Optimizer):
             group["skipped_steps"] += 1
         _LOGGER.info("skipped a step: a gradient is not finite (%d so far)", self.skipped_steps)
 
-    def _updates(self) -> list[_Update]:
+    def _updates(self) -> list[Update]:
         """What the coming step does, checked in full.
 
         Raises:
@@ -310,14 +316,15 @@ class Adam(Optimizer):
             operand = self._operands.get(param)
             if operand is None:
                 labels = labels or dict(self._labelled())
-                operand = self._operands[param] = Operand(param, labels[param])
-            operand.take(param.grad)
+                operand = self._operands[param] = Operand(self._host_side(param), labels[param])
+            operand.take(self._host_grad(param))
             state = self.state.get(param) or None
             step = 1
             if state is not None:
                 step = 1 + _state.step_of(state, operand.label)
                 state = operand.check(state, self._moments)
-            updates.append(_Update(operand, hyper, state, step, partial(_state.key_of, group["seed"], index, param)))
+            key = partial(_state.key_of, group["seed"], index, param)
+            updates.append(Update(param, operand, hyper, state, step, key))
         if self._written is None or any(update.operand.moved for update in updates):
             self._written = Written(self._memory())
             for update in updates:
@@ -326,35 +333,53 @@ class Adam(Optimizer):
             update.operand.check_grad(self._written)
         return updates
 
-    def _apply(self, updates: list[_Update], grad_scale: float) -> None:
+    def _host_side(self, param: torch.Tensor) -> torch.Tensor:
+        """The tensor in host memory that stands for `param` in a step: `param` itself."""
+        return param
+
+    def _host_grad(self, param: torch.Tensor) -> torch.Tensor:
+        """The gradient of `param` in host memory; it has one."""
+        assert param.grad is not None
+        return param.grad
+
+    def _apply(self, updates: list[Update], grad_scale: float) -> None:
         """Applies updates that were checked: nothing is changed before nothing can fail any more."""
+        states = self._bind(updates)
         batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
-        write_backs: list[partial[Any]] = []
+        calls: list[partial[Any]] = []
+        for update in updates:
+            if update.operand.tensor is not None:
+                tensors, steps = batches.setdefault(update.hyper, ([], []))
+                tensors.append(update.operand.tensor)
+                steps.append(update.step)
+                calls += update.operand.write_backs
+        stepping: list[partial[Any]] = [
+            partial(_core.adam_step, tensors, steps=steps, hyper=hyper.core(grad_scale))
+            for hyper, (tensors, steps) in batches.items()
+        ]
+        self._commit(updates, states, [*stepping, *calls])
+
+    def _bind(self, updates: list[Update]) -> list[_state.State]:
+        """Binds the operands of the updates to their states, which are returned; those that have none get one."""
         states = []
-        for operand, hyper, known_state, step, key in updates:
+        for _, operand, _, known_state, step, key in updates:
             state = _state.new(operand.param, self._moments) if known_state is None else known_state
             if not isinstance(state["step"], torch.Tensor):
                 state["step"] = torch.tensor(float(step - 1))
             operand.bind(state, self._moments, key)
             states.append(state)
-            if operand.tensor is not None:
-                tensors, steps = batches.setdefault(hyper, ([], []))
-                tensors.append(operand.tensor)
-                steps.append(step)
-                write_backs += operand.write_backs
-        calls: list[partial[Any]] = [
-            partial(_core.adam_step, tensors, steps=steps, grad_scale=grad_scale, **hyper._asdict())
-            for hyper, (tensors, steps) in batches.items()
-        ]
-        calls += write_backs
+        return states
+
+    def _commit(self, updates: list[Update], states: list[_state.State], calls: list[partial[Any]]) -> None:
+        """Makes the calls that step, counts the updates, and tells autograd."""
         if states:
             calls.append(partial(torch._foreach_add_, [state["step"] for state in states], 1))
-        for (operand, *_), state in zip(updates, states, strict=True):
-            if self.state.get(operand.param) is not state:
-                self.state[operand.param] = state
-            torch.autograd.graph.increment_version(operand.param)
-            if is_dtensor(operand.param):
-                torch.autograd.graph.increment_version(local(operand.param))
+        for update, state in zip(updates, states, strict=True):
+            if self.state.get(update.param) is not state:
+                self.state[update.param] = state
+            torch.autograd.graph.increment_version(update.param)
+            if is_dtensor(update.param):
+                torch.autograd.graph.increment_version(local(update.param))
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
 
@@ -370,7 +395,7 @@ class Adam(Optimizer):
         with torch.no_grad():
             for index, state in result["state"].items():
                 if isinstance(index, int) and index < len(params):
-                    result["state"][index] = _state.packed(params[index], state)
+                    result["state"][index] = _state.packed(self._host_side(params[index]), state)
         return result
 
     def decoded_state_dict(self) -> StateDict:
@@ -387,7 +412,7 @@ class Adam(Optimizer):
             for index, state in packed["state"].items():
                 if isinstance(index, int) and state:
                     step = _state.step_of(state, f"parameter {index}")
-                    decoded[index] = {"step": step, **_state.decode(params[index], state)}
+                    decoded[index] = {"step": step, **_state.decode(self._host_side(params[index]), state)}
         return {**packed, "state": decoded}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -441,9 +466,10 @@ class Adam(Optimizer):
         for index, (param, seed) in enumerate(params):
             source = _state.unshielded(loaded.get(param, {}))
             if source:
-                check_param(param, labels[param])
+                host_side = self._host_side(param)
+                check_param(host_side, labels[param])
                 converted[param] = _state.convert(
-                    param,
+                    host_side,
                     source,
                     self._moments,
                     key=_state.key_of(seed, index, param),

@@ -51,7 +51,7 @@ pub unsafe fn step(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[u64]
 }
 
 /// The gradients of a call's tensors, with the counts checked on the way.
-pub(super) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<View>> {
+pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<View>> {
     if tensors.len() != counts.len() {
         return Err(Error::value(format!("steps has `{}` numbers, expected {}", counts.len(), tensors.len())));
     }
@@ -64,9 +64,11 @@ pub(super) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<Vie
     tensors.iter().enumerate().map(grad).collect()
 }
 
+/// Steps one chunk of a tensor with the same chunk of its gradient.
+///
 /// # Safety
 /// The memory of the tensor and the gradient is alive, and nobody else uses this chunk of it.
-unsafe fn step_chunk(isa: Isa, tensor: &AdamTensor, grad: View, step: &Step, chunk: Chunk) {
+pub(crate) unsafe fn step_chunk(isa: Isa, tensor: &AdamTensor, grad: View, step: &Step, chunk: Chunk) {
     let range = chunk.range(tensor.param.numel());
     // SAFETY: passed on from the caller.
     unsafe {

@@ -116,6 +116,15 @@ impl AdamTensor {
         grad.expect("grad", dtypes, self.param.numel())
     }
 
+    /// What the model computes with: the 16-bit copy of an fp32 master where there is one, else the parameter.
+    #[must_use]
+    pub fn weight(&self) -> View {
+        match self.master {
+            MasterLayout::Float32 { weight_out: Some(weight) } => weight,
+            _ => self.param,
+        }
+    }
+
     /// Everything that a step writes, with names.
     pub fn written(&self) -> impl Iterator<Item = (&'static str, View)> {
         let (first, second) = match self.master {

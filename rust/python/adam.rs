@@ -33,7 +33,7 @@ use crate::{
 /// Raises:
 ///     ValueError: naming what does not fit.
 #[pyclass(name = "AdamTensor", module = "stepwell._core", frozen)]
-pub(super) struct PyAdamTensor(AdamTensor);
+pub(super) struct PyAdamTensor(pub(super) AdamTensor);
 
 #[pymethods]
 impl PyAdamTensor {
@@ -71,6 +71,44 @@ impl PyAdamTensor {
     }
 }
 
+/// What a step does, under torch's names.
+///
+/// Args:
+///     lr: learning rate.
+///     betas: decay of both moments.
+///     eps: added to the denominator.
+///     weight_decay: of the weight if `decoupled`, else of the gradient.
+///     decoupled: AdamW rather than Adam with L2.
+///     bias_correction: whether moments are corrected for their start at 0.
+///     maximize: ascend.
+///     grad_scale: multiplies every gradient: inverse loss scale times clip coefficient.
+///
+/// Raises:
+///     ValueError: naming the one that is out of its range.
+#[pyclass(name = "Hyper", module = "stepwell._core", frozen)]
+pub(super) struct PyHyper(pub(super) Hyper);
+
+#[pymethods]
+impl PyHyper {
+    #[new]
+    #[pyo3(signature = (*, lr, betas, eps, weight_decay, decoupled, bias_correction=true, maximize=false, grad_scale=1.0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+    fn new(
+        lr: f64,
+        betas: (f64, f64),
+        eps: f64,
+        weight_decay: f64,
+        decoupled: bool,
+        bias_correction: bool,
+        maximize: bool,
+        grad_scale: f64,
+    ) -> Result<Self> {
+        let hyper = Hyper { lr, betas, eps, weight_decay, decoupled, bias_correction, maximize, grad_scale };
+        hyper.validate()?;
+        Ok(Self(hyper))
+    }
+}
+
 fn tensors_of(tensors: &[PyRef<'_, PyAdamTensor>]) -> Vec<AdamTensor> {
     tensors.iter().map(|tensor| tensor.0).collect()
 }
@@ -83,37 +121,22 @@ fn tensors_of(tensors: &[PyRef<'_, PyAdamTensor>]) -> Vec<AdamTensor> {
 /// Args:
 ///     tensors: each with a gradient.
 ///     steps: for each tensor the number of this update, from 1.
-///     lr: learning rate.
-///     betas: decay of both moments.
-///     eps: added to the denominator.
-///     weight_decay: of the weight if `decoupled`, else of the gradient.
-///     decoupled: AdamW rather than Adam with L2.
-///     bias_correction: whether moments are corrected for their start at 0.
-///     maximize: ascend.
-///     grad_scale: multiplies every gradient: inverse loss scale times clip coefficient.
+///     hyper: what to step them with.
 ///     pool: the default pool if None.
 ///
 /// Raises:
 ///     ValueError: before anything is changed: a hyper-parameter out of range, a tensor without a gradient, memory that
 ///         overlaps.
 #[pyfunction]
-#[pyo3(signature = (tensors, *, steps, lr, betas, eps, weight_decay, decoupled, bias_correction=true, maximize=false, grad_scale=1.0, pool=None))]
-#[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+#[pyo3(signature = (tensors, *, steps, hyper, pool=None))]
 pub(super) fn adam_step(
     py: Python<'_>,
     tensors: Vec<PyRef<'_, PyAdamTensor>>,
     steps: Vec<u64>,
-    lr: f64,
-    betas: (f64, f64),
-    eps: f64,
-    weight_decay: f64,
-    decoupled: bool,
-    bias_correction: bool,
-    maximize: bool,
-    grad_scale: f64,
+    hyper: &PyHyper,
     pool: Option<&PyPool>,
 ) -> Result<()> {
-    let hyper = Hyper { lr, betas, eps, weight_decay, decoupled, bias_correction, maximize, grad_scale };
+    let hyper = hyper.0;
     let tensors = tensors_of(&tensors);
     let pool = PyPool::pool(pool);
     // SAFETY: whoever made the views vouches for their memory during this call (see TensorView).
@@ -127,23 +150,15 @@ pub(super) fn adam_step(
 /// Raises:
 ///     ValueError: with nothing changed, where the step cannot be undone.
 #[pyfunction]
-#[pyo3(signature = (tensors, *, steps, lr, betas, eps, weight_decay, decoupled, bias_correction=true, maximize=false, grad_scale=1.0, pool=None))]
-#[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+#[pyo3(signature = (tensors, *, steps, hyper, pool=None))]
 pub(super) fn adam_rollback(
     py: Python<'_>,
     tensors: Vec<PyRef<'_, PyAdamTensor>>,
     steps: Vec<u64>,
-    lr: f64,
-    betas: (f64, f64),
-    eps: f64,
-    weight_decay: f64,
-    decoupled: bool,
-    bias_correction: bool,
-    maximize: bool,
-    grad_scale: f64,
+    hyper: &PyHyper,
     pool: Option<&PyPool>,
 ) -> Result<()> {
-    let hyper = Hyper { lr, betas, eps, weight_decay, decoupled, bias_correction, maximize, grad_scale };
+    let hyper = hyper.0;
     let tensors = tensors_of(&tensors);
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.

@@ -103,13 +103,13 @@ impl PyBuffer {
 
     /// Address of the first byte.
     #[getter]
-    fn address(&self) -> usize {
+    pub(super) fn address(&self) -> usize {
         self.0.as_ptr().expose_provenance()
     }
 
     /// Bytes asked for.
     #[getter]
-    fn nbytes(&self) -> usize {
+    pub(super) fn nbytes(&self) -> usize {
         self.0.nbytes()
     }
 

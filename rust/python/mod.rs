@@ -3,6 +3,7 @@
 mod adam;
 mod errors;
 mod host;
+mod offload;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -12,11 +13,13 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::adam::{
-        PyAdamTensor, PyGradStats, adam_rollback, adam_step, grad_stats, q8_codes_len, q8_scales_len, read_state,
-        write_state,
+        PyAdamTensor, PyGradStats, PyHyper, adam_rollback, adam_step, grad_stats, q8_codes_len, q8_scales_len,
+        read_state, write_state,
     };
     #[pymodule_export]
     use super::host::{PyBuffer, PyPool, build_info, connect, num_chunks, stream_ceiling, system_info};
+    #[pymodule_export]
+    use super::offload::PyOffloadEngine;
     #[pymodule_export]
     use super::tensor::PyTensorView;
 

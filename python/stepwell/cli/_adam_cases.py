@@ -151,12 +151,9 @@ def _adam_step(factors: tuple[float, ...], **tensors: torch.Tensor) -> Passes:
         _core.adam_step(
             adam_tensors,
             steps=[next(steps)],
-            lr=_LR,
-            betas=_BETAS,
-            eps=_EPS,
-            weight_decay=_WEIGHT_DECAY,
-            decoupled=True,
-            grad_scale=next(scales),
+            hyper=_core.Hyper(
+                lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, decoupled=True, grad_scale=next(scales)
+            ),
         )
 
     return {"step": step}

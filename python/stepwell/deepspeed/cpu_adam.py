@@ -189,7 +189,7 @@ def adam_rollback(
     grad = grads.contiguous()
     operand = _core.AdamTensor(param=view(params), grad=view(grad), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
     hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
-    _core.adam_rollback([operand], steps=[count], **hyper._asdict())
+    _core.adam_rollback([operand], steps=[count], hyper=hyper.core())
     return 0
 
 

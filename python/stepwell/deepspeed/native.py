@@ -191,7 +191,7 @@ def update(tensors: Sequence[NativeTensors], *, step: int, hyper: Hyper, pool: _
         )
         for each, grad in zip(stepped, grads, strict=True)
     ]
-    _core.adam_step(operands, steps=[step] * len(operands), pool=pool, **hyper._asdict())
+    _core.adam_step(operands, steps=[step] * len(operands), hyper=hyper.core(), pool=pool)
     if _Policy.applied is not None:
         _Policy.applied.update(each.exp_avg.data_ptr() for each in tensors)
     return True

@@ -1,0 +1,87 @@
+"""The host sides of parameters on a device: a weight and a gradient each, in pinned memory of exactly their size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepwell import _core
+from stepwell._sharding import like, local
+from stepwell._tensors import tensor_on
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Twins"]
+
+# Of every tensor in a buffer: what the widest vectors and the device's copies like.
+_ALIGN_BYTES = 64
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class Twins:
+    """For each parameter a `weight`, which a step writes and the device gets a copy of, and a `grad`.
+
+    Both have the parameter's dtype and the shape of this rank's piece; those of a DTensor are DTensors placed as it is.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[torch.Tensor, torch.Tensor] = {}
+        self._grads: dict[torch.Tensor, torch.Tensor] = {}
+        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
+        self.buffers: list[_core.Buffer] = []
+
+    @staticmethod
+    def nbytes(params: Iterable[torch.Tensor]) -> int:
+        """Bytes of pinned memory that `add` takes."""
+        return 2 * sum(_aligned(local(param).nbytes) for param in params)
+
+    def add(self, params: Sequence[torch.Tensor]) -> None:
+        """Makes the twins of `params`, and copies their weights.
+
+        Raises:
+            OSError: there is no memory for them.
+        """
+        nbytes = self.nbytes(params) // 2
+        for twins in (self._weights, self._grads):
+            buffer = _core.Buffer(nbytes)
+            memory, begin = tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8), 0
+            for param in params:
+                piece = local(param)
+                run = memory[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
+                twins[param] = like(param, run)
+                begin += _aligned(piece.nbytes)
+            self.buffers.append(buffer)
+        self.refresh(params)
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return param in self._weights
+
+    def weight(self, param: torch.Tensor) -> torch.Tensor:
+        """The host side of `param`."""
+        return self._weights[param]
+
+    def grad(self, param: torch.Tensor) -> torch.Tensor:
+        """Where the gradient of `param` comes to."""
+        return self._grads[param]
+
+    def refresh(self, params: Iterable[torch.Tensor]) -> bool:
+        """Copies the weights of `params` that someone else has written, or moved, to the host. Whether there were any."""
+        stale = [param for param in params if self._versions.get(param) != _version(param)]
+        for param in stale:
+            local(self._weights[param]).copy_(local(param))
+        self.note(stale)
+        return bool(stale)
+
+    def note(self, params: Iterable[torch.Tensor]) -> None:
+        """Takes the weights of `params` on the device, as they are now, for those of the host."""
+        self._versions.update((param, _version(param)) for param in params)
+
+
+def _version(param: torch.Tensor) -> tuple[int, int]:
+    piece = local(param)
+    return piece._version, piece.data_ptr()

@@ -1,0 +1,197 @@
+//! A GPU through the CUDA driver, which is loaded at run time: nothing of CUDA is needed to build, to import or to test.
+//!
+//! The lanes are streams of their own in the device's primary context, the one that torch uses; they are not ordered with the legacy default
+//! stream, so that a copy waits for what [`Device::order_lane_after`] says and for nothing else.
+
+use std::{
+    ffi::c_int,
+    panic::catch_unwind,
+    sync::{Mutex, OnceLock, PoisonError},
+};
+
+use cudarc::driver::{
+    result::{self, DriverError, stream::StreamKind},
+    sys,
+};
+
+use super::{Device, Lane, Stream};
+use crate::error::{Error, Result};
+
+/// See the [module](self).
+pub struct CudaDevice {
+    device: sys::CUdevice,
+    context: Handle<sys::CUcontext>,
+    lanes: [Handle<sys::CUstream>; 2],
+    events: Box<[Handle<sys::CUevent>]>,
+    /// Marks a point of a caller's stream for as long as it takes to make a lane wait for it.
+    mark: Mutex<Handle<sys::CUevent>>,
+}
+
+/// A pointer that the driver gave out.
+#[derive(Clone, Copy)]
+struct Handle<T>(T);
+
+// SAFETY: the driver's objects may be used from any thread whose current context is theirs (CUDA Driver API, "Context management"), which
+// `attach` sees to; an event is recorded by one thread at a time, as the trait asks, or under a lock.
+unsafe impl<T> Send for Handle<T> {}
+// SAFETY: as above.
+unsafe impl<T> Sync for Handle<T> {}
+
+fn failed(what: &str) -> impl FnOnce(DriverError) -> Error + '_ {
+    move |error| {
+        let text = error.error_string().map_or_else(|_| "unknown".into(), |text| text.to_string_lossy().into_owned());
+        Error::os(format!("CUDA failed to {what}"), std::io::Error::other(format!("{text} ({:?})", error.0)))
+    }
+}
+
+/// Loads the driver, once.
+fn driver() -> Result<()> {
+    static DRIVER: OnceLock<std::result::Result<(), String>> = OnceLock::new();
+    let loaded = DRIVER.get_or_init(|| {
+        // SAFETY: loads the driver's library, whose constructors run in every CUDA program.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("libcuda.so.1 is not to be found".to_owned());
+        }
+        // The loader panics where a symbol is missing.
+        match catch_unwind(result::init) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(format!("the driver does not start: {error}")),
+            Err(_) => Err("the driver is too old, expected CUDA 11.4 or later".to_owned()),
+        }
+    });
+    loaded
+        .clone()
+        .map_err(|what| Error::os("no CUDA; hint: see `nvidia-smi` and `stepwell doctor`", std::io::Error::other(what)))
+}
+
+impl CudaDevice {
+    /// The GPU that CUDA numbers `ordinal` in this process.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where there is no driver or no such GPU.
+    pub fn new(ordinal: c_int, events: usize) -> Result<Self> {
+        driver()?;
+        let device = result::device::get(ordinal).map_err(failed("find the device"))?;
+        // SAFETY: `device` was given out by the driver; `drop` releases what is retained.
+        let context = unsafe { result::primary_ctx::retain(device) }.map_err(failed("open the device"))?;
+        // SAFETY: the context is alive.
+        unsafe { result::ctx::set_current(context) }.map_err(failed("use the device"))?;
+        let event = || {
+            // Waiting threads sleep: one of them may stand in the way of the thread that launches work.
+            let flags =
+                sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+            create_event(flags).map(Handle).map_err(failed("make an event"))
+        };
+        let stream = || result::stream::create(StreamKind::NonBlocking).map(Handle).map_err(failed("make a stream"));
+        Ok(Self {
+            device,
+            context: Handle(context),
+            lanes: [stream()?, stream()?],
+            events: (0..events).map(|_| event()).collect::<Result<_>>()?,
+            mark: Mutex::new(event()?),
+        })
+    }
+
+    fn lane(&self, lane: Lane) -> sys::CUstream {
+        self.lanes[lane as usize].0
+    }
+}
+
+/// [`result::event::create`] takes one flag only.
+fn create_event(flags: u32) -> std::result::Result<sys::CUevent, DriverError> {
+    let mut event = std::mem::MaybeUninit::uninit();
+    // SAFETY: the driver writes the event before it reports success.
+    unsafe {
+        sys::cuEventCreate(event.as_mut_ptr(), flags).result()?;
+        Ok(event.assume_init())
+    }
+}
+
+impl Device for CudaDevice {
+    fn attach(&self) -> Result<()> {
+        // SAFETY: the context is retained until `drop`.
+        unsafe { result::ctx::set_current(self.context.0) }.map_err(failed("use the device"))
+    }
+
+    unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<()> {
+        let stream = self.lane(lane);
+        // SAFETY: the caller vouches for both ranges until the copy is done; the stream lives as long as `self`.
+        let copied = unsafe {
+            match lane {
+                Lane::Download => sys::cuMemcpyDtoHAsync_v2(host.cast(), device, nbytes, stream),
+                Lane::Upload => sys::cuMemcpyHtoDAsync_v2(device, host.cast(), nbytes, stream),
+            }
+        };
+        copied.result().map_err(failed(if lane == Lane::Download { "copy to the host" } else { "copy to the device" }))
+    }
+
+    fn record(&self, lane: Lane, event: usize) -> Result<()> {
+        // SAFETY: both live as long as `self`.
+        unsafe { result::event::record(self.events[event].0, self.lane(lane)) }.map_err(failed("record an event"))
+    }
+
+    fn wait(&self, event: usize) -> Result<()> {
+        // SAFETY: the event lives as long as `self`.
+        unsafe { result::event::synchronize(self.events[event].0) }.map_err(failed("copy"))
+    }
+
+    fn order_lane_after(&self, lane: Lane, stream: Stream) -> Result<()> {
+        let mark = self.mark.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the caller names a stream of its own; the event's state is taken up by the wait before the lock is released.
+        unsafe {
+            result::event::record(mark.0, std::ptr::with_exposed_provenance_mut(stream.0 as usize))
+                .and_then(|()| sys::cuStreamWaitEvent(self.lane(lane), mark.0, 0).result())
+        }
+        .map_err(failed("order a copy"))
+    }
+
+    fn order_stream_after(&self, stream: Stream, event: usize) -> Result<()> {
+        // SAFETY: as in `order_lane_after`.
+        unsafe {
+            sys::cuStreamWaitEvent(std::ptr::with_exposed_provenance_mut(stream.0 as usize), self.events[event].0, 0)
+        }
+        .result()
+        .map_err(failed("order a stream"))
+    }
+
+    fn drain(&self) -> Result<()> {
+        for lane in self.lanes {
+            // SAFETY: the stream lives as long as `self`.
+            unsafe { result::stream::synchronize(lane.0) }.map_err(failed("copy"))?;
+        }
+        Ok(())
+    }
+
+    unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<()> {
+        const PORTABLE: u32 = 1;
+        let host = std::ptr::with_exposed_provenance_mut(address);
+        // SAFETY: the caller keeps the range alive until `unpin`.
+        unsafe { sys::cuMemHostRegister_v2(host, nbytes, PORTABLE) }
+            .result()
+            .map_err(failed(&format!("pin `{nbytes}` bytes of host memory (hint: see `ulimit -l`)")))
+    }
+
+    fn unpin(&self, address: usize) {
+        // SAFETY: the range was pinned. Where that fails the context is gone, and the pin with it.
+        let _ = unsafe { sys::cuMemHostUnregister(std::ptr::with_exposed_provenance_mut(address)) };
+    }
+}
+
+impl Drop for CudaDevice {
+    fn drop(&mut self) {
+        if self.attach().is_err() {
+            return;
+        }
+        let mark = self.mark.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: nobody else has them; each is destroyed once. Failures mean that the context is gone already.
+        unsafe {
+            for event in self.events.iter().chain([&*mark]) {
+                let _ = result::event::destroy(event.0);
+            }
+            for lane in self.lanes {
+                let _ = result::stream::destroy(lane.0);
+            }
+            let _ = result::primary_ctx::release(self.device);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! A device beside host memory: copies that run by themselves, in order, on two lanes, and events that tell how far they are.
+//!
+//! - DEV-1 Copies of a lane run in the order in which they were enqueued; the two lanes run independently of each other and of the caller.
+//! - DEV-2 An event is done when everything enqueued on its lane before it was last recorded is done. One that was never recorded is done.
+//! - DEV-3 A lane ordered after a stream starts nothing later before what the stream held at that moment is done, and the other way round.
+//!
+//! [`cuda`] is a GPU. [`host`] is this machine itself: its "device memory" is host memory too, and its lanes are threads, so copies really are
+//! late there, and what does not wait for them shows on a machine without a GPU. Nothing above this module knows which of the two it has.
+
+pub mod cuda;
+pub mod host;
+
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+
+/// A queue of copies in one direction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lane {
+    /// From the device to host memory.
+    Download,
+    /// From host memory to the device.
+    Upload,
+}
+
+/// A stream of the caller's, as its framework names it: a `CUstream`, 0 for the default one. Of the host device the calling thread is the stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stream(pub u64);
+
+/// What [`crate::offload`] needs of a device. Every method may be called from any thread that has called [`Device::attach`].
+pub trait Device: Send + Sync {
+    /// Makes the calling thread one that may use the device. Cheap to repeat.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device refuses.
+    fn attach(&self) -> Result<()>;
+
+    /// Enqueues a copy of `nbytes` between device and host memory, in the lane's direction.
+    ///
+    /// # Safety
+    /// Both ranges are alive, and what is read is not written nor what is written used by anyone else, until the copy is done.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device refuses, or has failed before.
+    unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<()>;
+
+    /// Records event number `event` behind all that is on the lane. Calls for one event do not run at the same time.
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    fn record(&self, lane: Lane, event: usize) -> Result<()>;
+
+    /// Blocks the calling thread until the event is done.
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    fn wait(&self, event: usize) -> Result<()>;
+
+    /// Orders what is enqueued on `lane` from now on after what `stream` holds now.
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    fn order_lane_after(&self, lane: Lane, stream: Stream) -> Result<()>;
+
+    /// Orders what is launched on `stream` from now on after the event.
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    fn order_stream_after(&self, stream: Stream, event: usize) -> Result<()>;
+
+    /// Blocks the calling thread until both lanes are empty.
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    fn drain(&self) -> Result<()>;
+
+    /// Pins a range of host memory, so that copies from and to it need no detour.
+    ///
+    /// # Safety
+    /// The range is alive until [`Device::unpin`].
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device refuses.
+    unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<()>;
+
+    /// Ends a [`Device::pin`]. No copy from or to the range is under way.
+    fn unpin(&self, address: usize);
+}
+
+/// The device that torch calls `name` (`cpu`, `cuda:0`), with room for `events` events.
+///
+/// # Errors
+/// [`Error::Value`] for another name; [`Error::Os`] where there is no such device, or no driver.
+pub fn open(name: &str, events: usize) -> Result<Arc<dyn Device>> {
+    if name == "cpu" {
+        return Ok(Arc::new(host::HostDevice::new(events)?));
+    }
+    let ordinal = name.strip_prefix("cuda:").and_then(|ordinal| ordinal.parse().ok());
+    match ordinal {
+        Some(ordinal) => Ok(Arc::new(cuda::CudaDevice::new(ordinal, events)?)),
+        None => Err(Error::value(format!(
+            "device is `{name}`, expected cuda:N or cpu\nhint: other accelerators are not supported yet"
+        ))),
+    }
+}

@@ -1,0 +1,250 @@
+//! The offload engine.
+
+use std::time::Duration;
+
+use pyo3::{prelude::*, types::PyDict};
+
+use super::{
+    adam::{PyAdamTensor, PyHyper},
+    host::PyBuffer,
+    tensor::PyTensorView,
+};
+use crate::{
+    device::Stream,
+    error::{Error, Result},
+    isa::Isa,
+    offload::{Engine, Update},
+    pool::{Pool, PoolConfig},
+    view::View,
+};
+
+/// How long a wait keeps Python's signal handlers, such as Ctrl-C's, from running.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Steps Adam over host memory in the background, while gradients come down from a device and weights go up to it.
+///
+/// Streams are the device's handles (`torch.cuda.current_stream().cuda_stream`); of "cpu" the calling thread is the stream,
+/// and what a stream waits for blocks it. After a failure in the background every call raises OSError.
+///
+/// Args:
+///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
+///     numels: elements of each tensor, in forward order.
+///     threads: workers that step; one per allowed physical core but one, which launches work meanwhile, if None.
+///
+/// Raises:
+///     ValueError: for another device or a bad number of threads.
+///     OSError: where there is no such device.
+#[pyclass(name = "OffloadEngine", module = "stepwell._core", frozen)]
+pub(super) struct PyOffloadEngine {
+    engine: Engine,
+    /// What is pinned. Freed after the engine, which unpins it.
+    buffers: std::sync::Mutex<Vec<Py<PyBuffer>>>,
+}
+
+impl Drop for PyOffloadEngine {
+    fn drop(&mut self) {
+        // No copy is under way any more when this returns; an error is the device's, which then copies no more.
+        while self.engine.is_busy() && self.engine.finish(Stream(0), SIGNAL_INTERVAL).is_ok() {}
+        let _ = self.engine.drain();
+        for buffer in self.buffers.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner) {
+            self.engine.unpin(buffer.get().address());
+        }
+    }
+}
+
+/// Calls `wait` until it says that the end was reached; signal handlers run in between.
+fn wait_interruptibly(py: Python<'_>, mut wait: impl FnMut() -> Result<bool> + Send) -> PyResult<()> {
+    while !py.detach(&mut wait)? {
+        py.check_signals()?;
+    }
+    Ok(())
+}
+
+fn views_of(views: &[PyRef<'_, PyTensorView>]) -> Vec<View> {
+    views.iter().map(|view| view.0).collect()
+}
+
+fn check_lengths(names: &str, lengths: &[usize]) -> Result<()> {
+    if lengths.iter().all(|&length| length == lengths[0]) {
+        return Ok(());
+    }
+    Err(Error::value(format!("{names} have `{lengths:?}` entries, expected as many of each")))
+}
+
+#[pymethods]
+impl PyOffloadEngine {
+    #[new]
+    #[pyo3(signature = (device, numels, *, threads=None))]
+    fn new(py: Python<'_>, device: &str, numels: Vec<usize>, threads: Option<usize>) -> Result<Self> {
+        let engine = py.detach(|| {
+            let threads = match threads {
+                Some(threads) => threads,
+                None => Pool::global()?.threads().saturating_sub(1).max(1),
+            };
+            let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None })?;
+            Engine::new(device, &numels, pool, Isa::detect()?)
+        })?;
+        Ok(Self { engine, buffers: std::sync::Mutex::default() })
+    }
+
+    /// Pins `buffer` for the device, and keeps it alive as long as the engine.
+    ///
+    /// Raises:
+    ///     OSError: where the device refuses.
+    fn pin(&self, py: Python<'_>, buffer: Py<PyBuffer>) -> Result<()> {
+        let (address, nbytes) = (buffer.get().address(), buffer.get().nbytes());
+        // SAFETY: the buffer is kept until the engine is dropped.
+        py.detach(|| unsafe { self.engine.pin(address, nbytes) })?;
+        self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(buffer);
+        Ok(())
+    }
+
+    /// Copies whole gradients to host memory, one after the other, after what `stream` holds now.
+    ///
+    /// Args:
+    ///     indices: of the tensors.
+    ///     sources: addresses of their gradients on the device. They stay as they are until the step is done.
+    ///     targets: host memory, used by nobody else until the step is done.
+    ///     stream: the stream that made the gradients.
+    ///
+    /// Raises:
+    ///     ValueError: for a tensor or a size that is not the engine's, or while a step is running.
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (indices, sources, targets, *, stream=0))]
+    fn take(
+        &self,
+        py: Python<'_>,
+        indices: Vec<usize>,
+        sources: Vec<u64>,
+        targets: Vec<PyRef<'_, PyTensorView>>,
+        stream: u64,
+    ) -> Result<()> {
+        check_lengths("indices, sources and targets", &[indices.len(), sources.len(), targets.len()])?;
+        let gradients: Vec<_> = indices
+            .into_iter()
+            .zip(sources)
+            .zip(views_of(&targets))
+            .map(|((index, source), target)| (index, source, target))
+            .collect();
+        // SAFETY: the caller vouches for the memory, as documented.
+        py.detach(|| unsafe { self.engine.take(&gradients, Stream(stream)) })
+    }
+
+    /// Copies any device memory to host memory, after what `stream` holds now; the next step begins when all of it is there.
+    ///
+    /// Args:
+    ///     sources: addresses on the device.
+    ///     targets: host memory, which says how much.
+    ///     stream: the stream that made it.
+    ///
+    /// Raises:
+    ///     ValueError: while a step is running.
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (sources, targets, *, stream=0))]
+    fn take_part(
+        &self,
+        py: Python<'_>,
+        sources: Vec<u64>,
+        targets: Vec<PyRef<'_, PyTensorView>>,
+        stream: u64,
+    ) -> Result<()> {
+        check_lengths("sources and targets", &[sources.len(), targets.len()])?;
+        let parts: Vec<_> = sources.into_iter().zip(views_of(&targets)).collect();
+        // SAFETY: the caller vouches for the memory, as documented.
+        py.detach(|| unsafe { self.engine.take_part(&parts, Stream(stream)) })
+    }
+
+    /// Starts a step in the background and returns. Tensors are stepped in the order given; each weight is uploaded as it
+    /// gets ready, after what `stream` holds now. `stream` waits for the gradients taken: it may write them afterwards.
+    ///
+    /// Args:
+    ///     indices: of the tensors.
+    ///     tensors: their host sides, with the gradients that were taken.
+    ///     weights: addresses on the device that the new weights are written to.
+    ///     steps: the number of this update of each, from 1.
+    ///     hypers: what to step each with.
+    ///     stream: the stream that uses the weights.
+    ///
+    /// Raises:
+    ///     ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the engine's; while a step is
+    ///         running.
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (indices, tensors, *, weights, steps, hypers, stream=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+    fn submit(
+        &self,
+        py: Python<'_>,
+        indices: Vec<usize>,
+        tensors: Vec<PyRef<'_, PyAdamTensor>>,
+        weights: Vec<u64>,
+        steps: Vec<u64>,
+        hypers: Vec<PyRef<'_, PyHyper>>,
+        stream: u64,
+    ) -> Result<()> {
+        let lengths = [indices.len(), tensors.len(), weights.len(), steps.len(), hypers.len()];
+        check_lengths("indices, tensors, weights, steps and hypers", &lengths)?;
+        let update = |place: usize| Update {
+            index: indices[place],
+            tensor: tensors[place].0,
+            weight: weights[place],
+            count: steps[place],
+            hyper: hypers[place].0,
+        };
+        let updates = (0..indices.len()).map(update).collect();
+        // SAFETY: the caller vouches for the memory, as documented.
+        py.detach(|| unsafe { self.engine.submit(updates, Stream(stream)) })
+    }
+
+    /// `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only until they are enqueued.
+    ///
+    /// Raises:
+    ///     ValueError: for elements that the engine does not have.
+    ///     OSError: where the step or the device has failed.
+    #[pyo3(signature = (index, begin, end, *, stream=0))]
+    fn wait(&self, py: Python<'_>, index: usize, begin: usize, end: usize, stream: u64) -> PyResult<()> {
+        wait_interruptibly(py, || self.engine.wait(index, &(begin..end), Stream(stream), SIGNAL_INTERVAL))
+    }
+
+    /// The thread waits until the step is done on the host, and `stream` for all uploads.
+    ///
+    /// Raises:
+    ///     OSError: where the step or the device has failed.
+    #[pyo3(signature = (*, stream=0))]
+    fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        wait_interruptibly(py, || self.engine.finish(Stream(stream), SIGNAL_INTERVAL))
+    }
+
+    /// As `finish`, and the thread waits for every copy.
+    ///
+    /// Raises:
+    ///     OSError: where the step or the device has failed.
+    #[pyo3(signature = (*, stream=0))]
+    fn synchronize(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        self.finish(py, stream)?;
+        Ok(py.detach(|| self.engine.drain())?)
+    }
+
+    /// Whether a step is running on the host.
+    #[getter]
+    fn busy(&self) -> bool {
+        self.engine.is_busy()
+    }
+
+    /// Workers that step.
+    #[getter]
+    fn threads(&self) -> usize {
+        self.engine.threads()
+    }
+
+    /// Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients` (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
+    #[pyo3(signature = () -> "dict[str, float]")]
+    fn timing<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let timing = self.engine.timing();
+        let dict = PyDict::new(py);
+        dict.set_item("step", timing.step.as_secs_f64())?;
+        dict.set_item("gradients", timing.gradients.as_secs_f64())?;
+        dict.set_item("bytes_downloaded", timing.bytes_downloaded)?;
+        dict.set_item("bytes_uploaded", timing.bytes_uploaded)?;
+        Ok(dict)
+    }
+}
