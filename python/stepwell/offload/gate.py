@@ -82,7 +82,9 @@ class Gate:
         self.is_open = True
         """Whether forwards wait by themselves. If not, whoever steps has to wait for all uploads."""
         if _something_is_compiled():
-            _LOGGER.info("gate='step': torch.compile was used before the optimizer was made, and would not see its hooks")
+            _LOGGER.info(
+                "gate='step': torch.compile was used before the optimizer was made, and would not see its hooks"
+            )
             self.is_open = False
             return
         self._attach()
@@ -113,7 +115,9 @@ class Gate:
         ]
         unowned = len(self._params - {param for owned in self._owned.values() for param in owned})
         if compiled or unowned:
-            why = f"`{type(compiled[0]).__name__}` is compiled" if compiled else f"{unowned} parameters are in no module"
+            why = (
+                f"`{type(compiled[0]).__name__}` is compiled" if compiled else f"{unowned} parameters are in no module"
+            )
             _LOGGER.info("gate='step': %s, so its forwards cannot wait by themselves", why)
             self.is_open = False
             return

@@ -362,7 +362,9 @@ class OffloadAdamW(AdamW):
         ]
         if missing:
             if taken:
-                _LOGGER.debug("%d gradients were changed after they had been copied, and are copied again", len(missing))
+                _LOGGER.debug(
+                    "%d gradients were changed after they had been copied, and are copied again", len(missing)
+                )
             self._take(*zip(*missing, strict=True))
         norm = math.sqrt(_number(squared_norm(params, grads, self._device))) * inverse_scale
         self.grad_norm = norm
