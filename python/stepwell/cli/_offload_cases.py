@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +85,10 @@ class Plan:
 
         torch.manual_seed(self.seed)
         with device:
-            model = LlamaForCausalLM(self.config()).to(torch.bfloat16)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return model.train()
+            model: torch.nn.Module = LlamaForCausalLM(self.config()).to(torch.bfloat16)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.train()
+        return model
 
     def batches(self, device: torch.device) -> Iterator[torch.Tensor]:
         """The samples of all micro-steps."""
@@ -127,7 +128,7 @@ def _sync(device: torch.device) -> None:
 
 def _torch(plan: Plan, model: torch.nn.Module) -> Run:
     """Everything on the device: fp32 masters beside bfloat16 weights, torch's fused AdamW."""
-    params = [param for param in model.parameters() if param.requires_grad]
+    params: list[torch.Tensor] = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().float().requires_grad_() for param in params]
     optimizer = torch.optim.AdamW(masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
 
@@ -143,7 +144,7 @@ def _torch(plan: Plan, model: torch.nn.Module) -> Run:
         optimizer.zero_grad()
         return float(norm)
 
-    return Run(_loss_of(model), lambda loss: (loss / plan.accumulation).backward(), step)
+    return Run(_loss_of(model), _backward_of(plan), step)
 
 
 def _stepwell(moments: str, gate: str = "module", told: bool = True) -> Callable[[Plan, torch.nn.Module], Run]:
@@ -169,7 +170,7 @@ def _stepwell(moments: str, gate: str = "module", told: bool = True) -> Callable
 
         return Run(
             _loss_of(model),
-            lambda loss: (loss / plan.accumulation).backward(),
+            _backward_of(plan),
             step,
             breakdown=lambda: optimizer.timing,
             finish=optimizer.synchronize,
@@ -236,6 +237,10 @@ def _loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda batch: model(input_ids=batch, labels=batch).loss
 
 
+def _backward_of(plan: Plan) -> Callable[[torch.Tensor], object]:
+    return lambda loss: torch.autograd.backward(loss / plan.accumulation)
+
+
 CASES: dict[str, Callable[[Plan, torch.nn.Module], Run]] = {
     "torch": _torch,
     "stepwell": _stepwell("fp32"),
@@ -260,18 +265,18 @@ def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
     first_step_seconds = 0.0
     for index in range(_WARM_UP_STEPS + plan.steps):
         marks.append(time.perf_counter())
-        total = 0.0
+        total = torch.zeros((), device=device)
         for _ in range(plan.accumulation):
             loss = run.forward(next(batches))
             run.backward(loss)
             if run.steps_itself:
                 norm = run.step()
-            total += float(loss.detach())
+            total = total + loss.detach().float()
         if index:
             breakdowns.append(run.breakdown())  # of the step before, whose end this forward has seen
         if not run.steps_itself:
             norm = run.step()
-        losses.append(total / plan.accumulation)
+        losses.append(total / plan.accumulation)  # not read here: that would wait for the device
         norms.append(norm)
         if index == 0:
             run.finish()
@@ -280,7 +285,7 @@ def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
     run.finish()
     _sync(device)
     marks.append(time.perf_counter())
-    seconds = [end - begin for begin, end in zip(marks, marks[1:], strict=False)][_WARM_UP_STEPS:]
+    seconds = [end - begin for begin, end in pairwise(marks)][_WARM_UP_STEPS:]
     known = breakdowns[_WARM_UP_STEPS:]
     return {
         "seconds": statistics.median(seconds),
@@ -291,7 +296,7 @@ def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
             for key in known[-1]
             if all(key in each for each in known)
         },
-        "losses": losses,
+        "losses": [float(loss) for loss in losses],
         "norms": norms,
     }
 
@@ -299,14 +304,14 @@ def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
 def _forward_backward(plan: Plan, device: torch.device) -> float:
     """Seconds of the forwards and backwards of a step, alone on the device."""
     model = plan.model(device)
-    loss_of = _loss_of(model)
+    loss_of, backward = _loss_of(model), _backward_of(plan)
     batches = list(islice(plan.batches(device), plan.accumulation))
     seconds = []
     for _ in range(_WARM_UP_STEPS + max(plan.steps // 2, 3)):
         _sync(device)
         begin = time.perf_counter()
         for batch in batches:
-            (loss_of(batch) / plan.accumulation).backward()
+            backward(loss_of(batch))
         _sync(device)
         seconds.append(time.perf_counter() - begin)
         model.zero_grad()

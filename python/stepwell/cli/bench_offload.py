@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -117,7 +118,7 @@ def _ceilings() -> dict[str, Any]:
         for name, to, source in (("down", host, there), ("up", there, host)):
             times = []
             for _ in range(5):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record()
                 to.copy_(source, non_blocking=True)
                 end.record()
@@ -133,8 +134,17 @@ def _run(console: Console, name: str, plan: Plan) -> dict[str, Any]:
     """Runs a case in a process of its own."""
     console.print(f"running: {name}", style="dim", highlight=False)
     command = [sys.executable, "-m", "stepwell.cli._offload_cases", json.dumps({"name": name, "plan": asdict(plan)})]
+    # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_CASE_SECONDS_MAX, check=False)
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_CASE_SECONDS_MAX,
+            check=False,
+            env={**os.environ, "PATH": path},
+        )
     except subprocess.TimeoutExpired:
         return _failed(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
     lines = ended.stdout.strip().splitlines()
