@@ -16,9 +16,10 @@ from stepwell._core import __version__, connect
 # Before torch is imported: its OpenMP runtime may narrow this thread's affinity mask.
 connect()
 
+from stepwell.offload import OffloadAdamW
 from stepwell.optim import Adam, AdamW
 
-__all__ = ["Adam", "AdamW", "__version__"]
+__all__ = ["Adam", "AdamW", "OffloadAdamW", "__version__"]
 
 # What is logged under "stepwell" is the application's to show.
 logging.getLogger("stepwell").addHandler(logging.NullHandler())

@@ -4,7 +4,8 @@ What is gated is the forward of `torch.nn.Module`s that hold parameters of the o
 parameters and for those of submodules that it uses without calling them, which a forward in training mode shows; in
 evaluation mode, where modules may take short cuts, the first module called waits for everything beneath it. A weight read
 by any other way (`parameter.norm()`, an average of weights) is not seen: that takes `optimizer.synchronize()`, or
-`gate="step"`.
+`gate="step"`. Where such a read has a part in a loss and the parameter has not been waited for by then, its gradient gives it
+away, and the backward raises.
 
 Compiled code has no hooks: where torch.compile traces a gated module, that module is no longer gated and every step waits
 for its uploads, which is the same result.
@@ -13,6 +14,7 @@ for its uploads, which is the same result.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import sys
 import weakref
@@ -21,13 +23,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
+
+    from stepwell.offload.engine import Engine
 
 __all__ = ["Gate"]
 
 _LOGGER = logging.getLogger(__name__)
 
 _GATES: weakref.WeakValueDictionary[int, Gate] = weakref.WeakValueDictionary()
+_KEYS = itertools.count(1)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -51,42 +56,33 @@ def _something_is_compiled() -> bool:
     return utils is not None and bool(utils.counters["stats"])
 
 
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of `module` go to torch.compile, though it may not have traced anything yet."""
+    return module.__dict__.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
+
+
 class Gate:
     """Hooks on the modules that hold `params`.
 
     Args:
         params: the parameters on the device.
-        wait: makes the current stream wait for the weights of these parameters; whether that is the stream of the step, so
-            that they need no more waiting for.
-        wait_all: the same for all weights of the step that was opened last.
+        engine: what makes the current stream wait for their weights.
     """
 
-    def __init__(
-        self,
-        params: Iterable[torch.Tensor],
-        wait: Callable[[list[torch.Tensor]], bool],
-        wait_all: Callable[[], None],
-    ) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], engine: Engine) -> None:
         self._params = set(params)
-        self._wait = wait
-        self._wait_all = wait_all
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._engine = engine
         self._called: set[int] = set()
         self._waits: dict[int, list[torch.Tensor]] = {}
-        self._waits_for = -1
-        self._pending: dict[int, list[torch.Tensor]] = {}
+        self._num_called = -1
+        # Of the last step: what the stream has not waited for, and what no stream has.
         self._left: set[torch.Tensor] = set()
+        self._unused: set[torch.Tensor] = set()
         self._children: dict[int, list[int]] = {}
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
-        self.is_open = True
+        self.is_open = False
         """Whether forwards wait by themselves. If not, whoever steps has to wait for all uploads."""
-        if _something_is_compiled():
-            _LOGGER.info(
-                "gate='step': torch.compile was used before the optimizer was made, and would not see its hooks"
-            )
-            self.is_open = False
-            return
         self._attach()
 
     def _attach(self) -> None:
@@ -100,111 +96,110 @@ class Gate:
             owned = [p for p in module.__dict__.get("_parameters", {}).values() if p is not None and p in self._params]
             if owned:
                 self._owned[id(module)] = owned
-        reached: set[int] = set()
-        ahead = list(self._owned)
-        while ahead:
-            key = ahead.pop()
-            if key not in reached:
-                reached.add(key)
-                ahead += self._parents.get(key, [])
-        compiled = [
-            by_id[key]
-            for key in reached
-            if by_id[key].__dict__.get("_compiled_call_impl") is not None
-            or type(by_id[key]).__name__ == "OptimizedModule"
-        ]
-        unowned = len(self._params - {param for owned in self._owned.values() for param in owned})
-        if compiled or unowned:
-            why = (
-                f"`{type(compiled[0]).__name__}` is compiled" if compiled else f"{unowned} parameters are in no module"
-            )
-            _LOGGER.info("gate='step': %s, so its forwards cannot wait by themselves", why)
-            self.is_open = False
+        gated = self._reached(self._owned, self._parents)
+        unowned = len(self._params.difference(*self._owned.values()))
+        if _something_is_compiled():
+            why = "torch.compile was used before the first step, and would not see hooks"
+        elif compiled := [type(by_id[key]).__name__ for key in gated if _is_compiled(by_id[key])]:
+            why = f"`{compiled[0]}` is compiled"
+        elif unowned:
+            why = f"{unowned} parameters are in no module"
+        else:
+            self._hook([by_id[key] for key in gated])
             return
-        _GATES[id(self)] = self
-        hooks = _ForwardHook(id(self)), _StateHook(id(self))
-        for key in reached:
-            module = by_id[key]
-            self._handles += [
-                module.register_forward_pre_hook(hooks[0], prepend=True),
-                module.register_state_dict_pre_hook(hooks[1]),
-                module.register_load_state_dict_pre_hook(hooks[1]),
+        _LOGGER.info("gate='step': %s, so forwards cannot wait by themselves", why)
+
+    def _hook(self, modules: list[torch.nn.Module]) -> None:
+        key = next(_KEYS)
+        _GATES[key] = self
+        forward, state = _ForwardHook(key), _StateHook(key)
+        handles = []
+        for module in modules:
+            # torch has no types for the last two.
+            handles += [
+                module.register_forward_pre_hook(forward, prepend=True),
+                module.register_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
             ]
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, _remove, handles)
+        self.is_open = True
 
     def open(self, params: Iterable[torch.Tensor]) -> None:
         """From now on forwards wait for their share of `params`."""
-        if self._waits_for != len(self._called):
+        if self._num_called != len(self._called):
             self._waits = self._share_out()
-            self._waits_for = len(self._called)
+            self._num_called = len(self._called)
         self._left = set(params)
-        covered = {param for shared in self._waits.values() for param in shared}
-        early = [param for param in self._left if param not in covered]
-        if early:
-            # Nobody has called a module that would wait for them.
-            self._wait_for(early)
-        self._pending = dict(self._waits)
+        self._unused = set(self._left)
+        # Nobody has called a module that would wait for these.
+        self._wait_for(self._left.difference(*self._waits.values()))
 
     def close(self) -> None:
         """No forward waits any more: compiled code does not call the hooks."""
         if self.is_open:
             _LOGGER.info("gate='step': torch.compile traces a module whose forward would have to wait")
             self.is_open = False
-        self._wait_all()
+        self._engine.finish()
         self.clear()
 
     def clear(self) -> None:
         """All weights have been waited for."""
-        self._pending = {}
         self._left = set()
+        self._unused = set()
+
+    def is_unused(self, param: torch.Tensor) -> bool:
+        """Whether nobody has waited for `param` since the last step, so that what was read of it may have been anything."""
+        return param in self._unused
 
     def _share_out(self) -> dict[int, list[torch.Tensor]]:
-        """Which module waits for which parameters: of those that were called, the nearest above each owner."""
+        """Which module waits for which parameters: those that were called, the nearest above each owner on every way up."""
         waits: dict[int, list[torch.Tensor]] = {}
         for owner, params in self._owned.items():
-            level = [owner]
-            seen: set[int] = set()
-            while level:
-                called = [key for key in level if key in self._called]
-                if called:
-                    # Of several parents any may come first.
-                    for key in called:
-                        waits.setdefault(key, []).extend(params)
-                    break
-                seen.update(level)
-                level = [parent for key in level for parent in self._parents.get(key, []) if parent not in seen]
+            ahead, seen = [owner], {owner}
+            while ahead:
+                key = ahead.pop()
+                if key in self._called:
+                    waits.setdefault(key, []).extend(params)
+                    continue
+                above = [parent for parent in self._parents.get(key, []) if parent not in seen]
+                seen.update(above)
+                ahead += above
         return waits
 
     def enter(self, module: torch.nn.Module) -> None:
         """The forward of `module` is about to begin."""
-        key = id(module)
-        if module.training:
-            self._called.add(key)
-            if self._left and (mine := self._pending.get(key)):
-                self._wait_for(mine)
-        else:
+        if not module.training:
             self.enter_all(module)
+            return
+        self._called.add(id(module))
+        if self._left:
+            self._wait_for(self._waits.get(id(module), ()))
 
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""
         if self._left:
-            self._wait_for(self._beneath(id(module)))
+            beneath = self._reached([id(module)], self._children)
+            self._wait_for(param for key in beneath for param in self._owned.get(key, ()))
 
-    def _wait_for(self, params: list[torch.Tensor]) -> None:
+    def _wait_for(self, params: Iterable[torch.Tensor]) -> None:
         left = [param for param in params if param in self._left]
-        if left and self._wait(left):
-            self._left.difference_update(left)
+        if left:
+            is_step_stream = self._engine.wait(left)
+            self._unused.difference_update(left)
+            if is_step_stream:
+                self._left.difference_update(left)
 
-    def _beneath(self, key: int) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        ahead, seen = [key], set()
+    @staticmethod
+    def _reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
+        """Where `steps` lead from `keys`, which are included; in the order of a walk, each once."""
+        reached: dict[int, None] = {}
+        ahead = list(keys)[::-1]
         while ahead:
             key = ahead.pop()
-            if key not in seen:
-                seen.add(key)
-                found += self._owned.get(key, [])
-                ahead += self._children.get(key, [])
-        return found
+            if key not in reached:
+                reached[key] = None
+                ahead += steps.get(key, ())[::-1]
+        return list(reached)
 
 
 class _Hook:

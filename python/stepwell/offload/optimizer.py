@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
-from stepwell import _core, _state
+from stepwell import _state
 from stepwell._sharding import agree, is_dtensor, local, meshes
-from stepwell._tensors import Written, check_param, view
+from stepwell._tensors import Written, check_param
+from stepwell.offload.engine import Engine
 from stepwell.offload.gate import Gate
+from stepwell.offload.gradients import Gradients, OnGrad, checked, may_change_after_backward
 from stepwell.offload.norm import squared_norm
 from stepwell.offload.twins import Twins
 from stepwell.optim import AdamW, Moments, Nonfinite, Update
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
 
@@ -45,8 +48,12 @@ class OffloadAdamW(AdamW):
 
     What waits by itself: forwards of the modules that hold the parameters (also in evaluation), their `state_dict` and
     `load_state_dict`, and this optimizer's methods. What cannot: a parameter that is read or written in another way
-    (`parameter.norm()`, an average of weights, `model.to(...)`). Before that call `synchronize()`, or use `gate="step"`.
-    Under torch.compile, and for DTensor parameters (FSDP2), `step()` waits as with `gate="step"`.
+    (`parameter.norm()`, an average of weights, `copy.deepcopy(model)`, `model.to(...)`). Before that call `synchronize()`, or
+    use `gate="step"`. Under torch.compile, and for DTensor parameters (FSDP2), `step()` waits as with `gate="step"`.
+
+    What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data = ...`) is stepped from
+    then on. A write through `parameter.data` without a version change (`parameter.data.copy_`) is not seen: call
+    `reread_parameters()` after it.
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments, 8.1 with q8; for
     float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before it is taken.
@@ -59,7 +66,7 @@ class OffloadAdamW(AdamW):
         eps: added to the root of the second moment.
         weight_decay: `lr * weight_decay * parameter` is taken off the parameter.
         clip_norm: the norm of all gradients is clipped to it, as by torch.nn.utils.clip_grad_norm_ but without a pass over the
-            gradients. None: no clipping. An attribute: it may be changed between steps.
+            gradients. None: no clipping.
         moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4) or "q8" (2.1).
         gate: who waits for the new weights: "module", each forward for its own; "step", `step()` for all.
         accumulation_steps: after how many backwards `step()` is called. If given, gradients come to the host during the last of
@@ -76,7 +83,6 @@ class OffloadAdamW(AdamW):
 
     Attributes:
         grad_norm: the norm of all gradients of the last step before clipping; None before the first.
-        clip_norm: see above.
 
     Raises:
         ValueError: an option or a parameter that no step could work with, or more memory than there is.
@@ -110,18 +116,15 @@ class OffloadAdamW(AdamW):
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         self._gate_mode: GateMode = gate
-        self._accumulation_steps = accumulation_steps
-        self._syncs = accumulation_steps is not None
-        self._is_last = True
         self._threads = threads
         self._host_bytes_max = host_bytes_max
+        self._gradients = Gradients(accumulation_steps)
         self._twins = Twins()
-        self._engine: _core.OffloadEngine | None = None
-        self._indices: dict[torch.Tensor, int] = {}
+        self._fresh: dict[torch.Tensor, _state.State] = {}
+        self._hooked: set[torch.Tensor] = set()
+        self._engine: Engine | None = None
         self._gate: Gate | None = None
         self._seconds: dict[str, float] = {}
-        self._backwards: dict[torch.Tensor, int] = {}
-        self._taken: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self._device = torch.device("cpu")
         super().__init__(
             params,
@@ -137,6 +140,17 @@ class OffloadAdamW(AdamW):
             fused=fused,
         )
 
+    @property
+    def clip_norm(self) -> float | None:
+        """What the norm of all gradients is clipped to; None: no clipping. May be changed between steps."""
+        return self._clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, clip_norm: float | None) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"`clip_norm` is `{clip_norm}`, expected a positive number. hint: None for no clipping")
+        self._clip_norm = clip_norm
+
     # ---- parameters ------------------------------------------------------------------------------------------------------
 
     def _admit(self, params: list[torch.Tensor]) -> None:
@@ -145,8 +159,8 @@ class OffloadAdamW(AdamW):
         for param in new:
             check_param(param, labels[param], on_device=True)
         # Refuses tensors that share memory.
-        Written((labels[param], local(param)) for param in [*self._indices, *new])
-        device = local(new[0]).device if new and not self._indices else self._device
+        Written((labels[param], local(param)) for param in [*self._twins, *new])
+        device = local(new[0]).device if new and not len(self._twins) else self._device
         for param in new:
             if local(param).device != device:
                 raise ValueError(
@@ -157,11 +171,9 @@ class OffloadAdamW(AdamW):
         self._close_engine()
         self._device = device
         self._twins.add(new)
-        for param in new:
-            self._indices[param] = len(self._indices)
-            self.state[param] = _state.new(self._twins.weight(param), self._moments)
-            if self._syncs:
-                self._register_take(param)
+        # `state` has it from the first step on, as torch's optimizers have.
+        self._fresh.update((param, _state.new(self._twins.weight(param), self._moments)) for param in new)
+        self._hook()
 
     def _announce(self, params: Sequence[torch.Tensor]) -> None:
         pinned = Twins.nbytes(params)
@@ -189,21 +201,12 @@ class OffloadAdamW(AdamW):
 
     # ---- the engine --------------------------------------------------------------------------------------------------------
 
-    def _stream(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-
-    def _opened_engine(self) -> _core.OffloadEngine:
+    def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
-            name = "cpu" if self._device.type == "cpu" else f"{self._device.type}:{self._device.index or 0}"
-            numels = [local(param).numel() for param in self._indices]
-            self._engine = _core.OffloadEngine(name, numels, threads=self._threads)
-            for buffer in self._twins.buffers:
-                self._engine.pin(buffer)
-            self._step_stream = self._stream()
-            sharded = any(is_dtensor(param) for param in self._indices)
-            if self._gate_mode == "module" and not sharded:
-                self._gate = Gate(self._indices, self._wait_for, self._finish)
+            self._engine = Engine(self._device, self._twins, self._twins, self._threads)
+            if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
+                self._gate = Gate(self._twins, self._engine)
         return self._engine
 
     def _close_engine(self) -> None:
@@ -211,18 +214,9 @@ class OffloadAdamW(AdamW):
         self._gate = None
         self._engine = None
 
-    def _wait_for(self, params: list[torch.Tensor]) -> bool:
-        begin = time.perf_counter()
-        stream = self._stream()
-        if self._engine is not None:
-            for param in params:
-                self._engine.wait(self._indices[param], 0, local(param).numel(), stream=stream)
-        self._seconds["gate"] = self._seconds.get("gate", 0.0) + time.perf_counter() - begin
-        return stream == self._step_stream
-
     def _finish(self) -> None:
         if self._engine is not None:
-            self._engine.finish(stream=self._stream())
+            self._engine.finish()
             if self._gate is not None:
                 self._gate.clear()
 
@@ -234,115 +228,111 @@ class OffloadAdamW(AdamW):
         """
         if self._engine is not None:
             self._finish()
-            self._engine.synchronize(stream=self._stream())
+            self._engine.synchronize()
+
+    def reread_parameters(self) -> None:
+        """Takes the parameters as they are on the device, however they were written; the next step copies them to the host."""
+        self.synchronize()
+        self._twins.forget()
 
     @property
     def timing(self) -> dict[str, float]:
-        """Of the last step, in seconds: `norm` (waiting for the backward and the norm of its gradients), `prepare` (until the
-        background had it), `step` (first chunk to last), within it `gradients` (waiting for them), `gate` (forwards that waited for
-        weights since), and the bytes that crossed the bus, `bytes_downloaded` and `bytes_uploaded`.
+        """What the last step took, in seconds, and the bytes that crossed the bus.
+
+        `norm`: waiting for the backward, and the norm of its gradients. `prepare`: until the background had the step.
+        `step`: its first chunk to its last, within it `gradients`: waiting for them. `gate`: forwards that have waited
+        for its weights. `bytes_downloaded`, `bytes_uploaded`.
         """
-        return {**self._seconds, **(self._engine.timing() if self._engine is not None else {})}
+        if self._engine is None:
+            return {}
+        return {**self._seconds, "gate": self._engine.seconds_waited, **self._engine.timing()}
 
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in it are not the last before `step()`: their gradients stay on the device.
 
         Outside of it, from its first use on, every backward is taken for the last.
         """
-        if not self._syncs:
-            self._syncs = True
-            for param in self._indices:
-                self._register_take(param)
-        before, self._is_last = self._is_last, False
-        try:
-            yield
-        finally:
-            self._is_last = before
+        context = self._gradients.no_sync()
+        self._gradients.is_told = True
+        self._hook()
+        return context
 
-    def _register_take(self, param: torch.Tensor) -> None:
-        # Gradients of DTensors and of DDP are not final when autograd has accumulated them.
-        if not is_dtensor(param):
-            param.register_post_accumulate_grad_hook(_TakeHook(self))
+    def _hook(self) -> None:
+        """Has autograd say when it is done with a gradient, where somebody wants to know."""
+        if not self._gradients.is_told and self._gate_mode == "step":
+            return
+        for param in self._twins:
+            if param not in self._hooked and not is_dtensor(param):
+                param.register_post_accumulate_grad_hook(OnGrad(self._on_grad))  # type: ignore[no-untyped-call]
+                self._hooked.add(param)
 
     @torch.no_grad()
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
-        count = self._backwards[param] = self._backwards.get(param, 0) + 1
-        is_last = self._is_last and count >= (self._accumulation_steps or 1)
-        if not is_last or param.grad is None or param not in self._indices or _has_peers():
-            return
+        if self._gate is not None and self._gate.is_unused(param):
+            label = dict(self._labelled())[param]
+            raise ValueError(
+                f"{label} has a gradient, but no forward of a module that holds it has waited for its last update. "
+                "hint: call synchronize() before a parameter is read in another way, or use gate='step'"
+            )
+        is_last = self._gradients.count(param)
         grad = param.grad
-        if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != param.dtype:
+        if not is_last or grad is None or may_change_after_backward(param):
             return
-        if self._opened_engine().busy:
+        if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != param.dtype:
+            # `step` says what is wrong with it, if anything.
+            return
+        engine = self._opened_engine()
+        if engine.busy:
             # Some weight of the last step has not been used.
             self._finish()
-        self._take([param], [grad])
-        self._taken[param] = (grad, grad._version)
+        engine.take([param], [grad])
+        self._gradients.note(param, grad)
 
-    def _take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        params, grads = zip(*((p, g) for p, g in zip(params, grads, strict=True) if local(g).numel()), strict=True)
-        self._opened_engine().take(
-            [self._indices[param] for param in params],
-            [local(grad).data_ptr() for grad in grads],
-            [view(local(self._twins.grad(param))) for param in params],
-            stream=self._stream(),
-        )
-
-    def _gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _checked_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parameters that have a gradient, and those, as they are copied."""
-        params, grads = [], []
-        labels: dict[torch.Tensor, str] | None = None
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                grad = param.grad
-                if param not in self._indices:
-                    labels = labels or dict(self._labelled())
-                    raise ValueError(
-                        f"{labels[param]} has a gradient, but was frozen when it was added. "
-                        "hint: add it to the optimizer after requires_grad_(True)"
-                    )
-                if local(param).device != self._device or local(grad).device != self._device:
-                    labels = labels or dict(self._labelled())
-                    raise ValueError(
-                        f"{labels[param]} or its gradient is on `{local(param).device}`, expected `{self._device}`, where it was. "
-                        "hint: move the model before the optimizer is made"
-                    )
-                if local(grad).layout != torch.strided or local(grad).dtype != local(param).dtype:
-                    labels = labels or dict(self._labelled())
-                    raise ValueError(
-                        f"the gradient of {labels[param]} is `{local(grad).dtype}`, `{local(grad).layout}`, "
-                        f"expected dense `{param.dtype}`. hint: use dense gradients (nn.Embedding(sparse=False))"
-                    )
-                if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
-                    grad = grad.redistribute(param.device_mesh, param.placements)
-                params.append(param)
-                grads.append(grad if local(grad).is_contiguous() else grad.contiguous())
-        return params, grads
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+
+        def label(param: torch.Tensor) -> str:
+            return dict(self._labelled())[param]
+
+        return params, [checked(param, self._twins, self._device, partial(label, param)) for param in params]
 
     # ---- the step --------------------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
         self._finish()
-        taken, self._taken, self._backwards = self._taken, {}, {}
+        begin = time.perf_counter()
+        try:
+            is_begun = self._begin_step()
+        finally:
+            self._gradients.reset()
+        if not is_begun:
+            # Nobody else waits for what was copied in vain, and its gradients may be freed next.
+            self.synchronize()
+            return
+        self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
+        if self._gate is None or not self._gate.is_open:
+            self._finish()
+
+    def _begin_step(self) -> bool:
+        """Decides on the step and hands it to the background; whether there is one."""
+        begin = time.perf_counter()
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:
             self._count_skipped()
-            return
-        begin = time.perf_counter()
+            return False
         error: ValueError | None = None
         params: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
+        updates: list[Update] = []
         inverse_scale = 1.0
         try:
             inverse_scale = self._inverse_grad_scale()
-            params, grads = self._gradients()
-            self._refresh(params)
+            params, grads = self._checked_gradients()
+            updates = self._updates()
         except ValueError as caught:
             error = caught
         if self._meshes is None:
@@ -352,68 +342,58 @@ class OffloadAdamW(AdamW):
             raise error
         if is_refused:
             raise ValueError("another rank could not step, and nothing was changed. hint: its own error says why")
-        if not params:
-            return
-        # Before the norm: by the time that is known, gradients are arriving.
-        missing = [
-            (param, grad)
-            for param, grad in zip(params, grads, strict=True)
-            if not _is_same(taken.get(param), grad) and local(grad).numel()
-        ]
-        if missing:
-            if taken:
-                _LOGGER.debug(
-                    "%d gradients were changed after they had been copied, and are copied again", len(missing)
-                )
-            self._take(*zip(*missing, strict=True))
-        norm = math.sqrt(_number(squared_norm(params, grads, self._device))) * inverse_scale
+        if self._twins.refresh(params):
+            _LOGGER.debug("parameters were written by others since the last step, and are read again")
+        norm = math.sqrt(float(squared_norm(params, grads, self._device))) * inverse_scale
         self.grad_norm = norm
         self._seconds = {"norm": time.perf_counter() - begin}
-        begin = time.perf_counter()
         if not math.isfinite(norm) and self._nonfinite != "propagate":
             if self._nonfinite == "raise":
+                self.synchronize()
                 raise ValueError(
                     f"the norm of the gradients is `{norm}`; nothing was changed. "
                     "hint: lower lr or clip; nonfinite='skip' leaves such steps out"
                 )
             self._count_skipped()
-            return
-        may_initialize = all(group["lr"] == 0 for group in self.param_groups)
-        if may_initialize and norm == 0 and not any(float(state["step"]) for state in self.state.values()):
-            # The dummy step by which torch.distributed.checkpoint has state made, which is there.
-            return
-        self._apply(self._updates(), inverse_scale * self._clip_coefficient(norm))
-        self._seconds["prepare"] = time.perf_counter() - begin
-        if self._gate is None or not self._gate.is_open:
-            self._finish()
+            return False
+        if norm == 0 and not self.state and all(group["lr"] == 0 for group in self.param_groups):
+            # The dummy step by which torch.distributed.checkpoint has state made.
+            self.state.update((update.param, self._fresh_state(update)) for update in updates)
+            return False
+        if not updates:
+            return False
+        # After the norm, which would come down behind them; the step begins with the first that is there.
+        self._take_missing(params, grads)
+        self._apply(updates, inverse_scale * self._clip_coefficient(norm))
+        return True
+
+    def _take_missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Copies the gradients that were not, or were changed since."""
+        pairs = zip(params, grads, strict=True)
+        missing = [(param, grad) for param, grad in pairs if not self._gradients.is_copied(param, grad)]
+        engine = self._opened_engine()
+        if missing:
+            engine.take(*zip(*missing, strict=True))
+        if self._gradients.reset() and missing:
+            _LOGGER.debug("%d gradients were changed after they had been copied, and are copied again", len(missing))
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None or not math.isfinite(norm):
             return 1.0
         return min(1.0, self.clip_norm / (norm + _CLIP_EPS))
 
-    def _refresh(self, params: Sequence[torch.Tensor]) -> None:
-        """What someone else has written to parameters is what is stepped."""
-        if self._twins.refresh(params):
-            _LOGGER.debug("parameters were written by others since the last step, and are read again")
+    def _fresh_state(self, update: Update) -> _state.State:
+        """State of a parameter that was never stepped: what was set aside for it, unless that was loaded over."""
+        return self._fresh.get(update.param) or _state.new(update.operand.param, self._moments)
 
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
+        updates = [u if u.state is not None else u._replace(state=self._fresh_state(u)) for u in updates]
         states = self._bind(updates)
-        engine = self._opened_engine()
-        hypers = {hyper: hyper.core(grad_scale) for hyper in {update.hyper for update in updates}}
-        stepped = [update for update in updates if update.operand.tensor is not None]
-        submit = partial(
-            engine.submit,
-            [self._indices[update.param] for update in stepped],
-            [update.operand.tensor for update in stepped],
-            weights=[local(update.param).data_ptr() for update in stepped],
-            steps=[update.step for update in stepped],
-            hypers=[hypers[update.hyper] for update in stepped],
-            stream=self._stream(),
-        )
         params = [update.param for update in updates]
-        self._step_stream = self._stream()
-        self._commit(updates, states, [submit, partial(self._twins.note, params)])
+        engine = self._opened_engine()
+        self._commit(updates, states, [partial(engine.submit, updates, grad_scale), partial(self._twins.note, params)])
+        for param in params:
+            self._fresh.pop(param, None)
         if self._gate is not None and self._gate.is_open:
             self._gate.open(params)
 
@@ -427,64 +407,26 @@ class OffloadAdamW(AdamW):
     def decoded_state_dict(self) -> StateDict:
         """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments. Takes 8 bytes per parameter unless `moments` is "fp32"."""
         if self._moments != "fp32":
-            numel = sum(local(param).numel() for param in self._indices)
+            numel = sum(local(param).numel() for param in self._twins)
             _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / _GIB)
         return super().decoded_state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
         self.synchronize()
+        if state_dict["state"]:
+            # Not beside what is loaded.
+            self._fresh = {}
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OffloadAdamW holds a device and cannot be copied or pickled. hint: use its state_dict()")
 
 
-class _TakeHook:
-    """Tells the optimizer, while it lives, that a gradient has been accumulated."""
-
-    def __init__(self, optimizer: OffloadAdamW) -> None:
-        import weakref
-
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, param: torch.Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._on_grad(param)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _NoHook, ()
-
-
-class _NoHook:
-    """What a pickled parameter has in the place of a hook."""
-
-    def __call__(self, param: torch.Tensor) -> None:
-        pass
-
-
-def _number(scalar: torch.Tensor) -> float:
-    return float(scalar)
-
-
-def _is_same(taken: tuple[torch.Tensor, int] | None, grad: torch.Tensor) -> bool:
-    return taken is not None and taken[0] is grad and taken[1] == grad._version
-
-
-def _has_peers() -> bool:
-    """Whether other processes may still change gradients (DDP's all-reduce) after autograd is done with them."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def _free_bytes() -> int | None:
     """Host memory that can be had without swapping, as the kernel estimates it; None if it does not."""
     try:
-        with open("/proc/meminfo") as lines:  # noqa: PTH123
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+        lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        pass
-    return None
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

@@ -11,7 +11,7 @@ from stepwell._sharding import like, local
 from stepwell._tensors import tensor_on
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["Twins"]
 
@@ -61,6 +61,13 @@ class Twins:
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self._weights
 
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """The parameters, in the order in which they were added."""
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """The host side of `param`."""
         return self._weights[param]
@@ -76,6 +83,10 @@ class Twins:
             local(self._weights[param]).copy_(local(param))
         self.note(stale)
         return bool(stale)
+
+    def forget(self) -> None:
+        """Takes nothing for granted of the weights on the device: the next `refresh` copies them."""
+        self._versions = {}
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the weights of `params` on the device, as they are now, for those of the host."""

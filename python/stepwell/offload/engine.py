@@ -1,0 +1,125 @@
+"""The core's offload engine over torch tensors: streams, addresses, and what has to stay alive while copies run.
+
+- Memory that a copy reads or writes is held here until the current stream is ordered after the copy, so that a gradient may be
+  freed, and a parameter given other memory, at any time.
+- A step ends before anything that it works with is freed, also where the garbage collector takes all of it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepwell import _core
+from stepwell._sharding import local
+from stepwell._tensors import view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from stepwell._hyper import Hyper
+    from stepwell.offload.twins import Twins
+    from stepwell.optim import Update
+
+__all__ = ["Engine"]
+
+
+def _close(core: _core.OffloadEngine) -> None:
+    # Broken, or another process's: then nothing runs that could be waited for.
+    with contextlib.suppress(OSError, ValueError):
+        core.synchronize()
+
+
+class Engine:
+    """Steps `params`, whose host sides are `twins`, beside `device`.
+
+    Args:
+        device: where the parameters are.
+        params: the parameters, in the order in which the forward uses them.
+        twins: their host sides, which are pinned.
+        threads: workers that step; None: one per physical core of this process but one.
+
+    Raises:
+        OSError: the device cannot be had, or refuses to pin.
+    """
+
+    def __init__(self, device: torch.device, params: Iterable[torch.Tensor], twins: Twins, threads: int | None) -> None:
+        self._device = device
+        self._twins = twins
+        self._indices = {param: index for index, param in enumerate(params)}
+        name = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+        self._core = _core.OffloadEngine(name, [local(param).numel() for param in self._indices], threads=threads)
+        for buffer in twins.buffers:
+            self._core.pin(buffer)
+        self._step_stream = self._stream()
+        self._sources: list[torch.Tensor] = []
+        self._weights: list[torch.Tensor] = []
+        self.seconds_waited = 0.0
+        """How long forwards have waited for weights since the last step."""
+        weakref.finalize(self, _close, self._core)
+
+    def _stream(self) -> int:
+        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is running on the host."""
+        return self._core.busy
+
+    def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Copies contiguous gradients to the host, after what the current stream holds now. Not while a step is running."""
+        pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True) if local(grad).numel()]
+        self._sources += [grad for _, grad in pairs]
+        self._core.take(
+            [self._indices[param] for param, _ in pairs],
+            [grad.data_ptr() for _, grad in pairs],
+            [view(local(self._twins.grad(param))) for param, _ in pairs],
+            stream=self._stream(),
+        )
+
+    def submit(self, updates: Sequence[Update], grad_scale: float) -> None:
+        """Starts the step of bound updates and returns. The current stream waits for the gradients taken."""
+        hypers: dict[Hyper, _core.Hyper] = {update.hyper: update.hyper.core(grad_scale) for update in updates}
+        stepped = [update for update in updates if update.operand.tensor is not None]
+        # Not the parameters: their memory may be swapped for other while new weights are on their way.
+        weights = [local(update.param).detach() for update in stepped]
+        self._core.submit(
+            [self._indices[update.param] for update in stepped],
+            [update.operand.tensor for update in stepped if update.operand.tensor is not None],
+            weights=[weight.data_ptr() for weight in weights],
+            steps=[update.step for update in stepped],
+            hypers=[hypers[update.hyper] for update in stepped],
+            stream=self._stream(),
+        )
+        self._weights = weights
+        self._sources = []
+        self._step_stream = self._stream()
+        self.seconds_waited = 0.0
+
+    def wait(self, params: Iterable[torch.Tensor]) -> bool:
+        """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""
+        begin = time.perf_counter()
+        stream = self._stream()
+        for param in params:
+            self._core.wait(self._indices[param], 0, local(param).numel(), stream=stream)
+        self.seconds_waited += time.perf_counter() - begin
+        return stream == self._step_stream
+
+    def finish(self) -> None:
+        """The step is complete on the host, and the current stream waits for all weights."""
+        self._core.finish(stream=self._stream())
+        self._weights = []
+
+    def synchronize(self) -> None:
+        """As `finish`, and all copies have ended."""
+        self._core.synchronize(stream=self._stream())
+        self._weights = []
+        self._sources = []
+
+    def timing(self) -> dict[str, float]:
+        """Of the last step: seconds of `step` and, within it, `gradients`; `bytes_downloaded` and `bytes_uploaded`."""
+        return self._core.timing()

@@ -1,0 +1,151 @@
+"""Gradients on their way from autograd to the host: which backward is the last, and whether what was copied is what is stepped.
+
+A gradient that is copied during the backward may still be changed before the step (clipping, another backward). It is then
+copied again: a copy counts only while the gradient is the same tensor at the same version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell._sharding import is_dtensor, local
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stepwell.offload.twins import Twins
+
+__all__ = ["Gradients", "OnGrad", "checked", "may_change_after_backward"]
+
+
+class Gradients:
+    """What has been copied since the last step.
+
+    Args:
+        accumulation_steps: backwards per step; None: not known.
+    """
+
+    def __init__(self, accumulation_steps: int | None) -> None:
+        self._accumulation_steps = accumulation_steps or 1
+        self._is_last = True
+        self._backwards: dict[torch.Tensor, int] = {}
+        self._copied: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        self.is_told = accumulation_steps is not None
+        """Whether the user says which backward is the last."""
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in it are not the last."""
+        self.is_told = True
+        before, self._is_last = self._is_last, False
+        try:
+            yield
+        finally:
+            self._is_last = before
+
+    def count(self, param: torch.Tensor) -> bool:
+        """Counts a backward that reached `param`; whether it is known to be the last before the step."""
+        count = self._backwards[param] = self._backwards.get(param, 0) + 1
+        return self.is_told and self._is_last and count >= self._accumulation_steps
+
+    def note(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """`grad` is copied as it is now."""
+        self._copied[param] = grad, grad._version
+
+    def is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether `grad` is on the host as it is now."""
+        copied, version = self._copied.get(param, (None, 0))
+        return copied is grad and version == grad._version
+
+    def reset(self) -> bool:
+        """Begins the next step; whether anything had been copied."""
+        self._backwards = {}
+        copied, self._copied = self._copied, {}
+        return bool(copied)
+
+
+class OnGrad:
+    """A hook that calls a method with the parameter whose gradient has been accumulated, as long as the method's object lives."""
+
+    def __init__(self, method: Callable[[torch.Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, param: torch.Tensor) -> None:
+        """Autograd has accumulated the gradient of `param`."""
+        if (method := self._method()) is not None:
+            method(param)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model has no optimizer.
+        return _Inert, ()
+
+
+class _Inert:
+    """What a copied parameter has in the place of a hook."""
+
+    def __call__(self, param: torch.Tensor) -> None:
+        pass
+
+
+def may_change_after_backward(param: torch.Tensor) -> bool:
+    """Whether other ranks may still have a part in the gradient of `param` when autograd is done with it (DDP, FSDP)."""
+    distributed = torch.distributed
+    if is_dtensor(param):
+        return True
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def checked(param: torch.Tensor, twins: Twins, device: torch.device, label: Callable[[], str]) -> torch.Tensor:
+    """The gradient of `param`, which has one, as it is copied: placed as the parameter is, in one run.
+
+    Args:
+        param: the parameter.
+        twins: the host sides of all parameters.
+        device: where the parameter was.
+        label: what errors call it.
+
+    Raises:
+        ValueError: it cannot be stepped, or is not where or what it was.
+    """
+    grad = param.grad
+    assert grad is not None
+    if param not in twins:
+        raise ValueError(
+            f"{label()} has a gradient, but was frozen when it was added. "
+            "hint: add it to the optimizer after requires_grad_(True)"
+        )
+    piece, twin = local(param), local(twins.weight(param))
+    if piece.device != device or local(grad).device != device:
+        raise ValueError(
+            f"{label()} or its gradient is on `{piece.device}`, expected `{device}`, where it was. "
+            "hint: move the model before the optimizer is made"
+        )
+    if piece.dtype != twin.dtype or piece.shape != twin.shape or not piece.is_contiguous():
+        raise ValueError(
+            f"{label()} is `{piece.dtype}` of `{tuple(piece.shape)}`, strides `{piece.stride()}`, expected a contiguous "
+            f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and load this one's state_dict()"
+        )
+    if local(grad).layout != torch.strided:
+        raise ValueError(
+            f"the gradient of {label()} is `{local(grad).layout}`, expected a dense tensor. "
+            "hint: use dense gradients (nn.Embedding(sparse=False))"
+        )
+    if local(grad).dtype != piece.dtype:
+        raise ValueError(
+            f"the gradient of {label()} is `{local(grad).dtype}`, expected `{piece.dtype}`, as the parameter. "
+            "hint: grad.to(parameter.dtype)"
+        )
+    if is_dtensor(param) != is_dtensor(grad):
+        raise ValueError(f"only one of {label()} and its gradient is a DTensor. hint: distribute both alike")
+    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
+        grad = grad.redistribute(param.device_mesh, param.placements)
+    if local(grad).shape != piece.shape:
+        raise ValueError(
+            f"the gradient of {label()} has the shape `{tuple(local(grad).shape)}`, expected `{tuple(piece.shape)}`. "
+            "hint: clear stale gradients by zero_grad() after a change of the parameter"
+        )
+    return grad if local(grad).is_contiguous() and not local(grad).is_neg() else grad.contiguous().resolve_neg()

@@ -1,0 +1,319 @@
+"""What waits for new weights: a model under gate="module" computes what it computes under gate="step".
+
+Weights are large and stepped in the reverse order of the forward by one worker, so that a forward that does not wait reads what was
+there before, by a margin of milliseconds; `test_the_tests_would_notice` breaks the gate and sees them fail.
+"""
+
+import pytest
+import stepwell
+import torch
+from offload_cases import WIDTH, Net, batch, reversed_params
+from optim_cases import bits
+from stepwell.offload.gate import Gate
+
+
+class Tied(Net):
+    """The first weight is that of the last layer as well, whose module is called in no forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.again = torch.nn.Linear(WIDTH, WIDTH)
+        self.again.weight = self.first.weight
+
+    def forward(self, x):
+        return super().forward(x).sum() + torch.nn.functional.linear(x, self.again.weight).sum()
+
+
+class Attention(torch.nn.Module):
+    """`out_proj` is a module whose weight is used without calling it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.net = Net()
+
+    def forward(self, x):
+        return self.net(self.attention(x[None], x[None], x[None], need_weights=False)[0][0])
+
+
+class InTurns(Net):
+    """A layer that every third forward calls, from the fourth on."""
+
+    def __init__(self):
+        super().__init__()
+        self.rare = torch.nn.Linear(WIDTH, WIDTH)
+        self.forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards > 3 and self.forwards % 3 == 0:
+            x = self.rare(x)
+        return super().forward(x)
+
+
+class Branches(torch.nn.Module):
+    """A weight that two modules use without calling its own, in turns which of them comes first."""
+
+    class User(torch.nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.box = torch.nn.ModuleList([shared])
+
+        def forward(self, x):
+            return x @ self.box[0].weight
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.one, self.two = self.User(self.net.first), self.User(self.net.first)
+        self.forwards = 0
+
+    def forward(self, x):
+        self.forwards += 1
+        one, two = (self.one, self.two) if self.forwards % 2 else (self.two, self.one)
+        return two(torch.tanh(one(x))).sum() + self.net.last.weight[:4].sum() + self.net.last.bias.sum()
+
+
+def train_step(net, optimizer, step):
+    optimizer.zero_grad()
+    loss = net(batch(step, width=WIDTH)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def run(make, gate, after_step, steps=5):
+    """Losses and what `after_step` read of the model right after each step."""
+    torch.manual_seed(0)
+    net = make()
+    options = {"lr": 1e-2, "threads": 1, "gate": gate}
+    optimizer = stepwell.OffloadAdamW(reversed_params(net), **options)
+    seen = []
+    for step in range(steps):
+        seen.append(train_step(net, optimizer, step))
+        if step >= 2:
+            seen += after_step(net, optimizer)
+    return optimizer, seen
+
+
+def nothing(net, optimizer):
+    return []
+
+
+def second_call(net, optimizer):
+    with torch.no_grad():
+        return [net(batch(7, width=WIDTH)).sum().item()]
+
+
+def evaluation(net, optimizer):
+    net.eval()
+    found = second_call(net, optimizer)
+    net.train()
+    return found
+
+
+def evaluation_of_a_submodule(net, optimizer):
+    first = next(module for module in net.modules() if isinstance(module, torch.nn.Linear)).eval()
+    with torch.no_grad():
+        found = first(batch(7, width=WIDTH)).sum().item()
+    first.train()
+    return [found]
+
+
+def state_dict(net, optimizer):
+    return [value.double().sum().item() for value in net.state_dict().values()]
+
+
+def state_dict_of_a_submodule(net, optimizer):
+    return [value.double().sum().item() for module in net.children() for value in module.state_dict().values()]
+
+
+def synchronize(net, optimizer):
+    optimizer.synchronize()
+    return [param.double().norm().item() for param in net.parameters()]
+
+
+def own_state_dict(net, optimizer):
+    optimizer.state_dict()
+    return [param.double().norm().item() for param in net.parameters()]
+
+
+def halved(net, optimizer):
+    values = {name: value.clone() for name, value in net.state_dict().items()}
+    net.load_state_dict({name: value / 2 for name, value in values.items()})
+    return second_call(net, optimizer)
+
+
+READS = [
+    nothing,
+    second_call,
+    evaluation,
+    evaluation_of_a_submodule,
+    state_dict,
+    state_dict_of_a_submodule,
+    synchronize,
+    own_state_dict,
+    halved,
+]
+MODELS = [Net, Tied, Attention, InTurns, Branches]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reads_wait(read):
+    optimizer, seen = run(Net, "module", read)
+    assert optimizer._gate.is_open
+    assert seen == run(Net, "step", read)[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_wait(model):
+    optimizer, seen = run(model, "module", second_call)
+    assert optimizer._gate.is_open
+    assert seen == run(model, "step", second_call)[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "read"), [(model, nothing) for model in MODELS] + [(Net, second_call), (Net, evaluation)]
+)
+def test_the_tests_would_notice(monkeypatch, model, read):
+    monkeypatch.setattr(Gate, "enter", lambda self, module: self._called.add(id(module)))
+    expected = run(model, "step", read)[1]
+    try:
+        seen = run(model, "module", read)[1]
+    except ValueError as error:
+        # A gradient of what nobody has waited for.
+        assert "has waited for its last update" in str(error)
+    else:
+        assert seen != expected
+
+
+@pytest.mark.parametrize("read", [state_dict, halved])
+def test_the_tests_of_state_dicts_would_notice(monkeypatch, read):
+    monkeypatch.setattr(Gate, "enter_all", lambda self, module: None)
+    assert run(Net, "module", read)[1] != run(Net, "step", read)[1]
+
+
+def test_forwards_wait_for_their_own_weights_only():
+    torch.manual_seed(0)
+    net = Net()
+    # In the order of the forward: the first layer's weights are there long before the last one's.
+    optimizer = stepwell.OffloadAdamW(net.parameters(), lr=1e-2, threads=1)
+    for step in range(3):
+        train_step(net, optimizer, step)
+    assert optimizer._gate._left == set(net.parameters())
+    net.first(batch(0, width=WIDTH))
+    assert optimizer._gate._left == set(net.last.parameters())
+    net.last(batch(0, width=WIDTH))
+    assert not optimizer._gate._left
+
+
+def test_read_that_no_module_makes_raises_in_the_backward():
+    net = Net()
+    optimizer = stepwell.OffloadAdamW(reversed_params(net), threads=1)
+    for step in range(3):
+        train_step(net, optimizer, step)
+    with pytest.raises(ValueError, match=r"no forward of a module that holds it has waited(.|\n)*synchronize"):
+        net.first.weight.norm().backward()
+    optimizer.synchronize()
+    net.first.weight.norm().backward()
+    train_step(net, optimizer, 3)
+
+
+def test_parameters_outside_of_modules_are_waited_for_by_the_step(caplog):
+    param = torch.nn.Parameter(torch.ones(1 << 20))
+    optimizer = stepwell.OffloadAdamW([param], lr=0.1, weight_decay=0.0, threads=1)
+    with caplog.at_level("INFO", logger="stepwell"):
+        for step in range(3):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            torch.testing.assert_close(param.detach(), torch.full_like(param, 1 - 0.1 * (step + 1)))
+    assert "1 parameters are in no module" in caplog.text
+
+
+def test_two_models_and_two_optimizers():
+    def alternate(gate):
+        torch.manual_seed(0)
+        nets = [Net(1 << 20), Net(1 << 20)]
+        optimizers = [stepwell.OffloadAdamW(reversed_params(net), lr=1e-2, threads=1, gate=gate) for net in nets]
+        losses = []
+        for step in range(6):
+            losses.append(train_step(nets[step % 2], optimizers[step % 2], step))
+            losses.append(nets[1 - step % 2](batch(step, width=WIDTH)).sum().item())
+        return losses
+
+    assert alternate("module") == alternate("step")
+
+
+def test_hooks_go_with_the_optimizer():
+    net = Net(1 << 16)
+    optimizer = stepwell.OffloadAdamW(net.parameters())
+    train_step(net, optimizer, 0)
+    assert net.first._forward_pre_hooks
+    del optimizer
+    assert not net.first._forward_pre_hooks
+    assert not net.first._state_dict_pre_hooks
+    assert not net._load_state_dict_pre_hooks
+
+
+# ---- torch.compile -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def compiled_run(gate, backend, how):
+    torch.manual_seed(0)
+    net = call = Net(1 << 20)
+    if how == "before":
+        call = torch.compile(net, backend=backend)
+    elif how == "in place":
+        net.compile(backend=backend)
+    elif how == "submodule before":
+        net.first.compile(backend=backend)
+    optimizer = stepwell.OffloadAdamW(reversed_params(net), lr=1e-2, threads=1, gate=gate)
+    losses = []
+    for step in range(6):
+        if how == "used before":
+            call = net
+            torch.compile(net, backend=backend)(batch(step, width=WIDTH))
+        if step == 3:
+            if how == "after":
+                call = torch.compile(net, backend=backend)
+            elif how == "in place, after":
+                net.compile(backend=backend)
+            elif how == "submodule after":
+                net.first.compile(backend=backend)
+            elif how == "function":
+                call = torch.compile(lambda x: net(x) * 2, backend=backend)
+        losses.append(train_step(call, optimizer, step))
+    return optimizer, losses, [bits(param) for param in net.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "before",
+        "used before",
+        "in place",
+        "submodule before",
+        "after",
+        "in place, after",
+        "submodule after",
+        "function",
+    ],
+)
+def test_compiled_code_never_sees_stale_weights(compiler, how, backend):
+    optimizer, losses, params = compiled_run("module", backend, how)
+    assert not optimizer._gate.is_open
+    optimizer.synchronize()
+    torch._dynamo.reset()
+    _, expected_losses, expected = compiled_run("step", backend, how)
+    assert losses == expected_losses
+    assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
