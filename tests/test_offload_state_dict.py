@@ -1,0 +1,158 @@
+"""State dicts of OffloadAdamW: exact resumption, exchange with torch.optim.AdamW, torch.distributed.checkpoint."""
+
+import copy
+import io
+
+import pytest
+import stepwell
+import torch
+import torch.distributed.checkpoint as dcp
+from offload_cases import assert_equal, pair, small, train
+from optim_cases import CODECS, LAYOUT_IDS, LAYOUTS, bits
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+
+def saved_and_loaded(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("order", ["optimizer-first", "model-first"])
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+def test_resuming_is_as_if_never_stopped(dtype, moments, order, used):
+    net, optimizer = pair(dtype=dtype, moments=moments, seed=7, clip_norm=1.0)[0]
+    train(net, optimizer, 3)
+    # Saved while the step is running.
+    saved = saved_and_loaded({"optimizer": optimizer.state_dict(), "model": net.state_dict()})
+    resumed_net = small(dtype)
+    with torch.no_grad():
+        for param in resumed_net.parameters():
+            param.zero_()
+    resumed = stepwell.OffloadAdamW(resumed_net.named_parameters(), lr=0.5, moments=moments, clip_norm=1.0)
+    if used:
+        train(resumed_net, resumed, 2)
+    if order == "optimizer-first":
+        resumed.load_state_dict(saved["optimizer"])
+    resumed_net.load_state_dict(saved["model"])
+    if order == "model-first":
+        resumed.load_state_dict(saved["optimizer"])
+    assert_equal((net, optimizer), (resumed_net, resumed))
+    assert train(net, optimizer, 3, first=3) == train(resumed_net, resumed, 3, first=3)
+    assert_equal((net, optimizer), (resumed_net, resumed))
+
+
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+def test_exchange_with_adamw_on_the_host(dtype, moments):
+    ours, theirs = pair(dtype=dtype, moments=moments)
+    train(*ours, 2)
+    train(*theirs, 2)
+    (net, optimizer), (twin, reference) = ours, theirs
+    one, other = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
+    assert one["state"].keys() == other["state"].keys()
+    optimizer.load_state_dict(other)
+    reference.load_state_dict(one)
+    train(*ours, 2, first=2)
+    train(*theirs, 2, first=2)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_goes_on_where_torchs_adamw_was_and_back(dtype):
+    net = small(dtype)
+    reference = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
+    train(net, reference, 3)
+    twin = copy.deepcopy(net)
+    optimizer = stepwell.OffloadAdamW(twin.named_parameters(), lr=0.5)
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    for index, param in enumerate(twin.parameters()):
+        assert optimizer.state[param]["step"] == 3
+        expected = reference.state_dict()["state"][index]["exp_avg"].float()
+        assert torch.equal(optimizer.state[param]["exp_avg"], expected)
+    train(twin, optimizer, 2, first=3)
+    train(net, reference, 2, first=3)
+    optimizer.synchronize()
+    if dtype == torch.float32:
+        for param, expected in zip(twin.parameters(), net.parameters(), strict=True):
+            torch.testing.assert_close(param, expected)
+    back = torch.optim.AdamW(twin.named_parameters(), lr=0.5)
+    back.load_state_dict(optimizer.decoded_state_dict())
+    assert back.state[twin[0].weight]["step"] == 5
+    train(twin, back, 1, first=5)
+
+
+@pytest.mark.parametrize("moments", CODECS)
+def test_decoded_state_is_announced_where_it_takes_memory(moments, caplog):
+    net, optimizer = pair(dtype=torch.bfloat16, moments=moments)[0]
+    train(net, optimizer, 1)
+    with caplog.at_level("INFO", logger="stepwell"):
+        state = optimizer.decoded_state_dict()["state"]
+    assert ("decoded moments" in caplog.text) == (moments != "fp32")
+    assert state[0]["exp_avg"].dtype == torch.float32
+
+
+def test_state_appears_with_the_first_step():
+    # accelerate copies the state of a new optimizer to the accelerator and back.
+    net, optimizer = pair()[0]
+    packed = optimizer.state_dict()
+    assert not packed["state"]
+    optimizer.load_state_dict(packed)
+    train(net, optimizer, 1)
+    assert all(not value.is_cuda for value in optimizer.state_dict()["state"][0].values())
+
+
+def test_state_of_other_parameters_is_refused():
+    net, optimizer = pair()[0]
+    train(net, optimizer, 1)
+    packed = copy.deepcopy(optimizer.state_dict())
+    packed["state"][0]["exp_avg"] = torch.zeros(3)
+    before = {key: bits(value) for key, value in optimizer.state[net[0].weight].items()}
+    with pytest.raises(ValueError, match=r"`exp_avg` in the loaded state of parameter `0.weight`(.|\n)*hint"):
+        optimizer.load_state_dict(packed)
+    assert all(torch.equal(bits(value), before[key]) for key, value in optimizer.state[net[0].weight].items())
+    train(net, optimizer, 1)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+def test_distributed_checkpoint_resumes_exactly(tmp_path, dtype, moments):
+    net, optimizer = pair(dtype=dtype, moments=moments, seed=5)[0]
+    train(net, optimizer, 3)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+    resumed_net = small(dtype)
+    resumed = stepwell.OffloadAdamW(resumed_net.named_parameters(), lr=1e-2, moments=moments)
+    with torch.no_grad():
+        for param in resumed_net.parameters():
+            param.fill_(1.0)
+    # Makes state by a step at lr 0 with zero gradients, which must not count.
+    model_state, optimizer_state = get_state_dict(resumed_net, resumed)
+    assert len(resumed.state) == 6
+    assert all(state["step"] == 0 for state in resumed.state.values())
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+    set_state_dict(resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert resumed.param_groups[0]["seed"] == 5
+    assert_equal((net, optimizer), (resumed_net, resumed))
+    assert train(net, optimizer, 2, first=3) == train(resumed_net, resumed, 2, first=3)
+    assert_equal((net, optimizer), (resumed_net, resumed))
+
+
+@pytest.mark.parametrize("moments", CODECS)
+def test_full_state_dict(moments):
+    net, optimizer = pair(dtype=torch.bfloat16, moments=moments)[0]
+    train(net, optimizer, 2)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    packed = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
+    twin = copy.deepcopy(net)
+    other = stepwell.OffloadAdamW(twin.named_parameters(), moments=moments)
+    set_optimizer_state_dict(twin, other, packed, options=options)
+    assert_equal((net, optimizer), (twin, other))

@@ -1,0 +1,159 @@
+"""OffloadAdamW under transformers' Trainer: its clipping and its logged norm, accumulation, bf16, and exact resumption."""
+
+import math
+
+import pytest
+import stepwell
+import torch
+from optim_cases import bits
+from stepwell.offload.trainer import fold_clipping
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+STEPS = 6
+VOCAB = 64
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        ids = torch.randint(VOCAB, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def llama(dtype):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def trainer_of(folder, kind=stepwell.OffloadAdamW, dtype=torch.float32, folded=True, options=None, **arguments):
+    model = llama(dtype)
+    optimizer = kind(model.named_parameters(), lr=1e-2, weight_decay=0.0, **(options or {}))
+    arguments = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 2,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "seed": 3,
+    } | arguments
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(output_dir=str(folder), **arguments),
+        train_dataset=Tokens(),
+        eval_dataset=torch.utils.data.Subset(Tokens(), range(8)),
+        optimizers=(optimizer, None),
+    )
+    if folded and kind is stepwell.OffloadAdamW:
+        fold_clipping(trainer)
+    return trainer, optimizer
+
+
+def logged(trainer, name):
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def params_of(trainer):
+    return [bits(param) for param in trainer.model.parameters()]
+
+
+KINDS = [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+KIND_IDS = ["fp32", "fp32-autocast", "pure-bf16"]
+
+
+@pytest.mark.parametrize(("dtype", "bf16"), KINDS, ids=KIND_IDS)
+@pytest.mark.parametrize("told", [None, 2], ids=["untold", "told"])
+def test_clips_and_logs_as_trainer_does(tmp_path, dtype, bf16, told):
+    trainer, optimizer = trainer_of(tmp_path, dtype=dtype, bf16=bf16, options={"accumulation_steps": told})
+    norms = []
+    optimizer.register_step_post_hook(lambda *_: norms.append(optimizer.grad_norm))
+    trainer.train()
+    assert optimizer._gate.is_open
+    assert optimizer.clip_norm == 0.5
+    assert max(norms) > 0.5
+    assert logged(trainer, "grad_norm") == [pytest.approx(norm) for norm in norms]
+    # With clipping by torch: rounding apart the same.
+    theirs, _ = trainer_of(tmp_path, stepwell.AdamW, dtype=dtype, bf16=bf16)
+    theirs.train()
+    assert logged(trainer, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-2)
+    # torch's norm of bfloat16 gradients is rounded to bfloat16.
+    assert norms == pytest.approx(logged(theirs, "grad_norm"), rel=1e-2 if dtype == torch.bfloat16 else 1e-3)
+
+
+@pytest.mark.parametrize("told", [None, 2], ids=["untold", "told"])
+def test_trainers_own_clipping_is_stepped_bit_for_bit(tmp_path, told):
+    trainer, optimizer = trainer_of(tmp_path, folded=False, options={"accumulation_steps": told})
+    trainer.train()
+    assert optimizer.clip_norm is None
+    assert optimizer.grad_norm == pytest.approx(0.5, rel=1e-3)
+    theirs, _ = trainer_of(tmp_path, stepwell.AdamW)
+    theirs.train()
+    optimizer.synchronize()
+    assert logged(trainer, "loss") == logged(theirs, "loss")
+    assert logged(trainer, "grad_norm") == logged(theirs, "grad_norm")
+    assert all(torch.equal(one, other) for one, other in zip(params_of(trainer), params_of(theirs), strict=True))
+
+
+def test_no_clipping_is_no_clipping(tmp_path):
+    trainer, optimizer = trainer_of(tmp_path, max_grad_norm=0.0, max_steps=2)
+    trainer.train()
+    assert optimizer.clip_norm is None
+    assert all(math.isfinite(norm) and norm > 0 for norm in logged(trainer, "grad_norm"))
+
+
+@pytest.mark.parametrize(("dtype", "bf16"), KINDS, ids=KIND_IDS)
+def test_resumes_from_its_checkpoint_bit_for_bit(tmp_path, dtype, bf16):
+    options = {"dtype": dtype, "bf16": bf16, "save_strategy": "steps", "save_steps": 3, "options": {"moments": "q8"}}
+    whole, optimizer = trainer_of(tmp_path / "whole", **options)
+    whole.train()
+    resumed, resumed_optimizer = trainer_of(tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    optimizer.synchronize()
+    resumed_optimizer.synchronize()
+    assert logged(resumed, "loss")[-3:] == logged(whole, "loss")[-3:]
+    assert logged(resumed, "grad_norm")[-3:] == logged(whole, "grad_norm")[-3:]
+    assert all(torch.equal(one, other) for one, other in zip(params_of(resumed), params_of(whole), strict=True))
+    for one, other in zip(optimizer.state.values(), resumed_optimizer.state.values(), strict=True):
+        assert all(torch.equal(bits(one[name]), bits(other[name])) for name in one)
+
+
+def test_evaluates_and_saves_what_was_stepped(tmp_path):
+    def run(gate):
+        trainer, _ = trainer_of(tmp_path / gate, eval_strategy="steps", eval_steps=2, options={"gate": gate})
+        trainer.train()
+        trainer.save_model(str(tmp_path / gate))
+        saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / gate)
+        return logged(trainer, "eval_loss"), [bits(param) for param in saved.parameters()]
+
+    (losses, params), (expected_losses, expected) = run("module"), run("step")
+    assert len(losses) == 3
+    assert losses == expected_losses
+    assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
+
+
+def test_other_optimizers_are_refused(tmp_path):
+    trainer, _ = trainer_of(tmp_path, stepwell.AdamW)
+    with pytest.raises(ValueError, match=r"`AdamW`, expected OffloadAdamW(.|\n)*hint"):
+        fold_clipping(trainer)
