@@ -28,38 +28,6 @@ _ACCELERATORS = ("cpu", "cuda")
 
 _LOGGER = logging.getLogger(__name__)
 
-# Of the optimizer that DeepSpeed makes for ZeRO-1 and -2: what ours overrides or calls.
-_CLASS = Overridden(
-    "offload engine, ZeRO-1/2 optimizer",
-    _STAGE_1_2,
-    "DeepSpeedZeroOptimizer",
-    {
-        "initialize_optimizer_states": ("self",),
-        "_get_offload_gradient_dict": ("self",),
-        "_link_all_hp_params": ("self",),
-        "_lazy_init_hp_params_optimizer_state": ("self",),
-        "setup_buckets": ("self",),
-        "reduce_independent_p_g_buckets_and_remove_grads": ("self", "param", "i"),
-        "reduce_ipg_grads": ("self", "comm_dtype"),
-        "copy_grads_in_partition": ("self", "param", "group_idx"),
-        "_use_compact_grad_partition_buffer": ("self", "group_idx"),
-        "_get_compact_grad_partition_slice": ("self", "group_idx", "partition_id", "param_id", "num_elements"),
-        "_release_preflattened_grad_buffers": ("self", "group_idx"),
-        "_finalize_cpu_offload_gradient_accumulation": ("self",),
-        "get_param_gradient_attribute": ("self", "param"),
-        "clear_grad_attribute": ("self", "param"),
-        "update_offload_overflow_tracker": ("self", "grad"),
-        "_update_scale": ("self", "has_overflow"),
-        "step": ("self", "closure"),
-        "state_dict": ("self",),
-        "load_state_dict": ("self", "state_dict_list"),
-        "refresh_fp32_params": ("self",),
-        "update_lp_params": ("self",),
-        "offload_states": ("self", "include"),
-        "destroy": ("self",),
-    },
-)
-
 
 def _in_the_way(engine: Any, optimizer: Any, options: Options) -> str | None:
     """Why a DeepSpeedEngine with ZeRO-1 or -2 and CPU offload keeps DeepSpeed's own path; None if it need not."""
@@ -149,14 +117,49 @@ def _gradient_got(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_lp_grad_fragment
 
 
+_MAKER = Attribute(
+    "offload engine, ZeRO-1/2 making",
+    _ENGINE,
+    "DeepSpeedEngine._configure_zero_optimizer",
+    _configured,
+    ("self", "optimizer"),
+)
+
+# Of the optimizer that DeepSpeed makes for ZeRO-1 and -2: what ours overrides or calls.
+_CLASS = Overridden(
+    "offload engine, ZeRO-1/2 optimizer",
+    _STAGE_1_2,
+    "DeepSpeedZeroOptimizer",
+    {
+        "initialize_optimizer_states": ("self",),
+        "_get_offload_gradient_dict": ("self",),
+        "_link_all_hp_params": ("self",),
+        "_lazy_init_hp_params_optimizer_state": ("self",),
+        "setup_buckets": ("self",),
+        "reduce_independent_p_g_buckets_and_remove_grads": ("self", "param", "i"),
+        "reduce_ipg_grads": ("self", "comm_dtype"),
+        "copy_grads_in_partition": ("self", "param", "group_idx"),
+        "_use_compact_grad_partition_buffer": ("self", "group_idx"),
+        "_get_compact_grad_partition_slice": ("self", "group_idx", "partition_id", "param_id", "num_elements"),
+        "_release_preflattened_grad_buffers": ("self", "group_idx"),
+        "_finalize_cpu_offload_gradient_accumulation": ("self",),
+        "get_param_gradient_attribute": ("self", "param"),
+        "clear_grad_attribute": ("self", "param"),
+        "update_offload_overflow_tracker": ("self", "grad"),
+        "_update_scale": ("self", "has_overflow"),
+        "step": ("self", "closure"),
+        "state_dict": ("self",),
+        "load_state_dict": ("self", "state_dict_list"),
+        "refresh_fp32_params": ("self",),
+        "update_lp_params": ("self",),
+        "offload_states": ("self", "include"),
+        "destroy": ("self",),
+    },
+    _MAKER,
+)
+
 SEAMS = (
-    Attribute(
-        "offload engine, ZeRO-1/2 making",
-        _ENGINE,
-        "DeepSpeedEngine._configure_zero_optimizer",
-        _configured,
-        ("self", "optimizer"),
-    ),
+    _MAKER,
     _CLASS,
     Attribute(
         "offload engine, state access",

@@ -14,7 +14,7 @@ from stepwell._tensors import view
 from stepwell.deepspeed import native
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 __all__ = ["Operand", "Operands"]
 
@@ -75,19 +75,19 @@ class Operands:
         views = {"grad": view(grad), "weight_out": None if twin is None else view(twin)}
         known = self._optimizer.state.get(master) or None
         if isinstance(self._optimizer, optim.Adam):
-            return self._ours(index, group, master.detach(), master, known, views)
-        return self._deepspeeds(group, master.detach(), master, known, views)
+            return self._ours(self._optimizer, index, master, known, views)
+        return self._deepspeeds(group, master, known, views)
 
     def _ours(
         self,
+        optimizer: optim.Adam,
         index: int,
-        group: dict[str, Any],
-        flat: torch.Tensor,
         master: torch.Tensor,
         known: dict[str, Any] | None,
         views: dict[str, Any],
     ) -> Operand:
-        moments, label = self._optimizer._moments, f"partition {index}"
+        group, moments, label = optimizer.param_groups[index], optimizer._moments, f"partition {index}"
+        flat = master.detach()
         state = _state.new(flat, moments) if known is None else _state.refreshed(flat, known, moments, label)
         tensor = None
         if flat.numel() > 0:
@@ -97,14 +97,10 @@ class Operands:
         return Operand(tensor, 1 + _state.step_of(state, label), hyper_of(group, f"group {index}"), state, master)
 
     def _deepspeeds(
-        self,
-        group: dict[str, Any],
-        flat: torch.Tensor,
-        master: torch.Tensor,
-        known: dict[str, Any] | None,
-        views: dict[str, Any],
+        self, group: dict[str, Any], master: torch.Tensor, known: dict[str, Any] | None, views: dict[str, Any]
     ) -> Operand:
         optimizer: Any = self._optimizer
+        flat = master.detach()
         state = known
         if state is None:
             dtype = torch.float32 if optimizer.fp32_optimizer_states else flat.dtype
@@ -112,8 +108,8 @@ class Operands:
         native.check(native.NativeTensors(flat, flat, state["exp_avg"], state["exp_avg_sq"]))
         tensor = None
         if flat.numel() > 0:
-            moments = {name: view(state[name]) for name in ("exp_avg", "exp_avg_sq")}
-            tensor = _core.AdamTensor(param=view(flat), **moments, **views)
+            exp_avg, exp_avg_sq = view(state["exp_avg"]), view(state["exp_avg_sq"])
+            tensor = _core.AdamTensor(param=view(flat), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **views)
         beta1, beta2 = group["betas"]
         hyper = Hyper(
             lr=float(group["lr"]),
@@ -126,9 +122,9 @@ class Operands:
         )
         return Operand(tensor, 1 + int(state["step"]), hyper, state, master)
 
-    def commit(self, operands: Sequence[Operand], submit: Callable[[], None]) -> None:
+    def commit(self, operands: Sequence[Operand], submit: partial[Any]) -> None:
         """Calls `submit` and counts the updates, both or none."""
-        calls: list[Callable[[], object]] = [submit]
+        calls: list[partial[Any]] = [submit]
         for operand in operands:
             count = operand.state["step"]
             is_tensor = isinstance(count, torch.Tensor)

@@ -28,7 +28,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, bool):
-            raise ValueError(f"`stepwell.engine` is `{self.engine}`, expected true or false")
+            raise ValueError(f"`stepwell.engine` is `{self.engine}`, expected true or false")  # noqa: TRY004
         if self.moments is not None and self.moments not in _state.MOMENTS:
             raise ValueError(f"`stepwell.moments` is `{self.moments}`, expected one of {', '.join(_state.MOMENTS)}")
         if self.gate not in _GATES:
@@ -46,9 +46,11 @@ def options_of(engine: Any) -> Options:
     """
     block = engine._config._param_dict.get("stepwell", {})
     if not isinstance(block, Mapping):
-        raise ValueError(f'`stepwell` is `{block}`, expected a block. hint: "stepwell": {{"moments": "q8"}}')
+        raise ValueError(f'`stepwell` is `{block}`, expected a block. hint: "stepwell": {{"moments": "q8"}}')  # noqa: TRY004
     known = [field.name for field in fields(Options)]
     unknown = sorted(block.keys() - set(known))
     if unknown:
-        raise ValueError(f"`{', '.join(unknown)}` in the block `stepwell` of the DeepSpeed JSON, expected {', '.join(known)}")
+        raise ValueError(
+            f"`{', '.join(unknown)}` in the block `stepwell` of the DeepSpeed JSON, expected {', '.join(known)}"
+        )
     return Options(**block)

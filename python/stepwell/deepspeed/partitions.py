@@ -16,7 +16,7 @@ import contextlib
 import logging
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from stepwell import _core
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["Fragment", "Partition", "Partitions", "Update"]
 
@@ -185,7 +185,7 @@ class Partitions:
 
     def prepare(
         self, updates: Sequence[Update], weights: Sequence[torch.Tensor], in_use: Sequence[object]
-    ) -> Callable[[], None]:
+    ) -> partial[Any]:
         """Makes everything ready for a step, and returns the call that starts it in the background.
 
         That raises ValueError where the step cannot be taken, with nothing changed, and OSError where the device has failed. After
@@ -238,12 +238,14 @@ class Partitions:
 
     def timing(self) -> dict[str, float]:
         """What the last step took, as `OffloadEngine.timing`."""
-        return self._engine.timing()
+        timing: dict[str, float] = self._engine.timing()
+        return timing
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:
     # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
-    return torch.linalg.vector_norm(piece, dtype=torch.float64 if piece.is_cpu else torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if piece.is_cpu else torch.float32)
+    return norm
 
 
 def _drain(engine: _core.OffloadEngine, _: list[object]) -> None:
@@ -257,7 +259,7 @@ class _CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

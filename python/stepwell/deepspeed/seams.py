@@ -241,6 +241,8 @@ class Overridden:
     path: str
     methods: Mapping[str, tuple[str, ...]]
     """By their names: their first parameters."""
+    maker: Attribute
+    """Where the subclass is made."""
 
     @property
     def where(self) -> str:
@@ -268,8 +270,8 @@ class Overridden:
         return None
 
     def is_filled(self) -> bool:
-        """Whether Stepwell is in it: by the seam where it is made."""
-        return True
+        """Whether Stepwell makes the subclass."""
+        return self.maker.missing() is None and self.maker.is_filled()
 
     def fill(self) -> None:
-        """Nothing to do."""
+        """Nothing: that is the maker's."""

@@ -51,7 +51,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self, init_optimizer: Any, *args: Any, options: Options, offload_optimizer_config: Any, **kwargs: Any
     ) -> None:
         self._masters: list[torch.Tensor] = []
-        self._partitions: Partitions | None = None
+        self._partitions: Partitions
         self._options = options
         self._operands = Operands(init_optimizer, dist.get_rank())
         self._gate: Gate | None = None
@@ -64,7 +64,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """The masters, after the last step is complete."""
-        self.finish()
+        self.synchronize()
         return self._masters
 
     @single_partition_of_fp32_groups.setter
@@ -74,12 +74,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     @property
     def state(self) -> Any:
         """The state of the base optimizer, after the last step is complete."""
-        self.finish()
+        self.synchronize()
         return self.optimizer.state
 
     @state.setter
     def state(self, value: Any) -> None:
-        self.finish()
+        self.synchronize()
         self.optimizer.state = value
 
     def _weights(self) -> list[torch.Tensor]:
@@ -93,7 +93,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def initialize_optimizer_states(self) -> None:
         """Called at the end of DeepSpeed's constructor; makes no fp32 gradients."""
-        self.param_buffer_of_bit16_for_cpu_offload_groups = []
+        self.param_buffer_of_bit16_for_cpu_offload_groups: list[torch.Tensor] = []
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         self._is_alone = dist.get_world_size(group=self.dp_process_group) == 1
         sums_apart = [self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))]
@@ -131,7 +131,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             super().setup_buckets()
         elif not self.ready_for_gradients:
             self.micro_step_id += 1
-            self.ready_for_gradients = True
+            self.ready_for_gradients: bool = True
 
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
         """The gradient of a parameter is there."""
@@ -172,7 +172,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def step(self, closure: None = None) -> None:
         """Steps all partitions in the background, or skips the step if a gradient is not finite."""
         self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self._offload_accumulated_param_ids = set()
+        self._offload_accumulated_param_ids: set[int] = set()
         self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
         norm = self._norm()
         self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
@@ -181,7 +181,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.overflow = not math.isfinite(norm) and (is_checked or self._operands.skips_nonfinite())
         self._update_scale(self.overflow)
         if self.overflow:
-            self._global_grad_norm = float("inf")
+            self._global_grad_norm: Any = math.inf
             self._skip()
             return
         self._global_grad_norm = torch.tensor(norm / scale)
@@ -263,7 +263,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _open_gate(self) -> None:
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._is_alone and self._options.gate == "module":
-            self._gate = Gate(params, self._wait_for, self.finish)
+            self._gate = Gate(params, self._wait_for, self.synchronize)
         if self._gate is None or not self._gate.is_open:
             self._partitions.finish()
         else:
@@ -275,46 +275,53 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         is_same: bool = self._partitions.stream() == self._stream
         return is_same
 
-    def finish(self) -> None:
-        """Waits until the last step is complete in host memory; the current stream waits for the weights."""
-        if self._partitions is not None:
+    def synchronize(self) -> None:
+        """Waits until the last step is complete in host memory; the current stream waits for the weights.
+
+        Needed before weights are read by other ways than forwards of modules and their `state_dict`.
+        """
+        if self._is_made():
             self._partitions.finish()
             if self._gate is not None:
                 self._gate.clear()
 
+    def _is_made(self) -> bool:
+        # DeepSpeed's constructor reads its data before it calls `initialize_optimizer_states`.
+        return hasattr(self, "_partitions")
+
     def state_dict(self) -> dict[str, Any]:
         """As DeepSpeed's, after the last step is complete."""
-        self.finish()
+        self.synchronize()
         state: dict[str, Any] = super().state_dict()
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, after the last step is complete."""
+        self.synchronize()
         self._partitions.synchronize()
-        self.finish()
         super().load_state_dict(*args, **kwargs)
 
     def refresh_fp32_params(self) -> None:
         """Takes the weights for the masters."""
-        self.finish()
+        self.synchronize()
         super().refresh_fp32_params()
 
     def update_lp_params(self) -> None:
         """Takes the masters for the weights."""
-        self.finish()
+        self.synchronize()
         super().update_lp_params()
 
     def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
         """As DeepSpeed's, of what is not in host memory already."""
+        self.synchronize()
         self._partitions.synchronize()
-        self.finish()
         wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
         super().offload_states(include=wanted, **kwargs)
 
     def destroy(self) -> None:
         """Ends the use of the device."""
-        if self._partitions is not None:
-            self.finish()
+        if self._is_made():
+            self.synchronize()
             self._partitions.synchronize()
         self._gate = None
         super().destroy()
