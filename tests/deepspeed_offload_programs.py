@@ -61,11 +61,8 @@ class Forked(torch.nn.Module):
         return self.first(x) + (self.second(x) if self.count == 1 else 0)
 
 
-def program_offload_paths(result):
+def paths(result):
     """The same configurations on both paths."""
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
     fp32_sums = {"grad_accum_dtype": "fp32"}
     cases = {
         "ZeRO-2": configuration(dtype="bf16"),
@@ -107,11 +104,8 @@ def with_groups(config):
     return {"losses": train(engine, vectors(STEPS), squared), "partitions": partitions(engine)}
 
 
-def program_offload_fp16(result):
+def fp16(result):
     """fp16 with a loss scale that overflows at first, that grows, and gradients that are not finite."""
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
     import deepspeed
 
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
@@ -168,11 +162,8 @@ def poisoned(config):
     return result
 
 
-def program_offload_access(result):
+def access(result):
     """Gradients and state in the hands of others, backwards in unusual numbers, and an end without a farewell."""
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
     from deepspeed import utils
 
     (batch, other) = vectors(2)
@@ -236,11 +227,8 @@ def program_offload_access(result):
     # Python ends, and a step is running.
 
 
-def program_offload_checkpoints(result, folder):
+def checkpoints(result, folder):
     """Checkpoints of one path, loaded by the other and by DeepSpeed's tools where there is no Stepwell."""
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
     for name, options in {"bf16, ZeRO-2": {}, "bf16, ZeRO-1": {"stage": 1}}.items():
         for engine_saves in (True, False):
             saved = str(Path(folder) / f"{name}_{engine_saves}".replace(", ", "_"))
@@ -268,6 +256,18 @@ def program_offload_checkpoints(result, folder):
     command = [sys.executable, "-c", program, saved, converted]
     output = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
     result["without Stepwell"] = torch.load(converted), output.splitlines()[-1]
+
+
+def program_offload(result, folder):
+    """All that one rank does."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    for part in (paths, fp16, options):
+        part(result.setdefault(part.__name__, {}))
+    checkpoints(result.setdefault("checkpoints", {}), folder)
+    # The last: it ends while a step is running.
+    access(result.setdefault("access", {}))
 
 
 def program_offload_ranks(result):
@@ -308,11 +308,10 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def program_offload_options(result):
+def options(result):
     """What the block may hold, and what keeps DeepSpeed's own path."""
-    import stepwell.deepspeed
+    import stepwell
 
-    stepwell.deepspeed.register()
     handler = _Lines()
     logger = logging.getLogger("stepwell.deepspeed.offload")
     logger.setLevel(logging.INFO)
@@ -361,3 +360,4 @@ def program_offload_options(result):
     )
     found = run(configuration(), steps=1)
     result["path, other version"] = found["class"], found["base"], list(handler.lines)
+    DeepSpeedZeroOptimizer.reduce_ipg_grads = kept

@@ -11,8 +11,10 @@ PROGRAM_TIMEOUT = 150
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
 
 
-def program(tmp_path_factory, name, **options):
-    return deepspeed_run.run(name, tmp_path_factory.mktemp(name), timeout=PROGRAM_TIMEOUT, **options)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offload")
+    return deepspeed_run.run("offload", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved"))
 
 
 def assert_same_partitions(ours, theirs):
@@ -38,9 +40,9 @@ def assert_same_runs(ours, theirs):
 # ---- one rank ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    return program(tmp_path_factory, "offload_paths")
+@pytest.fixture
+def paths(runs):
+    return runs["paths"]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +92,9 @@ def test_groups(paths):
 # ---- gradients that are not finite -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def fp16(tmp_path_factory):
-    return program(tmp_path_factory, "offload_fp16")
+@pytest.fixture
+def fp16(runs):
+    return runs["fp16"]
 
 
 def test_dynamic_loss_scale(fp16):
@@ -135,9 +137,9 @@ def test_a_nonfinite_gradient_for_which_deepspeed_does_not_look_is_refused(fp16)
 # ---- what others read and write --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def access(tmp_path_factory):
-    return program(tmp_path_factory, "offload_access")
+@pytest.fixture
+def access(runs):
+    return runs["access"]
 
 
 def test_safe_get_and_set(access):
@@ -177,10 +179,9 @@ def test_no_gradient_is_a_gradient_of_zeros(access):
 # ---- checkpoints -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    return program(tmp_path_factory, "offload_checkpoints", folder=str(folder))
+@pytest.fixture
+def checkpoints(runs):
+    return runs["checkpoints"]
 
 
 @pytest.mark.parametrize("name", ["bf16, ZeRO-2", "bf16, ZeRO-1"])
@@ -200,8 +201,8 @@ def test_checkpoints_are_read_without_stepwell(checkpoints):
 # ---- ranks, options --------------------------------------------------------------------------------------------------------
 
 
-def test_two_ranks(tmp_path_factory):
-    ranks = program(tmp_path_factory, "offload_ranks", ranks=2)
+def test_two_ranks(tmp_path):
+    ranks = deepspeed_run.run("offload_ranks", tmp_path, timeout=PROGRAM_TIMEOUT, ranks=2)
     for result in ranks:
         before, after, skipped = result.pop("nonfinite")
         assert skipped == 1
@@ -213,8 +214,8 @@ def test_two_ranks(tmp_path_factory):
     assert first["losses"] != second["losses"]
 
 
-def test_options(tmp_path_factory):
-    result = program(tmp_path_factory, "offload_options")
+def test_options(runs):
+    result = runs["options"]
     expected = {
         "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, expected engine, moments, gate, threads",
         "no block": "`stepwell` is `[1]`",
