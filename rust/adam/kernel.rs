@@ -101,12 +101,7 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
     /// Writes the moments of `at..at + count`.
     #[inline(always)]
     fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, Q>, measure: M::Measure<S>) {
-        let mut noise = [simd.splat_u(0); Q];
-        if M::STOCHASTIC {
-            for (quarter, noise) in noise.iter_mut().enumerate() {
-                *noise = self.dither.lanes(simd, at + quarter * LANES);
-            }
-        }
+        let noise = if M::STOCHASTIC { self.dither.lanes(simd, at) } else { [simd.splat_u(0); Q] };
         self.moments.store(simd, at, count, moments, measure, noise);
     }
 

@@ -63,15 +63,20 @@ impl Dither {
         Self { key: mix64(mix64(key.wrapping_add(COUNTER_STEP)) ^ step), block: first / BLOCK as u64 }
     }
 
-    /// 32 bits for each of the elements `at..at + LANES`, counted from `first`; `at` is a multiple of `LANES`.
+    /// 32 bits for each of `Q * LANES` elements from `at` on, counted from `first`, which lie in one block.
     #[inline(always)]
     #[must_use]
-    pub fn lanes<S: Simd>(&self, simd: S, at: usize) -> S::U {
+    pub fn lanes<S: Simd, const Q: usize>(&self, simd: S, at: usize) -> [S::U; Q] {
         let block = self.block + (at / BLOCK) as u64;
         let hash = mix64(self.key.wrapping_add(block.wrapping_mul(COUNTER_STEP)));
         let (offsets, multipliers) = (hash as u32, (hash >> 32) as u32 | 0x0001_0001);
-        // SAFETY: an array of PLACES holds LANES words.
-        let places = unsafe { simd.load_u32(PLACES[at / LANES % QUARTERS].as_ptr()) };
-        simd.add_u16(simd.mul_u16(places, simd.splat_u(multipliers)), simd.splat_u(offsets))
+        let (offsets, multipliers) = (simd.splat_u(offsets), simd.splat_u(multipliers));
+        let mut lanes = [offsets; Q];
+        for (quarter, lanes) in lanes.iter_mut().enumerate() {
+            // SAFETY: an array of PLACES holds LANES words.
+            let places = unsafe { simd.load_u32(PLACES[at / LANES % QUARTERS + quarter].as_ptr()) };
+            *lanes = simd.add_u16(simd.mul_u16(places, multipliers), offsets);
+        }
+        lanes
     }
 }
