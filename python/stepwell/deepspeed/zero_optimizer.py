@@ -13,7 +13,7 @@ them, and the host's waits for every parameter's norm and overflow.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
@@ -34,7 +34,7 @@ from stepwell.deepspeed.partitions import Fragment, Partition, Partitions, Updat
 from stepwell.offload.gate import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection
 
     from stepwell.deepspeed.options import Options
 
@@ -42,6 +42,13 @@ __all__ = ["OffloadZeroOptimizer"]
 
 # What lies in device memory under CPU offload.
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
+
+
+class _Uploads(NamedTuple):
+    """What the gate waits on."""
+
+    wait: Callable[[list[torch.Tensor]], bool]
+    finish: Callable[[], None]
 
 
 class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
@@ -263,7 +270,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _open_gate(self) -> None:
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._is_alone and self._options.gate == "module":
-            self._gate = Gate(params, self._wait_for, self.synchronize)
+            self._gate = Gate(params, _Uploads(self._wait_for, self.synchronize))
         if self._gate is None or not self._gate.is_open:
             self._partitions.finish()
         else:

@@ -100,7 +100,7 @@ class Engine:
         self._step_stream = self._stream()
         self.seconds_waited = 0.0
 
-    def wait(self, params: Iterable[torch.Tensor]) -> bool:
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""
         begin = time.perf_counter()
         stream = self._stream()

@@ -18,16 +18,15 @@ import itertools
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stepwell.offload.engine import Engine
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "Uploads"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -61,17 +60,27 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
 
 
+class Uploads(Protocol):
+    """The new weights on their way to the device."""
+
+    def wait(self, params: list[torch.Tensor], /) -> bool:
+        """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""
+
+    def finish(self) -> None:
+        """The current stream waits for all weights."""
+
+
 class Gate:
     """Hooks on the modules that hold `params`.
 
     Args:
         params: the parameters on the device.
-        engine: what makes the current stream wait for their weights.
+        uploads: what makes the current stream wait for their weights.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], engine: Engine) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], uploads: Uploads) -> None:
         self._params = set(params)
-        self._engine = engine
+        self._uploads = uploads
         self._called: set[int] = set()
         self._waits: dict[int, list[torch.Tensor]] = {}
         self._num_called = -1
@@ -139,7 +148,7 @@ class Gate:
         if self.is_open:
             _LOGGER.info("gate='step': torch.compile traces a module whose forward would have to wait")
             self.is_open = False
-        self._engine.finish()
+        self._uploads.finish()
         self.clear()
 
     def clear(self) -> None:
@@ -184,7 +193,7 @@ class Gate:
     def _wait_for(self, params: Iterable[torch.Tensor]) -> None:
         left = [param for param in params if param in self._left]
         if left:
-            is_step_stream = self._engine.wait(left)
+            is_step_stream = self._uploads.wait(left)
             self._unused.difference_update(left)
             if is_step_stream:
                 self._left.difference_update(left)
