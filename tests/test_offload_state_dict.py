@@ -55,7 +55,7 @@ def test_exchange_with_adamw_on_the_host(dtype, moments):
     ours, theirs = pair(dtype=dtype, moments=moments)
     train(*ours, 2)
     train(*theirs, 2)
-    (net, optimizer), (twin, reference) = ours, theirs
+    (_, optimizer), (_, reference) = ours, theirs
     one, other = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(reference.state_dict())
     assert one["state"].keys() == other["state"].keys()
     optimizer.load_state_dict(other)

@@ -204,9 +204,10 @@ class OffloadAdamW(AdamW):
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
-            self._engine = Engine(self._device, self._twins, self._twins, self._threads)
+            engine, gate = Engine(self._device, self._twins, self._twins, self._threads), None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
-                self._gate = Gate(self._twins, self._engine)
+                gate = Gate(self._twins, engine)
+            self._engine, self._gate = engine, gate
         return self._engine
 
     def _close_engine(self) -> None:
