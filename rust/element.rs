@@ -175,8 +175,7 @@ impl Element for Bf16 {
         let bits = simd.bits(values);
         let odd = simd.and(simd.shr::<16>(bits), simd.splat_u(1));
         let rounded = simd.shr::<16>(simd.add_u(bits, simd.add_u(odd, simd.splat_u(0x7fff))));
-        let is_nan = simd.gt_u(simd.magnitude(values), simd.splat_u(0x7f80_0000));
-        simd.select(is_nan, simd.splat_u(u32::from(Self::NAN.0)), rounded)
+        simd.select(simd.is_nan(values), simd.splat_u(u32::from(Self::NAN.0)), rounded)
     }
 }
 

@@ -1,5 +1,7 @@
 """DeepSpeed engines for tests: configurations, tiny models, training, and what the optimizer holds."""
 
+import functools
+
 import torch
 
 STEPS = 8
@@ -59,7 +61,12 @@ def llama():
 
 
 def initialize(model, config, **more):
+    import cpuinfo
     import deepspeed
+
+    # DeepSpeedCPUAdam asks each time, which runs programs.
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
     return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config, **more)[0]
 

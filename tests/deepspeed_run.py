@@ -14,7 +14,12 @@ from pathlib import Path
 
 import torch
 
-MODULES = ("deepspeed_training_programs", "deepspeed_checkpoint_programs", "deepspeed_register_programs")
+MODULES = (
+    "deepspeed_training_programs",
+    "deepspeed_checkpoint_programs",
+    "deepspeed_register_programs",
+    "deepspeed_offload_programs",
+)
 
 
 def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):

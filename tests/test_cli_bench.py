@@ -154,3 +154,42 @@ def test_bench_codec(tmp_path):
     assert report["final_loss"].keys() == {"fp32", "bf16", "q8", "fp32, seed 1", "fp32, seed 2"}
     assert report["seed_spread"] > 0
     assert {len(losses) for losses in report["losses"].values()} == {4}
+
+
+# ---- offload ---------------------------------------------------------------------------------------------------------------
+
+
+def test_offload_is_held_against_the_bound(tmp_path):
+    pytest.importorskip("transformers")
+    # A width of its own: what a piped table is cut to must not hide a column.
+    ended = stepwell(
+        *("bench", "offload", "--size", "tiny", "--sequence-length", "16", "--steps", "3", "--accumulation", "2"),
+        *("--case", "stepwell", "--case", "torch", "--out", str(tmp_path)),
+        cwd=tmp_path,
+        CUDA_VISIBLE_DEVICES="",
+        OMP_NUM_THREADS="1",
+    )
+    assert ended.returncode == 0, ended.stderr
+    report = json.loads((tmp_path / "bench_offload.json").read_text())
+    assert report["memory_gb_per_second"] > 0
+    assert report["bus_gb_per_second"] == {}
+    alone = report["forward_backward_seconds"]
+    ours, torch_alone = report["cases"]
+    assert ours["num_params"] == 4983040
+    assert ours["bound_seconds"] == pytest.approx(alone + 26 * 4983040 / report["memory_gb_per_second"] / 1e9)
+    assert ours["breakdown"]["bytes_downloaded"] == ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
+    assert "bound_seconds" not in torch_alone
+    # The same weights, text and arithmetic, up to the rounding of the gradients' norm and of the masters' sums.
+    assert ours["losses"][0] == torch_alone["losses"][0]
+    assert ours["losses"] == pytest.approx(torch_alone["losses"], rel=1e-3)
+    assert (tmp_path / "bench_offload.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("--size", "huge"), "huge"), (("--case", "fastest"), "fastest")],
+)
+def test_offload_names_what_it_does_not_know(tmp_path, arguments, said):
+    ended = stepwell("bench", "offload", *arguments, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert said in ended.stderr

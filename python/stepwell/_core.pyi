@@ -5,7 +5,7 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Final, final
 
-__all__ = ["CHUNK_LEN", "__version__", "AdamTensor", "Buffer", "GradStats", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "write_state"]
+__all__ = ["CHUNK_LEN", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "write_state"]
 
 CHUNK_LEN: Final[int]
 """
@@ -105,6 +105,133 @@ class GradStats:
         """
 
 @final
+class Hyper:
+    """
+    What a step does, under torch's names.
+
+    Args:
+        lr: learning rate.
+        betas: decay of both moments.
+        eps: added to the denominator.
+        weight_decay: of the weight if `decoupled`, else of the gradient.
+        decoupled: AdamW rather than Adam with L2.
+        bias_correction: whether moments are corrected for their start at 0.
+        maximize: ascend.
+        grad_scale: multiplies every gradient: inverse loss scale times clip coefficient.
+
+    Raises:
+        ValueError: naming the one that is out of its range.
+    """
+    def __new__(cls, /, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, bias_correction: bool = True, maximize: bool = False, grad_scale: float = 1.0) -> Hyper: ...
+
+@final
+class OffloadEngine:
+    """
+    Steps Adam over host memory in the background, while gradients come down from a device and weights go up to it.
+
+    Streams are the device's handles (`torch.cuda.current_stream().cuda_stream`); of "cpu" the calling thread is the stream,
+    and what a stream waits for blocks it. After a failure in the background every call raises OSError.
+
+    Args:
+        device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
+        numels: elements of each tensor, in forward order.
+        threads: workers that step; one per allowed physical core but one, which launches work meanwhile, if None.
+
+    Raises:
+        ValueError: for another device or a bad number of threads.
+        OSError: where there is no such device.
+    """
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None) -> OffloadEngine: ...
+    @property
+    def busy(self, /) -> bool:
+        """
+        Whether a step is running on the host.
+        """
+    def finish(self, /, *, stream: int = 0) -> None:
+        """
+        The thread waits until the step is done on the host, and `stream` for all uploads.
+
+        Raises:
+            OSError: where the step or the device has failed.
+        """
+    def pin(self, /, buffer: Buffer) -> None:
+        """
+        Pins `buffer` for the device, and keeps it alive as long as the engine.
+
+        Raises:
+            OSError: where the device refuses.
+        """
+    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int], steps: Sequence[int], hypers: Sequence[Hyper], stream: int = 0) -> None:
+        """
+        Starts a step in the background and returns. Tensors are stepped in the order given; each weight is uploaded as it
+        gets ready, after what `stream` holds now. `stream` waits for the gradients taken: it may write them afterwards.
+
+        Args:
+            indices: of the tensors.
+            tensors: their host sides, with the gradients that were taken.
+            weights: addresses on the device that the new weights are written to.
+            steps: the number of this update of each, from 1.
+            hypers: what to step each with.
+            stream: the stream that uses the weights.
+
+        Raises:
+            ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the engine's; while a step is
+                running.
+            OSError: where the device has failed.
+        """
+    def synchronize(self, /, *, stream: int = 0) -> None:
+        """
+        As `finish`, and the thread waits for every copy.
+
+        Raises:
+            OSError: where the step or the device has failed.
+        """
+    def take(self, /, indices: Sequence[int], sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
+        """
+        Copies whole gradients to host memory, one after the other, after what `stream` holds now.
+
+        Args:
+            indices: of the tensors.
+            sources: addresses of their gradients on the device. They stay as they are until the step is done.
+            targets: host memory, used by nobody else until the step is done.
+            stream: the stream that made the gradients.
+
+        Raises:
+            ValueError: for a tensor or a size that is not the engine's, or while a step is running.
+            OSError: where the device has failed.
+        """
+    def take_part(self, /, sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
+        """
+        Copies any device memory to host memory, after what `stream` holds now; the next step begins when all of it is there.
+
+        Args:
+            sources: addresses on the device.
+            targets: host memory, which says how much.
+            stream: the stream that made it.
+
+        Raises:
+            ValueError: while a step is running.
+            OSError: where the device has failed.
+        """
+    @property
+    def threads(self, /) -> int:
+        """
+        Workers that step.
+        """
+    def timing(self, /) -> "dict[str, float]":
+        """
+        Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients` (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
+        """
+    def wait(self, /, index: int, begin: int, end: int, *, stream: int = 0) -> None:
+        """
+        `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only until they are enqueued.
+
+        Raises:
+            ValueError: for elements that the engine does not have.
+            OSError: where the step or the device has failed.
+        """
+
+@final
 class Pool:
     """
     Persistent workers, each pinned to a core: performance cores before efficiency cores, within the allowed set.
@@ -166,7 +293,7 @@ class TensorView:
         Number of elements.
         """
 
-def adam_rollback(tensors: Sequence[AdamTensor], *, steps: Sequence[int], lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, bias_correction: bool = True, maximize: bool = False, grad_scale: float = 1.0, pool: Pool | None = None) -> None:
+def adam_rollback(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyper, pool: Pool | None = None) -> None:
     """
     Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with float32 moments.
 
@@ -176,7 +303,7 @@ def adam_rollback(tensors: Sequence[AdamTensor], *, steps: Sequence[int], lr: fl
         ValueError: with nothing changed, where the step cannot be undone.
     """
 
-def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, bias_correction: bool = True, maximize: bool = False, grad_scale: float = 1.0, pool: Pool | None = None) -> None:
+def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyper, pool: Pool | None = None) -> None:
     """
     Steps every tensor once, in place, in one pass over each; the GIL is released.
 
@@ -186,14 +313,7 @@ def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], lr: float,
     Args:
         tensors: each with a gradient.
         steps: for each tensor the number of this update, from 1.
-        lr: learning rate.
-        betas: decay of both moments.
-        eps: added to the denominator.
-        weight_decay: of the weight if `decoupled`, else of the gradient.
-        decoupled: AdamW rather than Adam with L2.
-        bias_correction: whether moments are corrected for their start at 0.
-        maximize: ascend.
-        grad_scale: multiplies every gradient: inverse loss scale times clip coefficient.
+        hyper: what to step them with.
         pool: the default pool if None.
 
     Raises:

@@ -36,6 +36,7 @@ __all__ = [
     "shield",
     "step_of",
     "unshielded",
+    "zeros",
 ]
 
 _LOGGER = logging.getLogger(__name__)
@@ -84,7 +85,8 @@ def key_of(seed: int, index: int, param: torch.Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
-def _zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Fresh host memory for state, as a 1-D tensor."""
     nbytes = numel * dtype.itemsize
     if nbytes < BUFFER_BYTES_MIN:
         return torch.zeros(numel, dtype=dtype)
@@ -95,8 +97,8 @@ def _part(param: torch.Tensor, part: _Part) -> torch.Tensor:
     """A part of fresh state, all zeros."""
     if part.length is None:
         piece = local(param)
-        return like(param, _zeros(piece.numel(), part.dtype).view(piece.shape))
-    return rows(param, _zeros(part.length(longest_piece(param)), part.dtype))
+        return like(param, zeros(piece.numel(), part.dtype).view(piece.shape))
+    return rows(param, zeros(part.length(longest_piece(param)), part.dtype))
 
 
 def _shape(param: torch.Tensor, part: _Part) -> list[int]:
@@ -174,7 +176,12 @@ def refreshed(param: torch.Tensor, state: State, moments: str, label: str) -> St
 
 
 def adam_tensor(
-    param: torch.Tensor, runs: dict[str, torch.Tensor], *, grad: _core.TensorView | None = None, key: int = 0
+    param: torch.Tensor,
+    runs: dict[str, torch.Tensor],
+    *,
+    grad: _core.TensorView | None = None,
+    weight_out: _core.TensorView | None = None,
+    key: int = 0,
 ) -> _core.AdamTensor:
     """One parameter as the core takes it: contiguous local tensors, `runs` by the names of the parts."""
     numel = param.numel()
@@ -183,7 +190,7 @@ def adam_tensor(
         length = _PARTS[name].length
         # A row may be longer than this rank's piece has use for.
         views[name.removesuffix("_codes")] = view(run, numel if length is None else length(numel))
-    return _core.AdamTensor(param=view(param), grad=grad, key=key, **views)
+    return _core.AdamTensor(param=view(param), grad=grad, weight_out=weight_out, key=key, **views)
 
 
 def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:

@@ -57,17 +57,16 @@ impl<S: Simd> StepLanes<S> {
         }
     }
 
-    /// 16 elements: `(master, exp_avg, exp_avg_sq, sqrt(exp_avg_sq))` after the step.
+    /// 16 elements: `(master, exp_avg, exp_avg_sq)` after the step.
     #[inline(always)]
-    fn update(&self, simd: S, p: S::F, grad: S::F, m: S::F, v: S::F) -> (S::F, S::F, S::F, S::F) {
+    fn update(&self, simd: S, p: S::F, grad: S::F, m: S::F, v: S::F) -> (S::F, S::F, S::F) {
         let g = simd.mul(grad, self.grad_scale);
         let g = simd.select_f(self.has_l2, simd.fma(self.l2, p, g), g);
         let m = simd.fma(self.beta1, m, simd.mul(self.one_minus_beta1, g));
         let v = simd.fma(self.beta2, v, simd.mul(simd.mul(self.one_minus_beta2, g), g));
-        let root = simd.sqrt(v);
-        let denom = simd.fma(root, self.denom_scale, self.eps);
+        let denom = simd.fma(simd.sqrt(v), self.denom_scale, self.eps);
         let p = simd.fma(self.minus_step_size, simd.div(m, denom), simd.mul(p, self.weight_keep));
-        (p, m, v, root)
+        (p, m, v)
     }
 }
 
@@ -85,29 +84,24 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
     #[inline(always)]
     fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> MomentLanes<S, Q> {
         let (mut exp_avg, mut exp_avg_sq) = self.moments.load(simd, at, count);
-        let (mut master, mut root) = ([simd.splat(0.0); Q], [simd.splat(0.0); Q]);
+        let mut master = [simd.splat(0.0); Q];
         for (quarter, master) in master.iter_mut().enumerate() {
             let (from, lanes) = (at + quarter * LANES, lanes_in(count, quarter));
             let weight = self.master.load(simd, from, lanes);
             let grad = G::widen(simd, self.grad.load(simd, from, lanes));
-            (*master, exp_avg[quarter], exp_avg_sq[quarter], root[quarter]) =
+            (*master, exp_avg[quarter], exp_avg_sq[quarter]) =
                 step.update(simd, weight, grad, exp_avg[quarter], exp_avg_sq[quarter]);
         }
         for (quarter, master) in master.into_iter().enumerate() {
             self.master.store(simd, at + quarter * LANES, lanes_in(count, quarter), master);
         }
-        MomentLanes { exp_avg, exp_avg_sq, root }
+        MomentLanes { exp_avg, exp_avg_sq }
     }
 
     /// Writes the moments of `at..at + count`.
     #[inline(always)]
     fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, Q>, measure: M::Measure<S>) {
-        let mut noise = [simd.splat_u(0); Q];
-        if M::STOCHASTIC {
-            for (quarter, noise) in noise.iter_mut().enumerate() {
-                *noise = self.dither.lanes(simd, at + quarter * LANES);
-            }
-        }
+        let noise = if M::STOCHASTIC { self.dither.lanes(simd, at) } else { [simd.splat_u(0); Q] };
         self.moments.store(simd, at, count, moments, measure, noise);
     }
 

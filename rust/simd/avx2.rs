@@ -89,10 +89,6 @@ impl Simd for Avx2 {
         unsafe { parts!(|i| _mm256_fmadd_ps(a[i], b[i], c[i])) }
     }
     #[inline(always)]
-    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        unsafe { parts!(|i| _mm256_fnmadd_ps(a[i], b[i], c[i])) }
-    }
-    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { parts!(|i| _mm256_div_ps(a[i], b[i])) }
     }
@@ -101,16 +97,16 @@ impl Simd for Avx2 {
         unsafe { parts!(|i| _mm256_sqrt_ps(a[i])) }
     }
     #[inline(always)]
-    fn floor(self, a: Self::F) -> Self::F {
-        unsafe { parts!(|i| _mm256_floor_ps(a[i])) }
-    }
-    #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { parts!(|i| _mm256_min_ps(a[i], b[i])) }
     }
     #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         unsafe { parts!(|i| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_LT_OQ>(a[i], b[i]))) }
+    }
+    #[inline(always)]
+    fn is_nan(self, a: Self::F) -> Self::M {
+        unsafe { parts!(|i| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(a[i], a[i]))) }
     }
     #[inline(always)]
     fn splat_u(self, value: u32) -> Self::U {
@@ -127,6 +123,14 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
         unsafe { parts!(|i| _mm256_mullo_epi32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn add_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| _mm256_add_epi16(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn mul_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| _mm256_mullo_epi16(a[i], b[i])) }
     }
     #[inline(always)]
     fn and(self, a: Self::U, b: Self::U) -> Self::U {
@@ -167,10 +171,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn eq_u(self, a: Self::U, b: Self::U) -> Self::M {
         unsafe { parts!(|i| _mm256_cmpeq_epi32(a[i], b[i])) }
-    }
-    #[inline(always)]
-    fn to_f(self, a: Self::U) -> Self::F {
-        unsafe { parts!(|i| _mm256_cvtepi32_ps(a[i])) }
     }
     #[inline(always)]
     fn bits(self, a: Self::F) -> Self::U {

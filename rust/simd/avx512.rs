@@ -70,10 +70,6 @@ impl Simd for Avx512 {
         unsafe { _mm512_fmadd_ps(a, b, c) }
     }
     #[inline(always)]
-    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        unsafe { _mm512_fnmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { _mm512_div_ps(a, b) }
     }
@@ -82,16 +78,16 @@ impl Simd for Avx512 {
         unsafe { _mm512_sqrt_ps(a) }
     }
     #[inline(always)]
-    fn floor(self, a: Self::F) -> Self::F {
-        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(a) }
-    }
-    #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { _mm512_min_ps(a, b) }
     }
     #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
+    }
+    #[inline(always)]
+    fn is_nan(self, a: Self::F) -> Self::M {
+        unsafe { _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a) }
     }
     #[inline(always)]
     fn splat_u(self, value: u32) -> Self::U {
@@ -108,6 +104,14 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
         unsafe { _mm512_mullo_epi32(a, b) }
+    }
+    #[inline(always)]
+    fn add_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { _mm512_add_epi16(a, b) }
+    }
+    #[inline(always)]
+    fn mul_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { _mm512_mullo_epi16(a, b) }
     }
     #[inline(always)]
     fn and(self, a: Self::U, b: Self::U) -> Self::U {
@@ -148,10 +152,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn eq_u(self, a: Self::U, b: Self::U) -> Self::M {
         unsafe { _mm512_cmpeq_epi32_mask(a, b) }
-    }
-    #[inline(always)]
-    fn to_f(self, a: Self::U) -> Self::F {
-        unsafe { _mm512_cvtepi32_ps(a) }
     }
     #[inline(always)]
     fn bits(self, a: Self::F) -> Self::U {

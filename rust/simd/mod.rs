@@ -1,7 +1,7 @@
 //! Sixteen lanes of fp32 or 32-bit integers, on every ISA: what kernel bodies are written in.
 //!
 //! A body is generic over [`Simd`] and written once; [`crate::isa::Isa::run`] compiles it for each ISA. Every operation here
-//! gives the same bits on every ISA (S1): integers, and the IEEE operations add, mul, fma, div, sqrt and floor. There are
+//! gives the same bits on every ISA (S1): integers, and the IEEE operations add, mul, fma, div and sqrt. There are
 //! no approximations and no hardware conversions to 16-bit types. (Automatic vectorisation of lane arrays was tried first:
 //! as fast for the simple bodies, and 2 to 3 times slower where it chose the wrong loop.)
 //!
@@ -68,18 +68,16 @@ pub trait Simd: Copy {
     fn mul(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
-    /// `c - a * b`, rounded once.
-    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F;
     /// `a / b`, correctly rounded.
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// The square root, correctly rounded.
     fn sqrt(self, a: Self::F) -> Self::F;
-    /// The largest integer not above `a`.
-    fn floor(self, a: Self::F) -> Self::F;
     /// `a` where `a < b`, else `b`: `b` for a NaN.
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a < b`, false for a NaN.
     fn lt(self, a: Self::F, b: Self::F) -> Self::M;
+    /// Whether it is a NaN.
+    fn is_nan(self, a: Self::F) -> Self::M;
 
     /// The same integer in all lanes.
     fn splat_u(self, value: u32) -> Self::U;
@@ -89,6 +87,10 @@ pub trait Simd: Copy {
     fn sub_u(self, a: Self::U, b: Self::U) -> Self::U;
     /// `a * b`, wrapping.
     fn mul_u(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a + b` of each half word, wrapping.
+    fn add_u16(self, a: Self::U, b: Self::U) -> Self::U;
+    /// `a * b` of each half word, wrapping.
+    fn mul_u16(self, a: Self::U, b: Self::U) -> Self::U;
     /// Bits of both.
     fn and(self, a: Self::U, b: Self::U) -> Self::U;
     /// Bits of either.
@@ -109,8 +111,6 @@ pub trait Simd: Copy {
     fn gt_u(self, a: Self::U, b: Self::U) -> Self::M;
     /// `a == b`
     fn eq_u(self, a: Self::U, b: Self::U) -> Self::M;
-    /// The signed integer as fp32; exact below 2^24.
-    fn to_f(self, a: Self::U) -> Self::F;
     /// The bits of a float.
     fn bits(self, a: Self::F) -> Self::U;
     /// The float of these bits.
@@ -132,6 +132,12 @@ pub trait Simd: Copy {
     fn add_squares(self, sums: Self::D, a: Self::F) -> Self::D;
     /// The sums, lane by lane.
     fn sums(self, sums: Self::D) -> [f64; LANES];
+
+    /// The bits of `a` where `mask` has ones, else those of `b`: one operation on AVX-512.
+    #[inline(always)]
+    fn merge(self, mask: u32, a: Self::U, b: Self::U) -> Self::U {
+        self.or(self.and(a, self.splat_u(mask)), self.and(b, self.splat_u(!mask)))
+    }
 
     /// [`Simd::select`] for floats.
     #[inline(always)]

@@ -97,10 +97,6 @@ impl Simd for Neon {
         unsafe { parts!(|i| vfmaq_f32(c[i], a[i], b[i])) }
     }
     #[inline(always)]
-    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        unsafe { parts!(|i| vfmsq_f32(c[i], a[i], b[i])) }
-    }
-    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { parts!(|i| vdivq_f32(a[i], b[i])) }
     }
@@ -109,16 +105,16 @@ impl Simd for Neon {
         unsafe { parts!(|i| vsqrtq_f32(a[i])) }
     }
     #[inline(always)]
-    fn floor(self, a: Self::F) -> Self::F {
-        unsafe { parts!(|i| vrndmq_f32(a[i])) }
-    }
-    #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
         unsafe { parts!(|i| vbslq_f32(vcltq_f32(a[i], b[i]), a[i], b[i])) }
     }
     #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         unsafe { parts!(|i| vcltq_f32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn is_nan(self, a: Self::F) -> Self::M {
+        unsafe { parts!(|i| vmvnq_u32(vceqq_f32(a[i], a[i]))) }
     }
     #[inline(always)]
     fn splat_u(self, value: u32) -> Self::U {
@@ -135,6 +131,14 @@ impl Simd for Neon {
     #[inline(always)]
     fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
         unsafe { parts!(|i| vmulq_u32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    fn add_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| of_halves(vaddq_u16(halves(a[i]), halves(b[i])))) }
+    }
+    #[inline(always)]
+    fn mul_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        unsafe { parts!(|i| of_halves(vmulq_u16(halves(a[i]), halves(b[i])))) }
     }
     #[inline(always)]
     fn and(self, a: Self::U, b: Self::U) -> Self::U {
@@ -177,10 +181,6 @@ impl Simd for Neon {
     #[inline(always)]
     fn eq_u(self, a: Self::U, b: Self::U) -> Self::M {
         unsafe { parts!(|i| vceqq_u32(a[i], b[i])) }
-    }
-    #[inline(always)]
-    fn to_f(self, a: Self::U) -> Self::F {
-        unsafe { parts!(|i| vcvtq_f32_s32(vreinterpretq_s32_u32(a[i]))) }
     }
     #[inline(always)]
     fn bits(self, a: Self::F) -> Self::U {
@@ -232,6 +232,20 @@ impl Simd for Neon {
     fn sums(self, sums: Self::D) -> [f64; LANES] {
         unsafe { std::mem::transmute(sums) }
     }
+}
+
+/// The words as half words.
+#[inline(always)]
+fn halves(words: uint32x4_t) -> uint16x8_t {
+    // SAFETY: only reached through the token, which shows that NEON is there.
+    unsafe { vreinterpretq_u16_u32(words) }
+}
+
+/// The half words as words.
+#[inline(always)]
+fn of_halves(halves: uint16x8_t) -> uint32x4_t {
+    // SAFETY: only reached through the token, which shows that NEON is there.
+    unsafe { vreinterpretq_u32_u16(halves) }
 }
 
 /// The largest of the four registers, lane by lane.

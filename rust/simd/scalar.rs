@@ -11,6 +11,12 @@ fn zip<A: Copy, B: Copy, R>(a: [A; LANES], b: [B; LANES], f: impl Fn(A, B) -> R)
     std::array::from_fn(|i| f(a[i], b[i]))
 }
 
+/// `f` of the low halves and of the high ones.
+#[inline(always)]
+fn each_half(a: u32, b: u32, f: impl Fn(u16, u16) -> u16) -> u32 {
+    u32::from(f(a as u16, b as u16)) | u32::from(f((a >> 16) as u16, (b >> 16) as u16)) << 16
+}
+
 impl Simd for Scalar {
     type F = [f32; LANES];
     type U = [u32; LANES];
@@ -65,10 +71,6 @@ impl Simd for Scalar {
         std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
     }
     #[inline(always)]
-    fn fnma(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
-        std::array::from_fn(|i| (-a[i]).mul_add(b[i], c[i]))
-    }
-    #[inline(always)]
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         zip(a, b, |a, b| a / b)
     }
@@ -77,16 +79,16 @@ impl Simd for Scalar {
         a.map(f32::sqrt)
     }
     #[inline(always)]
-    fn floor(self, a: Self::F) -> Self::F {
-        a.map(f32::floor)
-    }
-    #[inline(always)]
     fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
         zip(a, b, |a, b| if a < b { a } else { b })
     }
     #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         zip(a, b, |a, b| a < b)
+    }
+    #[inline(always)]
+    fn is_nan(self, a: Self::F) -> Self::M {
+        a.map(f32::is_nan)
     }
 
     #[inline(always)]
@@ -104,6 +106,14 @@ impl Simd for Scalar {
     #[inline(always)]
     fn mul_u(self, a: Self::U, b: Self::U) -> Self::U {
         zip(a, b, u32::wrapping_mul)
+    }
+    #[inline(always)]
+    fn add_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, |a, b| each_half(a, b, u16::wrapping_add))
+    }
+    #[inline(always)]
+    fn mul_u16(self, a: Self::U, b: Self::U) -> Self::U {
+        zip(a, b, |a, b| each_half(a, b, u16::wrapping_mul))
     }
     #[inline(always)]
     fn and(self, a: Self::U, b: Self::U) -> Self::U {
@@ -144,10 +154,6 @@ impl Simd for Scalar {
     #[inline(always)]
     fn eq_u(self, a: Self::U, b: Self::U) -> Self::M {
         zip(a, b, |a, b| a == b)
-    }
-    #[inline(always)]
-    fn to_f(self, a: Self::U) -> Self::F {
-        a.map(|a| a as i32 as f32)
     }
     #[inline(always)]
     fn bits(self, a: Self::F) -> Self::U {

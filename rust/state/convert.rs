@@ -96,17 +96,14 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (WriteMoments<'_, M>, [(); Q]) {
         for at in (0..exp_avg.len()).step_by(Q * LANES) {
             let count = (exp_avg.len() - at).min(Q * LANES);
             let zeros = [simd.splat(0.0); Q];
-            let mut lanes: MomentLanes<S, Q> = MomentLanes { exp_avg: zeros, exp_avg_sq: zeros, root: zeros };
-            let mut noise = [simd.splat_u(0); Q];
-            for (quarter, noise) in noise.iter_mut().enumerate() {
+            let mut lanes: MomentLanes<S, Q> = MomentLanes { exp_avg: zeros, exp_avg_sq: zeros };
+            for quarter in 0..Q {
                 let (from, count) = (at + quarter * LANES, lanes_in(count, quarter));
                 lanes.exp_avg[quarter] = simd.of_bits(exp_avg.load(simd, from, count));
                 lanes.exp_avg_sq[quarter] = simd.of_bits(exp_avg_sq.load(simd, from, count));
-                lanes.root[quarter] = simd.sqrt(lanes.exp_avg_sq[quarter]);
-                *noise = dither.lanes(simd, from);
             }
             let measure = moments.measure(simd, &lanes);
-            moments.store(simd, at, count, lanes, measure, noise);
+            moments.store(simd, at, count, lanes, measure, dither.lanes(simd, at));
         }
     }
 }

@@ -60,8 +60,6 @@ pub struct MomentLanes<S: Simd, const Q: usize> {
     pub exp_avg: [S::F; Q],
     /// The decayed mean of their squares.
     pub exp_avg_sq: [S::F; Q],
-    /// The square root of `exp_avg_sq`, which the step divides by and q8 codes from.
-    pub root: [S::F; Q],
 }
 
 /// Loads and stores `exp_avg` and `exp_avg_sq`, a unit of `Q * LANES` elements at a time.

@@ -33,11 +33,6 @@ const QUARTERS: usize = BLOCK / LANES;
 const QUARTERS_PER_GROUP: usize = GROUP / LANES;
 const GROUPS_PER_BLOCK: usize = BLOCK / GROUP;
 
-/// The largest code of `exp_avg`.
-const EXP_AVG_CODE_MAX: f32 = 127.0;
-/// The largest code of `exp_avg_sq`.
-const EXP_AVG_SQ_CODE_MAX: f32 = 255.0;
-
 /// Bytes of one moment's codes for `len` elements: padded to whole blocks.
 #[must_use]
 pub fn codes_len(len: usize) -> usize {
@@ -66,20 +61,34 @@ pub struct Q8<'a> {
     pub exp_avg_sq: Coded<'a>,
 }
 
+/// What `R` is at the code 0, of both moments.
+const R_ZERO: f32 = 0.5;
+/// `R` at the largest code of `exp_avg`: of 129.
+const EXP_AVG_R_MAX: f32 = 2080.0;
+/// `R` at the largest code of `exp_avg_sq`: of 258.
+const EXP_AVG_SQ_R_MAX: f32 = 34_603_008.0;
+
+/// 2 to the power of `exponent`.
+const fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((127 + exponent) as u32) << 23)
+}
+
+/// The unit of `exp_avg`'s codes before its bits are doubled: what makes `R` of 2 the half.
+const EXP_AVG_UNIT: f32 = power_of_two(-65);
+/// The unit of `exp_avg_sq`'s codes before its bits are multiplied by 4: what makes `R` of 3 the half.
+const EXP_AVG_SQ_UNIT: f32 = power_of_two(-97);
+
 /// The largest magnitude whose scale, rounded up by at most 2^-7 of itself, decodes to a finite number again; what is above
 /// has the largest code.
 const MAGNITUDE_MAX_BITS: u32 = 0x7f7e_0000;
 
 /// One over T of the largest code, for the groups in the order of [`Scales`], four times over.
 const CODES_TO_SCALES: [f32; LANES] = {
-    let signed = 1.0 / (EXP_AVG_CODE_MAX * EXP_AVG_CODE_MAX);
-    let root = EXP_AVG_SQ_CODE_MAX * EXP_AVG_SQ_CODE_MAX;
-    let unsigned = 1.0 / (root * root);
-    let mut lanes = [signed; LANES];
+    let mut lanes = [(1.0 / (EXP_AVG_R_MAX as f64 - R_ZERO as f64)) as f32; LANES];
     let mut lane = 0;
     while lane < LANES {
         if lane % 4 >= 2 {
-            lanes[lane] = unsigned;
+            lanes[lane] = (1.0 / (EXP_AVG_SQ_R_MAX as f64 - R_ZERO as f64)) as f32;
         }
         lane += 1;
     }
@@ -92,8 +101,6 @@ pub struct Scales<S: Simd> {
     bits: S::U,
     /// One over each, 0 for a group of zeros.
     reciprocals: S::U,
-    /// The square roots of those.
-    roots: S::U,
 }
 
 impl<S: Simd> Scales<S> {
@@ -108,125 +115,104 @@ impl<S: Simd> Scales<S> {
         let rounded_up = simd.shr::<16>(simd.add_u(scale, simd.splat_u(0xffff)));
         let zero = simd.splat_u(0);
         let is_zero = simd.eq_u(magnitudes, zero);
-        let is_nan = simd.gt_u(magnitudes, simd.splat_u(0x7f80_0000));
         let nan = simd.splat_u(u32::from(Bf16::NAN.0));
-        let bits = simd.select(is_zero, zero, simd.select(is_nan, nan, rounded_up));
+        let bits = simd.select(is_zero, zero, simd.select(simd.is_nan(simd.of_bits(magnitudes)), nan, rounded_up));
         let reciprocal = simd.div(simd.splat(1.0), simd.of_bits(simd.shl::<16>(bits)));
-        let reciprocals = simd.select(is_zero, zero, simd.bits(reciprocal));
-        Self { bits, reciprocals, roots: simd.bits(simd.sqrt(simd.of_bits(reciprocals))) }
+        Self { bits, reciprocals: simd.select(is_zero, zero, simd.bits(reciprocal)) }
     }
 
-    /// Of the `quarter`'s group, in all lanes: one over the scale of `exp_avg`, the same of `exp_avg_sq`, and its root.
+    /// One over the scales of `exp_avg` and of `exp_avg_sq` of the `quarter`'s group, in all lanes.
     #[inline(always)]
-    fn reciprocals_of(&self, simd: S, quarter: usize) -> (S::F, S::F, S::F) {
-        let (signed, unsigned, root) = match quarter / QUARTERS_PER_GROUP {
-            0 => (
-                simd.splat_lane::<0>(self.reciprocals),
-                simd.splat_lane::<2>(self.reciprocals),
-                simd.splat_lane::<2>(self.roots),
-            ),
-            _ => (
-                simd.splat_lane::<1>(self.reciprocals),
-                simd.splat_lane::<3>(self.reciprocals),
-                simd.splat_lane::<3>(self.roots),
-            ),
+    fn reciprocals_of(&self, simd: S, quarter: usize) -> (S::F, S::F) {
+        let (signed, unsigned) = match quarter / QUARTERS_PER_GROUP {
+            0 => (simd.splat_lane::<0>(self.reciprocals), simd.splat_lane::<2>(self.reciprocals)),
+            _ => (simd.splat_lane::<1>(self.reciprocals), simd.splat_lane::<3>(self.reciprocals)),
         };
-        (simd.of_bits(signed), simd.of_bits(unsigned), simd.of_bits(root))
+        (simd.of_bits(signed), simd.of_bits(unsigned))
     }
 }
 
-/// A number in [1, 2) from 16 random bits at bit 7 and up, in the middle of the interval that they name.
+/// `exp_avg`'s bytes at the top of their words, from its values.
 #[inline(always)]
-fn one_plus_uniform<S: Simd>(simd: S, noise: S::U) -> S::F {
-    let mantissa = simd.and(noise, simd.splat_u(0x007f_ff80));
-    simd.of_bits(simd.or(mantissa, simd.splat_u(0x3f80_0040)))
+fn encode_exp_avg<S: Simd>(simd: S, values: S::F, reciprocal: S::F, noise: S::U) -> S::U {
+    let q = simd.fma(simd.of_bits(simd.magnitude(values)), reciprocal, simd.splat(R_ZERO));
+    let root = simd.shr::<1>(simd.bits(simd.at_most(q, simd.splat(EXP_AVG_R_MAX))));
+    // 126 plus 16 random bits behind the point: with a code of 2 to 129, less than 256, whose last place has 16 bits too.
+    let uniform = simd.or(simd.and(simd.shr::<15>(noise), simd.splat_u(0x0001_fffe)), simd.splat_u(0x42fc_0000));
+    let code = simd.fma(simd.of_bits(root), simd.splat(1.0 / EXP_AVG_UNIT), simd.of_bits(uniform));
+    let sign = simd.and(simd.bits(values), simd.splat_u(SIGN));
+    simd.or(simd.shl::<8>(simd.bits(code)), sign)
 }
 
-/// `T(c) = c^4`, of `exp_avg_sq`; rounded to fp32 above 2^24, where its steps are 2^18 times larger.
+/// `exp_avg_sq`'s bytes at bits 15 to 22 of their words, from its values.
 #[inline(always)]
-fn fourth_power<S: Simd>(simd: S, code: S::F) -> S::F {
-    let square = simd.mul(code, code);
-    simd.mul(square, square)
+fn encode_exp_avg_sq<S: Simd>(simd: S, values: S::F, reciprocal: S::F, noise: S::U) -> S::U {
+    let q = simd.fma(values, reciprocal, simd.splat(R_ZERO));
+    let root = simd.shr::<2>(simd.bits(simd.at_most(q, simd.splat(EXP_AVG_SQ_R_MAX))));
+    // A positive value has a code of 1 at least.
+    let is_positive = simd.lt(simd.splat(0.0), values);
+    let root = simd.select(is_positive, simd.max_u(root, simd.splat_u((4.0 * EXP_AVG_SQ_UNIT).to_bits())), root);
+    // 253 plus 15 random bits behind the point: with a code of 3 to 258, less than 512, whose last place has 15 bits too.
+    let uniform = simd.or(simd.and(noise, simd.splat_u(0x0000_fffe)), simd.splat_u(0x437d_0000));
+    simd.bits(simd.fma(simd.of_bits(root), simd.splat(1.0 / EXP_AVG_SQ_UNIT), simd.of_bits(uniform)))
 }
 
-/// `code`, or one more if `uniform < missing / apart`; at most `code_max`.
+/// `exp_avg` in units of its scale, from the byte `quarter` of its words.
 #[inline(always)]
-fn round_stochastically<S: Simd>(
-    simd: S,
-    code: S::F,
-    missing: S::F,
-    apart: S::F,
-    one_plus_uniform: S::F,
-    code_max: f32,
-) -> S::F {
-    let up = simd.lt(simd.mul(one_plus_uniform, apart), simd.add(missing, apart));
-    // An infinite magnitude ends here, and so does a NaN, whose scale is one too.
-    simd.at_most(simd.select_f(up, simd.add(code, simd.splat(1.0)), code), simd.splat(code_max))
+fn decode_exp_avg<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::F {
+    const ZERO: f32 = EXP_AVG_UNIT * 8_388_608.0;
+    let code = simd.or(simd.and(byte_down(simd, words, quarter), simd.splat_u(0x7f)), simd.splat_u(ZERO.to_bits()));
+    let code = simd.add(simd.of_bits(code), simd.splat(-(ZERO - 2.0 * EXP_AVG_UNIT)));
+    let value = simd.add(simd.of_bits(simd.shl::<1>(simd.bits(code))), simd.splat(-R_ZERO));
+    let sign = simd.and(byte_up(simd, words, quarter), simd.splat_u(SIGN));
+    simd.of_bits(simd.or(simd.bits(value), sign))
 }
 
-/// The magnitude of `exp_avg`'s codes, from its magnitudes in scales.
+/// `exp_avg_sq` in units of its scale, from the byte `quarter` of its words.
 #[inline(always)]
-fn exp_avg_codes<S: Simd>(simd: S, q: S::F, one_plus_uniform: S::F) -> S::F {
-    let code = simd.floor(simd.sqrt(q));
-    let missing = simd.fnma(code, code, q);
-    let apart = simd.fma(code, simd.splat(2.0), simd.splat(1.0));
-    round_stochastically(simd, code, missing, apart, one_plus_uniform, EXP_AVG_CODE_MAX)
+fn decode_exp_avg_sq<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::F {
+    const ZERO: f32 = EXP_AVG_SQ_UNIT * 8_388_608.0;
+    let code = simd.or(simd.and(byte_down(simd, words, quarter), simd.splat_u(0xff)), simd.splat_u(ZERO.to_bits()));
+    let code = simd.add(simd.of_bits(code), simd.splat(-(ZERO - 3.0 * EXP_AVG_SQ_UNIT)));
+    simd.add(simd.of_bits(simd.shl::<2>(simd.bits(code))), simd.splat(-R_ZERO))
 }
 
-/// `exp_avg_sq`'s codes, from its values in scales and their square roots.
-#[inline(always)]
-fn exp_avg_sq_codes<S: Simd>(simd: S, q: S::F, root: S::F, one_plus_uniform: S::F) -> S::F {
-    let minus_one = simd.splat(-1.0);
-    let code = simd.floor(simd.sqrt(root));
-    let below = fourth_power(simd, code);
-    let above = fourth_power(simd, simd.add(code, simd.splat(1.0)));
-    let missing = simd.fma(below, minus_one, q);
-    let apart = simd.fma(below, minus_one, above);
-    round_stochastically(simd, code, missing, apart, one_plus_uniform, EXP_AVG_SQ_CODE_MAX)
-}
+const SIGN: u32 = 0x8000_0000;
 
-/// Small integers held in fp32, in two's complement: 1.5 * 2^23 puts the units at the last place. Only the low byte counts.
+/// The words with byte `quarter` at the bottom, and others above it.
 #[inline(always)]
-fn integers<S: Simd>(simd: S, codes: S::F) -> S::U {
-    simd.bits(simd.add(codes, simd.splat(12_582_912.0)))
-}
-
-/// The magnitudes' bits of the larger of two vectors, lane by lane.
-#[inline(always)]
-fn larger_magnitude<S: Simd>(simd: S, a: S::F, b: S::F) -> S::U {
-    simd.max_u(simd.magnitude(a), simd.magnitude(b))
-}
-
-/// Byte `quarter` of each word, with its sign.
-#[inline(always)]
-fn signed_byte<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
-    simd.sar::<24>(match quarter {
-        0 => simd.shl::<24>(words),
-        1 => simd.shl::<16>(words),
-        2 => simd.shl::<8>(words),
-        _ => words,
-    })
-}
-
-/// Byte `quarter` of each word.
-#[inline(always)]
-fn byte<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
-    let mask = simd.splat_u(0xff);
+fn byte_down<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
     match quarter {
-        0 => simd.and(words, mask),
-        1 => simd.and(simd.shr::<8>(words), mask),
-        2 => simd.and(simd.shr::<16>(words), mask),
+        0 => words,
+        1 => simd.shr::<8>(words),
+        2 => simd.shr::<16>(words),
         _ => simd.shr::<24>(words),
     }
 }
 
-/// The low bytes of four vectors as one vector of words.
+/// The words with byte `quarter` at the top, and others below it.
 #[inline(always)]
-fn pack<S: Simd>(simd: S, quarters: [S::U; QUARTERS]) -> S::U {
-    let mask = simd.splat_u(0xff);
-    let low = simd.or(simd.and(quarters[0], mask), simd.shl::<8>(simd.and(quarters[1], mask)));
-    let high = simd.or(simd.shl::<16>(simd.and(quarters[2], mask)), simd.shl::<24>(quarters[3]));
-    simd.or(low, high)
+fn byte_up<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
+    match quarter {
+        0 => simd.shl::<24>(words),
+        1 => simd.shl::<16>(words),
+        2 => simd.shl::<8>(words),
+        _ => words,
+    }
+}
+
+/// Four vectors as one: byte `i` of a word is byte `i` of vector `i`.
+#[inline(always)]
+fn interleave<S: Simd>(simd: S, quarters: [S::U; QUARTERS]) -> S::U {
+    let low = simd.merge(0x0000_ff00, quarters[1], quarters[0]);
+    let high = simd.merge(0xff00_0000, quarters[3], quarters[2]);
+    simd.merge(0xffff_0000, high, low)
+}
+
+/// The larger magnitude's bits, lane by lane.
+#[inline(always)]
+fn larger_magnitude<S: Simd>(simd: S, a: S::F, b: S::F) -> S::U {
+    simd.max_u(simd.magnitude(a), simd.magnitude(b))
 }
 
 impl Coded<'_> {
@@ -269,18 +255,15 @@ impl Moments<QUARTERS> for Q8<'_> {
         let (unsigned, unsigned_scales) = self.exp_avg_sq.load(simd, at);
         let (mut exp_avg, mut exp_avg_sq) = ([simd.splat(0.0); QUARTERS], [simd.splat(0.0); QUARTERS]);
         for quarter in 0..QUARTERS {
-            let code = simd.to_f(signed_byte(simd, signed, quarter));
-            let magnitude = simd.of_bits(simd.magnitude(code));
-            exp_avg[quarter] = simd.mul(simd.mul(code, magnitude), signed_scales[quarter]);
-            let code = simd.to_f(byte(simd, unsigned, quarter));
-            exp_avg_sq[quarter] = simd.mul(fourth_power(simd, code), unsigned_scales[quarter]);
+            exp_avg[quarter] = simd.mul(decode_exp_avg(simd, signed, quarter), signed_scales[quarter]);
+            exp_avg_sq[quarter] = simd.mul(decode_exp_avg_sq(simd, unsigned, quarter), unsigned_scales[quarter]);
         }
         (exp_avg, exp_avg_sq)
     }
 
     #[inline(always)]
     fn measure<S: Simd>(&self, simd: S, moments: &MomentLanes<S, QUARTERS>) -> Scales<S> {
-        let MomentLanes { exp_avg, exp_avg_sq, .. } = moments;
+        let MomentLanes { exp_avg, exp_avg_sq } = moments;
         Scales::new(
             simd,
             simd.max_lanes(
@@ -298,30 +281,26 @@ impl Moments<QUARTERS> for Q8<'_> {
         simd: S,
         at: usize,
         _count: usize,
-        MomentLanes { exp_avg, exp_avg_sq, root }: MomentLanes<S, QUARTERS>,
+        MomentLanes { exp_avg, exp_avg_sq }: MomentLanes<S, QUARTERS>,
         scales: Scales<S>,
         noise: [S::U; QUARTERS],
     ) {
-        // The integers of the codes 0 and 1 are large, but in this order.
-        let least = integers(simd, simd.splat(1.0));
-        let (mut signed, mut unsigned) = ([least; QUARTERS], [least; QUARTERS]);
+        let (mut signed, mut unsigned) = ([simd.splat_u(0); QUARTERS], [simd.splat_u(0); QUARTERS]);
         for quarter in 0..QUARTERS {
-            let (signed_reciprocal, unsigned_reciprocal, unsigned_root) = scales.reciprocals_of(simd, quarter);
-            let uniform = one_plus_uniform(simd, simd.shl::<7>(noise[quarter]));
-            let q = simd.mul(simd.of_bits(simd.magnitude(exp_avg[quarter])), signed_reciprocal);
-            let code = exp_avg_codes(simd, q, uniform);
-            let sign = simd.and(simd.bits(exp_avg[quarter]), simd.splat_u(0x8000_0000));
-            signed[quarter] = integers(simd, simd.of_bits(simd.or(simd.bits(code), sign)));
-
-            let uniform = one_plus_uniform(simd, simd.shr::<9>(noise[quarter]));
-            let q = simd.mul(exp_avg_sq[quarter], unsigned_reciprocal);
-            let root = simd.mul(root[quarter], unsigned_root);
-            let code = integers(simd, exp_avg_sq_codes(simd, q, root, uniform));
-            let is_positive = simd.lt(simd.splat(0.0), exp_avg_sq[quarter]);
-            unsigned[quarter] = simd.select(is_positive, simd.max_u(code, least), code);
+            let (signed_reciprocal, unsigned_reciprocal) = scales.reciprocals_of(simd, quarter);
+            signed[quarter] = encode_exp_avg(simd, exp_avg[quarter], signed_reciprocal, noise[quarter]);
+            unsigned[quarter] = encode_exp_avg_sq(simd, exp_avg_sq[quarter], unsigned_reciprocal, noise[quarter]);
         }
-        self.exp_avg.codes.store(simd, at / 4, LANES, pack(simd, signed));
-        self.exp_avg_sq.codes.store(simd, at / 4, LANES, pack(simd, unsigned));
+        // From the top, and from bits 15 to 22, to the byte of the quarter.
+        let signed = [simd.shr::<24>(signed[0]), simd.shr::<16>(signed[1]), simd.shr::<8>(signed[2]), signed[3]];
+        let unsigned = [
+            simd.shr::<15>(unsigned[0]),
+            simd.shr::<7>(unsigned[1]),
+            simd.shl::<1>(unsigned[2]),
+            simd.shl::<9>(unsigned[3]),
+        ];
+        self.exp_avg.codes.store(simd, at / 4, LANES, interleave(simd, signed));
+        self.exp_avg_sq.codes.store(simd, at / 4, LANES, interleave(simd, unsigned));
         for (group, bits) in simd.first_lanes(scales.bits).into_iter().enumerate() {
             let moment = if group < GROUPS_PER_BLOCK { &self.exp_avg } else { &self.exp_avg_sq };
             moment.scales.set(at / GROUP + group % GROUPS_PER_BLOCK, Bf16(bits as u16));

@@ -20,18 +20,17 @@ use crate::{
 /// The halves of 16 fp32 numbers: the bf16 parameters and the trailing bits, both in the low 16 bits of their lanes.
 #[inline(always)]
 pub fn split<S: Simd>(simd: S, values: S::F) -> (S::U, S::U) {
-    let bits = simd.bits(values);
-    let high = simd.shr::<16>(simd.add_u(bits, simd.splat_u(0x8000)));
+    let nan = simd.splat_u(u32::from(Bf16::NAN.0) << 16);
+    let bits = simd.select(simd.is_nan(values), nan, simd.bits(values));
     // The low half of `bits - (high << 16)` is that of `bits`: only the low 16 bits are stored.
-    let is_nan = simd.gt_u(simd.magnitude(values), simd.splat_u(0x7f80_0000));
-    let high = simd.select(is_nan, simd.splat_u(u32::from(Bf16::NAN.0)), high);
-    (high, simd.select(is_nan, simd.splat_u(0), simd.and(bits, simd.splat_u(0xffff))))
+    (simd.shr::<16>(simd.add_u(bits, simd.splat_u(0x8000))), simd.and(bits, simd.splat_u(0xffff)))
 }
 
-/// The fp32 numbers that were split.
+/// The fp32 numbers that were split; the trailing bits count where `valid` has ones.
 #[inline(always)]
-pub fn join<S: Simd>(simd: S, high: S::U, low: S::U) -> S::F {
-    let low = simd.sar::<16>(simd.shl::<16>(low));
+pub fn join<S: Simd>(simd: S, high: S::U, low: S::U, valid: S::U) -> S::F {
+    // Extended first: that comes with the load.
+    let low = simd.and(simd.sar::<16>(simd.shl::<16>(low)), valid);
     simd.of_bits(simd.add_u(simd.shl::<16>(high), low))
 }
 
@@ -69,8 +68,8 @@ impl Master for Split<'_> {
 
     #[inline(always)]
     fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
-        let low = simd.and(self.low.load(simd, at, count), simd.splat_u(self.valid));
-        join(simd, self.high.load(simd, at, count), low)
+        let (high, low) = (self.high.load(simd, at, count), self.low.load(simd, at, count));
+        join(simd, high, low, simd.splat_u(self.valid))
     }
 
     #[inline(always)]

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from stepwell import _core
-from stepwell.cli import bench_adam, bench_codec, demo, doctor, run
+from stepwell.cli import bench_adam, bench_codec, bench_offload, demo, doctor, run
 
 __all__ = ["app"]
 
@@ -21,6 +21,7 @@ app.command()(demo.demo)
 app.add_typer(bench)
 bench.command(name="adam")(bench_adam.bench_adam)
 bench.command(name="codec")(bench_codec.bench_codec)
+bench.command(name="offload")(bench_offload.bench_offload)
 
 
 def _print_version(wanted: bool) -> None:

@@ -10,6 +10,7 @@ import torch
 from stepwell import _state, optim
 from stepwell._hyper import hyper_of
 from stepwell.deepspeed.decoding import DecodingState
+from stepwell.deepspeed.options import options_of
 from stepwell.deepspeed.seams import Attribute, Member, accelerator_name
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class _UnderZeRO(optim.Adam):
         """What DeepSpeed asks its own optimizer for: whether the moments are float32."""
         return self._moments == "fp32"
 
-    def _updates(self) -> list[optim._Update]:
+    def _updates(self) -> list[optim.Update]:
         # ZeRO shows one partition at a time, each of them as the first parameter: their roundings must differ all the same,
         # and from those of other ranks, by a number that is the same when the run is resumed.
         updates = []
@@ -86,11 +87,21 @@ class StepwellAdam(_UnderZeRO, optim.Adam):
 
 
 _TYPES = {cls.__name__.lower(): cls for cls in (StepwellAdamW, StepwellAdam)}
+_ADAMS = ("adam", "adamw")
 _KEYWORDS = ("lr", "betas", "eps", "weight_decay", "maximize", "moments", "nonfinite", "seed")
 
 
 def _type_of(name: object) -> type[_UnderZeRO] | None:
     return _TYPES.get(name.lower()) if isinstance(name, str) else None
+
+
+def _type_with_moments(engine: Any) -> type[_UnderZeRO] | None:
+    """The type that holds moments as the block `stepwell` says, where DeepSpeed's Adam does not; None: no need of it."""
+    if options_of(engine).moments in (None, "fp32") or engine.optimizer_name() not in _ADAMS:
+        return None
+    # DeepSpeed's `Adam` is AdamW unless it is told otherwise.
+    is_decoupled = engine.optimizer_name() == "adamw" or (engine.optimizer_params() or {}).get("adam_w_mode", True)
+    return StepwellAdamW if is_decoupled else StepwellAdam
 
 
 def _supported(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -134,8 +145,12 @@ def _check_engine(engine: Any, name: str) -> None:
 
 
 def _keywords(engine: Any, name: str) -> dict[str, Any]:
-    """The keywords of the optimizer, from `params` of the DeepSpeed JSON."""
+    """The keywords of the optimizer, from `params` and the block `stepwell` of the DeepSpeed JSON."""
     keywords = dict(engine.optimizer_params() or {})
+    moments = options_of(engine).moments
+    if engine.optimizer_name() in _ADAMS:
+        # Which is in the type already.
+        keywords.pop("adam_w_mode", None)
     if "max_grad_norm" in keywords:
         raise ValueError(
             f"`max_grad_norm` is in the params of optimizer `{name}`. hint: gradient_clipping of the DeepSpeed JSON"
@@ -145,6 +160,11 @@ def _keywords(engine: Any, name: str) -> dict[str, Any]:
         raise ValueError(
             f"`{', '.join(unknown)}` in the params of optimizer `{name}`, expected {', '.join(_KEYWORDS)}. "
             "hint: AdamW or Adam is the type's choice: StepwellAdamW, StepwellAdam"
+        )
+    if moments is not None and keywords.setdefault("moments", moments) != moments:
+        raise ValueError(
+            f"`moments` is `{keywords['moments']}` in the params of optimizer `{name}`, but `{moments}` in the block `stepwell`. "
+            "hint: leave out one of them"
         )
     if engine.bf16_optimizer_states() and keywords.setdefault("moments", "bf16") == "fp32":
         raise ValueError(
@@ -157,7 +177,7 @@ def _keywords(engine: Any, name: str) -> dict[str, Any]:
 def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, model_parameters: Any) -> Any:
-        cls = _type_of(self.optimizer_name())
+        cls = _type_of(self.optimizer_name()) or _type_with_moments(self)
         if cls is None:
             return original(self, model_parameters)
         _check_engine(self, cls.__name__)

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepwell.deepspeed import consolidation, cpu_adam, fused_adam, native, optimizer_type, spawn, step_guard
+from stepwell.deepspeed import consolidation, cpu_adam, fused_adam, native, offload, optimizer_type, spawn, step_guard
 from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
 
@@ -84,6 +84,7 @@ _PLACES: tuple[Place, ...] = (
     ),
     *optimizer_type.SEAMS,
     *consolidation.SEAMS,
+    *offload.SEAMS,
 )
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
-__all__ = ["Attribute", "Member", "NativeOp", "Place", "Seam", "accelerator_name"]
+__all__ = ["Attribute", "Member", "NativeOp", "Overridden", "Place", "Seam", "accelerator_name"]
 
 _BUILDERS = "deepspeed.ops.op_builder.builder"
 # A second copy of the same module, where the working directory has DeepSpeed's sources.
@@ -227,3 +227,51 @@ class Member:
     def fill(self) -> None:
         """Puts Stepwell into it."""
         self._list().extend(member for member in self.members if member not in self._list())
+
+
+@dataclass(frozen=True)
+class Overridden:
+    """A class in whose place Stepwell makes a subclass of it, and the methods that the subclass overrides or calls.
+
+    Where one of them is missing or takes something else, the class itself is used: no reason to refuse a version.
+    """
+
+    name: str
+    module: str
+    path: str
+    methods: Mapping[str, tuple[str, ...]]
+    """By their names: their first parameters."""
+    maker: Attribute
+    """Where the subclass is made."""
+
+    @property
+    def where(self) -> str:
+        """Its dotted path."""
+        return f"{self.module}.{self.path}"
+
+    def missing(self) -> str | None:
+        """Why it is not there; None if it is."""
+        module = _import(self.module)
+        if isinstance(module, str):
+            return module
+        return None if isinstance(getattr(module, self.path, None), type) else f"`{self.where}` is no class"
+
+    def unused(self) -> str | None:
+        """Why it is left as it is with this version of DeepSpeed; None if it is not."""
+        owner = getattr(importlib.import_module(self.module), self.path)
+        for method, expected in self.methods.items():
+            if not hasattr(owner, method):
+                return f"`{self.where}.{method}` does not exist in this version of DeepSpeed"
+            # Of one that is replaced, what was there.
+            found = getattr(owner, method)
+            names = tuple(inspect.signature(getattr(found, "stepwell_original", found)).parameters)[: len(expected)]
+            if names != expected:
+                return f"`{self.where}.{method}` takes `{', '.join(names)}` in this version of DeepSpeed"
+        return None
+
+    def is_filled(self) -> bool:
+        """Whether Stepwell makes the subclass."""
+        return self.maker.missing() is None and self.maker.is_filled()
+
+    def fill(self) -> None:
+        """Nothing: that is the maker's."""

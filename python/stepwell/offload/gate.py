@@ -115,10 +115,11 @@ class Gate:
         forward, state = _ForwardHook(key), _StateHook(key)
         handles = []
         for module in modules:
+            # torch has no types for the last two.
             handles += [
                 module.register_forward_pre_hook(forward, prepend=True),
-                module.register_state_dict_pre_hook(state),
-                module.register_load_state_dict_pre_hook(state),
+                module.register_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
             ]
         weakref.finalize(self, _remove, handles)
         self.is_open = True

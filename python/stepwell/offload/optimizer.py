@@ -306,7 +306,11 @@ class OffloadAdamW(AdamW):
     def _step(self) -> None:
         self._finish()
         begin = time.perf_counter()
-        if not self._begin_step():
+        try:
+            is_begun = self._begin_step()
+        finally:
+            self._gradients.reset()
+        if not is_begun:
             # Nobody else waits for what was copied in vain, and its gradients may be freed next.
             self.synchronize()
             return
@@ -319,7 +323,6 @@ class OffloadAdamW(AdamW):
         begin = time.perf_counter()
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and float(found_inf) > 0:
-            self._gradients.reset()
             self._count_skipped()
             return False
         error: ValueError | None = None
@@ -342,9 +345,6 @@ class OffloadAdamW(AdamW):
             raise ValueError("another rank could not step, and nothing was changed. hint: its own error says why")
         if self._twins.refresh(params):
             _LOGGER.debug("parameters were written by others since the last step, and are read again")
-        if params:
-            # Before the norm: by the time that is known, gradients are arriving.
-            self._take_missing(params, grads)
         norm = math.sqrt(float(squared_norm(params, grads, self._device))) * inverse_scale
         self.grad_norm = norm
         self._seconds = {"norm": time.perf_counter() - begin}
@@ -363,6 +363,8 @@ class OffloadAdamW(AdamW):
             return False
         if not updates:
             return False
+        # After the norm, which would come down behind them; the step begins with the first that is there.
+        self._take_missing(params, grads)
         self._apply(updates, inverse_scale * self._clip_coefficient(norm))
         return True
 

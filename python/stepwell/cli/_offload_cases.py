@@ -1,0 +1,349 @@
+"""One training run of `stepwell bench offload`, in a process of its own: `python -m stepwell.cli._offload_cases JSON`.
+
+The last line that it prints is a JSON object with what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell.cli._llama import LlamaShape, read_text
+from stepwell.cli._quiet import quiet_deepspeed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from transformers import LlamaConfig
+
+__all__ = ["CASES", "SIZES", "Plan"]
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
+             "num_key_value_heads": 4, "vocab_size": 4096},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+           "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+
+_LR, _BETAS, _EPS, _WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
+_WARM_UP_STEPS = 3  # memory is touched for the first time in them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What all runs have in common."""
+
+    size: str
+    """One of `SIZES`, or the path of a transformers `config.json` of a Llama."""
+    sequence_length: int
+    """Tokens per sample."""
+    micro_batch: int
+    """Samples per forward."""
+    accumulation: int
+    """Forwards per step."""
+    steps: int
+    """Steps that are measured, after some that are not."""
+    clip_norm: float
+    """What the norm of the gradients is clipped to."""
+    seed: int
+    """Of the weights and of the samples."""
+    text: str | None
+    """A file to train on; None: the standard library of Python. A token is a byte."""
+
+    def config(self) -> LlamaConfig:
+        """The model's."""
+        from transformers import LlamaConfig
+
+        given = SIZES.get(self.size) or json.loads(Path(self.size).read_text())
+        return LlamaConfig(
+            **{
+                **given,
+                "max_position_embeddings": self.sequence_length,
+                "tie_word_embeddings": True,
+                "use_cache": False,
+                "attn_implementation": "sdpa",
+            }
+        )
+
+    def model(self, device: torch.device) -> torch.nn.Module:
+        """The model in bfloat16, with activation checkpointing."""
+        from transformers import LlamaForCausalLM
+
+        torch.manual_seed(self.seed)
+        with device:
+            model: torch.nn.Module = LlamaForCausalLM(self.config()).to(torch.bfloat16)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+        model.train()
+        return model
+
+    def batches(self, device: torch.device) -> Iterator[torch.Tensor]:
+        """The samples of all micro-steps."""
+        shape = LlamaShape(sequence_length=self.sequence_length, batch_size=self.micro_batch)
+        text = read_text(Path(self.text) if self.text else None, bytes_min=2 * self.sequence_length)
+        count = (self.steps + _WARM_UP_STEPS) * self.accumulation
+        for batch in islice(text.batches(shape, seed=self.seed), count):
+            yield batch.to(device)
+
+
+@dataclass
+class Run:
+    """How a case trains."""
+
+    forward: Callable[[torch.Tensor], torch.Tensor]
+    """Loss of a batch."""
+    backward: Callable[[torch.Tensor], object]
+    """Of a loss."""
+    step: Callable[[], float | None]
+    """The optimizer's, which clears the gradients; called after every backward where `steps_itself`. Returns the norm of the gradients."""
+    steps_itself: bool = False
+    """Whether it counts the micro-steps."""
+    breakdown: Callable[[], dict[str, float]] = dict
+    """Seconds and bytes of the last step, as far as they are known."""
+    finish: Callable[[], object] = lambda: None
+    """After the last step."""
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _torch(plan: Plan, model: torch.nn.Module) -> Run:
+    """Everything on the device: fp32 masters beside bfloat16 weights, torch's fused AdamW."""
+    params: list[torch.Tensor] = [param for param in model.parameters() if param.requires_grad]
+    masters = [param.detach().float().requires_grad_() for param in params]
+    optimizer = torch.optim.AdamW(masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
+
+    @torch.no_grad()
+    def step() -> float:
+        norm = torch.nn.utils.clip_grad_norm_(params, plan.clip_norm, foreach=True)
+        for master, param in zip(masters, params, strict=True):
+            assert param.grad is not None
+            master.grad = param.grad.float()
+            param.grad = None
+        optimizer.step()
+        torch._foreach_copy_(params, masters)
+        optimizer.zero_grad()
+        return float(norm)
+
+    return Run(_loss_of(model), _backward_of(plan), step)
+
+
+def _stepwell(moments: str, gate: str = "module", told: bool = True) -> Callable[[Plan, torch.nn.Module], Run]:
+    def prepare(plan: Plan, model: torch.nn.Module) -> Run:
+        from stepwell.offload import OffloadAdamW
+
+        optimizer = OffloadAdamW(
+            model.named_parameters(),
+            lr=_LR,
+            betas=_BETAS,
+            eps=_EPS,
+            weight_decay=_WEIGHT_DECAY,
+            clip_norm=plan.clip_norm,
+            moments=moments,  # type: ignore[arg-type]
+            gate=gate,  # type: ignore[arg-type]
+            accumulation_steps=plan.accumulation if told else None,
+        )
+
+        def step() -> float | None:
+            optimizer.step()
+            optimizer.zero_grad()
+            return optimizer.grad_norm
+
+        return Run(
+            _loss_of(model),
+            _backward_of(plan),
+            step,
+            breakdown=lambda: optimizer.timing,
+            finish=optimizer.synchronize,
+        )
+
+    return prepare
+
+
+def _deepspeed(*, register: bool) -> Callable[[Plan, torch.nn.Module], Run]:
+    def prepare(plan: Plan, model: torch.nn.Module) -> Run:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        alone = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        os.environ |= alone
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        if register:
+            import stepwell.deepspeed
+
+            stepwell.deepspeed.register()
+        with quiet_deepspeed():
+            import deepspeed
+
+            adam = {"lr": _LR, "betas": list(_BETAS), "eps": _EPS, "weight_decay": _WEIGHT_DECAY}
+            engine, *_ = deepspeed.initialize(
+                model=model,
+                model_parameters=model.parameters(),
+                config={
+                    "train_micro_batch_size_per_gpu": plan.micro_batch,
+                    "gradient_accumulation_steps": plan.accumulation,
+                    "bf16": {"enabled": True},
+                    "gradient_clipping": plan.clip_norm,
+                    "zero_optimization": {
+                        "stage": 2,
+                        "overlap_comm": True,
+                        "contiguous_gradients": True,
+                        "reduce_bucket_size": int(2e8),
+                        "allgather_bucket_size": int(2e8),
+                        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                    },
+                    "optimizer": {"type": "AdamW", "params": adam},
+                    "steps_per_print": 10**9,
+                },
+            )
+
+        def step() -> float | None:
+            engine.step()
+            norm = engine.get_global_grad_norm()
+            return None if norm is None else float(norm)
+
+        return Run(_loss_of(engine), engine.backward, step, steps_itself=True)
+
+    return prepare
+
+
+def _loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda batch: model(input_ids=batch, labels=batch).loss
+
+
+def _backward_of(plan: Plan) -> Callable[[torch.Tensor], object]:
+    return lambda loss: torch.autograd.backward(loss / plan.accumulation)
+
+
+CASES: dict[str, Callable[[Plan, torch.nn.Module], Run]] = {
+    "torch": _torch,
+    "stepwell": _stepwell("fp32"),
+    "stepwell q8": _stepwell("q8"),
+    "stepwell, gate=step": _stepwell("fp32", gate="step"),
+    "stepwell, untold": _stepwell("fp32", told=False),
+    "deepspeed": _deepspeed(register=False),
+    "deepspeed on stepwell": _deepspeed(register=True),
+}
+"""What can be run, by name."""
+
+
+def _host_bytes() -> int:
+    """What this process holds in RAM."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
+    batches = plan.batches(device)
+    losses, norms, marks, breakdowns = [], [], [], []
+    first_step_seconds = 0.0
+    for index in range(_WARM_UP_STEPS + plan.steps):
+        marks.append(time.perf_counter())
+        total = torch.zeros((), device=device)
+        for _ in range(plan.accumulation):
+            loss = run.forward(next(batches))
+            run.backward(loss)
+            if run.steps_itself:
+                norm = run.step()
+            total = total + loss.detach().float()
+        if index:
+            breakdowns.append(run.breakdown())  # of the step before, whose end this forward has seen
+        if not run.steps_itself:
+            norm = run.step()
+        losses.append(total / plan.accumulation)  # not read here: that would wait for the device
+        norms.append(norm)
+        if index == 0:
+            run.finish()
+            _sync(device)
+            first_step_seconds = time.perf_counter() - marks[0]
+    run.finish()
+    _sync(device)
+    marks.append(time.perf_counter())
+    seconds = [end - begin for begin, end in pairwise(marks)][_WARM_UP_STEPS:]
+    known = breakdowns[_WARM_UP_STEPS:]
+    return {
+        "seconds": statistics.median(seconds),
+        "all_seconds": seconds,
+        "first_step_seconds": first_step_seconds,
+        "breakdown": {
+            key: statistics.median(each[key] for each in known)
+            for key in known[-1]
+            if all(key in each for each in known)
+        },
+        "losses": [float(loss) for loss in losses],
+        "norms": norms,
+    }
+
+
+def _forward_backward(plan: Plan, device: torch.device) -> float:
+    """Seconds of the forwards and backwards of a step, alone on the device."""
+    model = plan.model(device)
+    loss_of, backward = _loss_of(model), _backward_of(plan)
+    batches = list(islice(plan.batches(device), plan.accumulation))
+    seconds = []
+    for _ in range(_WARM_UP_STEPS + max(plan.steps // 2, 3)):
+        _sync(device)
+        begin = time.perf_counter()
+        for batch in batches:
+            backward(loss_of(batch))
+        _sync(device)
+        seconds.append(time.perf_counter() - begin)
+        model.zero_grad()
+    return statistics.median(seconds[_WARM_UP_STEPS:])
+
+
+def main(name: str, plan: Plan) -> dict[str, Any]:
+    """Runs a case, and says what was measured, as plain values."""
+    device = _device()
+    result: dict[str, Any] = {"name": name, "plan": asdict(plan)}
+    if name == "forward and backward":
+        return result | {"seconds": _forward_backward(plan, device)}
+    model = plan.model(device)
+    _sync(device)
+    before = _host_bytes()
+    begin = time.perf_counter()
+    run = CASES[name](plan, model)
+    _sync(device)
+    prepared = time.perf_counter() - begin
+    result |= _train(plan, device, run)
+    numel = sum(param.numel() for param in model.parameters())
+    return result | {
+        "num_params": numel,
+        "prepare_seconds": prepared,
+        "start_seconds": prepared + max(result["first_step_seconds"] - result["seconds"], 0.0),
+        "host_bytes_per_param": (_host_bytes() - before) / numel,
+        "device_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+    }
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    print(json.dumps(main(asked["name"], Plan(**asked["plan"]))), flush=True)  # noqa: T201
+    # Not through the interpreter's end: DeepSpeed leaves threads behind.
+    os._exit(0)

@@ -1,0 +1,221 @@
+"""`stepwell bench offload`: training steps of a model on an accelerator whose optimizer is in host memory, against DeepSpeed and the bound."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stepwell import _core
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from stepwell.cli._offload_cases import Plan
+
+__all__ = ["bench_offload"]
+
+_CASE_SECONDS_MAX = 1800
+_WIDTH_PIPED = 150
+_CEILING_NUMEL_MAX = 256 << 20
+_BUS_BYTES = 1 << 30
+# Beside the 16-bit weight: what a step reads and writes of master and moments, and the gradient that it reads. The weight is
+# read where it is half of the master, and written.
+_HOST_BYTES_PER_PARAM = {
+    "stepwell": 2 * (2 + 2 + 8) + 2,
+    "stepwell q8": 2 * (2 + 2 + 2.125) + 2,
+    "deepspeed on stepwell": 2 * (4 + 8) + 2 + 2,
+}
+_PEER = "deepspeed"
+
+
+def bench_offload(
+    size: Annotated[str, typer.Option(help="tiny, 1b, 3b, 8b, or a transformers config.json of a Llama.")] = "1b",
+    sequence_length: Annotated[int, typer.Option(min=8, help="Tokens per sample.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
+    accumulation: Annotated[int, typer.Option(min=1, help="Forwards per optimizer step.")] = 1,
+    steps: Annotated[int, typer.Option(min=3, help="Steps that are measured, after 3 that are not.")] = 12,
+    clip_norm: Annotated[float, typer.Option(help="What the norm of the gradients is clipped to.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
+    only: Annotated[
+        list[str] | None, typer.Option("--case", help="Only this case; may be given more than once.")
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, readable=True, help="What to train on. [default: Python's standard library]"
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for bench_offload.json and bench_offload.png.")] = Path(
+        "stepwell-bench"
+    ),
+) -> None:
+    """Time training steps with the optimizer in host memory: this package's engine, DeepSpeed's, and everything on the device.
+
+    Every case trains the same bfloat16 Llama on the same text, in a process of its own, and all are held against the bound of an exact
+    step that hides nothing: L + bytes / R. L: forward and backward alone. R: what this host's memory reads and writes.
+    """
+    from rich.console import Console
+
+    from stepwell.cli._offload_cases import CASES, SIZES, Plan
+    from stepwell.cli._report import circumstances, write
+
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
+    if size not in SIZES and not Path(size).is_file():
+        raise typer.BadParameter(f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json")
+    names = only or [name for name in CASES if "," not in name]
+    if unknown := [name for name in names if name not in CASES]:
+        raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(CASES)}")
+    plan = Plan(
+        size=size,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        accumulation=accumulation,
+        steps=steps,
+        clip_norm=clip_norm,
+        seed=seed,
+        text=str(text.resolve()) if text else None,
+    )
+    report: dict[str, Any] = {**circumstances(), "plan": asdict(plan), **_ceilings()}
+    machine = report["machine"]
+    console.print(
+        f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores of {machine['cpu']}, {report['date']}; "
+        f"R {report['memory_gb_per_second']:.0f} GB/s"
+        + "".join(f", {name} {rate:.0f} GB/s" for name, rate in report["bus_gb_per_second"].items()),
+        highlight=False,
+    )
+    report["forward_backward_seconds"] = alone = _run(console, "forward and backward", plan).get("seconds")
+    report["cases"] = cases = []
+    for name in names:
+        result = _run(console, name, plan)
+        if "seconds" in result:
+            bytes_per_param = _HOST_BYTES_PER_PARAM.get(name.split(",")[0])
+            if bytes_per_param and alone:
+                step = bytes_per_param * result["num_params"] / report["memory_gb_per_second"] / 1e9
+                result |= {"bound_seconds": alone + step, "bytes_per_param": bytes_per_param}
+        cases.append(result)
+    _print(console, report)
+    write(console, out, "bench_offload", report, lambda figure: _draw(figure, report))
+
+
+def _ceilings() -> dict[str, Any]:
+    """What host memory and the bus can do."""
+    import torch
+
+    numel = _CEILING_NUMEL_MAX if torch.cuda.is_available() else _CEILING_NUMEL_MAX // 16
+    seconds = _core.stream_ceiling(numel=numel, read_write_bytes=[4], read_bytes=[], write_bytes=[], passes=9)
+    rates = {}
+    if torch.cuda.is_available():
+        host = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(_BUS_BYTES, dtype=torch.uint8, device="cuda")
+        for name, to, source in (("down", host, there), ("up", there, host)):
+            times = []
+            for _ in range(5):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                begin.record()
+                to.copy_(source, non_blocking=True)
+                end.record()
+                end.synchronize()
+                times.append(begin.elapsed_time(end) / 1e3)
+            rates[name] = _BUS_BYTES / sorted(times)[2] / 1e9
+        del host, there
+        torch.cuda.empty_cache()
+    return {"memory_gb_per_second": 8 * numel / seconds / 1e9, "bus_gb_per_second": rates}
+
+
+def _run(console: Console, name: str, plan: Plan) -> dict[str, Any]:
+    """Runs a case in a process of its own."""
+    console.print(f"running: {name}", style="dim", highlight=False)
+    command = [sys.executable, "-m", "stepwell.cli._offload_cases", json.dumps({"name": name, "plan": asdict(plan)})]
+    # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    try:
+        ended = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_CASE_SECONDS_MAX,
+            check=False,
+            env={**os.environ, "PATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        return _failed(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
+    lines = ended.stdout.strip().splitlines()
+    if ended.returncode == 0 and lines:
+        result: dict[str, Any] = json.loads(lines[-1])
+        return result
+    last = ended.stderr.strip().splitlines()[-1:] or [f"it ended with the code {ended.returncode}"]
+    return _failed(console, name, last[0])
+
+
+def _failed(console: Console, name: str, why: str) -> dict[str, Any]:
+    console.print(f"no {name}: {why}", style="yellow", markup=False, highlight=False)
+    return {"name": name, "failure": why}
+
+
+def _print(console: Console, report: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    plan = report["plan"]
+    done = [case for case in report["cases"] if "seconds" in case]
+    numel = done[0]["num_params"] / 1e9 if done else 0
+    title = (
+        f"{numel:.3f} B parameters, {plan['micro_batch']} x {plan['sequence_length']} tokens, "
+        f"{plan['accumulation']} micro-step(s), clipping at {plan['clip_norm']:g}"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    table.add_column(min_width=22, no_wrap=True)
+    columns = ("s/step", "L + bytes/R", "of it", "of DeepSpeed's", "host step s", "waited s", "start s")
+    for column in (*columns, "host B/param", "bus GB", "device GiB", "last loss"):
+        table.add_column(column, justify="right", no_wrap=True)
+    peer = next((case["seconds"] for case in done if case["name"] == _PEER), None)
+    if report["forward_backward_seconds"]:
+        table.add_row("L: forward, backward", f"{report['forward_backward_seconds']:.3f}")
+    for case in done:
+        bound, known = case.get("bound_seconds"), case["breakdown"]
+        bus = known.get("bytes_downloaded", 0) + known.get("bytes_uploaded", 0)
+        table.add_row(
+            case["name"],
+            f"{case['seconds']:.3f}",
+            f"{bound:.3f}" if bound else "",
+            f"{case['seconds'] / bound:.2f}" if bound else "",
+            f"{case['seconds'] / peer:.2f}" if peer and case["name"] != _PEER else "",
+            f"{known['step']:.3f}" if "step" in known else "",
+            f"{known.get('gate', 0.0):.3f}" if "step" in known else "",
+            f"{case['start_seconds']:.1f}",
+            f"{case['host_bytes_per_param']:.1f}",
+            f"{bus / 1e9:.2f}" if bus else "",
+            f"{case['device_peak_gib']:.1f}" if case["device_peak_gib"] else "",
+            f"{case['losses'][-1]:.4f}",
+        )
+    console.print()
+    console.print(table)
+
+
+def _draw(figure: Figure, report: dict[str, Any]) -> None:
+    done = [case for case in report["cases"] if "seconds" in case]
+    left, right = figure.subplots(1, 2)
+    for position, case in enumerate(reversed(done)):
+        left.barh(position, case["seconds"], color="tab:blue" if "stepwell" in case["name"] else "tab:gray")
+        if "bound_seconds" in case:
+            left.plot([case["bound_seconds"]] * 2, [position - 0.4, position + 0.4], color="black")
+    if report["forward_backward_seconds"]:
+        left.axvline(report["forward_backward_seconds"], color="tab:gray", linestyle=":")
+    left.set_yticks(range(len(done)), [case["name"] for case in reversed(done)])
+    left.set_xlabel("seconds per step; bar: L + bytes / R; dotted: L")
+    for case in done:
+        right.plot(case["losses"], label=case["name"], linewidth=1)
+    right.set_xlabel("step")
+    right.set_ylabel("loss")
+    right.legend(fontsize=7)
+    machine = report["machine"]
+    figure.suptitle(
+        f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores of {machine['cpu']}, {report['date']}", fontsize=9
+    )

@@ -1,0 +1,137 @@
+"""What ZeRO's base optimizer steps, as the core takes it: DeepSpeedCPUAdam's form of state, and Stepwell's."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from stepwell import _core, _state, optim
+from stepwell._hyper import Hyper, hyper_of
+from stepwell._tensors import view
+from stepwell.deepspeed import native
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Operand", "Operands"]
+
+
+class Operand(NamedTuple):
+    """A flat partition in a step."""
+
+    tensor: _core.AdamTensor | None
+    """None where it is empty."""
+    step: int
+    """The number of this update, from 1."""
+    hyper: Hyper
+    state: dict[str, Any]
+    """What `optimizer.state` is to have of it."""
+    master: torch.Tensor
+
+
+class Operands:
+    """The operands of an optimizer whose parameter groups have one flat partition each.
+
+    Args:
+        optimizer: a DeepSpeedCPUAdam, or one of Stepwell's.
+        rank: of this process: it decorrelates stochastic rounding.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
+        self._optimizer = optimizer
+        self._rank = rank
+
+    def skips_nonfinite(self) -> bool:
+        """Whether a step with a non-finite gradient, for which DeepSpeed does not look, is skipped; else it is to be taken.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        optimizer = self._optimizer
+        policy = optimizer._nonfinite if isinstance(optimizer, optim.Adam) else native.nonfinite()
+        if policy == "raise":
+            raise ValueError(
+                "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such steps "
+                "(bf16.check_grad_overflow), lower lr, or register(nonfinite='propagate')"
+            )
+        return policy != "propagate"
+
+    def of(self, index: int, master: torch.Tensor, grad: torch.Tensor, twin: torch.Tensor | None) -> Operand:
+        """The partition of a group, in the coming step.
+
+        Args:
+            index: of the group.
+            master: the partition.
+            grad: its gradient.
+            twin: what the weights are written to in another dtype; None: `master` is what the model gets.
+
+        Raises:
+            ValueError: it cannot be stepped.
+        """
+        group = self._optimizer.param_groups[index]
+        views = {"grad": view(grad), "weight_out": None if twin is None else view(twin)}
+        known = self._optimizer.state.get(master) or None
+        if isinstance(self._optimizer, optim.Adam):
+            return self._ours(self._optimizer, index, master, known, views)
+        return self._deepspeeds(group, master, known, views)
+
+    def _ours(
+        self,
+        optimizer: optim.Adam,
+        index: int,
+        master: torch.Tensor,
+        known: dict[str, Any] | None,
+        views: dict[str, Any],
+    ) -> Operand:
+        group, moments, label = optimizer.param_groups[index], optimizer._moments, f"partition {index}"
+        flat = master.detach()
+        state = _state.new(flat, moments) if known is None else _state.refreshed(flat, known, moments, label)
+        tensor = None
+        if flat.numel() > 0:
+            key = _state.key_of(group["seed"], index + (self._rank << 32), flat)
+            runs = {name: state[name] for name in _state.part_names(flat, moments)}
+            tensor = _state.adam_tensor(flat, runs, key=key, **views)
+        return Operand(tensor, 1 + _state.step_of(state, label), hyper_of(group, f"group {index}"), state, master)
+
+    def _deepspeeds(
+        self, group: dict[str, Any], master: torch.Tensor, known: dict[str, Any] | None, views: dict[str, Any]
+    ) -> Operand:
+        optimizer: Any = self._optimizer
+        flat = master.detach()
+        state = known
+        if state is None:
+            dtype = torch.float32 if optimizer.fp32_optimizer_states else flat.dtype
+            state = {"step": 0, **{name: _state.zeros(flat.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")}}
+        native.check(native.NativeTensors(flat, flat, state["exp_avg"], state["exp_avg_sq"]))
+        tensor = None
+        if flat.numel() > 0:
+            exp_avg, exp_avg_sq = view(state["exp_avg"]), view(state["exp_avg_sq"])
+            tensor = _core.AdamTensor(param=view(flat), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **views)
+        beta1, beta2 = group["betas"]
+        hyper = Hyper(
+            lr=float(group["lr"]),
+            betas=(float(beta1), float(beta2)),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(optimizer.adam_w_mode),
+            bias_correction=bool(group["bias_correction"]),
+            maximize=False,
+        )
+        return Operand(tensor, 1 + int(state["step"]), hyper, state, master)
+
+    def commit(self, operands: Sequence[Operand], submit: partial[Any]) -> None:
+        """Calls `submit` and counts the updates, both or none."""
+        calls: list[partial[Any]] = [submit]
+        for operand in operands:
+            count = operand.state["step"]
+            is_tensor = isinstance(count, torch.Tensor)
+            stepped = torch.tensor(float(operand.step)) if is_tensor else operand.step
+            calls += [
+                partial(operand.state.__setitem__, "step", stepped),
+                partial(self._optimizer.state.__setitem__, operand.master, operand.state),
+            ]
+        # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come between two of these calls.
+        deque(map(partial.__call__, calls), maxlen=0)

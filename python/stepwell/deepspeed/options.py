@@ -1,0 +1,56 @@
+"""The `"stepwell"` block of a DeepSpeed JSON: what DeepSpeed has no key for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from stepwell import _state
+
+__all__ = ["Options", "options_of"]
+
+_GATES = ("module", "step")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The block, with defaults for what it leaves out."""
+
+    engine: bool = True
+    """Whether ZeRO-1 and -2 with CPU offload run on the offload engine. If not: DeepSpeed's own path, on Stepwell's kernels."""
+    moments: str | None = None
+    """How `exp_avg` and `exp_avg_sq` are held: "fp32", "bf16" or "q8". None: as the optimizer's type says, which is fp32."""
+    gate: str = "module"
+    """Who waits for the new weights: "module", each forward for its own; "step", `engine.step()` for all."""
+    threads: int | None = None
+    """Workers that step; None: one per physical core of this process, but one."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.engine, bool):
+            raise ValueError(f"`stepwell.engine` is `{self.engine}`, expected true or false")  # noqa: TRY004
+        if self.moments is not None and self.moments not in _state.MOMENTS:
+            raise ValueError(f"`stepwell.moments` is `{self.moments}`, expected one of {', '.join(_state.MOMENTS)}")
+        if self.gate not in _GATES:
+            raise ValueError(f"`stepwell.gate` is `{self.gate}`, expected one of {', '.join(_GATES)}")
+        is_count = isinstance(self.threads, int) and not isinstance(self.threads, bool) and self.threads > 0
+        if self.threads is not None and not is_count:
+            raise ValueError(f"`stepwell.threads` is `{self.threads}`, expected a number of threads, 1 or more")
+
+
+def options_of(engine: Any) -> Options:
+    """The options of a DeepSpeedEngine.
+
+    Raises:
+        ValueError: its JSON has a `"stepwell"` block that cannot be understood.
+    """
+    block = engine._config._param_dict.get("stepwell", {})
+    if not isinstance(block, Mapping):
+        raise ValueError(f'`stepwell` is `{block}`, expected a block. hint: "stepwell": {{"moments": "q8"}}')  # noqa: TRY004
+    known = [field.name for field in fields(Options)]
+    unknown = sorted(block.keys() - set(known))
+    if unknown:
+        raise ValueError(
+            f"`{', '.join(unknown)}` in the block `stepwell` of the DeepSpeed JSON, expected {', '.join(known)}"
+        )
+    return Options(**block)

@@ -1,0 +1,300 @@
+"""Flat partitions of a model on the offload engine: ZeRO's data, without DeepSpeed.
+
+A partition is the piece of a parameter group's weights that this rank steps: its weights in one run on the device, and in
+host memory a master, a gradient and, where the master has another dtype, a twin of the weights. Bytes per parameter for a
+16-bit model with fp32 master and moments: 4 + 2 + 2, and 8 for the moments, which the caller holds.
+
+- A gradient crosses the bus once, in the dtype it has, when it is complete; its device memory is free as soon as it has.
+- Until then it is summed on the device.
+- Of every gradient the norm is taken on the device; the host waits once, for all of them.
+- What got no gradient is stepped with zeros.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from stepwell import _core
+from stepwell._tensors import tensor_on, view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["Fragment", "Partition", "Partitions", "Update"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_GIB = 1 << 30
+
+
+class Fragment(NamedTuple):
+    """The part of a parameter that lies in this rank's partition of its group."""
+
+    group: int
+    """Number of the group."""
+    begin: int
+    """First element, within the partition."""
+    numel: int
+    """How many."""
+
+
+class Partition(NamedTuple):
+    """A partition as the caller has it."""
+
+    master: torch.Tensor
+    """What is stepped: flat, in host memory. Is moved to memory that suits the engine; the tensor object stays."""
+    weight: torch.Tensor
+    """On the device: flat, as many elements."""
+    grad_dtype: torch.dtype
+    """Of its gradients."""
+
+
+class Update(NamedTuple):
+    """One partition of a step."""
+
+    group: int
+    tensor: _core.AdamTensor
+    step: int
+    hyper: _core.Hyper
+
+
+class Partitions:
+    """Gradients, norms, steps and waits of a list of partitions, one per group.
+
+    Attributes:
+        grads: the host side of each partition's gradient, flat. Only valid after `arrive`.
+        twins: the host side of each partition's weights; None where that is the master itself.
+
+    Args:
+        partitions: of all groups.
+        fragments: all that gradients may come for.
+        threads: workers that step; None: one per physical core of this process, but one.
+
+    Raises:
+        OSError: the device or the memory cannot be had.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], fragments: Iterable[Fragment], threads: int | None) -> None:
+        self.device = partitions[0].weight.device
+        name = "cpu" if self.device.type == "cpu" else f"{self.device.type}:{self.device.index or 0}"
+        numels = [partition.master.numel() for partition in partitions]
+        self._engine = _core.OffloadEngine(name, numels, threads=threads)
+        # What a step in the background uses outlives it, whatever becomes of its owners.
+        self._in_use: list[object] = []
+        self._finalizer = weakref.finalize(self, _drain, self._engine, self._in_use)
+        self._fragments = tuple(fragments)
+        self.grads: list[torch.Tensor] = []
+        self.twins: list[torch.Tensor | None] = []
+        for master, weight, grad_dtype in partitions:
+            is_uploaded = master.dtype == weight.dtype
+            moved = self._memory(master.numel(), master.dtype, pinned=is_uploaded)
+            moved.copy_(master.detach())
+            master.data = moved
+            self.twins.append(None if is_uploaded else self._memory(master.numel(), weight.dtype, pinned=True))
+            self.grads.append(self._memory(master.numel(), grad_dtype, pinned=True))
+        # Sums that are not complete, and the norms of those that are, and so on their way.
+        self._sums: dict[Fragment, torch.Tensor] = {}
+        self._norms: dict[Fragment, torch.Tensor] = {}
+        # Fragments whose gradient of some step lies in host memory.
+        self._written: set[Fragment] = set()
+        self._lane = _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
+        _LOGGER.info(
+            "offload engine: %.2f GiB of host memory for %d elements, moments not counted; %d threads",
+            sum(master.nbytes for master, *_ in partitions) / _GIB
+            + sum(tensor.nbytes for tensor in (*self.grads, *self.twins) if tensor is not None) / _GIB,
+            sum(numels),
+            self._engine.threads,
+        )
+
+    def _memory(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        buffer = _core.Buffer(numel * dtype.itemsize)
+        if pinned:
+            self._engine.pin(buffer)
+        return tensor_on(buffer).view(dtype)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------------
+
+    def add(self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False) -> None:
+        """Adds to the gradient of a fragment, on the device.
+
+        Args:
+            fragment: whose gradient.
+            piece: what is added: flat.
+            is_owned: whether nobody else uses the memory of `piece` from now on.
+            is_total: whether `piece` is the sum of all that was added, in memory that holds it until the step.
+        """
+        known = self._sums.get(fragment)
+        if known is not None and not is_total:
+            known.add_(piece)
+        else:
+            self._sums[fragment] = piece if is_owned or is_total else piece.clone()
+        if is_total:
+            # A sum that is on its way already is out of date.
+            self._norms.pop(fragment, None)
+
+    def send(self, fragment: Fragment) -> None:
+        """The gradient of a fragment is complete: it is copied to the host."""
+        if fragment.numel == 0:
+            self._sums.pop(fragment, None)
+            return
+        if self._engine.busy:
+            # Some weight of the last step has not been used.
+            self.finish()
+        piece = self._sums.pop(fragment)
+        target = self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel)
+        if fragment in self._norms:
+            # A second backward after the one that was announced as the last.
+            self.arrive()
+            target.add_(piece.to(target.device, target.dtype))
+            self._norms[fragment] = _norm(target).to(self.device)
+            return
+        self._norms[fragment] = _norm(piece)
+        self._written.add(fragment)
+        self._lane.copy(piece, target)
+
+    def squared_norm(self) -> torch.Tensor:
+        """The sum of squares of all gradients since the last step, a float32 scalar on the device; not finite if one is not.
+
+        All gradients are complete.
+        """
+        for fragment in list(self._sums):
+            self.send(fragment)
+        if not self._norms:
+            return torch.zeros((), device=self.device)
+        return torch.stack(list(self._norms.values())).double().square().sum().float()
+
+    def arrive(self) -> None:
+        """Waits until all gradients that were sent are in `grads`."""
+        self._lane.wait()
+
+    def drop(self) -> None:
+        """Forgets all gradients since the last step."""
+        self.arrive()
+        self._sums.clear()
+        self._norms.clear()
+
+    # ---- the step ------------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, updates: Sequence[Update], weights: Sequence[torch.Tensor], in_use: Sequence[object]
+    ) -> partial[Any]:
+        """Makes everything ready for a step, and returns the call that starts it in the background.
+
+        That raises ValueError where the step cannot be taken, with nothing changed, and OSError where the device has failed. After
+        it: `forget`, or `drop` if it raised.
+
+        Args:
+            updates: all partitions, in the order in which they are stepped; their tensors have `grads` and `twins`.
+            weights: the partitions' weights on the device.
+            in_use: what keeps the memory of the updates alive.
+        """
+        self.finish()
+        for fragment in self._written - self._norms.keys():
+            self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel).zero_()
+        self._written &= self._norms.keys()
+        self._lane.order(self._engine)
+        self._in_use[:] = [*in_use, weights, self.grads, self.twins]
+        return partial(
+            self._engine.submit,
+            [update.group for update in updates],
+            [update.tensor for update in updates],
+            weights=[weights[update.group].data_ptr() for update in updates],
+            steps=[update.step for update in updates],
+            hypers=[update.hyper for update in updates],
+            stream=self.stream(),
+        )
+
+    def forget(self) -> None:
+        """The gradients since the last step have been used."""
+        self._lane.release()
+        self._norms.clear()
+
+    def wait(self, fragments: Iterable[Fragment]) -> None:
+        """The current stream waits for the new weights of some fragments."""
+        stream = self.stream()
+        for group, begin, numel in fragments:
+            self._engine.wait(group, begin, begin + numel, stream=stream)
+
+    def finish(self) -> None:
+        """Waits until the last step is complete in host memory; the current stream waits for the weights."""
+        self._engine.finish(stream=self.stream())
+
+    def synchronize(self) -> None:
+        """Waits until the last step is complete, and all copies have ended."""
+        self._lane.wait()
+        self._engine.synchronize(stream=self.stream())
+
+    def stream(self) -> int:
+        """The current stream of the device, as the engine knows it."""
+        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+
+    def timing(self) -> dict[str, float]:
+        """What the last step took, as `OffloadEngine.timing`."""
+        timing: dict[str, float] = self._engine.timing()
+        return timing
+
+
+def _norm(piece: torch.Tensor) -> torch.Tensor:
+    # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
+    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if piece.is_cpu else torch.float32)
+    return norm
+
+
+def _drain(engine: _core.OffloadEngine, _: list[object]) -> None:
+    # In a forked child there is nothing to wait for, and what a device that has failed says was said before.
+    with contextlib.suppress(ValueError, OSError):
+        engine.finish(stream=0)
+
+
+class _CudaLane:
+    """Copies on a stream of torch's, whose allocator so knows when the memory of a gradient is free again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(piece, non_blocking=True)
+        piece.record_stream(self._stream)
+
+    def wait(self) -> None:
+        self._stream.synchronize()
+
+    def order(self, engine: _core.OffloadEngine) -> None:
+        """The next step of `engine` begins after all copies."""
+        engine.take_part([], [], stream=self._stream.cuda_stream)
+
+    def release(self) -> None:
+        pass
+
+
+class _EngineLane:
+    """Copies by the engine, which sees to their order. What is copied is kept until the step that waits for it."""
+
+    def __init__(self, engine: _core.OffloadEngine) -> None:
+        self._engine = engine
+        self._kept: list[torch.Tensor] = []
+
+    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
+        self._kept.append(piece)
+        self._engine.take_part([piece.data_ptr()], [view(target)], stream=0)
+
+    def wait(self) -> None:
+        self._engine.synchronize(stream=0)
+        self._kept.clear()
+
+    def order(self, engine: _core.OffloadEngine) -> None:
+        pass
+
+    def release(self) -> None:
+        self._kept.clear()

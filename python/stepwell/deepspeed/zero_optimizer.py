@@ -1,0 +1,328 @@
+"""DeepSpeed's ZeRO-1 and -2 optimizer with its CPU offload on the offload engine. Imports DeepSpeed's, and is imported late.
+
+Everything that others read stays DeepSpeed's: the fp32 partitions and the optimizer's state, so checkpoints of all kinds and
+`safe_get_full_*`, the order of reductions, loss scaling, what is logged. Different are the ways of gradients and weights:
+see `stepwell.deepspeed.partitions`. Not there any more: fp32 gradients on the host, the passes that unscale, clip and cast
+them, and the host's waits for every parameter's norm and overflow.
+
+- On one rank nothing is reduced, so nothing goes through reduction buckets, and forwards wait for their own weights only.
+- On several, reductions are DeepSpeed's; `step()` waits for the uploads and gathers.
+- A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they were made with.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    INITIAL_MICRO_STEP_ID,
+    OPTIMIZER_ALLGATHER_TIMER,
+    OPTIMIZER_GRADIENTS_TIMER,
+    OPTIMIZER_STEP_TIMER,
+    OPTIMIZER_TIMERS,
+    DeepSpeedZeroOptimizer,
+)
+
+from stepwell.deepspeed.operands import Operands
+from stepwell.deepspeed.partitions import Fragment, Partition, Partitions, Update
+from stepwell.offload.gate import Gate
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from stepwell.deepspeed.options import Options
+
+__all__ = ["OffloadZeroOptimizer"]
+
+# What lies in device memory under CPU offload.
+_ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
+
+
+class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
+    """See the module. Takes what its base class takes, and `options`."""
+
+    def __init__(
+        self, init_optimizer: Any, *args: Any, options: Options, offload_optimizer_config: Any, **kwargs: Any
+    ) -> None:
+        self._masters: list[torch.Tensor] = []
+        self._partitions: Partitions
+        self._options = options
+        self._operands = Operands(init_optimizer, dist.get_rank())
+        self._gate: Gate | None = None
+        # The engine pins what crosses the bus, and nothing else has to be.
+        config = offload_optimizer_config.model_copy(update={"pin_memory": False})
+        super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
+
+    # ---- data ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """The masters, after the last step is complete."""
+        self.synchronize()
+        return self._masters
+
+    @single_partition_of_fp32_groups.setter
+    def single_partition_of_fp32_groups(self, masters: list[torch.Tensor]) -> None:
+        self._masters = masters
+
+    @property
+    def state(self) -> Any:
+        """The state of the base optimizer, after the last step is complete."""
+        self.synchronize()
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.synchronize()
+        self.optimizer.state = value
+
+    def _weights(self) -> list[torch.Tensor]:
+        """This rank's part of the weights of each group."""
+        ranks = [dist.get_rank(group=group) for group in self.real_dp_process_group]
+        return [pieces[rank] for pieces, rank in zip(self.parallel_partitioned_bit16_groups, ranks, strict=True)]
+
+    def _fragment(self, param: torch.Tensor) -> Fragment:
+        group, _, begin, numel = self.grad_position[self.get_param_id(param)]
+        return Fragment(group, begin, numel)
+
+    def initialize_optimizer_states(self) -> None:
+        """Called at the end of DeepSpeed's constructor; makes no fp32 gradients."""
+        self.param_buffer_of_bit16_for_cpu_offload_groups: list[torch.Tensor] = []
+        self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
+        self._is_alone = dist.get_world_size(group=self.dp_process_group) == 1
+        sums_apart = [self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))]
+        # Sums in fp32 are added up where reductions end, and those of sequence parallelism are more than averages.
+        self._is_unreduced = self._is_alone and self.sequence_parallel_size == 1 and not any(sums_apart)
+        partitions = [
+            Partition(
+                master,
+                weight,
+                self.gradient_accumulation_dtype if is_apart or self.use_grad_accum_attribute else weight.dtype,
+            )
+            for master, weight, is_apart in zip(self._masters, self._weights(), sums_apart, strict=True)
+        ]
+        owned = (param for params in self.params_in_partition for param in params)
+        self._partitions = Partitions(partitions, map(self._fragment, owned), self._options.threads)
+
+    def _get_offload_gradient_dict(self) -> None:
+        for group, params in enumerate(self.params_in_partition):
+            fragments = map(self._fragment, params)
+            grad = self._partitions.grads[group]
+            self.offload_gradient_dict[group] = [grad.narrow(0, begin, numel) for _, begin, numel in fragments]
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()
+        for params in self.bit16_groups:
+            for param in params:
+                if param._hp_mapping is not None:
+                    param._hp_mapping.stepwell_partitions = self._partitions
+
+    # ---- gradients -----------------------------------------------------------------------------------------------------
+
+    def setup_buckets(self) -> None:
+        """The beginning of a backward."""
+        if not self._is_unreduced:
+            super().setup_buckets()
+        elif not self.ready_for_gradients:
+            self.micro_step_id += 1
+            self.ready_for_gradients: bool = True
+
+    def reduce_independent_p_g_buckets_and_remove_grads(self, param: Any, i: int) -> None:
+        """The gradient of a parameter is there."""
+        if not self._is_unreduced:
+            super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
+        elif param.numel() > 0 and getattr(param, "ds_grad_is_ready", True):
+            self.copy_grads_in_partition(param, i)
+
+    def reduce_ipg_grads(self, comm_dtype: torch.dtype | None = None) -> None:
+        """Reduces what is in buckets."""
+        if not self._is_unreduced:
+            super().reduce_ipg_grads(comm_dtype=comm_dtype)
+
+    def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
+        """The gradient of a parameter that this rank steps, or of a part of it, is reduced."""
+        param_id = self.get_param_id(param)
+        group, source, _, numel = self.grad_position[param_id]
+        fragment = self._fragment(param)
+        if self._use_compact_grad_partition_buffer(group):
+            rank = dist.get_rank(group=self.real_dp_process_group[group])
+            total = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
+            self._partitions.add(fragment, total, is_owned=True, is_total=True)
+        else:
+            piece = self.get_param_gradient_attribute(param).detach().reshape(-1).narrow(0, source, numel)
+            # Reduced gradients lie in buckets.
+            self._partitions.add(fragment, piece, is_owned=self._is_unreduced)
+        self.clear_grad_attribute(param)
+        if self.is_gradient_accumulation_boundary():
+            self._partitions.send(fragment)
+
+    def _finalize_cpu_offload_gradient_accumulation(self) -> None:
+        # The step sends what has not been sent.
+        pass
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Steps all partitions in the background, or skips the step if a gradient is not finite."""
+        self.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._offload_accumulated_param_ids: set[int] = set()
+        self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
+        norm = self._norm()
+        self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
+        scale = float(self.loss_scale)
+        is_checked = self.dtype != torch.bfloat16 or self.check_grad_overflow
+        self.overflow = not math.isfinite(norm) and (is_checked or self._operands.skips_nonfinite())
+        self._update_scale(self.overflow)
+        if self.overflow:
+            self._global_grad_norm: Any = math.inf
+            self._skip()
+            return
+        self._global_grad_norm = torch.tensor(norm / scale)
+        try:
+            self._apply(self._grad_scale(norm, scale))
+        except BaseException:
+            self._drop_gradients()
+            raise
+        self._release_sums()
+        self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
+        if not self._is_alone:
+            all_gather_dp_groups(
+                groups_flat=self.bit16_groups_flat,
+                partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+                dp_process_group=self.real_dp_process_group,
+                start_alignment_factor=self.nccl_start_alignment_factor,
+                allgather_bucket_size=self.allgather_bucket_size,
+            )
+        self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
+        self.timers.log(OPTIMIZER_TIMERS)
+
+    def _norm(self) -> float:
+        """The norm of the gradients of all ranks, times the loss scale. Where the host waits for the backward."""
+        squares = self._partitions.squared_norm()
+        if self.local_overflow:
+            # Found in what somebody has set.
+            squares.fill_(math.inf)
+        if not self._is_alone:
+            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        return math.sqrt(float(squares))
+
+    def _grad_scale(self, norm: float, scale: float) -> float:
+        """What gradients are multiplied by: the inverse of the loss scale, times the clip coefficient. In float32, as DeepSpeed's."""
+        if self.clip_grad == 0.0:
+            return 1.0 / scale
+        clip = ((torch.tensor(norm) / scale) + 1e-6) / self.clip_grad
+        return float(1.0 / (torch.clamp(clip, min=1.0) * scale))
+
+    def _skip(self) -> None:
+        self.zero_grad(set_to_none=True)
+        self._drop_gradients()
+        for timer in (OPTIMIZER_STEP_TIMER, OPTIMIZER_ALLGATHER_TIMER):
+            self.timers(timer).start()
+            self.timers(timer).stop()
+
+    def _drop_gradients(self) -> None:
+        self._partitions.drop()
+        self._release_sums()
+
+    def _release_sums(self) -> None:
+        self.local_overflow = False
+        for group in range(len(self._masters)):
+            self._release_preflattened_grad_buffers(group)
+            self.averaged_gradients[group] = None
+
+    def _apply(self, grad_scale: float) -> None:
+        partitions = self._partitions
+        self.timers(OPTIMIZER_STEP_TIMER).start()
+        # Small groups first: biases and norms are of every layer, and the first would wait for the last.
+        groups = sorted(range(len(self._masters)), key=lambda group: self._masters[group].numel())
+        operands = [
+            self._operands.of(group, self._masters[group], partitions.grads[group], partitions.twins[group])
+            for group in groups
+        ]
+        updates = [
+            Update(group, operand.tensor, operand.step, operand.hyper.core(grad_scale))
+            for group, operand in zip(groups, operands, strict=True)
+            if operand.tensor is not None
+        ]
+        in_use = [self._masters, [operand.state for operand in operands]]
+        self._operands.commit(operands, partitions.prepare(updates, self._weights(), in_use))
+        partitions.forget()
+        self._lazy_init_hp_params_optimizer_state()
+        self._open_gate()
+        self.timers(OPTIMIZER_STEP_TIMER).stop()
+
+    # ---- waiting -------------------------------------------------------------------------------------------------------
+
+    def _open_gate(self) -> None:
+        params = [param for group in self.bit16_groups for param in group]
+        if self._gate is None and self._is_alone and self._options.gate == "module":
+            self._gate = Gate(params, self._wait_for, self.synchronize)
+        if self._gate is None or not self._gate.is_open:
+            self._partitions.finish()
+        else:
+            self._stream = self._partitions.stream()
+            self._gate.open(params)
+
+    def _wait_for(self, params: list[torch.Tensor]) -> bool:
+        self._partitions.wait(map(self._fragment, params))
+        is_same: bool = self._partitions.stream() == self._stream
+        return is_same
+
+    def synchronize(self) -> None:
+        """Waits until the last step is complete in host memory; the current stream waits for the weights.
+
+        Needed before weights are read by other ways than forwards of modules and their `state_dict`.
+        """
+        if self._is_made():
+            self._partitions.finish()
+            if self._gate is not None:
+                self._gate.clear()
+
+    def _is_made(self) -> bool:
+        # DeepSpeed's constructor reads its data before it calls `initialize_optimizer_states`.
+        return hasattr(self, "_partitions")
+
+    def state_dict(self) -> dict[str, Any]:
+        """As DeepSpeed's, after the last step is complete."""
+        self.synchronize()
+        state: dict[str, Any] = super().state_dict()
+        return state
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's, after the last step is complete."""
+        self.synchronize()
+        self._partitions.synchronize()
+        super().load_state_dict(*args, **kwargs)
+
+    def refresh_fp32_params(self) -> None:
+        """Takes the weights for the masters."""
+        self.synchronize()
+        super().refresh_fp32_params()
+
+    def update_lp_params(self) -> None:
+        """Takes the masters for the weights."""
+        self.synchronize()
+        super().update_lp_params()
+
+    def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
+        """As DeepSpeed's, of what is not in host memory already."""
+        self.synchronize()
+        self._partitions.synchronize()
+        wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
+        super().offload_states(include=wanted, **kwargs)
+
+    def destroy(self) -> None:
+        """Ends the use of the device."""
+        if self._is_made():
+            self.synchronize()
+            self._partitions.synchronize()
+        self._gate = None
+        super().destroy()
+        get_accelerator().synchronize()

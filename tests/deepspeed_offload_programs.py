@@ -1,0 +1,363 @@
+"""Programs (see deepspeed_run) of ZeRO-1 and -2 on the offload engine, against DeepSpeed's own path on Stepwell's op."""
+
+import logging
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from deepspeed_engines import configuration, initialize, partitions, perceptron, squared, train, vectors
+
+STEPS = 5
+
+
+def run(config, *, model=perceptron, steps=STEPS, rank=0, batches=None, **more):
+    """What a run ends with: losses, norms, partitions."""
+    engine = initialize(model(), config, **more)
+    batches = vectors(steps * config.get("gradient_accumulation_steps", 1), rank=rank) if batches is None else batches
+    norms = []
+    losses = []
+    for batch in batches:
+        losses += train(engine, [batch], squared)
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "partitions": partitions(engine),
+        "class": type(engine.optimizer).__name__,
+        "base": type(engine.optimizer.optimizer).__name__,
+        "skipped": engine.skipped_steps,
+    }
+    engine.destroy()
+    return result
+
+
+def both(config, **options):
+    """A run on the engine, and one on DeepSpeed's path."""
+    block = config.pop("stepwell", {})
+    # Moments of a block change the optimizer's type, on either path.
+    return [run({**config, "stepwell": {**block, "engine": engine}}, **options) for engine in (True, False)]
+
+
+def wide(seed=0):
+    """Large enough that a step in the background takes longer than what follows it."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(32, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 512, bias=False))
+
+
+class Forked(torch.nn.Module):
+    """Uses its second branch in some forwards only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        return self.first(x) + (self.second(x) if self.count == 1 else 0)
+
+
+def paths(result):
+    """The same configurations on both paths."""
+    fp32_sums = {"grad_accum_dtype": "fp32"}
+    cases = {
+        "ZeRO-2": configuration(dtype="bf16"),
+        "ZeRO-1": configuration(dtype="bf16", stage=1),
+        "clipped": configuration(dtype="bf16", clip=0.1),
+        "fp32": configuration(clip=0.1),
+        "Adam": configuration(dtype="bf16", optimizer="Adam", params={"adam_w_mode": False}),
+        "overlap_comm": configuration(dtype="bf16", zero={"overlap_comm": True}),
+        "accumulated": configuration(dtype="bf16", clip=0.1, gradient_accumulation_steps=3),
+        "accumulated, ZeRO-1": configuration(dtype="bf16", stage=1, gradient_accumulation_steps=3),
+        "fp32 sums": configuration(dtype="bf16", gradient_accumulation_steps=3, data_types=fp32_sums),
+        "fp32 sums, ZeRO-1": configuration(dtype="bf16", stage=1, gradient_accumulation_steps=3, data_types=fp32_sums),
+        "aligned": configuration(dtype="bf16", zero={"parameter_alignment": True}),
+        "gate step": configuration(dtype="bf16", stepwell={"gate": "step"}),
+        "one thread": configuration(dtype="bf16", stepwell={"threads": 1}),
+        "StepwellAdam": configuration(dtype="bf16", optimizer="StepwellAdam"),
+        "q8": configuration(dtype="bf16", clip=0.1, stepwell={"moments": "q8"}),
+        "bf16 moments": configuration(dtype="bf16", stepwell={"moments": "bf16"}),
+        "split": configuration(
+            dtype="bf16", optimizer="StepwellAdamW", precision={"bf16_master_weights_and_grads": True}
+        ),
+    }
+    for name, config in cases.items():
+        result[name] = both(config)
+    result["wide"] = both(configuration(dtype="bf16", clip=1.0), model=wide, steps=4)
+    groups = configuration(dtype="bf16")
+    result["groups"] = [with_groups({**groups, "stepwell": {"engine": engine}}) for engine in (True, False)]
+
+
+def with_groups(config):
+    import deepspeed
+
+    model = perceptron()
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+    return {"losses": train(engine, vectors(STEPS), squared), "partitions": partitions(engine)}
+
+
+def fp16(result):
+    """fp16 with a loss scale that overflows at first, that grows, and gradients that are not finite."""
+    import deepspeed
+
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    dynamic = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    result["dynamic"] = both(configuration(dtype="fp16", precision=dynamic, clip=0.1), steps=16)
+    result["growing"] = grown(configuration(dtype="fp16", precision=dynamic | {"loss_scale_window": 2}))
+    for dtype in ("bf16", "fp32"):
+        result[f"nonfinite, {dtype}"] = poisoned(configuration(dtype=dtype, clip=1.0))
+    result["nonfinite, accumulated"] = poisoned(
+        configuration(dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"})
+    )
+    unchecked = configuration(dtype="bf16", precision={"check_grad_overflow": False})
+    try:
+        poisoned(unchecked)
+    except ValueError as error:
+        result["unchecked"] = str(error)
+
+
+def grown(config):
+    """The exp_avg after each step, and the loss scale before it."""
+    engine = initialize(perceptron(), config)
+    seen = []
+    for batch in vectors(14):
+        scale = engine.optimizer.loss_scale
+        before = engine.optimizer.overflow, [state.get("exp_avg") for _, state in partitions(engine)]
+        train(engine, [batch], squared)
+        norm = engine.get_global_grad_norm()
+        after = [state.get("exp_avg") for _, state in partitions(engine)]
+        seen.append({"scale": scale, "norm": norm, "overflow": engine.optimizer.overflow, "m": (before[1], after)})
+    return seen
+
+
+def poisoned(config):
+    """A step with a NaN in one gradient between others."""
+    engine = initialize(perceptron(), config)
+    accumulation = config.get("gradient_accumulation_steps", 1)
+    train(engine, vectors(accumulation), squared)
+    before = partitions(engine), [param.clone() for param in engine.module.parameters()]
+    batches = list(vectors(accumulation, first=10))
+    batches[0][0, 0] = math.nan
+    train(engine, batches, squared)
+    after = partitions(engine), [param.clone() for param in engine.module.parameters()]
+    norm = float(engine.get_global_grad_norm())
+    losses = train(engine, vectors(4 * accumulation, first=20), squared)
+    result = {
+        "before": before,
+        "after": after,
+        "norm": norm,
+        "skipped": engine.skipped_steps,
+        "losses": losses,
+        "steps": [int(state["step"]) for _, state in partitions(engine)],
+    }
+    engine.destroy()
+    return result
+
+
+def access(result):
+    """Gradients and state in the hands of others, backwards in unusual numbers, and an end without a farewell."""
+    from deepspeed import utils
+
+    (batch, other) = vectors(2)
+    engine = initialize(wide(), configuration(dtype="bf16"))
+    reference = wide().bfloat16()
+    weight = engine.module[2].weight
+    engine.backward(squared(engine, batch))
+    squared(reference, batch).backward()
+    result["grad"] = utils.safe_get_full_grad(weight).clone(), reference[2].weight.grad.float()
+    utils.safe_set_full_grad(weight, torch.ones(weight.shape))
+    result["set grad"] = utils.safe_get_full_grad(weight).clone()
+    engine.step()
+    # At once after a step, which goes on in the background.
+    result["exp_avg"] = utils.safe_get_full_optimizer_state(weight, "exp_avg").clone()
+    master = utils.safe_get_full_fp32_param(weight)
+    result["master"] = master.clone(), [flat for flat, _ in partitions(engine)]
+    utils.safe_set_full_fp32_param(weight, torch.zeros(weight.shape))
+    utils.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg")
+    utils.safe_set_full_optimizer_state(weight, torch.zeros(weight.shape), "exp_avg_sq")
+    engine.backward(squared(engine, batch) * 0)
+    engine.step()
+    engine.optimizer.synchronize()
+    result["set"] = weight.clone()
+    train(engine, [batch], squared)
+    result["state_dict"] = engine.module.state_dict()["2.weight"].clone(), partitions(engine)[0][0]
+    train(engine, [batch], squared)
+    engine.eval()
+    with torch.no_grad():
+        result["eval"] = [squared(engine, other).item() for _ in range(2)]
+    engine.train()
+    engine.backward(squared(engine, batch))
+    utils.safe_set_full_grad(weight, torch.full(weight.shape, math.nan))
+    engine.step()
+    result["set nan"] = engine.optimizer.overflow, engine.skipped_steps
+    engine.offload_states()
+    engine.reload_states()
+    result["reloaded"] = train(engine, [batch], squared)
+    engine.destroy()
+
+    # A second backward after the one that was announced as the last, and a parameter without a gradient.
+    engine = initialize(perceptron(), configuration(dtype="fp32"))
+    for each in (batch, other):
+        engine.backward(squared(engine, each))
+    engine.step()
+    result["two backwards"] = partitions(engine)
+    engine.destroy()
+    model = perceptron()
+    for each in (batch, other):
+        squared(model, each).backward()
+    result["two backwards, sum"] = torch.cat([param.grad.flatten() for param in model.parameters()])
+
+    engine = initialize(Forked(), configuration(dtype="fp32", params={"betas": [0.5, 0.5]}))
+    result["forked"] = []
+    for _ in range(3):
+        train(engine, [batch], squared)
+        result["forked"].append(utils.safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg").clone())
+    engine.destroy()
+
+    engine = initialize(wide(), configuration(dtype="bf16"))
+    train(engine, [batch], squared)
+    # Python ends, and a step is running.
+
+
+def checkpoints(result, folder):
+    """Checkpoints of one path, loaded by the other and by DeepSpeed's tools where there is no Stepwell."""
+    for name, options in {"bf16, ZeRO-2": {}, "bf16, ZeRO-1": {"stage": 1}}.items():
+        for engine_saves in (True, False):
+            saved = str(Path(folder) / f"{name}_{engine_saves}".replace(", ", "_"))
+            config = configuration(dtype="bf16", **options)
+            engine = initialize(perceptron(), {**config, "stepwell": {"engine": engine_saves}})
+            train(engine, vectors(3), squared)
+            engine.save_checkpoint(saved)
+            after = train(engine, vectors(3, first=3), squared), partitions(engine)
+            engine.destroy()
+            for engine_loads in (True, False):
+                engine = initialize(perceptron(seed=1), {**config, "stepwell": {"engine": engine_loads}})
+                engine.load_checkpoint(saved)
+                resumed = train(engine, vectors(3, first=3), squared), partitions(engine)
+                engine.destroy()
+                result[name, engine_saves, engine_loads] = after, resumed
+    program = (
+        "import sys; sys.modules['stepwell'] = None\n"
+        "from deepspeed.utils import zero_to_fp32\n"
+        "import torch, glob\n"
+        "torch.save(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(sys.argv[1]), sys.argv[2])\n"
+        "(path,) = glob.glob(sys.argv[1] + '/*/*optim_states.pt')\n"
+        "print(sorted(torch.load(path, weights_only=False)['optimizer_state_dict']['base_optimizer_state']['state'][0]))\n"
+    )
+    saved, converted = str(Path(folder) / "bf16_ZeRO-2_True"), str(Path(folder) / "fp32.pt")
+    command = [sys.executable, "-c", program, saved, converted]
+    output = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    result["without Stepwell"] = torch.load(converted), output.splitlines()[-1]
+
+
+def program_offload(result, folder):
+    """All that one rank does."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    for part in (paths, fp16, options):
+        part(result.setdefault(part.__name__, {}))
+    checkpoints(result.setdefault("checkpoints", {}), folder)
+    # The last: it ends while a step is running.
+    access(result.setdefault("access", {}))
+
+
+def program_offload_ranks(result):
+    """Two ranks on both paths."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    rank = int(os.environ["RANK"])
+    cases = {
+        "ZeRO-2": configuration(dtype="bf16", clip=0.1),
+        "ZeRO-1": configuration(dtype="bf16", stage=1, clip=0.1),
+        "accumulated": configuration(dtype="bf16", gradient_accumulation_steps=2),
+        "accumulated, ZeRO-1": configuration(dtype="bf16", stage=1, gradient_accumulation_steps=2),
+        "fp32 sums": configuration(
+            dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}
+        ),
+        "q8": configuration(stepwell={"moments": "q8"}),
+        "small buckets": configuration(dtype="bf16", zero={"reduce_bucket_size": 1000, "round_robin_gradients": True}),
+    }
+    for name, config in cases.items():
+        result[name] = both(config, rank=rank)
+    # On one rank only, by which both have to skip.
+    engine = initialize(perceptron(), configuration(dtype="bf16"))
+    (batch,) = vectors(1)
+    batch[0, 0] = math.nan if rank == 1 else 0.0
+    before = partitions(engine)
+    train(engine, [batch], squared)
+    result["nonfinite"] = before, partitions(engine), engine.skipped_steps
+    engine.destroy()
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def options(result):
+    """What the block may hold, and what keeps DeepSpeed's own path."""
+    import stepwell
+
+    handler = _Lines()
+    logger = logging.getLogger("stepwell.deepspeed.offload")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    for name, block in {
+        "unknown": {"engin": True},
+        "no block": [1],
+        "engine": {"engine": 1},
+        "moments": {"moments": "fp8"},
+        "gate": {"gate": "layer"},
+        "threads": {"threads": 0},
+    }.items():
+        try:
+            initialize(perceptron(), configuration(stepwell=block))
+        except ValueError as error:
+            result[name] = str(error)
+    twice = configuration(optimizer="StepwellAdamW", params={"moments": "bf16"}, stepwell={"moments": "q8"})
+    client = configuration(stepwell={"moments": "q8"})
+    del client["optimizer"]
+    for name, config in {"twice": twice, "client": client}.items():
+        model = perceptron()
+        more = {"optimizer": stepwell.AdamW(model.parameters())} if name == "client" else {}
+        try:
+            initialize(model, config, **more)
+        except ValueError as error:
+            result[name] = str(error)
+    nvme = configuration()
+    nvme["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": "/nonexistent"}
+    for name, config in {
+        "off": configuration(stepwell={"engine": False}),
+        "nvme": nvme,
+        "no offload": configuration(offload=None),
+        "ZeRO-3": configuration(stage=3),
+        "ZeRO-3, q8": configuration(stage=3, stepwell={"moments": "q8"}),
+    }.items():
+        handler.lines.clear()
+        found = run(config, steps=1)
+        result[f"path, {name}"] = found["class"], found["base"], list(handler.lines)
+    # A version of DeepSpeed that calls it in another way.
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    handler.lines.clear()
+    kept, DeepSpeedZeroOptimizer.reduce_ipg_grads = (
+        DeepSpeedZeroOptimizer.reduce_ipg_grads,
+        lambda self, dtype=None: kept(self, dtype),
+    )
+    found = run(configuration(), steps=1)
+    result["path, other version"] = found["class"], found["base"], list(handler.lines)
+    DeepSpeedZeroOptimizer.reduce_ipg_grads = kept

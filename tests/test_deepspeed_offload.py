@@ -1,0 +1,243 @@
+"""ZeRO-1 and -2 on the offload engine: DeepSpeed's own results, its loss scaling, its checkpoints, its accessors."""
+
+import itertools
+import math
+
+import deepspeed_run
+import pytest
+import torch
+
+PROGRAM_TIMEOUT = 150
+pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("offload")
+    return deepspeed_run.run("offload", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved"))
+
+
+def assert_same_partitions(ours, theirs):
+    for (flat, state), (other, other_state) in zip(ours, theirs, strict=True):
+        assert torch.equal(flat, other)
+        assert state.keys() == other_state.keys()
+        for key, value in state.items():
+            expected = other_state[key]
+            assert type(value) is type(expected), key
+            assert torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected, key
+
+
+def assert_same_runs(ours, theirs):
+    """DeepSpeed's own path on our op computes the same: to the bit."""
+    assert (ours["class"], theirs["class"]) == ("OffloadZeroOptimizer", "DeepSpeedZeroOptimizer")
+    assert ours["base"] == theirs["base"]
+    assert ours["losses"] == theirs["losses"]
+    assert ours["norms"] == theirs["norms"]
+    assert ours["skipped"] == theirs["skipped"]
+    assert_same_partitions(ours["partitions"], theirs["partitions"])
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paths(runs):
+    return runs["paths"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ZeRO-2",
+        "ZeRO-1",
+        "clipped",
+        "fp32",
+        "Adam",
+        "overlap_comm",
+        "accumulated",
+        "accumulated, ZeRO-1",
+        "fp32 sums",
+        "fp32 sums, ZeRO-1",
+        "aligned",
+        "gate step",
+        "one thread",
+        "StepwellAdam",
+        "q8",
+        "bf16 moments",
+        "split",
+        "wide",
+    ],
+)
+def test_both_paths_are_the_same_run(paths, name):
+    assert_same_runs(*paths[name])
+
+
+def test_runs_differ_where_they_should(paths):
+    ours = {name: runs[0]["losses"] for name, runs in paths.items() if "class" in runs[0]}
+    assert ours["ZeRO-2"] == ours["ZeRO-1"] == ours["gate step"] == ours["one thread"] == ours["split"]
+    for one, other in itertools.combinations(("ZeRO-2", "clipped", "Adam", "q8", "bf16 moments", "accumulated"), 2):
+        assert ours[one] != ours[other]
+    assert ours["accumulated, ZeRO-1"] != ours["fp32 sums, ZeRO-1"]
+    assert paths["q8"][0]["base"] == "StepwellAdamW"
+    assert "exp_avg_codes" in paths["q8"][0]["partitions"][0][1]
+
+
+def test_groups(paths):
+    ours, theirs = paths["groups"]
+    assert len(ours["partitions"]) == 2
+    assert ours["losses"] == theirs["losses"]
+    assert_same_partitions(ours["partitions"], theirs["partitions"])
+
+
+# ---- gradients that are not finite -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fp16(runs):
+    return runs["fp16"]
+
+
+def test_dynamic_loss_scale(fp16):
+    ours, theirs = fp16["dynamic"]
+    assert_same_runs(ours, theirs)
+    assert ours["skipped"] > 0
+    assert ours["norms"][0] == math.inf
+    assert ours["partitions"][0][1]["step"] == len(ours["losses"]) - ours["skipped"]
+
+
+def test_gradients_are_unscaled_by_the_scale_that_they_have(fp16):
+    steps = fp16["growing"]
+    applied = [step for step in steps if not step["overflow"]]
+    scales = [step["scale"] for step in applied]
+    assert any(later["scale"] > earlier["scale"] for earlier, later in itertools.pairwise(steps))
+    assert len(scales) >= 6
+    for step in applied:
+        (before,), (after,) = step["m"]
+        grad = (after - (0.9 * before if before is not None else 0.0)) / 0.1
+        # Also in the steps by which the scale grows. The moments are float32, and differences of such.
+        torch.testing.assert_close(grad.norm(), step["norm"], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("name", ["nonfinite, bf16", "nonfinite, fp32", "nonfinite, accumulated"])
+def test_a_nonfinite_gradient_skips_the_step(fp16, name):
+    run = fp16[name]
+    assert run["norm"] == math.inf
+    assert run["skipped"] == 1
+    (before, weights), (after, weights_after) = run["before"], run["after"]
+    assert_same_partitions(before, after)
+    assert all(torch.equal(weight, kept) for weight, kept in zip(weights, weights_after, strict=True))
+    assert torch.tensor(run["losses"]).isfinite().all()
+    assert run["steps"] == [5]
+
+
+def test_a_nonfinite_gradient_for_which_deepspeed_does_not_look_is_refused(fp16):
+    assert "a gradient is not finite; nothing was changed. hint: " in fp16["unchecked"]
+
+
+# ---- what others read and write --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def access(runs):
+    return runs["access"]
+
+
+def test_safe_get_and_set(access):
+    grad, expected = access["grad"]
+    assert torch.equal(grad, expected)
+    assert (access["set grad"] == 1).all()
+    torch.testing.assert_close(access["exp_avg"], torch.full_like(access["exp_avg"], 0.1))
+    master, (flat,) = access["master"]
+    assert torch.equal(master.flatten(), flat[-master.numel() :])
+    assert not access["set"].any()
+    assert access["set nan"] == (True, 1)
+
+
+def test_reading_at_once_after_a_step(access):
+    weight, flat = access["state_dict"]
+    assert torch.equal(weight.flatten(), flat[-weight.numel() :].bfloat16())
+    first, second = access["eval"]
+    assert first == second
+    assert math.isfinite(access["reloaded"][0])
+
+
+def test_gradients_of_every_backward_are_applied_once(access):
+    flat, state = access["two backwards"][0]
+    summed = access["two backwards, sum"]
+    # m = (1 - beta1) * gradient, of a sum of two.
+    torch.testing.assert_close(state["exp_avg"][: summed.numel()], 0.1 * summed, rtol=1e-5, atol=1e-8)
+    assert flat.isfinite().all()
+
+
+def test_no_gradient_is_a_gradient_of_zeros(access):
+    first, second, third = access["forked"]
+    assert first.any()
+    assert torch.equal(second, first / 2)
+    assert torch.equal(third, first / 4)
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoints(runs):
+    return runs["checkpoints"]
+
+
+@pytest.mark.parametrize("name", ["bf16, ZeRO-2", "bf16, ZeRO-1"])
+def test_checkpoints_are_those_of_either_path(checkpoints, name):
+    for saves, loads in itertools.product((True, False), repeat=2):
+        (losses, after), (resumed_losses, resumed) = checkpoints[name, saves, loads]
+        assert resumed_losses == losses
+        assert_same_partitions(resumed, after)
+
+
+def test_checkpoints_are_read_without_stepwell(checkpoints):
+    weights, keys = checkpoints["without Stepwell"]
+    assert sorted(weights) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    assert keys == "['exp_avg', 'exp_avg_sq', 'step']"
+
+
+# ---- ranks, options --------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks(tmp_path):
+    ranks = deepspeed_run.run("offload_ranks", tmp_path, timeout=PROGRAM_TIMEOUT, ranks=2)
+    for result in ranks:
+        before, after, skipped = result.pop("nonfinite")
+        assert skipped == 1
+        assert_same_partitions(before, after)
+        for runs in result.values():
+            assert_same_runs(*runs)
+    first, second = (result["ZeRO-2"][0] for result in ranks)
+    assert first["norms"] == second["norms"]
+    assert first["losses"] != second["losses"]
+
+
+def test_options(runs):
+    result = runs["options"]
+    expected = {
+        "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, expected engine, moments, gate, threads",
+        "no block": "`stepwell` is `[1]`",
+        "engine": "`stepwell.engine` is `1`",
+        "moments": "`stepwell.moments` is `fp8`",
+        "gate": "`stepwell.gate` is `layer`",
+        "threads": "`stepwell.threads` is `0`",
+        "twice": "`moments` is `bf16` in the params of optimizer `StepwellAdamW`, but `q8`",
+        "client": "`stepwell.moments` is `q8`, but the optimizer is `AdamW`",
+    }
+    for name, part in expected.items():
+        assert part in result[name]
+    paths = {
+        "off": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", '"engine" is false'),
+        "nvme": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", "device is `nvme`"),
+        "no offload": ("DeepSpeedZeroOptimizer", "FusedAdam", None),
+        "ZeRO-3": ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedCPUAdam", None),
+        "ZeRO-3, q8": ("DeepSpeedZeroOptimizer_Stage3", "StepwellAdamW", None),
+        "other version": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", "reduce_ipg_grads` takes `self, dtype`"),
+    }
+    for name, (cls, base, part) in paths.items():
+        found_cls, found_base, lines = result[f"path, {name}"]
+        assert (found_cls, found_base) == (cls, base)
+        assert len(lines) == (part is not None)
+        assert part is None or part in lines[0]
