@@ -316,7 +316,12 @@ class OffloadAdamW(AdamW):
             return
         self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
         if self._gate is None or not self._gate.is_open:
-            self._finish()
+            try:
+                self._finish()
+            except KeyboardInterrupt:
+                # No forward would wait: Ctrl-C lands after the step.
+                self._finish()
+                raise
 
     def _begin_step(self) -> bool:
         """Decides on the step and hands it to the background; whether there is one."""
@@ -392,11 +397,18 @@ class OffloadAdamW(AdamW):
         states = self._bind(updates)
         params = [update.param for update in updates]
         engine = self._opened_engine()
-        self._commit(updates, states, [partial(engine.submit, updates, grad_scale), partial(self._twins.note, params)])
+        gate = self._gate if self._gate is not None and self._gate.is_open else None
+        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm without it: host and device
+        # hold the same weights, and there is nothing to wait for. Forwards wait by themselves once the step runs.
+        before = [partial(self._twins.note, params)]
+        if gate is not None:
+            before.append(partial(gate.open, params))
+        self._commit(updates, states, [*before, engine.submission(updates, grad_scale)])
+        engine.release()
         for param in params:
             self._fresh.pop(param, None)
-        if self._gate is not None and self._gate.is_open:
-            self._gate.open(params)
+        if gate is not None:
+            gate.wait_for_uncovered()
 
     # ---- state dicts -------------------------------------------------------------------------------------------------------------
 
