@@ -303,6 +303,7 @@ def test_forked_child_is_told_and_the_parent_goes_on():
     assert out == "forked\n"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_data_loader_workers_do_not_disturb_it():
     class Data(torch.utils.data.Dataset):
         def __len__(self):

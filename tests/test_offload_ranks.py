@@ -145,6 +145,15 @@ def _plain_snapshot(optimizer):
     return local_snapshot(optimizer)
 
 
+def host_sums_are_refused():
+    net = make_net()
+    optimizer = stepwell.OffloadAdamW(net.parameters(), accumulate="host")
+    with pytest.raises(ValueError, match=r"other ranks have a part in the gradients(.|\n)*hint"):
+        train(DistributedDataParallel(net), optimizer, 1)
+    with pytest.raises(ValueError, match=r"is a DTensor, `accumulate` is `host`(.|\n)*hint"):
+        stepwell.OffloadAdamW(sharded_net().parameters(), accumulate="host")
+
+
 def fsdp_trains_as_one(reshard, clip_norm):
     net, whole = sharded_net(reshard_after_forward=reshard), make_net()
     optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, clip_norm=clip_norm)
@@ -276,6 +285,10 @@ def test_ddp_steps_the_mean_of_all_ranks(ranks, told, order):
 
 def test_ddp_accumulates_by_no_sync(ranks):
     ranks.run(ddp_accumulates_by_no_sync)
+
+
+def test_host_sums_are_refused(ranks):
+    ranks.run(host_sums_are_refused)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
