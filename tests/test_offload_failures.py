@@ -116,6 +116,9 @@ def test_keyboard_interrupt_from_a_timer():
         optimizer = stepwell.OffloadAdamW([param], lr=1.0, weight_decay=0.0, eps=0.0, threads=1)
         grad = torch.ones_like(param)
         is_training = False
+        for _ in range(2):
+            param.grad = grad
+            optimizer.step()
 
         def interrupt(*_):
             global is_training
@@ -124,8 +127,8 @@ def test_keyboard_interrupt_from_a_timer():
                 raise KeyboardInterrupt
 
         signal.signal(signal.SIGALRM, interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.003)
-        for _ in range(60):
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.004)
+        for _ in range(40):
             try:
                 is_training = True
                 while True:
@@ -136,7 +139,7 @@ def test_keyboard_interrupt_from_a_timer():
         signal.setitimer(signal.ITIMER_REAL, 0)
         optimizer.synchronize()
         count = float(optimizer.state[param]["step"])
-        assert count > 0
+        assert count >= 2
         assert torch.allclose(param.detach(), torch.full_like(param, -count), rtol=1e-4), (param[0], param[-1], count)
         print("whole")
         """
@@ -173,7 +176,7 @@ def test_moved_model_is_refused(move, message, told):
 
 def test_memory_may_be_swapped_while_weights_are_on_their_way():
     # Not synchronized: what the model has afterwards is of no step, but nothing is written to memory that was freed.
-    for _ in range(5):
+    for _ in range(2):
         net = Net()
         optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1)
         for step in range(2):
@@ -208,7 +211,7 @@ def test_all_may_be_freed_while_a_step_runs(first):
         sys.path.insert(0, sys.argv[2])
         import stepwell
         from offload_cases import WIDTH, Net, loss_of
-        for _ in range(4):
+        for _ in range(2):
             net = Net()
             optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1)
             for step in range(2):
@@ -300,6 +303,7 @@ def test_forked_child_is_told_and_the_parent_goes_on():
     assert out == "forked\n"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_data_loader_workers_do_not_disturb_it():
     class Data(torch.utils.data.Dataset):
         def __len__(self):

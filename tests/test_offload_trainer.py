@@ -84,9 +84,11 @@ KIND_IDS = ["fp32", "fp32-autocast", "pure-bf16"]
 
 
 @pytest.mark.parametrize(("dtype", "bf16"), KINDS, ids=KIND_IDS)
-@pytest.mark.parametrize("told", [None, 2], ids=["untold", "told"])
-def test_clips_and_logs_as_trainer_does(tmp_path, dtype, bf16, told):
-    trainer, optimizer = trainer_of(tmp_path, dtype=dtype, bf16=bf16, options={"accumulation_steps": told})
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulation_steps": 2}, {"accumulate": "host"}], ids=["untold", "told", "host"]
+)
+def test_clips_and_logs_as_trainer_does(tmp_path, dtype, bf16, options):
+    trainer, optimizer = trainer_of(tmp_path, dtype=dtype, bf16=bf16, options=options)
     norms = []
     optimizer.register_step_post_hook(lambda *_: norms.append(optimizer.grad_norm))
     trainer.train()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,24 +82,31 @@ class Engine:
             stream=self._stream(),
         )
 
-    def submit(self, updates: Sequence[Update], grad_scale: float) -> None:
-        """Starts the step of bound updates and returns. The current stream waits for the gradients taken."""
+    def submission(self, updates: Sequence[Update], grad_scale: float) -> partial[None]:
+        """A call that starts the step of bound updates and returns, with no Python in it that could be interrupted.
+
+        The current stream waits for the gradients taken, which may then be `release`d.
+        """
         hypers: dict[Hyper, _core.Hyper] = {update.hyper: update.hyper.core(grad_scale) for update in updates}
         stepped = [update for update in updates if update.operand.tensor is not None]
         # Not the parameters: their memory may be swapped for other while new weights are on their way.
         weights = [local(update.param).detach() for update in stepped]
-        self._core.submit(
+        self._weights = weights
+        self._step_stream = self._stream()
+        self.seconds_waited = 0.0
+        return partial(
+            self._core.submit,
             [self._indices[update.param] for update in stepped],
             [update.operand.tensor for update in stepped if update.operand.tensor is not None],
             weights=[weight.data_ptr() for weight in weights],
             steps=[update.step for update in stepped],
             hypers=[hypers[update.hyper] for update in stepped],
-            stream=self._stream(),
+            stream=self._step_stream,
         )
-        self._weights = weights
+
+    def release(self) -> None:
+        """Lets go of the gradients of a step that was submitted."""
         self._sources = []
-        self._step_stream = self._stream()
-        self.seconds_waited = 0.0
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""

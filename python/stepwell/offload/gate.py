@@ -87,6 +87,7 @@ class Gate:
         # Of the last step: what the stream has not waited for, and what no stream has.
         self._left: set[torch.Tensor] = set()
         self._unused: set[torch.Tensor] = set()
+        self._uncovered: set[torch.Tensor] = set()
         self._children: dict[int, list[int]] = {}
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
@@ -134,14 +135,20 @@ class Gate:
         self.is_open = True
 
     def open(self, params: Iterable[torch.Tensor]) -> None:
-        """From now on forwards wait for their share of `params`."""
+        """From now on forwards wait for their share of `params`; the others take `wait_for_uncovered`, after the submit."""
         if self._num_called != len(self._called):
             self._waits = self._share_out()
             self._num_called = len(self._called)
-        self._left = set(params)
-        self._unused = set(self._left)
+        left = set(params)
         # Nobody has called a module that would wait for these.
-        self._wait_for(self._left.difference(*self._waits.values()))
+        self._uncovered = left.difference(*self._waits.values())
+        self._unused = set(left)
+        self._left = left
+
+    def wait_for_uncovered(self) -> None:
+        """Waits for the weights that no forward is known to wait for."""
+        self._wait_for(self._uncovered)
+        self._uncovered = set()
 
     def close(self) -> None:
         """No forward waits any more: compiled code does not call the hooks."""
@@ -155,6 +162,7 @@ class Gate:
         """All weights have been waited for."""
         self._left = set()
         self._unused = set()
+        self._uncovered = set()
 
     def is_unused(self, param: torch.Tensor) -> bool:
         """Whether nobody has waited for `param` since the last step, so that what was read of it may have been anything."""
@@ -181,6 +189,9 @@ class Gate:
             self.enter_all(module)
             return
         self._called.add(id(module))
+        if self._uncovered:
+            # The step was interrupted before it had waited for them.
+            self.wait_for_uncovered()
         if self._left:
             self._wait_for(self._waits.get(id(module), ()))
 

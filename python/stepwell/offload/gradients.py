@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from stepwell.offload.twins import Twins
 
-__all__ = ["Gradients", "OnGrad", "checked", "may_change_after_backward"]
+__all__ = ["Gradients", "OnGrad", "check_in_place", "checked", "may_change_after_backward"]
 
 
 class Gradients:
@@ -99,35 +99,38 @@ def may_change_after_backward(param: torch.Tensor) -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def checked(param: torch.Tensor, twins: Twins, device: torch.device, label: Callable[[], str]) -> torch.Tensor:
-    """The gradient of `param`, which has one, as it is copied: placed as the parameter is, in one run.
-
-    Args:
-        param: the parameter.
-        twins: the host sides of all parameters.
-        device: where the parameter was.
-        label: what errors call it.
-
-    Raises:
-        ValueError: it cannot be stepped, or is not where or what it was.
-    """
-    grad = param.grad
-    assert grad is not None
+def check_in_place(param: torch.Tensor, twins: Twins, device: torch.device, label: Callable[[], str]) -> None:
+    """Raises ValueError, which calls it `label()`, if `param` is not where and what it was when it was added."""
     if param not in twins:
         raise ValueError(
             f"{label()} has a gradient, but was frozen when it was added. "
             "hint: add it to the optimizer after requires_grad_(True)"
         )
     piece, twin = local(param), local(twins.weight(param))
-    if piece.device != device or local(grad).device != device:
+    if piece.device != device:
         raise ValueError(
-            f"{label()} or its gradient is on `{piece.device}`, expected `{device}`, where it was. "
+            f"{label()} is on `{piece.device}`, expected `{device}`, where it was. "
             "hint: move the model before the optimizer is made"
         )
     if piece.dtype != twin.dtype or piece.shape != twin.shape or not piece.is_contiguous():
         raise ValueError(
             f"{label()} is `{piece.dtype}` of `{tuple(piece.shape)}`, strides `{piece.stride()}`, expected a contiguous "
             f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and load this one's state_dict()"
+        )
+
+
+def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
+    """The gradient of `param`, which has one, as it is copied: placed as the parameter is, in one run.
+
+    Raises:
+        ValueError: it cannot be stepped; the message calls the parameter `label()`.
+    """
+    piece, grad = local(param), param.grad
+    assert grad is not None
+    if local(grad).device != piece.device:
+        raise ValueError(
+            f"the gradient of {label()} is on `{local(grad).device}`, expected `{piece.device}`, where the parameter is. "
+            "hint: grad.to(parameter.device)"
         )
     if local(grad).layout != torch.strided:
         raise ValueError(

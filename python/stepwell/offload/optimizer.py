@@ -14,9 +14,10 @@ import torch
 from stepwell import _state
 from stepwell._sharding import agree, is_dtensor, local, meshes
 from stepwell._tensors import Written, check_param
+from stepwell.offload.accumulation import STAGING_BYTES, HostSums
 from stepwell.offload.engine import Engine
 from stepwell.offload.gate import Gate
-from stepwell.offload.gradients import Gradients, OnGrad, checked, may_change_after_backward
+from stepwell.offload.gradients import Gradients, OnGrad, check_in_place, checked, may_change_after_backward
 from stepwell.offload.norm import squared_norm
 from stepwell.offload.twins import Twins
 from stepwell.optim import AdamW, Moments, Nonfinite, Update
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["OffloadAdamW"]
 
 GateMode: TypeAlias = Literal["module", "step"]
+Accumulate: TypeAlias = Literal["device", "host"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -69,6 +71,10 @@ class OffloadAdamW(AdamW):
             gradients. None: no clipping.
         moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4) or "q8" (2.1).
         gate: who waits for the new weights: "module", each forward for its own; "step", `step()` for all.
+        accumulate: where the gradients of several backwards are summed: "device", in `parameter.grad`, which crosses the bus
+            once; or "host", which frees every gradient on the device as soon as it is there, and moves it in each backward.
+            The sums are the same. "host" takes one process (neither DDP nor DTensor), no GradScaler, and clips by `clip_norm`
+            only: a `parameter.grad` that was taken reads as NaN and refuses to be scaled.
         accumulation_steps: after how many backwards `step()` is called. If given, gradients come to the host during the last of
             them; if not, in `step()`, unless `no_sync()` is used. The result is the same. Only for parameters
             of one process: those of DDP are final after the backward only.
@@ -100,6 +106,7 @@ class OffloadAdamW(AdamW):
         clip_norm: float | None = None,
         moments: Moments = "fp32",
         gate: GateMode = "module",
+        accumulate: Accumulate = "device",
         accumulation_steps: int | None = None,
         nonfinite: Nonfinite = "skip",
         maximize: bool = False,
@@ -111,11 +118,15 @@ class OffloadAdamW(AdamW):
     ) -> None:
         if gate not in ("module", "step"):
             raise ValueError(f"`gate` is `{gate}`, expected module or step")
+        if accumulate not in ("device", "host"):
+            raise ValueError(f"`accumulate` is `{accumulate}`, expected device or host")
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"`accumulation_steps` is `{accumulation_steps}`, expected 1 or more")
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         self._gate_mode: GateMode = gate
+        self._accumulate: Accumulate = accumulate
+        self._sums: HostSums | None = None
         self._threads = threads
         self._host_bytes_max = host_bytes_max
         self._gradients = Gradients(accumulation_steps)
@@ -160,6 +171,8 @@ class OffloadAdamW(AdamW):
             check_param(param, labels[param], on_device=True)
         # Refuses tensors that share memory.
         Written((labels[param], local(param)) for param in [*self._twins, *new])
+        if self._accumulate == "host" and (sharded := [param for param in new if is_dtensor(param)]):
+            raise ValueError(f"{labels[sharded[0]]} is a DTensor, `accumulate` is `host`. hint: accumulate='device'")
         device = local(new[0]).device if new and not len(self._twins) else self._device
         for param in new:
             if local(param).device != device:
@@ -171,12 +184,14 @@ class OffloadAdamW(AdamW):
         self._close_engine()
         self._device = device
         self._twins.add(new)
+        if self._accumulate == "host" and self._sums is None:
+            self._sums = HostSums(self._twins, device)
         # `state` has it from the first step on, as torch's optimizers have.
         self._fresh.update((param, _state.new(self._twins.weight(param), self._moments)) for param in new)
         self._hook()
 
     def _announce(self, params: Sequence[torch.Tensor]) -> None:
-        pinned = Twins.nbytes(params)
+        pinned = Twins.nbytes(params) + (STAGING_BYTES if self._accumulate == "host" and not len(self._twins) else 0)
         state = sum(_state.nbytes(param, self._moments) for param in params)
         numel = sum(local(param).numel() for param in params)
         limit, whose = (self._host_bytes_max, "`host_bytes_max`") if self._host_bytes_max else (_free_bytes(), "free")
@@ -204,9 +219,10 @@ class OffloadAdamW(AdamW):
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
-            self._engine = Engine(self._device, self._twins, self._twins, self._threads)
+            engine, gate = Engine(self._device, self._twins, self._twins, self._threads), None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
-                self._gate = Gate(self._twins, self._engine)
+                gate = Gate(self._twins, engine)
+            self._engine, self._gate = engine, gate
         return self._engine
 
     def _close_engine(self) -> None:
@@ -245,7 +261,10 @@ class OffloadAdamW(AdamW):
         """
         if self._engine is None:
             return {}
-        return {**self._seconds, "gate": self._engine.seconds_waited, **self._engine.timing()}
+        timing = {**self._seconds, "gate": self._engine.seconds_waited, **self._engine.timing()}
+        if self._sums is not None:
+            timing["bytes_downloaded"] = self._sums.nbytes
+        return timing
 
     # ---- gradients -----------------------------------------------------------------------------------------------------------
 
@@ -261,22 +280,26 @@ class OffloadAdamW(AdamW):
 
     def _hook(self) -> None:
         """Has autograd say when it is done with a gradient, where somebody wants to know."""
-        if not self._gradients.is_told and self._gate_mode == "step":
+        if not self._gradients.is_told and self._gate_mode == "step" and self._sums is None:
             return
         for param in self._twins:
             if param not in self._hooked and not is_dtensor(param):
                 param.register_post_accumulate_grad_hook(OnGrad(self._on_grad))  # type: ignore[no-untyped-call]
+                if self._sums is not None:
+                    self._sums.watch(param)
                 self._hooked.add(param)
 
     @torch.no_grad()
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
         if self._gate is not None and self._gate.is_unused(param):
-            label = dict(self._labelled())[param]
             raise ValueError(
-                f"{label} has a gradient, but no forward of a module that holds it has waited for its last update. "
+                f"{self._label(param)} has a gradient, but no forward of a module that holds it has waited for its last update. "
                 "hint: call synchronize() before a parameter is read in another way, or use gate='step'"
             )
+        if self._sums is not None:
+            self._sum_up(param)
+            return
         is_last = self._gradients.count(param)
         grad = param.grad
         if not is_last or grad is None or may_change_after_backward(param):
@@ -294,11 +317,36 @@ class OffloadAdamW(AdamW):
     def _checked_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parameters that have a gradient, and those, as they are copied."""
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        grads = []
+        for param in params:
+            check_in_place(param, self._twins, self._device, partial(self._label, param))
+            if self._sums is None:
+                grads.append(checked(param, partial(self._label, param)))
+            else:
+                if not self._sums.has(param):
+                    # Not autograd's.
+                    self._sums.make_room(param)
+                    self._sum_up(param)
+                grads.append(self._twins.grad(param))
+        if self._sums is not None:
+            self._sums.finish()
+        return params, grads
 
-        def label(param: torch.Tensor) -> str:
-            return dict(self._labelled())[param]
+    def _label(self, param: torch.Tensor) -> str:
+        return dict(self._labelled())[param]
 
-        return params, [checked(param, self._twins, self._device, partial(label, param)) for param in params]
+    def _sum_up(self, param: torch.Tensor) -> None:
+        """Moves the gradient of `param` to the host, and adds it to what is there."""
+        assert self._sums is not None
+        if may_change_after_backward(param):
+            raise ValueError(
+                "`accumulate` is `host`, but other ranks have a part in the gradients. hint: accumulate='device'"
+            )
+        if self._opened_engine().busy:
+            # It reads the last sums.
+            self._finish()
+        check_in_place(param, self._twins, self._device, partial(self._label, param))
+        self._sums.add(param, checked(param, partial(self._label, param)))
 
     # ---- the step --------------------------------------------------------------------------------------------------------------
 
@@ -315,12 +363,19 @@ class OffloadAdamW(AdamW):
             return
         self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
         if self._gate is None or not self._gate.is_open:
-            self._finish()
+            try:
+                self._finish()
+            except KeyboardInterrupt:
+                # No forward would wait: Ctrl-C lands after the step.
+                self._finish()
+                raise
 
     def _begin_step(self) -> bool:
         """Decides on the step and hands it to the background; whether there is one."""
         begin = time.perf_counter()
         found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and self._sums is not None:
+            raise ValueError("GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'")
         if found_inf is not None and float(found_inf) > 0:
             self._count_skipped()
             return False
@@ -344,7 +399,8 @@ class OffloadAdamW(AdamW):
             raise ValueError("another rank could not step, and nothing was changed. hint: its own error says why")
         if self._twins.refresh(params):
             _LOGGER.debug("parameters were written by others since the last step, and are read again")
-        norm = math.sqrt(float(squared_norm(params, grads, self._device))) * inverse_scale
+        place = self._device if self._sums is None else torch.device("cpu")
+        norm = math.sqrt(float(squared_norm(params, grads, place))) * inverse_scale
         self.grad_norm = norm
         self._seconds = {"norm": time.perf_counter() - begin}
         if not math.isfinite(norm) and self._nonfinite != "propagate":
@@ -363,7 +419,8 @@ class OffloadAdamW(AdamW):
         if not updates:
             return False
         # After the norm, which would come down behind them; the step begins with the first that is there.
-        self._take_missing(params, grads)
+        if self._sums is None:
+            self._take_missing(params, grads)
         self._apply(updates, inverse_scale * self._clip_coefficient(norm))
         return True
 
@@ -391,11 +448,18 @@ class OffloadAdamW(AdamW):
         states = self._bind(updates)
         params = [update.param for update in updates]
         engine = self._opened_engine()
-        self._commit(updates, states, [partial(engine.submit, updates, grad_scale), partial(self._twins.note, params)])
+        gate = self._gate if self._gate is not None and self._gate.is_open else None
+        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm without it: host and device
+        # hold the same weights, and there is nothing to wait for. Forwards wait by themselves once the step runs.
+        before = [partial(self._twins.note, params)]
+        if gate is not None:
+            before.append(partial(gate.open, params))
+        self._commit(updates, states, [*before, engine.submission(updates, grad_scale)])
+        engine.release()
         for param in params:
             self._fresh.pop(param, None)
-        if self._gate is not None and self._gate.is_open:
-            self._gate.open(params)
+        if gate is not None:
+            gate.wait_for_uncovered()
 
     # ---- state dicts -------------------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def fold_clipping(trainer: Any) -> None:
     """
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     if not isinstance(optimizer, OffloadAdamW):
-        raise ValueError(  # noqa: TRY004  # an argument that cannot work, as everywhere
+        raise ValueError(  # noqa: TRY004
             f"the trainer's optimizer is `{type(optimizer).__name__}`, expected OffloadAdamW. "
             "hint: Trainer(..., optimizers=(optimizer, None)), then fold_clipping(trainer)"
         )

@@ -32,7 +32,7 @@ class Twins:
     def __init__(self) -> None:
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
         self._grads: dict[torch.Tensor, torch.Tensor] = {}
-        self._versions: dict[torch.Tensor, tuple[int, int]] = {}
+        self._versions: dict[torch.Tensor, tuple[int, int, int]] = {}
         self.buffers: list[_core.Buffer] = []
 
     @staticmethod
@@ -93,6 +93,7 @@ class Twins:
         self._versions.update((param, _version(param)) for param in params)
 
 
-def _version(param: torch.Tensor) -> tuple[int, int]:
+def _version(param: torch.Tensor) -> tuple[int, int, int]:
+    # A write to a DTensor does not count as one to its piece, nor the other way round.
     piece = local(param)
-    return piece._version, piece.data_ptr()
+    return param._version, piece._version, piece.data_ptr()

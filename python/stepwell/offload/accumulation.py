@@ -1,0 +1,135 @@
+"""Sums of gradients in host memory: every backward's gradients come down and are added there, and the device keeps none.
+
+- A sum is that of the same additions in the same order as on the device, in the gradient's dtype: the same bits.
+- In the place of a gradient that was taken, the parameter has a marker: its shape, one element of memory, NaN. Who clears
+  gradients removes it, and the sum with it; who reads one sees NaN; who scales one in place gets torch's error.
+- Memory beside the sums: `STAGING_BYTES`, pinned. Cost: a byte of gradient crosses the bus in each backward, and the host's
+  memory five times.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from stepwell.offload.twins import Twins
+
+__all__ = ["STAGING_BYTES", "HostSums"]
+
+_SLOTS = 4
+_SLOT_BYTES = 32 << 20
+
+STAGING_BYTES = _SLOTS * _SLOT_BYTES
+"""Pinned memory through which gradients come down."""
+
+
+class HostSums:
+    """Adds gradients into the host sides of their parameters, on a thread of its own.
+
+    Args:
+        twins: the host sides.
+        device: where the parameters are.
+    """
+
+    def __init__(self, twins: Twins, device: torch.device) -> None:
+        self._twins = twins
+        self._device = device
+        self._markers: dict[torch.Tensor, torch.Tensor] = {}
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        slots = (torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_SLOTS))
+        self._slots: deque[tuple[torch.Tensor, Future[None] | None]] = deque((slot, None) for slot in slots)
+        self._adder = ThreadPoolExecutor(1, "stepwell-accumulate")
+        self._process = os.getpid()
+        self._nbytes = 0
+        self.nbytes = 0
+        """Bytes that came down between the last `finish` and the one before."""
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether the gradient of `param` is here, and nobody has cleared or replaced it."""
+        return param in self._markers and param.grad is self._markers[param]
+
+    def watch(self, param: torch.Tensor) -> None:
+        """Has autograd make room before it accumulates a gradient of `param`, as long as this object lives."""
+        sums, watched = weakref.ref(self), weakref.ref(param)
+
+        def make_room(_: torch.Tensor) -> None:
+            alive, param = sums(), watched()
+            if alive is not None and param is not None:
+                alive.make_room(param)
+
+        param.register_hook(make_room)  # type: ignore[no-untyped-call]
+
+    def make_room(self, param: torch.Tensor) -> None:
+        """Before autograd accumulates into `param.grad`."""
+        if self.has(param):
+            param.grad = None
+        else:
+            self._markers.pop(param, None)
+
+    def add(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Adds the contiguous `grad`, which `param` has, to its sum, in the background, and frees it on the device.
+
+        Raises:
+            ValueError: this is a forked child.
+        """
+        self._check_process()
+        target = self._twins.grad(param).view(-1)
+        is_first = param not in self._markers
+        self._nbytes += grad.nbytes
+        length = _SLOT_BYTES // grad.itemsize
+        for piece, part in zip(torch.split(target, length), torch.split(grad.view(-1), length), strict=True):
+            staging, last_use = self._slots.popleft()
+            try:
+                if last_use is not None:
+                    last_use.result()
+                staged = staging[: part.nbytes].view(part.dtype)
+                arrived = self._copy(part, staged)
+                last_use = self._adder.submit(_add, arrived, piece, staged, is_first)
+            finally:
+                self._slots.append((staging, last_use))
+        self._markers[param] = torch.full((), math.nan, dtype=grad.dtype, device=grad.device).expand(grad.shape)
+        param.grad = self._markers[param]
+
+    def _copy(self, part: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event | None:
+        if self._stream is None:
+            staged.copy_(part)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            staged.copy_(part, non_blocking=True)
+            part.record_stream(self._stream)
+            arrived: torch.cuda.Event = self._stream.record_event()
+            return arrived
+
+    def finish(self) -> None:
+        """Waits until all is added."""
+        self._check_process()
+        for _, last_use in list(self._slots):
+            if last_use is not None:
+                last_use.result()
+        self.nbytes, self._nbytes = self._nbytes, 0
+
+    def _check_process(self) -> None:
+        if self._process != os.getpid():
+            raise ValueError(
+                f"the gradients' sums belong to process `{self._process}`, this is `{os.getpid()}`. "
+                "hint: make the optimizer after forking"
+            )
+
+
+@torch.no_grad()
+def _add(arrived: torch.cuda.Event | None, target: torch.Tensor, staged: torch.Tensor, is_first: bool) -> None:
+    if arrived is not None:
+        arrived.synchronize()
+    if is_first:
+        target.copy_(staged)
+    else:
+        target.add_(staged)
