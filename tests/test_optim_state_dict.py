@@ -12,7 +12,7 @@ import stepwell
 import torch
 from optim_cases import CODECS, LAYOUT_IDS, LAYOUTS, assert_same, bits, parameter, snapshot, stepped
 
-# Relative error of one moment after one rounding: bf16 has 8 bits, q8's neighbours are at most 2/c apart.
+# Relative error of one moment after one rounding: bf16 has 8 bits, q8's neighbours are 1/16 of the value apart at most, where values are large.
 CODEC_ERROR = {"fp32": 0.0, "bf16": 2.0**-7, "q8": 0.05}
 
 
