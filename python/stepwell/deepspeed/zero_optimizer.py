@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import (
@@ -30,7 +29,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from stepwell.deepspeed.operands import Operands
-from stepwell.deepspeed.partitions import Fragment, Partition, Partitions, Update
+from stepwell.deepspeed.partitions import Fragment, FragmentUploads, Partition, Partitions, Update
 from stepwell.offload.gate import Gate
 
 if TYPE_CHECKING:
@@ -107,8 +106,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
             for master, weight, is_apart in zip(self._masters, self._weights(), sums_apart, strict=True)
         ]
-        owned = (param for params in self.params_in_partition for param in params)
-        self._partitions = Partitions(partitions, map(self._fragment, owned), self._options.threads)
+        self._partitions = Partitions(partitions, self._options.threads)
 
     def _get_offload_gradient_dict(self) -> None:
         for group, params in enumerate(self.params_in_partition):
@@ -263,17 +261,13 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _open_gate(self) -> None:
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._is_alone and self._options.gate == "module":
-            self._gate = Gate(params, self._wait_for, self.synchronize)
+            self._gate = Gate(
+                params, FragmentUploads(self._partitions, dict(zip(params, map(self._fragment, params), strict=True)))
+            )
         if self._gate is None or not self._gate.is_open:
             self._partitions.finish()
         else:
-            self._stream = self._partitions.stream()
             self._gate.open(params)
-
-    def _wait_for(self, params: list[torch.Tensor]) -> bool:
-        self._partitions.wait(map(self._fragment, params))
-        is_same: bool = self._partitions.stream() == self._stream
-        return is_same
 
     def synchronize(self) -> None:
         """Waits until the last step is complete in host memory; the current stream waits for the weights.
@@ -325,4 +319,3 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._partitions.synchronize()
         self._gate = None
         super().destroy()
-        get_accelerator().synchronize()

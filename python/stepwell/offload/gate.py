@@ -18,14 +18,13 @@ import itertools
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from stepwell.offload.engine import Engine
 
 __all__ = ["Gate"]
 
@@ -61,6 +60,16 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     return module.__dict__.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
 
 
+class Uploads(Protocol):
+    """New weights on their way to the device."""
+
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
+        """The current stream waits for those of `params`; whether it is the step's, so that all work after it does too."""
+
+    def finish(self) -> None:
+        """The current stream waits for all of them."""
+
+
 class Gate:
     """Hooks on the modules that hold `params`.
 
@@ -69,7 +78,7 @@ class Gate:
         engine: what makes the current stream wait for their weights.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], engine: Engine) -> None:
+    def __init__(self, params: Iterable[torch.Tensor], engine: Uploads) -> None:
         self._params = set(params)
         self._engine = engine
         self._called: set[int] = set()
