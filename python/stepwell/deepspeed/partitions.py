@@ -24,9 +24,9 @@ from stepwell import _core
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Fragment", "Partition", "Partitions", "Update"]
+__all__ = ["Fragment", "FragmentUploads", "Partition", "Partitions", "Update"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -73,22 +73,21 @@ class Partitions:
 
     Args:
         partitions: of all groups.
-        fragments: all that gradients may come for.
         threads: workers that step; None: one per physical core of this process, but one.
 
     Raises:
         OSError: the device or the memory cannot be had.
     """
 
-    def __init__(self, partitions: Sequence[Partition], fragments: Iterable[Fragment], threads: int | None) -> None:
+    def __init__(self, partitions: Sequence[Partition], threads: int | None) -> None:
         self.device = partitions[0].weight.device
         name = "cpu" if self.device.type == "cpu" else f"{self.device.type}:{self.device.index or 0}"
         numels = [partition.master.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(name, numels, threads=threads)
         # What a step in the background uses outlives it, whatever becomes of its owners.
         self._in_use: list[object] = []
-        self._finalizer = weakref.finalize(self, _drain, self._engine, self._in_use)
-        self._fragments = tuple(fragments)
+        self._step_stream = 0
+        weakref.finalize(self, _drain, self._engine, self._in_use)
         self.grads: list[torch.Tensor] = []
         self.twins: list[torch.Tensor | None] = []
         for master, weight, grad_dtype in partitions:
@@ -202,6 +201,7 @@ class Partitions:
         self._written &= self._norms.keys()
         self._lane.order(self._engine)
         self._in_use[:] = [*in_use, weights, self.grads, self.twins]
+        self._step_stream = self.stream()
         return partial(
             self._engine.submit,
             [update.group for update in updates],
@@ -209,7 +209,7 @@ class Partitions:
             weights=[weights[update.group].data_ptr() for update in updates],
             steps=[update.step for update in updates],
             hypers=[update.hyper for update in updates],
-            stream=self.stream(),
+            stream=self._step_stream,
         )
 
     def forget(self) -> None:
@@ -217,11 +217,12 @@ class Partitions:
         self._lane.release()
         self._norms.clear()
 
-    def wait(self, fragments: Iterable[Fragment]) -> None:
-        """The current stream waits for the new weights of some fragments."""
+    def wait(self, fragments: Iterable[Fragment]) -> bool:
+        """The current stream waits for the new weights of some fragments; whether it is the one that the step began on."""
         stream = self.stream()
         for group, begin, numel in fragments:
             self._engine.wait(group, begin, begin + numel, stream=stream)
+        return stream == self._step_stream
 
     def finish(self) -> None:
         """Waits until the last step is complete in host memory; the current stream waits for the weights."""
@@ -240,6 +241,27 @@ class Partitions:
         """What the last step took, as `OffloadEngine.timing`."""
         timing: dict[str, float] = self._engine.timing()
         return timing
+
+
+class FragmentUploads:
+    """New weights of parameters: what a `Gate` waits for.
+
+    Args:
+        partitions: what steps them.
+        fragments: each parameter's; all of a parameter lies in it.
+    """
+
+    def __init__(self, partitions: Partitions, fragments: Mapping[torch.Tensor, Fragment]) -> None:
+        self._partitions = partitions
+        self._fragments = fragments
+
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
+        """The current stream waits for those of `params`; whether it is the step's, so that all work after it does too."""
+        return self._partitions.wait(self._fragments[param] for param in params)
+
+    def finish(self) -> None:
+        """The current stream waits for all of them."""
+        self._partitions.finish()
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,10 @@ them, and the host's waits for every parameter's norm and overflow.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import (
@@ -30,11 +29,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from stepwell.deepspeed.operands import Operands
-from stepwell.deepspeed.partitions import Fragment, Partition, Partitions, Update
+from stepwell.deepspeed.partitions import Fragment, FragmentUploads, Partition, Partitions, Update
 from stepwell.offload.gate import Gate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
 
     from stepwell.deepspeed.options import Options
 
@@ -42,13 +41,6 @@ __all__ = ["OffloadZeroOptimizer"]
 
 # What lies in device memory under CPU offload.
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
-
-
-class _Uploads(NamedTuple):
-    """What the gate waits on."""
-
-    wait: Callable[[list[torch.Tensor]], bool]
-    finish: Callable[[], None]
 
 
 class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
@@ -114,8 +106,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
             for master, weight, is_apart in zip(self._masters, self._weights(), sums_apart, strict=True)
         ]
-        owned = (param for params in self.params_in_partition for param in params)
-        self._partitions = Partitions(partitions, map(self._fragment, owned), self._options.threads)
+        self._partitions = Partitions(partitions, self._options.threads)
 
     def _get_offload_gradient_dict(self) -> None:
         for group, params in enumerate(self.params_in_partition):
@@ -154,6 +145,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """The gradient of a parameter that this rank steps, or of a part of it, is reduced."""
+        if self._gate is not None and self._gate.is_unused(param):
+            raise ValueError(
+                f"parameter `{self.param_names.get(param)}` has a gradient, but no forward of a module that holds it has waited for "
+                "its last update. hint: engine.optimizer.synchronize() before a parameter is read in another way, or "
+                '"stepwell": {"gate": "step"}'
+            )
         param_id = self.get_param_id(param)
         group, source, _, numel = self.grad_position[param_id]
         fragment = self._fragment(param)
@@ -270,17 +267,13 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _open_gate(self) -> None:
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._is_alone and self._options.gate == "module":
-            self._gate = Gate(params, _Uploads(self._wait_for, self.synchronize))
+            self._gate = Gate(
+                params, FragmentUploads(self._partitions, dict(zip(params, map(self._fragment, params), strict=True)))
+            )
         if self._gate is None or not self._gate.is_open:
             self._partitions.finish()
         else:
-            self._stream = self._partitions.stream()
             self._gate.open(params)
-
-    def _wait_for(self, params: list[torch.Tensor]) -> bool:
-        self._partitions.wait(map(self._fragment, params))
-        is_same: bool = self._partitions.stream() == self._stream
-        return is_same
 
     def synchronize(self) -> None:
         """Waits until the last step is complete in host memory; the current stream waits for the weights.
@@ -332,4 +325,3 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._partitions.synchronize()
         self._gate = None
         super().destroy()
-        get_accelerator().synchronize()

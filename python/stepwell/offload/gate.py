@@ -63,7 +63,7 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 class Uploads(Protocol):
     """The new weights on their way to the device."""
 
-    def wait(self, params: list[torch.Tensor], /) -> bool:
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""
 
     def finish(self) -> None:
