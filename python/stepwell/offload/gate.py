@@ -34,13 +34,16 @@ _GATES: weakref.WeakValueDictionary[int, Gate] = weakref.WeakValueDictionary()
 _KEYS = itertools.count(1)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _traced(key: int) -> bool:
     """Called by torch.compile when it traces a hook, not when the compiled code runs."""
     gate = _GATES.get(key)
     if gate is not None:
         gate.close()
     return True
+
+
+# What torch.compiler.assume_constant_result does, which takes seconds to import.
+_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _modules() -> list[torch.nn.Module]:
