@@ -6,7 +6,7 @@ import pytest
 import stepwell
 import torch
 from optim_cases import bits
-from stepwell.offload.trainer import fold_clipping
+from stepwell.offload import fold_clipping
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,5 +1,6 @@
 """Parameters on an accelerator, optimizer state in host memory: the faces of the offload engine for PyTorch."""
 
 from stepwell.offload.optimizer import OffloadAdamW
+from stepwell.offload.trainer import fold_clipping
 
-__all__ = ["OffloadAdamW"]
+__all__ = ["OffloadAdamW", "fold_clipping"]
