@@ -25,8 +25,7 @@ def saved_and_loaded(value):
     return torch.load(stream, weights_only=True)
 
 
-@pytest.mark.parametrize("used", [False, True], ids=["fresh", "used"])
-@pytest.mark.parametrize("order", ["optimizer-first", "model-first"])
+@pytest.mark.parametrize(("order", "used"), [("optimizer-first", False), ("model-first", True)])
 @pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
 def test_resuming_is_as_if_never_stopped(dtype, moments, order, used):
     net, optimizer = pair(dtype=dtype, moments=moments, seed=7, clip_norm=1.0)[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -61,11 +61,14 @@ class Gradients:
         copied, version = self._copied.get(param, (None, 0))
         return copied is grad and version == grad._version
 
-    def reset(self) -> bool:
-        """Begins the next step; whether anything had been copied."""
+    def is_outdated(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether a gradient of `param` was copied that `grad` is not any more."""
+        return param in self._copied and not self.is_copied(param, grad)
+
+    def reset(self) -> None:
+        """Begins the next step."""
         self._backwards = {}
-        copied, self._copied = self._copied, {}
-        return bool(copied)
+        self._copied = {}
 
 
 class OnGrad:
@@ -78,17 +81,6 @@ class OnGrad:
         """Autograd has accumulated the gradient of `param`."""
         if (method := self._method()) is not None:
             method(param)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model has no optimizer.
-        return _Inert, ()
-
-
-class _Inert:
-    """What a copied parameter has in the place of a hook."""
-
-    def __call__(self, param: torch.Tensor) -> None:
-        pass
 
 
 def may_change_after_backward(param: torch.Tensor) -> bool:

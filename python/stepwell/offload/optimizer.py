@@ -138,6 +138,7 @@ class OffloadAdamW(AdamW):
         self._engine: Engine | None = None
         self._gate: Gate | None = None
         self._seconds: dict[str, float] = {}
+        self._has_warned = False
         self._device = torch.device("cpu")
         super().__init__(
             params,
@@ -436,8 +437,14 @@ class OffloadAdamW(AdamW):
         engine = self._opened_engine()
         if missing:
             engine.take(*zip(*missing, strict=True))
-        if self._gradients.reset() and missing:
-            _LOGGER.debug("%d gradients were changed after they had been copied, and are copied again", len(missing))
+        outdated = sum(self._gradients.is_outdated(param, grad) for param, grad in missing)
+        if outdated and not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "%d gradients were changed after they had been copied to the host, and cross the bus again (said once). "
+                "hint: clip by clip_norm; all backwards but the last before a step under no_sync(), or accumulation_steps",
+                outdated,
+            )
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None or not math.isfinite(norm):
