@@ -84,6 +84,12 @@ def paths(result):
         "split": configuration(
             dtype="bf16", optimizer="StepwellAdamW", precision={"bf16_master_weights_and_grads": True}
         ),
+        "ZeRO-3": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 3000}),
+        "ZeRO-3, fp32": configuration(stage=3),
+        "ZeRO-3, accumulated": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=3),
+        "ZeRO-3, fp32 sums": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=3, data_types=fp32_sums),
+        "ZeRO-3, q8": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 3000}, stepwell={"moments": "q8"}),
+        "ZeRO-3, clipped": configuration(dtype="bf16", stage=3, clip=0.1),
     }
     for name, config in cases.items():
         result[name] = both(config)
@@ -134,7 +140,10 @@ def fp16(result):
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
     dynamic = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
     result["dynamic"] = both(configuration(dtype="fp16", precision=dynamic, clip=0.1), steps=16)
-    result["growing"] = grown(configuration(dtype="fp16", precision=dynamic | {"loss_scale_window": 2}))
+    growing = dynamic | {"loss_scale_window": 2}
+    result["growing"] = grown(configuration(dtype="fp16", precision=growing))
+    result["growing, ZeRO-3"] = grown(configuration(dtype="fp16", stage=3, precision=growing))
+    result["nonfinite, ZeRO-3"] = poisoned(configuration(dtype="bf16", stage=3, clip=1.0))
     for dtype in ("bf16", "fp32"):
         result[f"nonfinite, {dtype}"] = poisoned(configuration(dtype=dtype, clip=1.0))
     result["nonfinite, accumulated"] = poisoned(
@@ -161,16 +170,21 @@ def grown(config):
     return seen
 
 
+def weights(engine):
+    """The weights, or under ZeRO-3 this rank's pieces of them."""
+    return [getattr(param, "ds_tensor", param).clone() for param in engine.module.parameters()]
+
+
 def poisoned(config):
     """A step with a NaN in one gradient between others."""
     engine = initialize(perceptron(), config)
     accumulation = config.get("gradient_accumulation_steps", 1)
     train(engine, vectors(accumulation), squared)
-    before = partitions(engine), [param.clone() for param in engine.module.parameters()]
+    before = partitions(engine), weights(engine)
     batches = list(vectors(accumulation, first=10))
     batches[0][0, 0] = math.nan
     train(engine, batches, squared)
-    after = partitions(engine), [param.clone() for param in engine.module.parameters()]
+    after = partitions(engine), weights(engine)
     norm = float(engine.get_global_grad_norm())
     losses = train(engine, vectors(4 * accumulation, first=20), squared)
     result = {
@@ -245,6 +259,18 @@ def access(result):
         result["forked"].append(utils.safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg").clone())
     engine.destroy()
 
+    engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, clip=1e-3))
+    weight = engine.module[0].weight
+    engine.backward(squared(engine, batch))
+    grad = utils.safe_get_full_grad(weight).clone()
+    utils.safe_set_full_grad(weight, 2 * grad)
+    result["ZeRO-3 grad"] = grad, utils.safe_get_full_grad(weight).clone(), utils.safe_get_local_grad(weight).clone()
+    utils.safe_update_full_grad_vectorized([weight], lambda grad, _: torch.full_like(grad, 7.0))
+    engine.step()
+    moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    result["ZeRO-3 set"] = moment, engine.get_global_grad_norm(), weight.numel() or weight.ds_numel
+    engine.destroy()
+
     engine = initialize(wide(), configuration(dtype="bf16"))
     train(engine, [batch], squared)
     # Python ends, and a step is running.
@@ -252,9 +278,9 @@ def access(result):
 
 def checkpoints(result, folder):
     """Checkpoints of one path, loaded by the other and by DeepSpeed's tools where there is no Stepwell."""
-    for name, options in {"bf16, ZeRO-2": {}, "bf16, ZeRO-1": {"stage": 1}}.items():
+    for name, options in {"ZeRO-2": {}, "ZeRO-1": {"stage": 1}, "ZeRO-3": {"stage": 3}}.items():
         for engine_saves in (True, False):
-            saved = str(Path(folder) / f"{name}_{engine_saves}".replace(", ", "_"))
+            saved = str(Path(folder) / f"{name}_{engine_saves}")
             config = configuration(dtype="bf16", **options)
             engine = initialize(perceptron(), {**config, "stepwell": {"engine": engine_saves}})
             train(engine, vectors(3), squared)
@@ -275,7 +301,7 @@ def checkpoints(result, folder):
         "(path,) = glob.glob(sys.argv[1] + '/*/*optim_states.pt')\n"
         "print(sorted(torch.load(path, weights_only=False)['optimizer_state_dict']['base_optimizer_state']['state'][0]))\n"
     )
-    saved, converted = str(Path(folder) / "bf16_ZeRO-2_True"), str(Path(folder) / "fp32.pt")
+    saved, converted = str(Path(folder) / "ZeRO-2_True"), str(Path(folder) / "fp32.pt")
     command = [sys.executable, "-c", program, saved, converted]
     output = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
     result["without Stepwell"] = torch.load(converted), output.splitlines()[-1]
@@ -308,6 +334,7 @@ def program_offload_ranks(result):
             dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}
         ),
         "q8": configuration(stepwell={"moments": "q8"}),
+        "ZeRO-3": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=2),
         "small buckets": configuration(dtype="bf16", zero={"reduce_bucket_size": 1000, "round_robin_gradients": True}),
     }
     for name, config in cases.items():
@@ -363,8 +390,10 @@ def options(result):
             result[name] = str(error)
     nvme = configuration()
     nvme["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": "/nonexistent"}
+    parameters = configuration(stage=3, zero={"offload_param": {"device": "cpu"}})
     for name, config in {
         "off": configuration(stepwell={"engine": False}),
+        "parameters": parameters,
         "nvme": nvme,
         "no offload": configuration(offload=None),
         "ZeRO-3": configuration(stage=3),

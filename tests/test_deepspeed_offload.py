@@ -1,4 +1,4 @@
-"""ZeRO-1 and -2 on the offload engine: DeepSpeed's own results, its loss scaling, its checkpoints, its accessors."""
+"""ZeRO on the offload engine: DeepSpeed's own results, its loss scaling, its checkpoints, its accessors."""
 
 import itertools
 import math
@@ -8,6 +8,10 @@ import pytest
 import torch
 
 PROGRAM_TIMEOUT = 150
+CLASSES = (
+    ("OffloadZeroOptimizer", "DeepSpeedZeroOptimizer"),
+    ("OffloadZeroOptimizerStage3", "DeepSpeedZeroOptimizer_Stage3"),
+)
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
 
 
@@ -29,10 +33,12 @@ def assert_same_partitions(ours, theirs):
 
 def assert_same_runs(ours, theirs):
     """DeepSpeed's own path on our op computes the same: to the bit."""
-    assert (ours["class"], theirs["class"]) == ("OffloadZeroOptimizer", "DeepSpeedZeroOptimizer")
+    assert (ours["class"], theirs["class"]) in CLASSES
     assert ours["base"] == theirs["base"]
     assert ours["losses"] == theirs["losses"]
-    assert ours["norms"] == theirs["norms"]
+    # ZeRO-3 sums squares in float32.
+    rtol = 1e-6 if ours["class"].endswith("Stage3") else 0.0
+    torch.testing.assert_close(torch.tensor(ours["norms"]), torch.tensor(theirs["norms"]), rtol=rtol, atol=0)
     assert ours["skipped"] == theirs["skipped"]
     assert_same_partitions(ours["partitions"], theirs["partitions"])
 
@@ -66,10 +72,23 @@ def paths(runs):
         "bf16 moments",
         "split",
         "wide",
+        "ZeRO-3",
+        "ZeRO-3, fp32",
+        "ZeRO-3, accumulated",
+        "ZeRO-3, fp32 sums",
+        "ZeRO-3, q8",
     ],
 )
 def test_both_paths_are_the_same_run(paths, name):
     assert_same_runs(*paths[name])
+
+
+def test_zero_3_clips(paths):
+    ours, theirs = paths["ZeRO-3, clipped"]
+    assert ours["class"] == "OffloadZeroOptimizerStage3"
+    # Its norm differs in the last bit.
+    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=1e-3, atol=0)
+    assert ours["losses"] != paths["ZeRO-3"][0]["losses"]
 
 
 def test_runs_differ_where_they_should(paths):
@@ -113,8 +132,9 @@ def test_dynamic_loss_scale(fp16):
     assert ours["partitions"][0][1]["step"] == len(ours["losses"]) - ours["skipped"]
 
 
-def test_gradients_are_unscaled_by_the_scale_that_they_have(fp16):
-    steps = fp16["growing"]
+@pytest.mark.parametrize("name", ["growing", "growing, ZeRO-3"])
+def test_gradients_are_unscaled_by_the_scale_that_they_have(fp16, name):
+    steps = fp16[name]
     applied = [step for step in steps if not step["overflow"]]
     scales = [step["scale"] for step in applied]
     assert any(later["scale"] > earlier["scale"] for earlier, later in itertools.pairwise(steps))
@@ -126,7 +146,7 @@ def test_gradients_are_unscaled_by_the_scale_that_they_have(fp16):
         torch.testing.assert_close(grad.norm(), step["norm"], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name", ["nonfinite, bf16", "nonfinite, fp32", "nonfinite, accumulated"])
+@pytest.mark.parametrize("name", ["nonfinite, bf16", "nonfinite, fp32", "nonfinite, accumulated", "nonfinite, ZeRO-3"])
 def test_a_nonfinite_gradient_skips_the_step(fp16, name):
     run = fp16[name]
     assert run["norm"] == math.inf
@@ -161,6 +181,17 @@ def test_safe_get_and_set(access):
     assert access["set nan"] == (True, 1)
 
 
+def test_safe_get_and_set_under_zero_3(access):
+    grad, doubled, local = access["ZeRO-3 grad"]
+    assert grad.any()
+    assert torch.equal(doubled, 2 * grad)
+    assert torch.equal(local, doubled.flatten())
+    moment, norm, numel = access["ZeRO-3 set"]
+    # Clipped by the norm of what was set.
+    assert norm > 7 * numel**0.5
+    torch.testing.assert_close(moment, torch.full_like(moment, float(0.1 * 7 * 1e-3 / norm)), rtol=1e-3, atol=0)
+
+
 def test_reading_at_once_after_a_step(access):
     weight, flat = access["state_dict"]
     assert torch.equal(weight.flatten(), flat[-weight.numel() :].bfloat16())
@@ -192,7 +223,7 @@ def checkpoints(runs):
     return runs["checkpoints"]
 
 
-@pytest.mark.parametrize("name", ["bf16, ZeRO-2", "bf16, ZeRO-1"])
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-1", "ZeRO-3"])
 def test_checkpoints_are_those_of_either_path(checkpoints, name):
     for saves, loads in itertools.product((True, False), repeat=2):
         (losses, after), (resumed_losses, resumed) = checkpoints[name, saves, loads]
@@ -240,8 +271,9 @@ def test_options(runs):
         "off": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", '"engine" is false'),
         "nvme": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", "device is `nvme`"),
         "no offload": ("DeepSpeedZeroOptimizer", "FusedAdam", None),
-        "ZeRO-3": ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedCPUAdam", None),
-        "ZeRO-3, q8": ("DeepSpeedZeroOptimizer_Stage3", "StepwellAdamW", None),
+        "ZeRO-3": ("OffloadZeroOptimizerStage3", "DeepSpeedCPUAdam", None),
+        "ZeRO-3, q8": ("OffloadZeroOptimizerStage3", "StepwellAdamW", None),
+        "parameters": ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedCPUAdam", "parameters are offloaded"),
         "other version": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", "reduce_ipg_grads` takes `self, dtype`"),
     }
     for name, (cls, base, part) in paths.items():

@@ -5,7 +5,7 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Final, final
 
-__all__ = ["CHUNK_LEN", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "write_state"]
+__all__ = ["CHUNK_LEN", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
 
 CHUNK_LEN: Final[int]
 """
@@ -24,6 +24,7 @@ class AdamTensor:
     ======== ================================================== ===========================================
     float32  optionally weight_out (bfloat16 or float16)        the parameter itself
     bfloat16 trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
+    bfloat16 trailing int16[numel]                              the same, where nobody but steps writes the parameter
     float16  master float32[numel]                              separate
     16-bit   nothing                                            none: rounded to nearest
     ======== ================================================== ===========================================
@@ -384,6 +385,15 @@ def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: S
 def system_info() -> "dict[str, object]":
     """
     What this machine is, as `stepwell doctor` shows it: a dict of plain values.
+    """
+
+def take_fingerprints(tensor: AdamTensor, *, pool: Pool | None = None) -> None:
+    """
+    Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps without fingerprints, before anyone
+    else may write the parameter.
+
+    Raises:
+        ValueError: for a tensor without fingerprints.
     """
 
 def write_state(tensor: AdamTensor, *, step: int, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:

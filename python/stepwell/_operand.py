@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell._sharding import is_dtensor, local
-from stepwell._state import adam_tensor, part_names, refreshed
+from stepwell._state import FINGERPRINTS, adam_tensor, part_names, refreshed
 from stepwell._tensors import check_grad, check_param, is_run, view
 
 if TYPE_CHECKING:
@@ -49,12 +49,14 @@ class Operand:
         tensor: what the core steps; None where this rank's piece is empty. Valid after `bind`.
         write_backs: calls that finish the step, in any order. Valid from `bind` to `release`.
         moved: whether memory that a step writes lies elsewhere than when the caller last cleared this.
+        is_exclusive: whether steps alone write the parameter, so that they need not look whether it is still theirs.
     """
 
     def __init__(self, param: torch.Tensor, label: str) -> None:
         self.param = param
         self.label = label
         self.moved = True
+        self.is_exclusive = False
         self.tensor: _core.AdamTensor | None = None
         self.write_backs: list[partial[Any]] = []
         self._grad: torch.Tensor | None = None
@@ -62,6 +64,7 @@ class Operand:
         self._grad_signature: tuple[Any, ...] | None = None
         self._runs: list[tuple[str, torch.Tensor, torch.Tensor, int]] = []
         self._is_bound = False
+        self._is_bound_exclusively = False
 
     def take(self, grad: torch.Tensor) -> None:
         """Takes the gradient of the coming step.
@@ -115,7 +118,7 @@ class Operand:
 
     def bind(self, state: State, moments: str, key: Callable[[], int]) -> None:
         """Makes `tensor` of the parameter, the gradient taken and `state`, unless it is the same as for the last step."""
-        if self._is_bound and self._holds(state):
+        if self._is_bound and self._is_bound_exclusively == self.is_exclusive and self._holds(state):
             return
         if not self._runs or not self._holds(state):
             self.moved = True
@@ -126,9 +129,11 @@ class Operand:
         self.tensor = None
         piece = local(self.param)
         if piece.numel() > 0:
-            runs = {name: self._run(part) for name, part in parts.items()}
+            left_out = {FINGERPRINTS} if self.is_exclusive else set()
+            runs = {name: self._run(part) for name, part in parts.items() if name not in left_out}
             param = self._run(piece)
             self.tensor = adam_tensor(param, runs, grad=self.grad_view, key=key())
+        self._is_bound_exclusively = self.is_exclusive
         self._is_bound = not self.write_backs
 
     def release(self) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "FINGERPRINTS",
     "MOMENTS",
     "State",
     "adam_tensor",
@@ -35,6 +36,7 @@ __all__ = [
     "refreshed",
     "shield",
     "step_of",
+    "take_fingerprints",
     "unshielded",
     "zeros",
 ]
@@ -54,6 +56,9 @@ class _Part(NamedTuple):
     """Entries for a piece of that many elements, as a 1-D tensor; None: one per element, in the parameter's shape."""
 
 
+FINGERPRINTS = "fingerprints"
+"""The part that tells which weights the trailing bits belong to."""
+
 _MOMENTS = {
     "fp32": (_Part("exp_avg", torch.float32), _Part("exp_avg_sq", torch.float32)),
     "bf16": (_Part("exp_avg", torch.bfloat16), _Part("exp_avg_sq", torch.bfloat16)),
@@ -66,7 +71,7 @@ _MOMENTS = {
 }
 _MASTERS = {
     torch.float32: (),
-    torch.bfloat16: (_Part("trailing", torch.int16), _Part("fingerprints", torch.int32, _core.num_chunks)),
+    torch.bfloat16: (_Part("trailing", torch.int16), _Part(FINGERPRINTS, torch.int32, _core.num_chunks)),
     torch.float16: (_Part("master", torch.float32),),
 }
 _PARTS = {part.name: part for parts in (*_MOMENTS.values(), *_MASTERS.values()) for part in parts}
@@ -195,6 +200,14 @@ def adam_tensor(
 
 def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:
     return {part.name: local(state[part.name]).contiguous() for part in _MOMENTS[moments]}
+
+
+def take_fingerprints(param: torch.Tensor, state: State, moments: str) -> None:
+    """Has the fingerprints in the state of `param` tell of its weights as they are, which its trailing bits belong to."""
+    piece = local(param)
+    if FINGERPRINTS in state and piece.numel() > 0:
+        runs = {name: local(state[name]) for name in part_names(param, moments)}
+        _core.take_fingerprints(adam_tensor(piece, runs))
 
 
 def packed(param: torch.Tensor, state: State) -> State:

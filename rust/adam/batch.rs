@@ -134,7 +134,7 @@ unsafe fn step_master<G: Element>(
 }
 
 /// Lends a chunk of a split master, void where the parameter is not what the fingerprint was taken of. If the body
-/// rewrites the chunk, the fingerprint is taken anew: only then do parameter and trailing bits belong together again.
+/// rewrites the chunk, the fingerprint is taken anew: only then do parameter and trailing bits belong together again. Without fingerprints they always do.
 ///
 /// # Safety
 /// As [`step_chunk`].
@@ -155,11 +155,12 @@ pub(super) unsafe fn with_split(
     // SAFETY: the caller vouches for the chunk's memory; `high` is reborrowed, never twice at once.
     unsafe {
         let high = tensor.param.slice_mut::<Bf16>(range.clone());
-        let fingerprint = &mut fingerprints.slice_mut::<i32>(chunk.index..chunk.index + 1)[0];
-        let void = isa.run(Fingerprint(high)).cast_signed() != *fingerprint;
+        let fingerprint =
+            fingerprints.map(|fingerprints| &mut fingerprints.slice_mut::<i32>(chunk.index..chunk.index + 1)[0]);
+        let void = fingerprint.as_ref().is_some_and(|known| isa.run(Fingerprint(high)).cast_signed() != **known);
         let low = trailing.slice_mut::<i16>(range);
         body(Split::new(Cursor::in_place(high), Cursor::in_place(low), void));
-        if rewrites {
+        if let Some(fingerprint) = fingerprint.filter(|_| rewrites) {
             *fingerprint = isa.run(Fingerprint(high)).cast_signed();
         }
     }

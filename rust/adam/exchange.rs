@@ -9,7 +9,7 @@ use super::{
 use crate::{
     cursor::{Cursor, Source},
     element::{Bf16, Dtype, F16},
-    error::Result,
+    error::{Error, Result},
     isa::Isa,
     pool::Pool,
     state::{
@@ -18,6 +18,7 @@ use crate::{
         convert::{ReadMaster, ReadMoments, WriteMaster, WriteMoments},
         dither::Dither,
         master::{Plain, Shadowed, WithWeightOut},
+        split::Fingerprint,
     },
     view::{View, check_disjoint},
 };
@@ -107,6 +108,30 @@ pub unsafe fn write_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, count: u64
                 let exp_avg_sq = Source::new(exp_avg_sq.slice::<f32>(range.clone()));
                 with_moments(tensor, range, WriteMomentsFrom { isa, exp_avg, exp_avg_sq, dither });
             }
+        }
+    });
+    Ok(())
+}
+
+/// Takes the fingerprints of a split parameter whose trailing bits belong to it, as they do where it was stepped without fingerprints.
+/// Reads 2 B per parameter.
+///
+/// # Safety
+/// As [`super::batch::step`].
+///
+/// # Errors
+/// [`crate::Error::Value`] for a tensor without fingerprints.
+pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> Result<()> {
+    let MasterLayout::Split { fingerprints: Some(fingerprints), .. } = tensor.master else {
+        return Err(Error::value("the tensor has no fingerprints, expected a bfloat16 parameter with them"));
+    };
+    let chunks = Chunk::all([tensor.param.numel()].into_iter());
+    pool.run(chunks.len(), &|task| {
+        let chunk = chunks[task];
+        // SAFETY: the caller vouches for the memory; chunks are disjoint.
+        unsafe {
+            let high = tensor.param.slice::<Bf16>(chunk.range(tensor.param.numel()));
+            fingerprints.slice_mut::<i32>(task..task + 1)[0] = isa.run(Fingerprint(high)).cast_signed();
         }
     });
     Ok(())

@@ -22,8 +22,9 @@ pub enum MasterLayout {
     Split {
         /// 16 bits per element.
         trailing: View,
-        /// 32 bits per chunk.
-        fingerprints: View,
+        /// 32 bits per chunk, which tell whether the parameter is what the trailing bits belong to. Without: whoever made this
+        /// vouches that steps alone write the parameter.
+        fingerprints: Option<View>,
     },
     /// An fp16 parameter beside its fp32 master.
     Shadowed {
@@ -130,7 +131,7 @@ impl AdamTensor {
         let (first, second) = match self.master {
             MasterLayout::Float32 { weight_out } => (weight_out.map(|view| ("weight_out", view)), None),
             MasterLayout::Split { trailing, fingerprints } => {
-                (Some(("trailing", trailing)), Some(("fingerprints", fingerprints)))
+                (Some(("trailing", trailing)), fingerprints.map(|view| ("fingerprints", view)))
             }
             MasterLayout::Shadowed { master } => (Some(("master", master)), None),
             MasterLayout::Plain16 => (None, None),
@@ -171,14 +172,16 @@ fn master_layout(param: View, beside: &Beside) -> Result<MasterLayout> {
             }
             Ok(MasterLayout::Float32 { weight_out: *weight_out })
         }
-        (Dtype::BFloat16, Beside { trailing: Some(trailing), fingerprints: Some(fingerprints), .. }) => {
+        (Dtype::BFloat16, Beside { trailing: Some(trailing), fingerprints, .. }) => {
             refuse_others(&["trailing", "fingerprints"])?;
             trailing.expect("trailing", &[Dtype::Int16], numel)?;
-            fingerprints.expect("fingerprints", &[Dtype::Int32], num_chunks(numel))?;
+            if let Some(fingerprints) = fingerprints {
+                fingerprints.expect("fingerprints", &[Dtype::Int32], num_chunks(numel))?;
+            }
             Ok(MasterLayout::Split { trailing: *trailing, fingerprints: *fingerprints })
         }
-        (Dtype::BFloat16, Beside { trailing: Some(_), .. } | Beside { fingerprints: Some(_), .. }) => {
-            Err(Error::value("trailing and fingerprints belong together, expected both or neither"))
+        (Dtype::BFloat16, Beside { fingerprints: Some(_), .. }) => {
+            Err(Error::value("fingerprints are given without trailing bits, expected both"))
         }
         (Dtype::Float16, Beside { master: Some(master), .. }) => {
             refuse_others(&["master"])?;

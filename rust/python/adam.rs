@@ -23,6 +23,7 @@ use crate::{
 /// ======== ================================================== ===========================================
 /// float32  optionally weight_out (bfloat16 or float16)        the parameter itself
 /// bfloat16 trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
+/// bfloat16 trailing int16[numel]                              the same, where nobody but steps writes the parameter
 /// float16  master float32[numel]                              separate
 /// 16-bit   nothing                                            none: rounded to nearest
 /// ======== ================================================== ===========================================
@@ -276,6 +277,20 @@ pub(super) fn write_state(
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.
     py.detach(|| unsafe { exchange::write_state(pool.get()?, Isa::detect()?, &tensor, step, from) })
+}
+
+/// Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps without fingerprints, before anyone
+/// else may write the parameter.
+///
+/// Raises:
+///     ValueError: for a tensor without fingerprints.
+#[pyfunction]
+#[pyo3(signature = (tensor, *, pool=None))]
+pub(super) fn take_fingerprints(py: Python<'_>, tensor: &PyAdamTensor, pool: Option<&PyPool>) -> Result<()> {
+    let tensor = tensor.0;
+    let pool = PyPool::pool(pool);
+    // SAFETY: as in `adam_step`.
+    py.detach(|| unsafe { exchange::take_fingerprints(pool.get()?, Isa::detect()?, &tensor) })
 }
 
 /// Bytes of one q8 moment's codes for `numel` elements.

@@ -14,7 +14,7 @@ mod _core {
     #[pymodule_export]
     use super::adam::{
         PyAdamTensor, PyGradStats, PyHyper, adam_rollback, adam_step, grad_stats, q8_codes_len, q8_scales_len,
-        read_state, write_state,
+        read_state, take_fingerprints, write_state,
     };
     #[pymodule_export]
     use super::host::{PyBuffer, PyPool, build_info, connect, num_chunks, stream_ceiling, system_info};

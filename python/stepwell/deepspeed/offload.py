@@ -1,4 +1,4 @@
-"""ZeRO-1 and -2 with CPU offload on the offload engine: when, and DeepSpeed's seams for it."""
+"""ZeRO with CPU offload on the offload engine: when, and DeepSpeed's seams for it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ __all__ = ["SEAMS"]
 
 _ENGINE = "deepspeed.runtime.engine"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
+_STAGE_3 = "deepspeed.runtime.zero.stage3"
 _FRAGMENT = "deepspeed.utils.tensor_fragment"
-
-_STAGES = (1, 2)
 _ACCELERATORS = ("cpu", "cuda")
 
 _LOGGER = logging.getLogger(__name__)
 
 
 def _in_the_way(engine: Any, optimizer: Any, options: Options) -> str | None:
-    """Why a DeepSpeedEngine with ZeRO-1 or -2 and CPU offload keeps DeepSpeed's own path; None if it need not."""
+    """Why a DeepSpeedEngine with ZeRO and CPU offload keeps DeepSpeed's own path; None if it need not."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.torch_autocast import is_autocast_initialized
@@ -42,6 +41,10 @@ def _in_the_way(engine: Any, optimizer: Any, options: Options) -> str | None:
         f"the accelerator is `{accelerator_name()}`": accelerator_name() not in _ACCELERATORS,
         f"the optimizer is `{type(optimizer).__name__}`": not is_ours,
         "ZenFlow is on": engine.zenflow,
+        "SuperOffload is on": engine.super_offload(),
+        "parameters are offloaded": _device_of(engine.zero_offload_param()) is not None,
+        "zero_hpz_partition_size is not 1": engine.zero_hpz_partition_size() != 1,
+        "weights are quantized": engine.zero_quantized_weights() or engine.zero_quantized_nontrainable_weights(),
         "offload_optimizer.ratio is not 1": engine.zero_partial_offload() != 1.0,
         "the model has mixtures of experts": engine.has_moe_layers,
         "the model is a pipeline": isinstance(engine.module, PipelineModule),
@@ -51,12 +54,13 @@ def _in_the_way(engine: Any, optimizer: Any, options: Options) -> str | None:
         "the hybrid engine is on": engine._config.hybrid_engine.enabled,
     }
     reasons = [reason for reason, is_there in obstacles.items() if is_there]
-    return reasons[0] if reasons else _CLASS.unused()
+    return reasons[0] if reasons else _CLASSES[engine.zero_optimization_stage() == 3].unused()
 
 
-def _device(engine: Any) -> str | None:
-    offload = engine.zero_offload_optimizer()
-    return None if offload is None else str(getattr(offload.device, "value", offload.device))
+def _device_of(offload: Any) -> str | None:
+    """The device of an offload configuration; None: nothing is offloaded."""
+    device = None if offload is None else str(getattr(offload.device, "value", offload.device))
+    return None if device == "none" else device
 
 
 def _check_moments(optimizer: Any, options: Options) -> None:
@@ -69,28 +73,42 @@ def _check_moments(optimizer: Any, options: Options) -> None:
         )
 
 
+def _stage_1_2() -> tuple[Any, str, type]:
+    """Where DeepSpeed's engine finds the class of its optimizer, and ours."""
+    from stepwell.deepspeed.zero_optimizer import OffloadZeroOptimizer
+
+    return importlib.import_module(_ENGINE), "DeepSpeedZeroOptimizer", OffloadZeroOptimizer
+
+
+def _stage_3() -> tuple[Any, str, type]:
+    from stepwell.deepspeed.zero3_optimizer import OffloadZeroOptimizerStage3
+
+    # The engine imports it along, and it has a subclass of what is found there.
+    importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
+    return importlib.import_module(_STAGE_3), "DeepSpeedZeroOptimizer_Stage3", OffloadZeroOptimizerStage3
+
+
 def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any) -> Any:
         options = options_of(self)
         _check_moments(optimizer, options)
-        if self.zero_optimization_stage() not in _STAGES or _device(self) in (None, "none"):
+        device = _device_of(self.zero_offload_optimizer())
+        if device is None:
             return original(self, optimizer)
-        reason = "offload_optimizer.device is `nvme`" if _device(self) != "cpu" else None
+        reason = f"offload_optimizer.device is `{device}`" if device != "cpu" else None
         reason = reason or _in_the_way(self, optimizer, options)
         if reason is not None:
             _LOGGER.info("not on the offload engine, but DeepSpeed's own path on Stepwell's kernels: %s", reason)
             return original(self, optimizer)
-        from stepwell.deepspeed.zero_optimizer import OffloadZeroOptimizer
-
         # DeepSpeed's function knows what the constructor takes.
-        module: Any = importlib.import_module(_ENGINE)
-        theirs = module.DeepSpeedZeroOptimizer
-        module.DeepSpeedZeroOptimizer = functools.partial(OffloadZeroOptimizer, options=options)
+        module, name, cls = _stage_3() if self.zero_optimization_stage() == 3 else _stage_1_2()
+        theirs = getattr(module, name)
+        setattr(module, name, functools.partial(cls, options=options))
         try:
             return original(self, optimizer)
         finally:
-            module.DeepSpeedZeroOptimizer = theirs
+            setattr(module, name, theirs)
 
     return configure
 
@@ -118,7 +136,7 @@ def _gradient_got(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _MAKER = Attribute(
-    "offload engine, ZeRO-1/2 making",
+    "offload engine, making",
     _ENGINE,
     "DeepSpeedEngine._configure_zero_optimizer",
     _configured,
@@ -157,10 +175,35 @@ _CLASS = Overridden(
     },
     _MAKER,
 )
+_CLASS_3 = Overridden(
+    "offload engine, ZeRO-3 optimizer",
+    _STAGE_3,
+    "DeepSpeedZeroOptimizer_Stage3",
+    {
+        "initialize_optimizer_states": ("self",),
+        "partition_grads": ("self", "params_to_release", "grad_partitions"),
+        "_finalize_offload_gradient_accumulation": ("self",),
+        "_get_fp32_grad_state_partition": ("self", "param", "release_swap_buffers"),
+        "get_fp32_grad_partitions": ("self",),
+        "get_fp32_grad_for_param": ("self", "param"),
+        "set_fp32_grad_for_param": ("self", "value", "param"),
+        "set_local_grad_for_param": ("self", "value", "param"),
+        "update_fp32_grad_for_param_vectorized": ("self", "update_func", "param_list"),
+        "_pre_step": ("self",),
+        "_partition_all_parameters": ("self",),
+        "_loss_scale_update_and_overflow_cleanup": ("self",),
+        "_unflatten_partitioned_parameters": ("self", "sub_group_id"),
+        "_post_step": ("self", "timer_names"),
+        "step": ("self", "closure"),
+        "destroy": ("self",),
+    },
+    _MAKER,
+)
+_CLASSES = (_CLASS, _CLASS_3)
 
 SEAMS = (
     _MAKER,
-    _CLASS,
+    *_CLASSES,
     Attribute(
         "offload engine, state access",
         _FRAGMENT,

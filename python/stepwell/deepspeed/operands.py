@@ -16,7 +16,21 @@ from stepwell.deepspeed import native
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Operand", "Operands"]
+__all__ = ["Operand", "Operands", "gradient_scale"]
+
+
+def gradient_scale(norm: float, loss_scale: float, clip_grad: float) -> float:
+    """What gradients are multiplied by: the inverse of the loss scale, times the clip coefficient. In float32, as DeepSpeed's.
+
+    Args:
+        norm: of the gradients, times the loss scale.
+        loss_scale: that the gradients were made with.
+        clip_grad: the norm that is clipped to; 0: none.
+    """
+    if clip_grad == 0.0:
+        return 1.0 / loss_scale
+    clip = ((torch.tensor(norm) / loss_scale) + 1e-6) / clip_grad
+    return float(1.0 / (torch.clamp(clip, min=1.0) * loss_scale))
 
 
 class Operand(NamedTuple):
@@ -33,7 +47,7 @@ class Operand(NamedTuple):
 
 
 class Operands:
-    """The operands of an optimizer whose parameter groups have one flat partition each.
+    """The operands of an optimizer that steps flat partitions.
 
     Args:
         optimizer: a DeepSpeedCPUAdam, or one of Stepwell's.
@@ -59,11 +73,14 @@ class Operands:
             )
         return policy != "propagate"
 
-    def of(self, index: int, master: torch.Tensor, grad: torch.Tensor, twin: torch.Tensor | None) -> Operand:
-        """The partition of a group, in the coming step.
+    def of(
+        self, index: int, ordinal: int, master: torch.Tensor, grad: torch.Tensor, twin: torch.Tensor | None
+    ) -> Operand:
+        """A partition in the coming step.
 
         Args:
-            index: of the group.
+            index: of the parameter group whose options it has.
+            ordinal: of the partition.
             master: the partition.
             grad: its gradient.
             twin: what the weights are written to in another dtype; None: `master` is what the model gets.
@@ -75,26 +92,29 @@ class Operands:
         views = {"grad": view(grad), "weight_out": None if twin is None else view(twin)}
         known = self._optimizer.state.get(master) or None
         if isinstance(self._optimizer, optim.Adam):
-            return self._ours(self._optimizer, index, master, known, views)
+            return self._ours(self._optimizer, group, ordinal, master, known, views)
         return self._deepspeeds(group, master, known, views)
 
     def _ours(
         self,
         optimizer: optim.Adam,
-        index: int,
+        group: dict[str, Any],
+        ordinal: int,
         master: torch.Tensor,
         known: dict[str, Any] | None,
         views: dict[str, Any],
     ) -> Operand:
-        group, moments, label = optimizer.param_groups[index], optimizer._moments, f"partition {index}"
+        moments, label = optimizer._moments, f"partition {ordinal}"
         flat = master.detach()
         state = _state.new(flat, moments) if known is None else _state.refreshed(flat, known, moments, label)
         tensor = None
         if flat.numel() > 0:
-            key = _state.key_of(group["seed"], index + (self._rank << 32), flat)
+            key = _state.key_of(group["seed"], ordinal + (self._rank << 32), flat)
             runs = {name: state[name] for name in _state.part_names(flat, moments)}
             tensor = _state.adam_tensor(flat, runs, key=key, **views)
-        return Operand(tensor, 1 + _state.step_of(state, label), hyper_of(group, f"group {index}"), state, master)
+        return Operand(
+            tensor, 1 + _state.step_of(state, label), hyper_of(group, f"the group of {label}"), state, master
+        )
 
     def _deepspeeds(
         self, group: dict[str, Any], master: torch.Tensor, known: dict[str, Any] | None, views: dict[str, Any]

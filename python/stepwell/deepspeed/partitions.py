@@ -159,6 +159,12 @@ class Partitions:
         self._written.add(fragment)
         self._lane.copy(piece, target)
 
+    def rewritten(self, fragment: Fragment) -> None:
+        """Somebody has written the gradient of a fragment in `grads`."""
+        grad = self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel)
+        self._norms[fragment] = _norm(grad).to(self.device)
+        self._written.add(fragment)
+
     def squared_norm(self) -> torch.Tensor:
         """The sum of squares of all gradients since the last step, a float32 scalar on the device; not finite if one is not.
 

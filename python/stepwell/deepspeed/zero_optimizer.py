@@ -28,7 +28,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from stepwell.deepspeed.operands import Operands
+from stepwell.deepspeed.operands import Operands, gradient_scale
 from stepwell.deepspeed.partitions import Fragment, FragmentUploads, Partition, Partitions, Update
 from stepwell.offload.gate import Gate
 
@@ -190,7 +190,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             return
         self._global_grad_norm = torch.tensor(norm / scale)
         try:
-            self._apply(self._grad_scale(norm, scale))
+            self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
             self._drop_gradients()
             raise
@@ -217,13 +217,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         return math.sqrt(float(squares))
 
-    def _grad_scale(self, norm: float, scale: float) -> float:
-        """What gradients are multiplied by: the inverse of the loss scale, times the clip coefficient. In float32, as DeepSpeed's."""
-        if self.clip_grad == 0.0:
-            return 1.0 / scale
-        clip = ((torch.tensor(norm) / scale) + 1e-6) / self.clip_grad
-        return float(1.0 / (torch.clamp(clip, min=1.0) * scale))
-
     def _skip(self) -> None:
         self.zero_grad(set_to_none=True)
         self._drop_gradients()
@@ -247,7 +240,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Small groups first: biases and norms are of every layer, and the first would wait for the last.
         groups = sorted(range(len(self._masters)), key=lambda group: self._masters[group].numel())
         operands = [
-            self._operands.of(group, self._masters[group], partitions.grads[group], partitions.twins[group])
+            self._operands.of(group, group, self._masters[group], partitions.grads[group], partitions.twins[group])
             for group in groups
         ]
         updates = [

@@ -16,6 +16,7 @@ from stepwell._sharding import agree, is_dtensor, local, meshes
 from stepwell._tensors import Written, check_param
 from stepwell.offload.accumulation import STAGING_BYTES, HostSums
 from stepwell.offload.engine import Engine
+from stepwell.offload.fingerprints import Fingerprints
 from stepwell.offload.gate import Gate
 from stepwell.offload.gradients import Gradients, OnGrad, check_in_place, checked, may_change_after_backward
 from stepwell.offload.norm import squared_norm
@@ -131,6 +132,7 @@ class OffloadAdamW(AdamW):
         self._host_bytes_max = host_bytes_max
         self._gradients = Gradients(accumulation_steps)
         self._twins = Twins()
+        self._fingerprints = Fingerprints()
         self._fresh: dict[torch.Tensor, _state.State] = {}
         self._hooked: set[torch.Tensor] = set()
         self._engine: Engine | None = None
@@ -398,8 +400,11 @@ class OffloadAdamW(AdamW):
             raise error
         if is_refused:
             raise ValueError("another rank could not step, and nothing was changed. hint: its own error says why")
-        if self._twins.refresh(params):
-            _LOGGER.debug("parameters were written by others since the last step, and are read again")
+        if stale := self._twins.stale(params):
+            _LOGGER.debug("%d parameters were written by others since the last step, and are read again", len(stale))
+            self._take_fingerprints(stale)
+            self._twins.refresh(stale)
+            self._fingerprints.doubt(stale)
         place = self._device if self._sums is None else torch.device("cpu")
         norm = math.sqrt(float(squared_norm(params, grads, place))) * inverse_scale
         self.grad_norm = norm
@@ -452,27 +457,35 @@ class OffloadAdamW(AdamW):
 
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
         updates = [u if u.state is not None else u._replace(state=self._fresh_state(u)) for u in updates]
+        for update in updates:
+            update.operand.is_exclusive = not self._fingerprints.is_doubted(update.param)
         states = self._bind(updates)
         params = [update.param for update in updates]
         engine = self._opened_engine()
         gate = self._gate if self._gate is not None and self._gate.is_open else None
         # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm without it: host and device
         # hold the same weights, and there is nothing to wait for. Forwards wait by themselves once the step runs.
-        before = [partial(self._twins.note, params)]
+        before = [partial(self._twins.note, params), partial(self._fingerprints.leave_behind, params)]
         if gate is not None:
             before.append(partial(gate.open, params))
         self._commit(updates, states, [*before, engine.submission(updates, grad_scale)])
         engine.release()
+        self._fingerprints.believe(params)
         for param in params:
             self._fresh.pop(param, None)
         if gate is not None:
             gate.wait_for_uncovered()
+
+    def _take_fingerprints(self, params: Sequence[torch.Tensor]) -> None:
+        for param in self._fingerprints.take(params):
+            _state.take_fingerprints(self._twins.weight(param), self.state[param], self._moments)
 
     # ---- state dicts -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> StateDict:
         """As `stepwell.AdamW.state_dict`, after the last step is complete; its tensors are in host memory."""
         self.synchronize()
+        self._take_fingerprints(list(self._twins))
         return super().state_dict()
 
     def decoded_state_dict(self) -> StateDict:
@@ -485,10 +498,12 @@ class OffloadAdamW(AdamW):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
         self.synchronize()
+        self._take_fingerprints(list(self._twins))
         if state_dict["state"]:
             # Not beside what is loaded.
             self._fresh = {}
         super().load_state_dict(state_dict)
+        self._fingerprints.doubt(self._twins)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OffloadAdamW holds a device and cannot be copied or pickled. hint: use its state_dict()")

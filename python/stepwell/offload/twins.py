@@ -76,16 +76,18 @@ class Twins:
         """Where the gradient of `param` comes to."""
         return self._grads[param]
 
-    def refresh(self, params: Iterable[torch.Tensor]) -> bool:
-        """Copies the weights of `params` that someone else has written, or moved, to the host. Whether there were any."""
-        stale = [param for param in params if self._versions.get(param) != _version(param)]
-        for param in stale:
+    def stale(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` whose weights someone else has written, or moved."""
+        return [param for param in params if self._versions.get(param) != _version(param)]
+
+    def refresh(self, params: Iterable[torch.Tensor]) -> None:
+        """Copies the weights of `params` to the host."""
+        for param in params:
             local(self._weights[param]).copy_(local(param))
-        self.note(stale)
-        return bool(stale)
+            self.note([param])
 
     def forget(self) -> None:
-        """Takes nothing for granted of the weights on the device: the next `refresh` copies them."""
+        """Takes nothing for granted of the weights on the device: all of them are stale."""
         self._versions = {}
 
     def note(self, params: Iterable[torch.Tensor]) -> None:

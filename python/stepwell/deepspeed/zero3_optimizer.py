@@ -1,0 +1,164 @@
+"""DeepSpeed's ZeRO-3 optimizer with its CPU offload on the offload engine. Imports DeepSpeed's, and is imported late.
+
+What its structure allows: a gradient crosses the bus once, in the dtype that it is reduced in, not three times; unscaling, clip, Adam and
+the new 16-bit weights are one pass over all sub-groups; weights go up while later ones are stepped. `step()` waits for the end of
+it, since partitions are gathered by other ways than forwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
+
+from stepwell.deepspeed.operands import Operands, gradient_scale
+from stepwell.deepspeed.partitions import Fragment, Partition, Partitions, Update
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stepwell.deepspeed.options import Options
+
+__all__ = ["OffloadZeroOptimizerStage3"]
+
+
+class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no types
+    """See the module. Takes what its base class takes, and `options`."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        init_optimizer: Any,
+        *args: Any,
+        options: Options,
+        offload_optimizer_config: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._options = options
+        self._operands = Operands(init_optimizer, dist.get_rank())
+        # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched then, and takes no memory.
+        config = offload_optimizer_config.model_copy(update={"pin_memory": False})
+        super().__init__(module, init_optimizer, *args, offload_optimizer_config=config, **kwargs)
+
+    def initialize_optimizer_states(self) -> None:
+        """Called by DeepSpeed's constructor; makes no fp32 gradients."""
+        weights = self.fp16_partitioned_groups_flat
+        partitions = [
+            Partition(master, weight, self.gradient_accumulation_dtype)
+            for master, weight in zip(self.fp32_partitioned_groups_flat, weights, strict=True)
+        ]
+        self._partitions = Partitions(partitions, self._options.threads)
+
+    # ---- gradients -----------------------------------------------------------------------------------------------------
+
+    def _fragment(self, param: Any) -> Fragment:
+        return Fragment(*self.grad_position[self.get_param_id(param)])
+
+    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+        """This rank's pieces of some gradients are reduced."""
+        is_last = self.is_gradient_accumulation_boundary()
+        stream = None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
+        for param, piece in zip(params_to_release, grad_partitions, strict=True):
+            # Beyond the end of a parameter that does not divide by the ranks there is nothing.
+            if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
+                self._offload_boundary_param_ids.add(param.ds_id)
+                fragment = self._fragment(param)._replace(numel=piece.numel())
+                grad = piece.detach().reshape(-1).to(self.gradient_accumulation_dtype)
+                self._partitions.add(fragment, grad, is_owned=False)
+                if is_last:
+                    self._partitions.send(fragment)
+            if stream is not None and param.grad is not None:
+                param.grad.record_stream(stream)
+            param.grad = None
+
+    def _finalize_offload_gradient_accumulation(self) -> None:
+        # The step sends what has not been sent.
+        pass
+
+    def _grad(self, param: Any) -> torch.Tensor:
+        group, begin, numel = self._fragment(param)
+        return self._partitions.grads[group].narrow(0, begin, numel)
+
+    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+        self._partitions.arrive()
+        return self._grad(param), self._fragment(param).group
+
+    def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
+        """The gradients, by the numbers of sub-group and parameter."""
+        self._partitions.arrive()
+        grads: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
+        for params in self.fp16_groups:
+            for index, param in enumerate(params):
+                grads[self._fragment(param).group][index] = self._grad(param).float()
+        return grads
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """As DeepSpeed's; the clip coefficient is of what was set."""
+        super().set_fp32_grad_for_param(value, param)
+        self._partitions.rewritten(self._fragment(param))
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
+        """As DeepSpeed's."""
+        super().set_local_grad_for_param(value, param)
+        self._partitions.rewritten(self._fragment(param))
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
+    ) -> None:
+        """Sets the gradients of parameters by what they are."""
+        for param in param_list:
+            if param.requires_grad:
+                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+
+    # ---- the step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Steps all partitions, or skips the step if a gradient is not finite."""
+        self._pre_step()
+        self._partition_all_parameters()
+        squares = self._partitions.squared_norm()
+        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        norm, scale = math.sqrt(float(squares)), float(self.loss_scale)
+        self.overflow = not math.isfinite(norm)
+        if self._loss_scale_update_and_overflow_cleanup():
+            self._partitions.drop()
+            return
+        self._global_grad_norm = torch.tensor(norm / scale)
+        self.timers(OPTIMIZER_STEP_TIMER).start()
+        try:
+            self._apply(gradient_scale(norm, scale, self.clip_grad))
+        except BaseException:
+            self._partitions.drop()
+            raise
+        self.timers(OPTIMIZER_STEP_TIMER).stop()
+        self._post_step({OPTIMIZER_STEP_TIMER})
+
+    def _apply(self, grad_scale: float) -> None:
+        partitions = self._partitions
+        masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
+        operands = [
+            self._operands.of(self.sub_group_to_group_id[group], group, master, grad, twin)
+            for group, (master, grad, twin) in enumerate(zip(masters, partitions.grads, partitions.twins, strict=True))
+        ]
+        updates = [
+            Update(group, operand.tensor, operand.step, operand.hyper.core(grad_scale))
+            for group, operand in enumerate(operands)
+            if operand.tensor is not None
+        ]
+        in_use = [masters, [operand.state for operand in operands]]
+        self._operands.commit(operands, partitions.prepare(updates, weights, in_use))
+        partitions.forget()
+        partitions.finish()
+        for group in range(len(masters)):
+            self._unflatten_partitioned_parameters(group)
+
+    def destroy(self) -> None:
+        """Ends the use of the device."""
+        self._partitions.synchronize()
+        super().destroy()
