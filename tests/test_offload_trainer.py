@@ -132,8 +132,8 @@ def test_resumes_from_its_checkpoint_bit_for_bit(tmp_path, dtype, bf16):
     whole.train()
     resumed, resumed_optimizer = trainer_of(tmp_path / "resumed", **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    optimizer.synchronize()
-    resumed_optimizer.synchronize()
+    optimizer.state_dict()
+    resumed_optimizer.state_dict()
     assert logged(resumed, "loss")[-3:] == logged(whole, "loss")[-3:]
     assert logged(resumed, "grad_norm")[-3:] == logged(whole, "grad_norm")[-3:]
     assert all(torch.equal(one, other) for one, other in zip(params_of(resumed), params_of(whole), strict=True))

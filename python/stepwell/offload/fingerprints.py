@@ -43,8 +43,10 @@ class Fingerprints:
         """A step is about to write `params`."""
         self._behind.update(param for param in params if param not in self._doubted)
 
-    def take(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose fingerprints have to be taken now."""
-        behind = [param for param in params if param in self._behind]
-        self._behind.difference_update(behind)
-        return behind
+    def behind(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` whose fingerprints have to be taken now, and `note`d."""
+        return [param for param in params if param in self._behind]
+
+    def note(self, param: torch.Tensor) -> None:
+        """The fingerprints of `param` are taken."""
+        self._behind.discard(param)

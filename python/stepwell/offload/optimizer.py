@@ -314,6 +314,8 @@ class OffloadAdamW(AdamW):
         if engine.busy:
             # Some weight of the last step has not been used.
             self._finish()
+        if self._gradients.is_outdated(param, grad):
+            self._warn_of_outdated(1)
         engine.take([param], [grad])
         self._gradients.note(param, grad)
 
@@ -403,8 +405,9 @@ class OffloadAdamW(AdamW):
         if stale := self._twins.stale(params):
             _LOGGER.debug("%d parameters were written by others since the last step, and are read again", len(stale))
             self._take_fingerprints(stale)
-            self._twins.refresh(stale)
+            # First: Ctrl-C may come before the copies have ended.
             self._fingerprints.doubt(stale)
+            self._twins.refresh(stale)
         place = self._device if self._sums is None else torch.device("cpu")
         norm = math.sqrt(float(squared_norm(params, grads, place))) * inverse_scale
         self.grad_norm = norm
@@ -438,12 +441,16 @@ class OffloadAdamW(AdamW):
         if missing:
             engine.take(*zip(*missing, strict=True))
         outdated = sum(self._gradients.is_outdated(param, grad) for param, grad in missing)
-        if outdated and not self._has_warned:
+        if outdated:
+            self._warn_of_outdated(outdated)
+
+    def _warn_of_outdated(self, count: int) -> None:
+        if not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
                 "%d gradients were changed after they had been copied to the host, and cross the bus again (said once). "
                 "hint: clip by clip_norm; all backwards but the last before a step under no_sync(), or accumulation_steps",
-                outdated,
+                count,
             )
 
     def _clip_coefficient(self, norm: float) -> float:
@@ -477,8 +484,9 @@ class OffloadAdamW(AdamW):
             gate.wait_for_uncovered()
 
     def _take_fingerprints(self, params: Sequence[torch.Tensor]) -> None:
-        for param in self._fingerprints.take(params):
+        for param in self._fingerprints.behind(params):
             _state.take_fingerprints(self._twins.weight(param), self.state[param], self._moments)
+            self._fingerprints.note(param)
 
     # ---- state dicts -------------------------------------------------------------------------------------------------------------
 
@@ -502,8 +510,8 @@ class OffloadAdamW(AdamW):
         if state_dict["state"]:
             # Not beside what is loaded.
             self._fresh = {}
-        super().load_state_dict(state_dict)
         self._fingerprints.doubt(self._twins)
+        super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OffloadAdamW holds a device and cannot be copied or pickled. hint: use its state_dict()")
