@@ -87,11 +87,13 @@ def test_keyboard_interrupt_while_waiting(where):
         "forward": lambda: net(batch(0, width=WIDTH)),
         "state_dict": optimizer.state_dict,
     }
-    # Pending when the call begins: it is raised at the first point where a signal is looked at, or when the call returns.
-    main = threading.main_thread().ident
+    interrupt = threading.Timer(0.002, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
-        signal.pthread_kill(main, signal.SIGINT)
+        interrupt.start()
         calls[where]()
+        # Where the call was the quicker one.
+        threading.Event().wait(SECONDS_MAX)
+    interrupt.join(SECONDS_MAX)
     optimizer.synchronize()
     steps = {float(state["step"]) for state in optimizer.state.values()}
     assert len(steps) == 1, "some parameters were stepped and some not"

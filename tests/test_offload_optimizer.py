@@ -422,8 +422,13 @@ def test_memory_is_announced_and_bounded(caplog):
     with caplog.at_level("INFO", logger="stepwell"):
         stepwell.OffloadAdamW(net.parameters(), moments="q8")
     assert f"of host memory for {numel} parameters" in caplog.text
-    with pytest.raises(ValueError, match=r"`host_bytes_max` are `1000`(.|\n)*hint"):
+    with pytest.raises(ValueError, match=r"`1000` are left of `host_bytes_max`(.|\n)*hint"):
         stepwell.OffloadAdamW(small().parameters(), host_bytes_max=1000)
+    # Of all groups together: each takes 16 bytes per element.
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1000))]} for _ in range(2)]
+    stepwell.OffloadAdamW(groups, host_bytes_max=33_000)
+    with pytest.raises(ValueError, match="are left"):
+        stepwell.OffloadAdamW(groups, host_bytes_max=31_000)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from stepwell import _state
 from stepwell._sharding import agree, is_dtensor, local, meshes
 from stepwell._tensors import Written, check_param
 from stepwell.offload.accumulation import STAGING_BYTES, HostSums
+from stepwell.offload.budget import GIB, announce
 from stepwell.offload.engine import Engine
 from stepwell.offload.fingerprints import Fingerprints
 from stepwell.offload.gate import Gate
@@ -36,7 +36,6 @@ Accumulate: TypeAlias = Literal["device", "host"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_GIB = 1 << 30
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
 
@@ -130,6 +129,7 @@ class OffloadAdamW(AdamW):
         self._sums: HostSums | None = None
         self._threads = threads
         self._host_bytes_max = host_bytes_max
+        self._host_bytes = 0
         self._gradients = Gradients(accumulation_steps)
         self._twins = Twins()
         self._fingerprints = Fingerprints()
@@ -197,19 +197,9 @@ class OffloadAdamW(AdamW):
         pinned = Twins.nbytes(params) + (STAGING_BYTES if self._accumulate == "host" and not len(self._twins) else 0)
         state = sum(_state.nbytes(param, self._moments) for param in params)
         numel = sum(local(param).numel() for param in params)
-        limit, whose = (self._host_bytes_max, "`host_bytes_max`") if self._host_bytes_max else (_free_bytes(), "free")
-        if limit is not None and pinned + state > limit:
-            raise ValueError(
-                f"{numel} parameters take `{pinned + state}` bytes of host memory, {whose} are `{limit}`. "
-                "hint: moments='q8' takes 6 bytes per parameter less than fp32"
-            )
-        _LOGGER.info(
-            "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB pinned for gradients and weights",
-            (pinned + state) / _GIB,
-            numel,
-            state / _GIB,
-            pinned / _GIB,
-        )
+        limit = None if self._host_bytes_max is None else self._host_bytes_max - self._host_bytes
+        announce(numel, state=state, pinned=pinned, limit=limit)
+        self._host_bytes += state + pinned
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
@@ -500,7 +490,7 @@ class OffloadAdamW(AdamW):
         """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments. Takes 8 bytes per parameter unless `moments` is "fp32"."""
         if self._moments != "fp32":
             numel = sum(local(param).numel() for param in self._twins)
-            _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / _GIB)
+            _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
         return super().decoded_state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -515,12 +505,3 @@ class OffloadAdamW(AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("an OffloadAdamW holds a device and cannot be copied or pickled. hint: use its state_dict()")
-
-
-def _free_bytes() -> int | None:
-    """Host memory that can be had without swapping, as the kernel estimates it; None if it does not."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
