@@ -47,6 +47,12 @@ def wide(seed=0):
     return torch.nn.Sequential(torch.nn.Linear(32, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 512, bias=False))
 
 
+def uneven(seed=0):
+    """Sizes that two ranks do not share evenly."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(32, 33), torch.nn.GELU(), torch.nn.Linear(33, 31))
+
+
 class Forked(torch.nn.Module):
     """Uses its second branch in some forwards only."""
 
@@ -339,6 +345,9 @@ def program_offload_ranks(result):
     }
     for name, config in cases.items():
         result[name] = both(config, rank=rank)
+    for stage in (1, 2, 3):
+        config = configuration(dtype="bf16", stage=stage)
+        result[f"uneven, ZeRO-{stage}"] = both(config, rank=rank, model=uneven)
     # On one rank only, by which both have to skip.
     engine = initialize(perceptron(), configuration(dtype="bf16"))
     (batch,) = vectors(1)

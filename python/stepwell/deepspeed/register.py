@@ -118,7 +118,8 @@ def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
     """Puts Stepwell into DeepSpeed, for this process and those that DeepSpeed spawns.
 
     From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`, SuperOffload, ZenFlow) runs on
-    Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is known, and none of these paths compiles anything.
+    Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is known, and none of these paths compiles anything. ZeRO with CPU
+    offload runs on the offload engine as a whole, unless the block `"stepwell"` of the JSON says otherwise (`options.Options`).
 
     Where DeepSpeed is not imported yet, that is done at the end of its import, and costs nothing before. Engines and
     optimizers that exist already are left as they are. Calling it again only sets `nonfinite`.

@@ -67,9 +67,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             # Beyond the end of a parameter that does not divide by the ranks there is nothing.
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
                 self._offload_boundary_param_ids.add(param.ds_id)
-                fragment = self._fragment(param)._replace(numel=piece.numel())
+                fragment = self._fragment(param)
                 grad = piece.detach().reshape(-1).to(self.gradient_accumulation_dtype)
-                self._partitions.add(fragment, grad, is_owned=False)
+                # The last piece of a parameter may be shorter.
+                padding = fragment.numel - grad.numel()
+                padded = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
+                self._partitions.add(fragment, padded, is_owned=bool(padding))
                 if is_last:
                     self._partitions.send(fragment)
             if stream is not None and param.grad is not None:
