@@ -308,3 +308,36 @@ fn a_shadowed_parameter_wins_where_it_was_written() {
     assert_eq!(held.read_master()[5], exact[5]);
     assert_ne!(exact[5], held.param.value(5), "the master holds more than the parameter");
 }
+
+/// Who alone writes the parameter leaves fingerprints out of the steps, and takes them when somebody else comes.
+#[test]
+fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
+    let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
+    let hyper = Hyper::default();
+    let mut looked_at = Held::zeros(layout, CHUNK_LEN + 33, 0);
+    looked_at.write_master(&vec![0.3; CHUNK_LEN + 33]);
+    looked_at.set_grad(|index| (index % 7) as f32 - 3.0);
+    let mut alone = looked_at.moved(3);
+    for count in 1..=3 {
+        looked_at.step(widest(), count, &hyper);
+        let mut tensor = alone.tensor();
+        let MasterLayout::Split { fingerprints, .. } = &mut tensor.master else { panic!("a split master") };
+        *fingerprints = None;
+        // SAFETY: the views are of `alone`, which nobody else has.
+        unsafe { step(pool(), widest(), &[tensor], &[count], &hyper) }.expect("a valid step");
+    }
+    assert_ne!(
+        alone.fingerprints.as_ref().map(|each| each.payload().to_vec()),
+        looked_at.fingerprints.as_ref().map(|each| each.payload().to_vec()),
+        "they are behind"
+    );
+    let tensor = alone.tensor();
+    // SAFETY: as above.
+    unsafe { take_fingerprints(pool(), widest(), &tensor) }.expect("a split master");
+    alone.assert_same(&mut looked_at, "the same state");
+    let mut without = tensor;
+    without.master = MasterLayout::Plain16;
+    // SAFETY: it is refused.
+    let message = unsafe { take_fingerprints(pool(), widest(), &without) }.expect_err("must be refused").to_string();
+    assert!(message.contains("fingerprints"), "{message}");
+}

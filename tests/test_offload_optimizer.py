@@ -11,7 +11,14 @@ import stepwell
 import torch
 from offload_cases import assert_equal, batch, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
+from stepwell.offload import gradients
 from torch.utils.checkpoint import checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _every_gradient_is_a_batch(monkeypatch):
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
+
 
 MODES = [{"gate": "module"}, {"gate": "step"}, {"accumulation_steps": 1}]
 MODE_IDS = ["module", "step", "told"]
@@ -101,8 +108,9 @@ def test_accumulated_gradients_are_whole(how, dtype, caplog):
     _accumulate(*theirs, None)
     assert_equal(ours, theirs)
     nbytes = sum(param.nbytes for param in ours[0].parameters())
-    crossings = 2 if how == "wrongly told" else 1
-    assert ours[1].timing["bytes_downloaded"] == crossings * nbytes
+    # Of those that were told wrongly, all cross twice but what is left to the step.
+    crossed = ours[1].timing["bytes_downloaded"]
+    assert nbytes < crossed < 2 * nbytes if how == "wrongly told" else crossed == nbytes
     assert caplog.text.count("cross the bus again") == (how == "wrongly told")
 
 
@@ -111,7 +119,8 @@ def test_no_sync_is_left_by_an_exception():
     with pytest.raises(KeyError), optimizer.no_sync():
         raise KeyError
     loss_of(net, 0).backward()
-    assert optimizer._gradients.is_copied(net[0].weight, net[0].weight.grad)
+    # The first of the backward; the last is left to the step.
+    assert optimizer._gradients.is_copied(net[3].weight, net[3].weight.grad)
 
 
 def test_gradient_of_a_backward_that_was_dropped_is_not_stepped():

@@ -15,11 +15,15 @@ import torch
 from stepwell._sharding import is_dtensor, local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from stepwell.offload.twins import Twins
 
 __all__ = ["Gradients", "OnGrad", "check_in_place", "checked", "may_change_after_backward"]
+
+
+BATCH_BYTES = 64 << 20
+"""Of gradients that are copied by one call: a millisecond of the bus."""
 
 
 class Gradients:
@@ -33,6 +37,7 @@ class Gradients:
         self._accumulation_steps = accumulation_steps or 1
         self._is_last = True
         self._backwards: dict[torch.Tensor, int] = {}
+        self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._copied: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
         self.is_told = accumulation_steps is not None
         """Whether the user says which backward is the last."""
@@ -52,9 +57,21 @@ class Gradients:
         count = self._backwards[param] = self._backwards.get(param, 0) + 1
         return self.is_told and self._is_last and count >= self._accumulation_steps
 
-    def note(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """`grad` is copied as it is now."""
-        self._copied[param] = grad, grad._version
+    def add(self, param: torch.Tensor, grad: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+        """Sets a last gradient aside, and returns those that are to be copied now: in batches, since each copy costs a call.
+
+        The latest is never among them. The last of all is so left to the step, whose norm it would hold up: that comes down
+        behind what is on its way.
+        """
+        batch: dict[torch.Tensor, torch.Tensor] = {}
+        if sum(each.nbytes for each in self._waiting.values()) >= BATCH_BYTES:
+            batch, self._waiting = self._waiting, {}
+        self._waiting[param] = grad
+        return batch
+
+    def note(self, batch: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """These gradients are copied as they are now."""
+        self._copied.update((param, (grad, grad._version)) for param, grad in batch.items())
 
     def is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether `grad` is on the host as it is now."""
@@ -68,6 +85,7 @@ class Gradients:
     def reset(self) -> None:
         """Begins the next step."""
         self._backwards = {}
+        self._waiting = {}
         self._copied = {}
 
 

@@ -300,14 +300,15 @@ class OffloadAdamW(AdamW):
         if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != param.dtype:
             # `step` says what is wrong with it, if anything.
             return
-        engine = self._opened_engine()
-        if engine.busy:
-            # Some weight of the last step has not been used.
-            self._finish()
         if self._gradients.is_outdated(param, grad):
             self._warn_of_outdated(1)
-        engine.take([param], [grad])
-        self._gradients.note(param, grad)
+        if batch := self._gradients.add(param, grad):
+            engine = self._opened_engine()
+            if engine.busy:
+                # Some weight of the last step has not been used.
+                self._finish()
+            engine.take(list(batch), list(batch.values()))
+            self._gradients.note(batch)
 
     def _checked_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parameters that have a gradient, and those, as they are copied."""
