@@ -108,9 +108,9 @@ def test_accumulated_gradients_are_whole(how, dtype, caplog):
     _accumulate(*theirs, None)
     assert_equal(ours, theirs)
     nbytes = sum(param.nbytes for param in ours[0].parameters())
-    # Of those that were told wrongly, all cross twice but what is left to the step.
+    # Some of what was told wrongly crosses twice.
     crossed = ours[1].timing["bytes_downloaded"]
-    assert nbytes < crossed < 2 * nbytes if how == "wrongly told" else crossed == nbytes
+    assert nbytes < crossed <= 2 * nbytes if how == "wrongly told" else crossed == nbytes
     assert caplog.text.count("cross the bus again") == (how == "wrongly told")
 
 
