@@ -17,7 +17,7 @@ AARCH64 := aarch64-unknown-linux-gnu
 RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs')
 PACKAGE := $(RUST) pyproject.toml README.md LICENSE $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
-.PHONY: help test lint test-rust test-python demo bench bench-codec wheel stubs format aarch64-toolchain aarch64-test
+.PHONY: help test lint test-rust test-python demo bench bench-codec bench-offload wheel stubs format aarch64-toolchain aarch64-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench: $(VENV)/.installed ## Criterion, then against DeepSpeedCPUAdam and torch,
 
 bench-codec: $(VENV)/.installed ## what moments held as bf16 or q8 change in 500 steps of training
 	$(BIN)/stepwell bench codec $(ARGS)
+
+bench-offload: $(VENV)/.installed ## training steps with the optimizer in host memory, against DeepSpeed (for a GPU; ARGS='--size tiny --sequence-length 64' without)
+	$(BIN)/stepwell bench offload $(ARGS)
 
 # ---- the package ------------------------------------------------------------------------------------------------------
 

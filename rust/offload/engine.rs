@@ -284,16 +284,17 @@ impl Engine {
         self.shared.device.drain()
     }
 
-    /// Whether a step is running on the host.
+    /// Whether a step is running on the host; in a forked child, none is.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.shared.lock().busy
+        // No look at the lock in a child: a thread that is not there may hold it.
+        self.process == process::id() && self.shared.lock().busy
     }
 
-    /// What the last step took.
+    /// What the last step took; in a forked child, nothing.
     #[must_use]
     pub fn timing(&self) -> Timing {
-        self.shared.lock().timing
+        if self.process == process::id() { self.shared.lock().timing } else { Timing::default() }
     }
 
     /// Workers that step.
