@@ -117,8 +117,8 @@ aarch64-toolchain: ## install what aarch64 takes on Debian (root): Rust's librar
 	  rustc-web libstd-rust-web-dev libstd-rust-web-dev:arm64 gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user >/dev/null
 
 # Linked statically: a dynamically linked program hangs at thread creation in this emulator. Few cases: it is slow. Tests of
-# the host (its memory maps, affinity, fork) are left out: there the emulator would be tested.
-AARCH64_TESTS := $(filter-out memory pool,$(basename $(notdir $(wildcard tests/*.rs))))
+# the host (its memory maps, affinity, fork, lanes) are left out: there the emulator would be tested.
+AARCH64_TESTS := $(filter-out memory offload pool,$(basename $(notdir $(wildcard tests/*.rs))))
 aarch64-test: export RUSTC = $(aarch64_rustc)
 aarch64-test: export PROPTEST_CASES ?= 8
 aarch64-test: ## the Rust tests of the arithmetic on NEON, emulated
