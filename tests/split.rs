@@ -2,10 +2,10 @@
 
 mod battery;
 
-use battery::{Draw, Held, Layout, MomentsKind, ParamKind, SPECIALS, Spread, cases, is_hurried, is_same, widest};
+use battery::{Draw, Held, Layout, MomentsKind, ParamKind, SPECIALS, Spread, cases, is_hurried, is_same, pool, widest};
 use proptest::prelude::*;
 use stepwell::{
-    adam::Hyper,
+    adam::{Hyper, batch::step, exchange::take_fingerprints, tensor::MasterLayout},
     element::{Bf16, Dtype, F16},
     isa::{Isa, Kernel},
     simd::{LANES, Simd},
