@@ -19,7 +19,7 @@ use stepwell::{
     device::{Device, Lane, Stream, host::HostDevice},
     element::Dtype,
     isa::Isa,
-    offload::{Engine, Update},
+    offload::{Engine, SEGMENT_LEN, Update},
     state::chunk::CHUNK_LEN,
     view::View,
 };
@@ -29,8 +29,6 @@ const SOON: Duration = Duration::from_secs(20);
 /// How long something is watched that must not happen.
 const WATCHED: Duration = Duration::from_millis(50);
 const STREAM: Stream = Stream(0);
-/// Elements of a segment, as the engine has them.
-const SEGMENT_LEN: usize = 64 * CHUNK_LEN;
 
 /// A tensor with its weight and its gradient on the device.
 struct OnDevice {

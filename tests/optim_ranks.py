@@ -1,10 +1,11 @@
-"""Two gloo ranks that run functions for the tests of sharded parameters; started once, since importing torch takes seconds."""
+"""Two gloo ranks that run functions for the tests of sharded parameters; started once, since importing torch takes seconds; and what they shard."""
 
 import faulthandler
 import queue
 import traceback
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
@@ -82,3 +83,16 @@ class Ranks:
                 process.kill()
                 process.join()
         self.processes = []
+
+
+class Net(torch.nn.Module):
+    """Uneven shards (5 rows, 3 rows) and an empty one (1 row) on the second rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(6, 5)
+        self.second = torch.nn.Linear(5, 3)
+        self.last = torch.nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_cases import CODECS, assert_same, bits, parameter
-from optim_ranks import Ranks
+from optim_ranks import Net, Ranks
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,19 +32,6 @@ def ranks(tmp_path_factory):
 
 
 # ---- what runs on the ranks --------------------------------------------------------------------------------------------------
-
-
-class Net(torch.nn.Module):
-    """Uneven shards (5 rows, 3 rows) and an empty one (1 row) on the second rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = torch.nn.Linear(6, 5)
-        self.second = torch.nn.Linear(5, 3)
-        self.last = torch.nn.Linear(3, 1)
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
 def make_net(dtype, shard):

@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::segment::{SEGMENT_LEN, Segments};
+use super::segment::Segments;
 use crate::{
     adam::{Hyper, Step, batch, tensor::AdamTensor},
     device::{Device, Lane, Stream},
@@ -56,6 +56,8 @@ pub struct Timing {
 pub struct Engine {
     shared: Arc<Shared>,
     coordinator: Option<JoinHandle<()>>,
+    /// Addresses of what is pinned.
+    pinned: Mutex<Vec<usize>>,
     /// The process that has the threads.
     process: u32,
 }
@@ -152,7 +154,7 @@ impl Engine {
             .name("stepwell-offload".to_owned())
             .spawn(move || coordinated.coordinate())
             .map_err(|error| Error::os("cannot start the offload thread; hint: see `ulimit -u`", error))?;
-        Ok(Self { shared, coordinator: Some(coordinator), process: process::id() })
+        Ok(Self { shared, coordinator: Some(coordinator), pinned: Mutex::default(), process: process::id() })
     }
 
     /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this order, after what `stream` holds now.
@@ -303,7 +305,7 @@ impl Engine {
         self.shared.pool.threads()
     }
 
-    /// Pins host memory for the device.
+    /// Pins host memory for the device, as long as the engine lives.
     ///
     /// # Safety
     /// The memory outlives the engine.
@@ -314,14 +316,9 @@ impl Engine {
         self.check_process()?;
         self.shared.device.attach()?;
         // SAFETY: passed on from the caller.
-        unsafe { self.shared.device.pin(address, nbytes) }
-    }
-
-    /// Ends a [`Engine::pin`].
-    pub fn unpin(&self, address: usize) {
-        if self.process == process::id() && self.shared.device.attach().is_ok() {
-            self.shared.device.unpin(address);
-        }
+        unsafe { self.shared.device.pin(address, nbytes) }?;
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(address);
+        Ok(())
     }
 
     /// Checks that no step is running and none has failed, and makes this thread one of the device's.
@@ -360,6 +357,9 @@ impl Drop for Engine {
         if self.shared.device.attach().is_ok() {
             // Whoever drops the engine may free the memory next. A failed device copies no more.
             let _ = self.shared.device.drain();
+            for address in self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner) {
+                self.shared.device.unpin(*address);
+            }
         }
     }
 }
@@ -548,5 +548,3 @@ impl Job {
         job
     }
 }
-
-const _: () = assert!(SEGMENT_LEN.is_multiple_of(crate::state::chunk::CHUNK_LEN));

@@ -21,3 +21,4 @@ mod engine;
 mod segment;
 
 pub use engine::{Engine, Timing, Update};
+pub use segment::SEGMENT_LEN;

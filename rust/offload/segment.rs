@@ -9,7 +9,7 @@ use crate::state::chunk::{CHUNK_LEN, num_chunks};
 const CHUNKS: usize = 64;
 
 /// Elements of a segment, but for a tensor's last.
-pub(super) const SEGMENT_LEN: usize = CHUNKS * CHUNK_LEN;
+pub const SEGMENT_LEN: usize = CHUNKS * CHUNK_LEN;
 
 /// The segments of a fixed list of tensors, numbered through.
 pub(super) struct Segments {

@@ -1,6 +1,9 @@
 //! The offload engine.
 
-use std::time::Duration;
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
 
 use pyo3::{prelude::*, types::PyDict};
 
@@ -37,19 +40,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 #[pyclass(name = "OffloadEngine", module = "stepwell._core", frozen)]
 pub(super) struct PyOffloadEngine {
     engine: Engine,
-    /// What is pinned. Freed after the engine, which unpins it.
-    buffers: std::sync::Mutex<Vec<Py<PyBuffer>>>,
-}
-
-impl Drop for PyOffloadEngine {
-    fn drop(&mut self) {
-        // No copy is under way any more when this returns; an error is the device's, which then copies no more.
-        while self.engine.is_busy() && self.engine.finish(Stream(0), SIGNAL_INTERVAL).is_ok() {}
-        let _ = self.engine.drain();
-        for buffer in self.buffers.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner) {
-            self.engine.unpin(buffer.get().address());
-        }
-    }
+    /// What is pinned. Freed after the engine, the field above, which waits for all copies and unpins it.
+    buffers: Mutex<Vec<Py<PyBuffer>>>,
 }
 
 /// Calls `wait` until it says that the end was reached; signal handlers run in between.
@@ -84,7 +76,7 @@ impl PyOffloadEngine {
             let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None })?;
             Engine::new(device, &numels, pool, Isa::detect()?)
         })?;
-        Ok(Self { engine, buffers: std::sync::Mutex::default() })
+        Ok(Self { engine, buffers: Mutex::default() })
     }
 
     /// Pins `buffer` for the device, and keeps it alive as long as the engine.
@@ -95,7 +87,7 @@ impl PyOffloadEngine {
         let (address, nbytes) = (buffer.get().address(), buffer.get().nbytes());
         // SAFETY: the buffer is kept until the engine is dropped.
         py.detach(|| unsafe { self.engine.pin(address, nbytes) })?;
-        self.buffers.lock().unwrap_or_else(std::sync::PoisonError::into_inner).push(buffer);
+        self.buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
         Ok(())
     }
 

@@ -22,6 +22,8 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
+from stepwell.offload.budget import GIB
+from stepwell.offload.engine import current_stream, device_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["Fragment", "FragmentUploads", "Partition", "Partitions", "Update"]
 
 _LOGGER = logging.getLogger(__name__)
-
-_GIB = 1 << 30
 
 
 class Fragment(NamedTuple):
@@ -81,9 +81,8 @@ class Partitions:
 
     def __init__(self, partitions: Sequence[Partition], threads: int | None) -> None:
         self.device = partitions[0].weight.device
-        name = "cpu" if self.device.type == "cpu" else f"{self.device.type}:{self.device.index or 0}"
         numels = [partition.master.numel() for partition in partitions]
-        self._engine = _core.OffloadEngine(name, numels, threads=threads)
+        self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
         # What a step in the background uses outlives it, whatever becomes of its owners.
         self._in_use: list[object] = []
         self._step_stream = 0
@@ -105,8 +104,8 @@ class Partitions:
         self._lane = _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
         _LOGGER.info(
             "offload engine: %.2f GiB of host memory for %d elements, moments not counted; %d threads",
-            sum(master.nbytes for master, *_ in partitions) / _GIB
-            + sum(tensor.nbytes for tensor in (*self.grads, *self.twins) if tensor is not None) / _GIB,
+            sum(master.nbytes for master, *_ in partitions) / GIB
+            + sum(tensor.nbytes for tensor in (*self.grads, *self.twins) if tensor is not None) / GIB,
             sum(numels),
             self._engine.threads,
         )
@@ -241,7 +240,7 @@ class Partitions:
 
     def stream(self) -> int:
         """The current stream of the device, as the engine knows it."""
-        return torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        return current_stream(self.device)
 
     def timing(self) -> dict[str, float]:
         """What the last step took, as `OffloadEngine.timing`."""

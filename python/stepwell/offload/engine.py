@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     from stepwell.offload.twins import Twins
     from stepwell.optim import Update
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "current_stream", "device_name"]
+
+
+def device_name(device: torch.device) -> str:
+    """What the core calls `device`."""
+    return "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
+
+
+def current_stream(device: torch.device) -> int:
+    """The current stream of `device`, as the core knows it."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _close(core: _core.OffloadEngine) -> None:
@@ -52,8 +62,9 @@ class Engine:
         self._device = device
         self._twins = twins
         self._indices = {param: index for index, param in enumerate(params)}
-        name = "cpu" if device.type == "cpu" else f"{device.type}:{device.index or 0}"
-        self._core = _core.OffloadEngine(name, [local(param).numel() for param in self._indices], threads=threads)
+        self._core = _core.OffloadEngine(
+            device_name(device), [local(param).numel() for param in self._indices], threads=threads
+        )
         for buffer in twins.buffers:
             self._core.pin(buffer)
         self._step_stream = self._stream()
@@ -64,7 +75,7 @@ class Engine:
         weakref.finalize(self, _close, self._core)
 
     def _stream(self) -> int:
-        return torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
+        return current_stream(self._device)
 
     @property
     def busy(self) -> bool:
