@@ -394,16 +394,22 @@ fn parts_that_the_device_has_not_been_given_are_waited_for() {
 #[test]
 fn gradients_may_be_written_when_they_are_released() {
     let mut all = many();
-    let device = host_device(&all);
+    let device = Arc::new(Gated::new(&all));
     let engine = Arc::new(engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 2));
-    let _resumed = Resumed(&device);
+    let _resumed = Resumed(&device.host);
     let order: Vec<usize> = (0..all.len()).collect();
     for count in 1..=2 {
         let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, count, &Hyper::default())).collect();
-        device.pause(Lane::Download, true);
+        device.host.pause(Lane::Download, true);
+        device.streams_wait.store(false, Ordering::Relaxed);
+        device.calls.lock().expect("no panic").clear();
         step_at_once(&engine, &mut all, &order, count);
         assert!(!engine.release(STREAM, WATCHED).expect("no failure"), "the device has not been given all copies");
-        device.pause(Lane::Download, false);
+        let is_copy = |call: &Call| matches!(call, Call::Copy(Lane::Download, _));
+        let given = device.calls.lock().expect("no panic").iter().filter(|(_, call)| is_copy(call)).count();
+        assert!(given <= IN_FLIGHT, "`{given}` copies are with the device at once");
+        device.streams_wait.store(true, Ordering::Relaxed);
+        device.host.pause(Lane::Download, false);
         assert!(engine.release(STREAM, SOON).expect("no failure"), "all are there");
         all.iter_mut().for_each(|one| one.grad.fill(0x3f));
         finish(&engine);
