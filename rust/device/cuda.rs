@@ -3,8 +3,8 @@
 //! The lanes are streams of their own in the device's primary context, the one that torch uses; they are not ordered with the legacy default
 //! stream, so that a copy waits for what [`Device::order_lane_after`] says and for nothing else.
 //!
-//! A thread that enqueues on a stream whose queue is full blocks within the driver, which then may let no other thread of the process enqueue anything on
-//! any stream. How much a queue holds is nowhere said, so whoever enqueues many copies sees to it that few are under way (`offload/downloads.rs`).
+//! A thread that enqueues on a stream whose queue is full blocks within the driver, which then may let no other thread of the process enqueue anything
+//! on any stream. How much a queue holds is nowhere said, so whoever enqueues many copies sees to it that few are under way (`offload/downloads.rs`).
 
 use std::{
     ffi::c_int,
