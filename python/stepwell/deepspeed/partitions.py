@@ -221,9 +221,10 @@ class Partitions:
         )
 
     def forget(self) -> None:
-        """The gradients since the last step have been used."""
-        self._lane.release()
+        """The gradients since the last step have been used: their device memory may be written, or freed."""
         self._norms.clear()
+        self._engine.release(stream=self._step_stream)
+        self._lane.release()
 
     def wait(self, fragments: Iterable[Fragment]) -> bool:
         """The current stream waits for the new weights of some fragments; whether it is the one that the step began on."""
@@ -295,7 +296,7 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
 def _drain(engine: _core.OffloadEngine, _: list[object]) -> None:
     # In a forked child there is nothing to wait for, and what a device that has failed says was said before.
     with contextlib.suppress(ValueError, OSError):
-        engine.finish(stream=0)
+        engine.synchronize(stream=0)
 
 
 class _CudaLane:
