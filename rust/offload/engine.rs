@@ -67,7 +67,7 @@ struct Shared {
     pool: Pool,
     isa: Isa,
     segments: Segments,
-    /// Where the state of each chunk is.
+    /// Where the state of each chunk is: at home, where uploads take the weights from.
     slots: HostSlots,
     /// For each segment: its gradient was taken by itself, and its arrival event recorded, since the last submit.
     taken: Box<[AtomicBool]>,
