@@ -5,16 +5,24 @@
 //! compute, store, lane block by lane block, so both cases are right with one body, and no `&` and `&mut` to the same
 //! element exist at once. Out of place, stores bypass the cache where the machine can: half the traffic of an ordinary
 //! store, which reads its line first. Whoever made an out-of-place cursor calls [`publish`] before others read.
+//!
+//! A unit is what a kernel has in registers at once: `Q` vectors. One vector holds 16 elements in their order. A unit of more holds runs of 32,
+//! each as a pair, the elements of an even index and those of an odd one: 16-bit elements come apart and together again with a shift and a mask
+//! for 32 of them, where their order would take a widening and a narrowing of 16 each.
 
 use std::marker::PhantomData;
 
 use crate::{
     element::Lane,
     simd::{LANES, Simd},
+    state::BLOCK,
 };
 
 /// How far ahead of the loads the lines are fetched, in elements. Measured: 512 to 1024 are equal, less is slower.
 pub const PREFETCH_AHEAD: usize = 1024;
+
+/// Elements of the largest unit.
+const UNIT_LEN_MAX: usize = BLOCK;
 
 /// Bytes of a cache line on every machine that we compile for.
 pub(crate) const LINE_BYTES: usize = 64;
@@ -24,7 +32,7 @@ pub struct Cursor<'a, T> {
     from: *const T,
     to: *mut T,
     len: usize,
-    stream: bool,
+    streams: bool,
     memory: PhantomData<&'a mut [T]>,
 }
 
@@ -33,7 +41,7 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[must_use]
     pub fn in_place(elements: &'a mut [T]) -> Self {
         let to = elements.as_mut_ptr();
-        Self { from: to, to, len: elements.len(), stream: false, memory: PhantomData }
+        Self { from: to, to, len: elements.len(), streams: false, memory: PhantomData }
     }
 
     /// Reads `from` and writes `to`, which must be as long.
@@ -43,8 +51,8 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[must_use]
     pub fn out_of_place(from: &'a [T], to: &'a mut [T]) -> Self {
         assert_eq!(from.len(), to.len(), "a slot is written to one of its own size");
-        let stream = (to.as_ptr() as usize).is_multiple_of(LINE_BYTES);
-        Self { from: from.as_ptr(), to: to.as_mut_ptr(), len: from.len(), stream, memory: PhantomData }
+        let streams = (to.as_ptr() as usize).is_multiple_of(LINE_BYTES);
+        Self { from: from.as_ptr(), to: to.as_mut_ptr(), len: from.len(), streams, memory: PhantomData }
     }
 
     /// Elements.
@@ -64,32 +72,63 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[inline(always)]
     #[must_use]
     pub fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::U {
-        load_lanes(simd, self.from, self.len, at, count)
+        let [lanes] = self.load_unit(simd, at, count);
+        lanes
     }
 
     /// Writes the first `count` lanes to `at..at + count`.
     #[inline(always)]
     pub fn store<S: Simd>(&self, simd: S, at: usize, count: usize, lanes: S::U) {
-        if count == LANES {
-            assert!(at + LANES <= self.len);
-            // SAFETY: `at + LANES <= len`, and `to` is valid for writes of `len` elements for 'a (made from `&mut [T]`).
+        if self.streams {
+            self.store_unit::<S, 1, true>(simd, at, count, [lanes]);
+        } else {
+            self.store_unit::<S, 1, false>(simd, at, count, [lanes]);
+        }
+    }
+
+    /// Whether stores may bypass the cache.
+    #[inline(always)]
+    #[must_use]
+    pub fn streams(&self) -> bool {
+        self.streams
+    }
+
+    /// Asserts that a whole unit lies behind `at`: before the arithmetic, which is then one piece without a branch.
+    #[inline(always)]
+    pub fn expect_unit<const Q: usize>(&self, at: usize) {
+        assert!(at + Q * LANES <= self.len);
+    }
+
+    /// The unit `at..at + count`, zero-extended, and zeros behind it. `count` is `Q * LANES` but at the tail.
+    #[inline(always)]
+    #[must_use]
+    pub fn load_unit<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::U; Q] {
+        load_unit(simd, self.from, self.len, at, count)
+    }
+
+    /// Writes the first `count` elements of a unit to `at..at + count`; past the cache with `STREAM`.
+    #[inline(always)]
+    pub fn store_unit<S: Simd, const Q: usize, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        unit: [S::U; Q],
+    ) {
+        debug_assert!(!STREAM || self.streams && at.is_multiple_of(LANES));
+        if count == Q * LANES {
+            self.expect_unit::<Q>(at);
+            // SAFETY: `at + Q * LANES <= len`, and `to` is valid for writes of `len` elements for 'a (made from `&mut [T]`).
             // No reference to them exists while the cursor does. Streamed, `to` is aligned to a line and `at` is a
             // multiple of LANES, so the store is aligned to all its elements.
-            unsafe {
-                if self.stream {
-                    debug_assert!(at.is_multiple_of(LANES));
-                    T::stream(simd, self.to.add(at), lanes);
-                } else {
-                    T::store(simd, self.to.add(at), lanes);
-                }
-            }
+            unsafe { store_whole::<S, T, Q, STREAM>(simd, self.to.add(at), unit) };
         } else {
-            assert!(count < LANES && (count == 0 || at + count <= self.len));
-            let mut spilled = [T::default(); LANES];
-            // SAFETY: `spilled` holds LANES elements; `count` of them fit behind `at`, as asserted, and cannot overlap a
+            assert!(count < Q * LANES && (count == 0 || at + count <= self.len));
+            let mut spilled = [T::default(); UNIT_LEN_MAX];
+            // SAFETY: `spilled` holds the unit; `count` elements of it fit behind `at`, as asserted, and cannot overlap a
             // local array.
             unsafe {
-                T::store(simd, spilled.as_mut_ptr(), lanes);
+                store_whole::<S, T, Q, false>(simd, spilled.as_mut_ptr(), unit);
                 self.to.wrapping_add(at).copy_from_nonoverlapping(spilled.as_ptr(), count);
             }
         }
@@ -152,7 +191,15 @@ impl<'a, T: Lane> Source<'a, T> {
     #[inline(always)]
     #[must_use]
     pub fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::U {
-        load_lanes(simd, self.from, self.len, at, count)
+        let [lanes] = self.load_unit(simd, at, count);
+        lanes
+    }
+
+    /// As [`Cursor::load_unit`].
+    #[inline(always)]
+    #[must_use]
+    pub fn load_unit<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::U; Q] {
+        load_unit(simd, self.from, self.len, at, count)
     }
 
     /// As [`Cursor::prefetch`].
@@ -163,18 +210,59 @@ impl<'a, T: Lane> Source<'a, T> {
 }
 
 #[inline(always)]
-fn load_lanes<S: Simd, T: Lane>(simd: S, from: *const T, len: usize, at: usize, count: usize) -> S::U {
-    if count == LANES {
-        assert!(at + LANES <= len);
-        // SAFETY: `at + LANES <= len`, and `from` is valid for reads of `len` elements while the cursor lives.
-        unsafe { T::load(simd, from.add(at)) }
+fn load_unit<S: Simd, T: Lane, const Q: usize>(
+    simd: S,
+    from: *const T,
+    len: usize,
+    at: usize,
+    count: usize,
+) -> [S::U; Q] {
+    if count == Q * LANES {
+        assert!(at + Q * LANES <= len);
+        // SAFETY: `at + Q * LANES <= len`, and `from` is valid for reads of `len` elements while the cursor lives.
+        unsafe { load_whole(simd, from.add(at)) }
     } else {
-        assert!(count < LANES && (count == 0 || at + count <= len));
-        let mut padded = [T::default(); LANES];
-        // SAFETY: `count` elements lie behind `at`, as asserted, and cannot overlap a local array of LANES elements.
+        assert!(count < Q * LANES && (count == 0 || at + count <= len));
+        let mut padded = [T::default(); UNIT_LEN_MAX];
+        // SAFETY: `count` elements lie behind `at`, as asserted, and cannot overlap a local array that holds the unit.
         unsafe {
             padded.as_mut_ptr().copy_from_nonoverlapping(from.wrapping_add(at), count);
-            T::load(simd, padded.as_ptr())
+            load_whole(simd, padded.as_ptr())
+        }
+    }
+}
+
+/// # Safety
+/// `from` is valid for reads of `Q * LANES` elements.
+#[inline(always)]
+unsafe fn load_whole<S: Simd, T: Lane, const Q: usize>(simd: S, from: *const T) -> [S::U; Q] {
+    let mut unit = [simd.splat_u(0); Q];
+    // SAFETY: passed on from the caller.
+    unsafe {
+        if Q == 1 {
+            unit[0] = T::load(simd, from);
+        } else {
+            for i in 0..Q / 2 {
+                [unit[2 * i], unit[2 * i + 1]] = T::load_pair(simd, from.add(i * 2 * LANES));
+            }
+        }
+    }
+    unit
+}
+
+/// # Safety
+/// `to` is valid for writes of `Q * LANES` elements; with `STREAM`, aligned to LANES of them.
+#[inline(always)]
+unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(simd: S, to: *mut T, unit: [S::U; Q]) {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        if Q == 1 {
+            if STREAM { T::stream(simd, to, unit[0]) } else { T::store(simd, to, unit[0]) }
+        } else {
+            for i in 0..Q / 2 {
+                let (to, pair) = (to.add(i * 2 * LANES), [unit[2 * i], unit[2 * i + 1]]);
+                if STREAM { T::stream_pair(simd, to, pair) } else { T::store_pair(simd, to, pair) }
+            }
         }
     }
 }

@@ -111,10 +111,25 @@ pub trait Lane: Copy + Default + Send + Sync + 'static {
     /// # Safety
     /// `to` is valid for writes of 16 elements and aligned to all of them.
     unsafe fn stream<S: Simd>(simd: S, to: *mut Self, lanes: S::U);
+    /// Reads 32 elements, zero-extended: those of an even index, those of an odd one.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of 32 elements.
+    unsafe fn load_pair<S: Simd>(simd: S, from: *const Self) -> [S::U; 2];
+    /// Writes the low bits of the lanes of a pair.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of 32 elements.
+    unsafe fn store_pair<S: Simd>(simd: S, to: *mut Self, pair: [S::U; 2]);
+    /// Writes the low bits of the lanes of a pair past the cache where the ISA can.
+    ///
+    /// # Safety
+    /// `to` is valid for writes of 32 elements and aligned to 16.
+    unsafe fn stream_pair<S: Simd>(simd: S, to: *mut Self, pair: [S::U; 2]);
 }
 
 macro_rules! lane {
-    ($load:ident, $store:ident, $stream:ident: $($lane:ty),+) => {
+    ($width:ident, $load:ident, $store:ident, $stream:ident: $($lane:ty),+) => {
         $(impl Lane for $lane {
             #[inline(always)]
             unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::U {
@@ -131,12 +146,84 @@ macro_rules! lane {
                 // SAFETY: as above, and the caller vouches for the alignment.
                 unsafe { simd.$stream(to.cast(), lanes) };
             }
+            #[inline(always)]
+            unsafe fn load_pair<S: Simd>(simd: S, from: *const Self) -> [S::U; 2] {
+                // SAFETY: the caller vouches for 32 elements: as many words as the width says.
+                unsafe { $width::load_pair(simd, from.cast()) }
+            }
+            #[inline(always)]
+            unsafe fn store_pair<S: Simd>(simd: S, to: *mut Self, pair: [S::U; 2]) {
+                // SAFETY: as above; any bits are an element.
+                unsafe { $width::store_pair(simd, to.cast(), pair) };
+            }
+            #[inline(always)]
+            unsafe fn stream_pair<S: Simd>(simd: S, to: *mut Self, pair: [S::U; 2]) {
+                // SAFETY: as above, and the caller vouches for the alignment.
+                unsafe { $width::stream_pair(simd, to.cast(), pair) };
+            }
         })+
     };
 }
 
-lane!(load_u32, store_u32, stream_u32: f32, u32, i32);
-lane!(load_u16, store_u16, stream_u16: Bf16, F16, i16);
+/// Pairs of 4-byte elements: two vectors, taken apart.
+mod word {
+    use crate::simd::{LANES, Simd};
+
+    #[inline(always)]
+    pub(super) unsafe fn load_pair<S: Simd>(simd: S, from: *const u32) -> [S::U; 2] {
+        // SAFETY: the caller vouches for 32 words.
+        unsafe { simd.unzip(simd.load_u32(from), simd.load_u32(from.add(LANES))) }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn store_pair<S: Simd>(simd: S, to: *mut u32, [even, odd]: [S::U; 2]) {
+        let [low, high] = simd.zip(even, odd);
+        // SAFETY: as above.
+        unsafe {
+            simd.store_u32(to, low);
+            simd.store_u32(to.add(LANES), high);
+        }
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn stream_pair<S: Simd>(simd: S, to: *mut u32, [even, odd]: [S::U; 2]) {
+        let [low, high] = simd.zip(even, odd);
+        // SAFETY: as above, and the caller vouches for the alignment.
+        unsafe {
+            simd.stream_u32(to, low);
+            simd.stream_u32(to.add(LANES), high);
+        }
+    }
+}
+
+/// Pairs of 2-byte elements: the halves of one vector's words.
+mod half {
+    use crate::simd::Simd;
+
+    const LOW: u32 = 0xffff;
+
+    #[inline(always)]
+    pub(super) unsafe fn load_pair<S: Simd>(simd: S, from: *const u32) -> [S::U; 2] {
+        // SAFETY: the caller vouches for 32 half words.
+        let words = unsafe { simd.load_u32(from) };
+        [simd.and(words, simd.splat_u(LOW)), simd.shr::<16>(words)]
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn store_pair<S: Simd>(simd: S, to: *mut u32, [even, odd]: [S::U; 2]) {
+        // SAFETY: as above.
+        unsafe { simd.store_u32(to, simd.merge(LOW, even, simd.shl::<16>(odd))) };
+    }
+
+    #[inline(always)]
+    pub(super) unsafe fn stream_pair<S: Simd>(simd: S, to: *mut u32, [even, odd]: [S::U; 2]) {
+        // SAFETY: as above, and the caller vouches for the alignment.
+        unsafe { simd.stream_u32(to, simd.merge(LOW, even, simd.shl::<16>(odd))) };
+    }
+}
+
+lane!(word, load_u32, store_u32, stream_u32: f32, u32, i32);
+lane!(half, load_u16, store_u16, stream_u16: Bf16, F16, i16);
 
 /// A floating-point type that widens to fp32 without loss and narrows by rounding to nearest, ties to even.
 pub trait Element: Lane {
@@ -146,6 +233,26 @@ pub trait Element: Lane {
     fn widen<S: Simd>(simd: S, lanes: S::U) -> S::F;
     /// The nearest representable values, zero-extended; a NaN becomes the canonical NaN.
     fn narrow<S: Simd>(simd: S, values: S::F) -> S::U;
+}
+
+/// [`Element::widen`] of a unit.
+#[inline(always)]
+pub fn widen<S: Simd, T: Element, const Q: usize>(simd: S, unit: [S::U; Q]) -> [S::F; Q] {
+    let mut values = [simd.splat(0.0); Q];
+    for (value, lanes) in values.iter_mut().zip(unit) {
+        *value = T::widen(simd, lanes);
+    }
+    values
+}
+
+/// [`Element::narrow`] of a unit.
+#[inline(always)]
+pub fn narrow<S: Simd, T: Element, const Q: usize>(simd: S, unit: [S::F; Q]) -> [S::U; Q] {
+    let mut lanes = [simd.splat_u(0); Q];
+    for (lanes, values) in lanes.iter_mut().zip(unit) {
+        *lanes = T::narrow(simd, values);
+    }
+    lanes
 }
 
 impl Element for f32 {

@@ -29,15 +29,20 @@ impl<G: Element> Kernel for Magnitude<'_, G> {
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) -> u32 {
         let Self(grad) = self;
-        let mut largest = [simd.splat_u(0); BLOCK / LANES];
-        let mut at = 0;
-        while at + BLOCK <= grad.len() {
-            grad.prefetch(at, BLOCK);
-            for (quarter, largest) in largest.iter_mut().enumerate() {
-                *largest = larger(simd, *largest, &grad, at + quarter * LANES, LANES);
+        // Several places at once: memory answers more requests than one sequence keeps in flight.
+        const PLACES: usize = 4;
+        let mut largest = [simd.splat_u(0); PLACES];
+        let part = grad.len() / (PLACES * BLOCK) * BLOCK;
+        for from in (0..part).step_by(BLOCK) {
+            for (place, largest) in largest.iter_mut().enumerate() {
+                let at = place * part + from;
+                grad.prefetch(at, BLOCK);
+                for at in (at..at + BLOCK).step_by(LANES) {
+                    *largest = larger(simd, *largest, &grad, at, LANES);
+                }
             }
-            at += BLOCK;
         }
+        let mut at = PLACES * part;
         while at < grad.len() {
             let count = (grad.len() - at).min(LANES);
             largest[0] = larger(simd, largest[0], &grad, at, count);

@@ -4,7 +4,7 @@ mod battery;
 
 use battery::{
     Draw, Held, Layout, MomentsKind, ParamKind, Spread, assert_padding_is_zero, bf16_above, bf16_below, cases,
-    code_values, neighbours, scaled, widest,
+    code_values, decoded, neighbours, scaled, widest,
 };
 use proptest::prelude::*;
 use stepwell::{
@@ -16,7 +16,7 @@ use stepwell::{
 
 /// Standard errors that a mean may be off by: one test in 500 million fails by chance.
 const STANDARD_ERRORS_MAX: f64 = 6.0;
-/// A probability is rounded to 16 bits, or to 15 in q8's `exp_avg_sq`: off by half of the last one at most.
+/// A probability is rounded to 16 bits, or to 15 in q8: off by half of the last one at most.
 const NOISE_STEP: f64 = 1.0 / (1 << 16) as f64;
 /// Roundings of fp32 on the way to a code and back: the scale's reciprocal, its product, and the decoded product.
 const ROUNDINGS: f64 = 4.0 / (1 << 24) as f64;
@@ -35,7 +35,8 @@ fn brackets(held: &Held, index: usize, value: f32, is_second: bool) -> (f32, f32
         let values = &code_values()[usize::from(is_second)];
         let (below, above) = neighbours(values, scale, f64::from(value));
         if is_second && value > 0.0 {
-            (below.max(values[1] * scale), above.max(values[1] * scale))
+            let smallest = decoded(values[1], scale);
+            (below.max(smallest), above.max(smallest))
         } else {
             (below, above)
         }
@@ -106,15 +107,15 @@ fn codes_change_at_their_values_on_every_isa() {
         // The first of a group sets its scale; the others lie around a code's value under it.
         let places = 256 * (GROUP - 1);
         let numel = places / (GROUP - 1) * GROUP;
-        let largest = [unit * signed[signed.len() - 1], unit * unsigned[unsigned.len() - 1]];
+        let largest = [decoded(signed[signed.len() - 1], unit), decoded(unsigned[unsigned.len() - 1], unit)];
         let mut scales = held(MomentsKind::Q8, GROUP);
         scales.write_moments(&[largest[0]; GROUP], &[largest[1]; GROUP], 0);
         let scale = |scales: &Option<battery::Guarded>| scales.as_ref().expect("q8 has scales").value(0);
         let scales = [scale(&scales.exp_avg_scales), scale(&scales.exp_avg_sq_scales)];
-        let around = |values: &[f32], largest: f32, scale: f32| -> Vec<f32> {
+        let around = |values: &[f64], largest: f32, scale: f32| -> Vec<f32> {
             let value = |index: usize| {
                 let (group, place) = (index / GROUP, index % GROUP);
-                let at = values[group % values.len()] * scale;
+                let at = decoded(values[group % values.len()], scale);
                 let near = f32::from_bits((at.to_bits() + place as u32).saturating_sub(GROUP as u32 / 2));
                 if place == 0 { largest } else { near.min(largest) }
             };
@@ -203,11 +204,11 @@ fn roundings(moments: MomentsKind, numel: usize, key: u64, count: u64) -> (Vec<f
     held.key = key;
     // Half way between codes for q8 with scale 1 (the first of a group sets it), between neighbours for bf16.
     let [signed, unsigned] = code_values();
-    let half_way = |values: &[f32], index: usize| {
-        let largest = values[values.len() - 1];
+    let half_way = |values: &[f64], index: usize| {
+        let largest = values[values.len() - 1] as f32;
         match (moments, index % GROUP) {
             (MomentsKind::Q8, 0) => largest,
-            (MomentsKind::Q8, _) => (values[values.len() - 40] + values[values.len() - 41]) / 2.0,
+            (MomentsKind::Q8, _) => ((values[values.len() - 40] + values[values.len() - 41]) / 2.0) as f32,
             _ => f32::from_bits(0x3f80_8000),
         }
     };

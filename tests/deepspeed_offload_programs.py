@@ -382,6 +382,8 @@ def options(result):
         "moments": {"moments": "fp8"},
         "gate": {"gate": "layer"},
         "threads": {"threads": 0},
+        "host_bytes_max": {"host_bytes_max": "1 GB"},
+        "too little": {"host_bytes_max": 1000},
     }.items():
         try:
             initialize(perceptron(), configuration(stepwell=block))

@@ -31,7 +31,7 @@ impl Kernel for RoundTrip {
         // SAFETY: `lane` holds LANES words.
         let mut bits = unsafe { simd.load_u32(lane.as_ptr()) };
         for _ in 0..self.count.div_ceil(LANES as u64) {
-            let (high, low) = split(simd, simd.of_bits(bits));
+            let ([high], [low]) = split(simd, [simd.of_bits(bits)]);
             let back = simd.bits(join(simd, high, low, simd.splat_u(u32::MAX)));
             let is_nan = simd.gt_u(simd.magnitude(simd.of_bits(bits)), simd.splat_u(0x7f80_0000));
             let expected = simd.select(is_nan, simd.splat_u(0x7fc0_0000), bits);

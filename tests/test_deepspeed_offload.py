@@ -260,12 +260,14 @@ def test_two_ranks(tmp_path):
 def test_options(runs):
     result = runs["options"]
     expected = {
-        "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, expected engine, moments, gate, threads",
+        "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, expected engine, moments, gate, threads, host_bytes_max",
         "no block": "`stepwell` is `[1]`",
         "engine": "`stepwell.engine` is `1`",
         "moments": "`stepwell.moments` is `fp8`",
         "gate": "`stepwell.gate` is `layer`",
         "threads": "`stepwell.threads` is `0`",
+        "host_bytes_max": "`stepwell.host_bytes_max` is `1 GB`",
+        "too little": "`1000` are left of `host_bytes_max`",
         "twice": "`moments` is `bf16` in the params of optimizer `StepwellAdamW`, but `q8`",
         "client": "`stepwell.moments` is `q8`, but the optimizer is `AdamW`",
     }

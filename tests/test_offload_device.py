@@ -94,6 +94,10 @@ def test_gradients_may_be_written_and_freed_right_after_the_step():
         optimizer.step()
         if step % 2:
             optimizer.zero_grad(set_to_none=False)
+        else:
+            # The caller's own code, of which the optimizer knows nothing.
+            for param in model.parameters():
+                param.grad.fill_(float("nan"))
         optimizer.zero_grad()
         # Takes the memory that the gradients had.
         garbage = [torch.full_like(param, float("nan")) for param in model.parameters()]

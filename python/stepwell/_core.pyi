@@ -162,10 +162,18 @@ class OffloadEngine:
         Raises:
             OSError: where the device refuses.
         """
+    def release(self, /, *, stream: int = 0) -> None:
+        """
+        `stream` waits for the gradients of the last `submit`: it may write them afterwards, and their memory may be freed to it. The
+        thread waits until the device has all copies, that is for most of them.
+
+        Raises:
+            OSError: where the device has failed.
+        """
     def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int], steps: Sequence[int], hypers: Sequence[Hyper], stream: int = 0) -> None:
         """
         Starts a step in the background and returns. Tensors are stepped in the order given; each weight is uploaded as it
-        gets ready, after what `stream` holds now. `stream` waits for the gradients taken: it may write them afterwards.
+        gets ready, after what `stream` holds now. Gradients on the device may be written after `release`.
 
         Args:
             indices: of the tensors.
@@ -189,11 +197,11 @@ class OffloadEngine:
         """
     def take(self, /, indices: Sequence[int], sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
         """
-        Copies whole gradients to host memory, one after the other, after what `stream` holds now.
+        Copies whole gradients to host memory in the background, one after the other, after what `stream` holds now.
 
         Args:
             indices: of the tensors.
-            sources: addresses of their gradients on the device. They stay as they are until the step is done.
+            sources: addresses of their gradients on the device. They stay as they are until `release` or `synchronize`.
             targets: host memory, used by nobody else until the step is done.
             stream: the stream that made the gradients.
 
@@ -203,10 +211,11 @@ class OffloadEngine:
         """
     def take_part(self, /, sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
         """
-        Copies any device memory to host memory, after what `stream` holds now; the next step begins when all of it is there.
+        Copies any device memory to host memory in the background, after what `stream` holds now; the next step begins when all
+        of it is there.
 
         Args:
-            sources: addresses on the device.
+            sources: addresses on the device. It stays as it is until `release` or `synchronize`.
             targets: host memory, which says how much.
             stream: the stream that made it.
 

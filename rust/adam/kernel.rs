@@ -17,10 +17,10 @@
 use crate::{
     adam::Step,
     cursor::Source,
-    element::Element,
+    element::{Element, widen},
     isa::{Isa, Kernel},
     simd::{LANES, Simd},
-    state::{BLOCK, Master, MomentLanes, Moments, dither::Dither, lanes_in},
+    state::{BLOCK, Master, MomentLanes, Moments, decode_unit, dither::Dither, each_vector, encode_unit},
 };
 
 /// The scalars of a step in all lanes.
@@ -29,7 +29,7 @@ struct StepLanes<S: Simd> {
     grad_scale: S::F,
     weight_keep: S::F,
     l2: S::F,
-    has_l2: S::M,
+    has_l2: bool,
     beta1: S::F,
     one_minus_beta1: S::F,
     beta2: S::F,
@@ -46,7 +46,7 @@ impl<S: Simd> StepLanes<S> {
             grad_scale: simd.splat(step.grad_scale),
             weight_keep: simd.splat(step.weight_keep),
             l2: simd.splat(step.l2),
-            has_l2: simd.eq_u(simd.splat_u(u32::from(step.has_l2)), simd.splat_u(1)),
+            has_l2: step.has_l2,
             beta1: simd.splat(step.beta1),
             one_minus_beta1: simd.splat(step.one_minus_beta1),
             beta2: simd.splat(step.beta2),
@@ -61,7 +61,7 @@ impl<S: Simd> StepLanes<S> {
     #[inline(always)]
     fn update(&self, simd: S, p: S::F, grad: S::F, m: S::F, v: S::F) -> (S::F, S::F, S::F) {
         let g = simd.mul(grad, self.grad_scale);
-        let g = simd.select_f(self.has_l2, simd.fma(self.l2, p, g), g);
+        let g = if self.has_l2 { simd.fma(self.l2, p, g) } else { g };
         let m = simd.fma(self.beta1, m, simd.mul(self.one_minus_beta1, g));
         let v = simd.fma(self.beta2, v, simd.mul(simd.mul(self.one_minus_beta2, g), g));
         let denom = simd.fma(simd.sqrt(v), self.denom_scale, self.eps);
@@ -76,33 +76,99 @@ struct Update<'a, const Q: usize, G, P, M> {
     master: P,
     moments: M,
     dither: Dither,
+    /// All stores of whole units may bypass the cache.
+    streams: bool,
+}
+
+/// Moments that are stepped and not yet written.
+struct Stepped<S: Simd, M: Moments<Q>, const Q: usize> {
+    at: usize,
+    moments: MomentLanes<S, Q>,
+    measure: M::Measure<S>,
+}
+
+/// Moments in code.
+struct Coded<S: Simd, M: Moments<Q>, const Q: usize> {
+    at: usize,
+    exp_avg: [S::U; Q],
+    exp_avg_sq: [S::U; Q],
+    measure: M::Measure<S>,
 }
 
 impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M> {
-    /// Steps the masters of `at..at + count`, `Q * LANES` of them but at the tail, and returns their moments, zeros behind
-    /// them.
+    /// Steps `at..at + count`, a unit but at the tail: the masters, and the moments, zeros behind them.
     #[inline(always)]
-    fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> MomentLanes<S, Q> {
-        let (mut exp_avg, mut exp_avg_sq) = self.moments.load(simd, at, count);
-        let mut master = [simd.splat(0.0); Q];
-        for (quarter, master) in master.iter_mut().enumerate() {
-            let (from, lanes) = (at + quarter * LANES, lanes_in(count, quarter));
-            let weight = self.master.load(simd, from, lanes);
-            let grad = G::widen(simd, self.grad.load(simd, from, lanes));
-            (*master, exp_avg[quarter], exp_avg_sq[quarter]) =
-                step.update(simd, weight, grad, exp_avg[quarter], exp_avg_sq[quarter]);
+    fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> ([S::F; Q], Stepped<S, M, Q>) {
+        let mut moments = decode_unit::<S, M, Q>(simd, &self.moments.load(simd, at, count));
+        let mut master: [S::F; Q] = self.master.load(simd, at, count);
+        let grad = widen::<S, G, Q>(simd, self.grad.load_unit(simd, at, count));
+        let MomentLanes { exp_avg, exp_avg_sq } = &mut moments;
+        for i in 0..Q {
+            (master[i], exp_avg[i], exp_avg_sq[i]) = step.update(simd, master[i], grad[i], exp_avg[i], exp_avg_sq[i]);
         }
-        for (quarter, master) in master.into_iter().enumerate() {
-            self.master.store(simd, at + quarter * LANES, lanes_in(count, quarter), master);
-        }
-        MomentLanes { exp_avg, exp_avg_sq }
+        let measure = M::measure(simd, &mut moments);
+        (master, Stepped { at, moments, measure })
     }
 
-    /// Writes the moments of `at..at + count`.
+    /// [`Self::step`] of the unit at `at` and [`Self::encode`] of the one before, vector by vector: one fills the pauses of the other. It is one
+    /// piece without a branch, or the compiler would part them.
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, Q>, measure: M::Measure<S>) {
-        let noise = if M::STOCHASTIC { self.dither.lanes(simd, at) } else { [simd.splat_u(0); Q] };
-        self.moments.store(simd, at, count, moments, measure, noise);
+    fn step_and_encode<S: Simd>(
+        &self,
+        simd: S,
+        step: &StepLanes<S>,
+        at: usize,
+        before: Stepped<S, M, Q>,
+    ) -> ([S::F; Q], Stepped<S, M, Q>, Coded<S, M, Q>) {
+        let (unit, zeros) = (Q * LANES, [simd.splat(0.0); Q]);
+        self.moments.expect_unit(before.at);
+        let held = self.moments.load(simd, at, unit);
+        let mut master: [S::F; Q] = self.master.load(simd, at, unit);
+        let grad = widen::<S, G, Q>(simd, self.grad.load_unit(simd, at, unit));
+        let noise = self.noise(simd, before.at);
+        let mut moments = MomentLanes { exp_avg: zeros, exp_avg_sq: zeros };
+        let (mut first, mut second) = ([simd.splat_u(0); Q], [simd.splat_u(0); Q]);
+        let measure = before.measure;
+        each_vector!(Q, |I| {
+            let (exp_avg, exp_avg_sq) = M::decode::<S, I>(simd, &held);
+            (master[I], moments.exp_avg[I], moments.exp_avg_sq[I]) =
+                step.update(simd, master[I], grad[I], exp_avg, exp_avg_sq);
+            let MomentLanes { exp_avg, exp_avg_sq } = &before.moments;
+            (first[I], second[I]) = M::encode::<S, I>(simd, &measure, exp_avg[I], exp_avg_sq[I], noise[I]);
+        });
+        let coded = Coded { at: before.at, exp_avg: first, exp_avg_sq: second, measure };
+        let measure = M::measure(simd, &mut moments);
+        (master, Stepped { at, moments, measure }, coded)
+    }
+
+    #[inline(always)]
+    fn encode<S: Simd>(&self, simd: S, stepped: Stepped<S, M, Q>) -> Coded<S, M, Q> {
+        let Stepped { at, moments, measure } = stepped;
+        let (exp_avg, exp_avg_sq) = encode_unit::<S, M, Q>(simd, &moments, &measure, &self.noise(simd, at));
+        Coded { at, exp_avg, exp_avg_sq, measure }
+    }
+
+    /// Writes the masters of `at..at + count`, and moments, of as many elements: with one branch, behind all arithmetic.
+    #[inline(always)]
+    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: [S::F; Q], coded: Coded<S, M, Q>) {
+        if self.streams && count == Q * LANES {
+            self.master.store::<S, Q, true>(simd, at, count, master);
+            self.store_moments::<S, true>(simd, count, coded);
+        } else {
+            self.master.store::<S, Q, false>(simd, at, count, master);
+            self.store_moments::<S, false>(simd, count, coded);
+        }
+    }
+
+    #[inline(always)]
+    fn store_moments<S: Simd, const STREAM: bool>(&self, simd: S, count: usize, coded: Coded<S, M, Q>) {
+        let Coded { at, exp_avg, exp_avg_sq, measure } = coded;
+        self.moments.store::<S, STREAM>(simd, at, count, exp_avg, exp_avg_sq, measure);
+    }
+
+    #[inline(always)]
+    fn noise<S: Simd>(&self, simd: S, at: usize) -> [S::U; Q] {
+        if M::STOCHASTIC { self.dither.lanes(simd, at) } else { [simd.splat_u(0); Q] }
     }
 
     #[inline(always)]
@@ -114,15 +180,20 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
 
     #[inline(always)]
     fn blocks<S: Simd>(&self, simd: S, step: &StepLanes<S>, blocks: usize) {
-        let unit = Q * LANES;
         for at in (0..blocks * BLOCK).step_by(BLOCK) {
             self.prefetch(at);
-            for at in (at..at + BLOCK).step_by(unit) {
-                let moments = self.step(simd, step, at, unit);
-                let measure = self.moments.measure(simd, &moments);
-                self.store(simd, at, unit, moments, measure);
+            for at in (at..at + BLOCK).step_by(Q * LANES) {
+                self.one(simd, step, at, Q * LANES);
             }
         }
+    }
+
+    /// A unit, or the `count` elements of the tail.
+    #[inline(always)]
+    fn one<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) {
+        let (master, stepped) = self.step(simd, step, at, count);
+        let coded = self.encode(simd, stepped);
+        self.store(simd, at, count, master, coded);
     }
 
     /// As [`Self::blocks`] for units of a whole block, whose measure takes long: the next is stepped meanwhile.
@@ -131,16 +202,21 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
         if blocks == 0 {
             return;
         }
-        let mut moments = self.step(simd, step, 0, BLOCK);
-        let mut measure = self.moments.measure(simd, &moments);
+        let (master, mut stepped) = self.step(simd, step, 0, BLOCK);
+        self.master.store::<S, Q, false>(simd, 0, BLOCK, master);
         for at in (BLOCK..blocks * BLOCK).step_by(BLOCK) {
             self.prefetch(at);
-            let next = self.step(simd, step, at, BLOCK);
-            let next_measure = self.moments.measure(simd, &next);
-            self.store(simd, at - BLOCK, BLOCK, moments, measure);
-            (moments, measure) = (next, next_measure);
+            let (master, next, coded) = if S::HOLDS_TWO_UNITS {
+                self.step_and_encode(simd, step, at, stepped)
+            } else {
+                let (master, next) = self.step(simd, step, at, BLOCK);
+                (master, next, self.encode(simd, stepped))
+            };
+            self.store(simd, at, BLOCK, master, coded);
+            stepped = next;
         }
-        self.store(simd, (blocks - 1) * BLOCK, BLOCK, moments, measure);
+        let coded = self.encode(simd, stepped);
+        self.store_moments::<S, false>(simd, BLOCK, coded);
     }
 }
 
@@ -157,13 +233,8 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Kernel for Update<'_,
         } else {
             self.blocks(simd, &step, blocks);
         }
-        let mut at = blocks * BLOCK;
-        while at < len {
-            let count = (len - at).min(unit);
-            let moments = self.step(simd, &step, at, count);
-            let measure = self.moments.measure(simd, &moments);
-            self.store(simd, at, count, moments, measure);
-            at += count;
+        for at in (blocks * BLOCK..len).step_by(unit) {
+            self.one(simd, &step, at, (len - at).min(unit));
         }
     }
 }
@@ -184,5 +255,6 @@ pub fn update<const Q: usize, G: Element, P: Master, M: Moments<Q>>(
 ) {
     assert_eq!(grad.len(), master.len(), "every gradient has its master");
     assert!(moments.covers(grad.len()), "every gradient has its moments");
-    isa.run(Update { step: *step, grad: Source::new(grad), master, moments, dither });
+    let streams = master.streams() && moments.streams();
+    isa.run(Update { step: *step, grad: Source::new(grad), master, moments, dither, streams });
 }

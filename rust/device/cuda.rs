@@ -2,11 +2,14 @@
 //!
 //! The lanes are streams of their own in the device's primary context, the one that torch uses; they are not ordered with the legacy default
 //! stream, so that a copy waits for what [`Device::order_lane_after`] says and for nothing else.
+//!
+//! A thread that enqueues on a stream whose queue is full blocks within the driver, which then may let no other thread of the process enqueue anything
+//! on any stream. How much a queue holds is nowhere said, so whoever enqueues many copies sees to it that few are under way (`offload/downloads.rs`).
 
 use std::{
     ffi::c_int,
     panic::catch_unwind,
-    sync::{Mutex, OnceLock, PoisonError},
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use cudarc::driver::{
@@ -14,7 +17,7 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{Device, Lane, Stream};
+use super::{Device, Lane, Mark, Stream};
 use crate::error::{Error, Result};
 
 /// See the [module](self).
@@ -23,8 +26,15 @@ pub struct CudaDevice {
     context: Handle<sys::CUcontext>,
     lanes: [Handle<sys::CUstream>; 2],
     events: Box<[Handle<sys::CUevent>]>,
-    /// Marks a point of a caller's stream for as long as it takes to make a lane wait for it.
-    mark: Mutex<Handle<sys::CUevent>>,
+    marks: Mutex<Marks>,
+}
+
+/// Events for points of callers' streams: as many as were ever outstanding at once.
+#[derive(Default)]
+struct Marks {
+    events: Vec<Handle<sys::CUevent>>,
+    /// Those that nobody holds.
+    free: Vec<usize>,
 }
 
 /// A pointer that the driver gave out.
@@ -76,34 +86,34 @@ impl CudaDevice {
         let context = unsafe { result::primary_ctx::retain(device) }.map_err(failed("open the device"))?;
         // SAFETY: the context is alive.
         unsafe { result::ctx::set_current(context) }.map_err(failed("use the device"))?;
-        let event = || {
-            // Waiting threads sleep: one of them may stand in the way of the thread that launches work.
-            let flags =
-                sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
-            create_event(flags).map(Handle).map_err(failed("make an event"))
-        };
         let stream = || result::stream::create(StreamKind::NonBlocking).map(Handle).map_err(failed("make a stream"));
         Ok(Self {
             device,
             context: Handle(context),
             lanes: [stream()?, stream()?],
-            events: (0..events).map(|_| event()).collect::<Result<_>>()?,
-            mark: Mutex::new(event()?),
+            events: (0..events).map(|_| create_event()).collect::<Result<_>>()?,
+            marks: Mutex::default(),
         })
     }
 
     fn lane(&self, lane: Lane) -> sys::CUstream {
         self.lanes[lane as usize].0
     }
+
+    fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-/// [`result::event::create`] takes one flag only.
-fn create_event(flags: u32) -> std::result::Result<sys::CUevent, DriverError> {
+/// An event without a time, of the current context. [`result::event::create`] takes one flag only.
+fn create_event() -> Result<Handle<sys::CUevent>> {
+    // Waiting threads sleep: one of them may stand in the way of the thread that launches work.
+    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
     let mut event = std::mem::MaybeUninit::uninit();
     // SAFETY: the driver writes the event before it reports success.
     unsafe {
-        sys::cuEventCreate(event.as_mut_ptr(), flags).result()?;
-        Ok(event.assume_init())
+        sys::cuEventCreate(event.as_mut_ptr(), flags).result().map_err(failed("make an event"))?;
+        Ok(Handle(event.assume_init()))
     }
 }
 
@@ -135,18 +145,35 @@ impl Device for CudaDevice {
         unsafe { result::event::synchronize(self.events[event].0) }.map_err(failed("copy"))
     }
 
-    fn order_lane_after(&self, lane: Lane, stream: Stream) -> Result<()> {
-        let mark = self.mark.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the caller names a stream of its own; the event's state is taken up by the wait before the lock is released.
-        unsafe {
-            result::event::record(mark.0, std::ptr::with_exposed_provenance_mut(stream.0 as usize))
-                .and_then(|()| sys::cuStreamWaitEvent(self.lane(lane), mark.0, 0).result())
-        }
-        .map_err(failed("order a copy"))
+    fn mark(&self, stream: Stream) -> Result<Mark> {
+        let mut marks = self.marks();
+        let number = match marks.free.pop() {
+            Some(number) => number,
+            None => {
+                marks.events.push(create_event()?);
+                marks.events.len() - 1
+            }
+        };
+        let event = marks.events[number];
+        // Not beneath the lock, which whoever orders a lane takes.
+        drop(marks);
+        // SAFETY: the caller names a stream of its own; the event lives as long as `self`, and nobody else has it.
+        unsafe { result::event::record(event.0, std::ptr::with_exposed_provenance_mut(stream.0 as usize)) }
+            .map_err(failed("mark a stream"))?;
+        Ok(Mark(number))
+    }
+
+    fn order_lane_after(&self, lane: Lane, mark: Mark) -> Result<()> {
+        let event = self.marks().events[mark.0];
+        // SAFETY: both live as long as `self`.
+        let ordered = unsafe { sys::cuStreamWaitEvent(self.lane(lane), event.0, 0) }.result();
+        // The call has taken up what the event stood for, which may be recorded anew.
+        self.marks().free.push(mark.0);
+        ordered.map_err(failed("order a copy"))
     }
 
     fn order_stream_after(&self, stream: Stream, event: usize) -> Result<()> {
-        // SAFETY: as in `order_lane_after`.
+        // SAFETY: the caller names a stream of its own; the event lives as long as `self`.
         unsafe {
             sys::cuStreamWaitEvent(std::ptr::with_exposed_provenance_mut(stream.0 as usize), self.events[event].0, 0)
         }
@@ -182,10 +209,10 @@ impl Drop for CudaDevice {
         if self.attach().is_err() {
             return;
         }
-        let mark = self.mark.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: nobody else has them; each is destroyed once. Failures mean that the context is gone already.
         unsafe {
-            for event in self.events.iter().chain([&*mark]) {
+            for event in self.events.iter().chain(&marks.events) {
                 let _ = result::event::destroy(event.0);
             }
             for lane in self.lanes {

@@ -11,7 +11,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use super::{Device, Lane, Stream};
+use super::{Device, Lane, Mark, Stream};
 use crate::error::{Error, Result};
 
 /// See the [module](self).
@@ -73,8 +73,12 @@ impl Device for HostDevice {
         Ok(())
     }
 
-    fn order_lane_after(&self, _lane: Lane, _stream: Stream) -> Result<()> {
-        // The stream is the calling thread: what it held is done.
+    fn mark(&self, _stream: Stream) -> Result<Mark> {
+        // The stream is the calling thread: what it holds is done.
+        Ok(Mark(0))
+    }
+
+    fn order_lane_after(&self, _lane: Lane, _mark: Mark) -> Result<()> {
         Ok(())
     }
 

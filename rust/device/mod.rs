@@ -2,7 +2,9 @@
 //!
 //! - DEV-1 Copies of a lane run in the order in which they were enqueued; the two lanes run independently of each other and of the caller.
 //! - DEV-2 An event is done when everything enqueued on its lane before it was last recorded is done. One that was never recorded is done.
-//! - DEV-3 A lane ordered after a stream starts nothing later before what the stream held at that moment is done, and the other way round.
+//! - DEV-3 A lane ordered after a mark starts nothing later before what the stream held when it was marked is done. A stream ordered after an event
+//!   starts nothing later before the event, as it was last recorded, is done.
+//! - DEV-4 Enqueuing on a lane may block for as long as the lane is full, that is until copies end. Marking a stream takes nothing of a lane.
 //!
 //! [`cuda`] is a GPU. [`host`] is this machine itself: its "device memory" is host memory too, and its lanes are threads, so copies really are
 //! late there, and what does not wait for them shows on a machine without a GPU. Nothing above this module knows which of the two it has.
@@ -26,6 +28,10 @@ pub enum Lane {
 /// A stream of the caller's, as its framework names it: a `CUstream`, 0 for the default one. Of the host device the calling thread is the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream(pub u64);
+
+/// What a stream held at some moment, until a lane is ordered after it.
+#[derive(Debug)]
+pub struct Mark(usize);
 
 /// What [`crate::offload`] needs of a device. Every method may be called from any thread that has called [`Device::attach`].
 pub trait Device: Send + Sync {
@@ -56,11 +62,17 @@ pub trait Device: Send + Sync {
     /// As [`Device::copy`].
     fn wait(&self, event: usize) -> Result<()>;
 
-    /// Orders what is enqueued on `lane` from now on after what `stream` holds now.
+    /// Marks what `stream` holds now.
     ///
     /// # Errors
     /// As [`Device::copy`].
-    fn order_lane_after(&self, lane: Lane, stream: Stream) -> Result<()>;
+    fn mark(&self, stream: Stream) -> Result<Mark>;
+
+    /// Orders what is enqueued on `lane` from now on after what was marked.
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    fn order_lane_after(&self, lane: Lane, mark: Mark) -> Result<()>;
 
     /// Orders what is launched on `stream` from now on after the event.
     ///

@@ -1,19 +1,22 @@
 //! The thread that runs a step in the background, and what callers wait for.
 
 use std::{
-    any::Any,
+    iter,
     ops::Range,
-    panic::{AssertUnwindSafe, catch_unwind},
     process,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread::JoinHandle,
     time::{Duration, Instant},
 };
 
-use super::segment::Segments;
+use super::{
+    downloads::{Download, Downloads, IN_FLIGHT},
+    segment::Segments,
+    thread::{caught, start},
+};
 use crate::{
     adam::{Hyper, Step, batch, revocable::HostSlots, tensor::AdamTensor},
     device::{Device, Lane, Stream},
@@ -56,6 +59,8 @@ pub struct Timing {
 pub struct Engine {
     shared: Arc<Shared>,
     coordinator: Option<JoinHandle<()>>,
+    /// Hands over the downloads.
+    issuer: Option<JoinHandle<()>>,
     /// Addresses of what is pinned.
     pinned: Mutex<Vec<usize>>,
     /// The process that has the threads.
@@ -69,8 +74,11 @@ struct Shared {
     segments: Segments,
     /// Where the state of each chunk is: at home, where uploads take the weights from.
     slots: HostSlots,
-    /// For each segment: its gradient was taken by itself, and its arrival event recorded, since the last submit.
-    taken: Box<[AtomicBool]>,
+    downloads: Downloads,
+    /// For each segment whose gradient was taken by itself since the last submit: that copy's ticket. 0 for the others.
+    taken: Box<[AtomicU64]>,
+    /// The ticket of `gradients_event` at the last submit.
+    all_taken: AtomicU64,
     bytes_downloaded: AtomicU64,
     state: Mutex<State>,
     changed: Condvar,
@@ -99,10 +107,10 @@ impl State {
     }
 }
 
-/// Numbers of the device's events: one per segment for its gradient, one for its weight, and two.
+/// Numbers of the device's events: one per segment for its gradient, one for its weight, two, and those of the downloads.
 impl Segments {
     fn events(&self) -> usize {
-        2 * self.count() + 2
+        self.download_events() + IN_FLIGHT
     }
 
     fn weight_event(&self, segment: usize) -> usize {
@@ -117,6 +125,11 @@ impl Segments {
     /// All that was uploaded before a finish.
     fn weights_event(&self) -> usize {
         2 * self.count() + 1
+    }
+
+    /// The first of those that the downloads use as they like.
+    fn download_events(&self) -> usize {
+        2 * self.count() + 2
     }
 }
 
@@ -142,50 +155,62 @@ impl Engine {
     pub fn on(device: Arc<dyn Device>, numels: &[usize], pool: Pool, isa: Isa) -> Result<Self> {
         let segments = Segments::new(numels);
         let shared = Arc::new(Shared {
+            downloads: Downloads::new(Arc::clone(&device), segments.download_events()),
             device,
             pool,
             isa,
-            taken: (0..segments.count()).map(|_| AtomicBool::new(false)).collect(),
+            taken: (0..segments.count()).map(|_| AtomicU64::new(0)).collect(),
+            all_taken: AtomicU64::new(0),
             bytes_downloaded: AtomicU64::new(0),
             state: Mutex::new(State { issued: vec![true; segments.count()], ..State::default() }),
             changed: Condvar::new(),
             slots: HostSlots::home(numels),
             segments,
         });
-        let coordinated = Arc::clone(&shared);
-        let coordinator = thread::Builder::new()
-            .name("stepwell-offload".to_owned())
-            .spawn(move || coordinated.coordinate())
-            .map_err(|error| Error::os("cannot start the offload thread; hint: see `ulimit -u`", error))?;
-        Ok(Self { shared, coordinator: Some(coordinator), pinned: Mutex::default(), process: process::id() })
+        let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
+        // Dropped, it ends the threads that have been started.
+        let mut engine =
+            Self { shared, coordinator: None, issuer: None, pinned: Mutex::default(), process: process::id() };
+        engine.coordinator = Some(start("stepwell-offload", move || coordinated.coordinate())?);
+        engine.issuer = Some(start("stepwell-issuer", move || issued.downloads.hand_over())?);
+        Ok(engine)
     }
 
-    /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this order, after what `stream` holds now.
+    /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this order, after what `stream` holds now. Waits for nothing.
     ///
     /// # Safety
-    /// Both sides are alive; nobody writes the device side, or uses the host side, until the step that takes them is submitted and done.
+    /// Both sides are alive; nobody writes the device side until it is released or drained, nor uses the host side until the step that takes it is
+    /// submitted and done.
     ///
     /// # Errors
-    /// [`Error::Value`] for a tensor that the engine does not have, or while a step is running; [`Error::Os`] where the device has failed.
+    /// [`Error::Value`] for a tensor that the engine does not have, or while a step is running; [`Error::Os`] where the device has failed, also in
+    /// copies of calls before.
     pub unsafe fn take(&self, gradients: &[(usize, u64, View)], stream: Stream) -> Result<()> {
-        let Shared { device, segments, taken, bytes_downloaded, .. } = &*self.shared;
+        let Shared { device, segments, downloads, taken, bytes_downloaded, .. } = &*self.shared;
         for (index, _, host) in gradients {
             self.shared.check_index(*index)?;
             host.expect("the gradient's host memory", &[host.dtype()], segments.numel(*index))?;
         }
         self.ready()?;
-        device.order_lane_after(Lane::Download, stream)?;
-        for &(index, source, host) in gradients {
-            for segment in segments.of(index) {
+        let mark = device.mark(stream)?;
+        let copies = gradients.iter().flat_map(|&(index, source, host)| {
+            segments.of(index).map(move |segment| {
                 let elements = segments.elements(index, segment);
                 let (offset, nbytes) = (elements.start * host.dtype().size(), elements.len() * host.dtype().size());
-                let to = std::ptr::with_exposed_provenance_mut::<u8>(host.address() + offset);
-                // SAFETY: passed on from the caller; the segment lies within both sides.
-                unsafe { device.copy(Lane::Download, source + offset as u64, to, nbytes)? };
-                device.record(Lane::Download, segment)?;
-                taken[segment].store(true, Ordering::Release);
-                bytes_downloaded.fetch_add(nbytes as u64, Ordering::Relaxed);
-            }
+                (segment, source + offset as u64, host.address() + offset, nbytes)
+            })
+        });
+        let entries = copies.clone().map(|(segment, source, target, nbytes)| Download::Copy {
+            source,
+            target,
+            nbytes,
+            event: Some(segment),
+        });
+        // SAFETY: passed on from the caller; segments lie within both sides.
+        let ticket = unsafe { downloads.push(iter::once(Download::After(mark)).chain(entries))? };
+        for ((segment, _, _, nbytes), ticket) in copies.zip(ticket + 1..) {
+            taken[segment].store(ticket, Ordering::Release);
+            bytes_downloaded.fetch_add(nbytes as u64, Ordering::Relaxed);
         }
         Ok(())
     }
@@ -198,21 +223,24 @@ impl Engine {
     /// # Errors
     /// As [`Engine::take`].
     pub unsafe fn take_part(&self, parts: &[(u64, View)], stream: Stream) -> Result<()> {
+        let Shared { device, downloads, bytes_downloaded, .. } = &*self.shared;
         self.ready()?;
-        let device = &self.shared.device;
-        device.order_lane_after(Lane::Download, stream)?;
-        for &(source, host) in parts {
-            let nbytes = host.numel() * host.dtype().size();
-            let to = std::ptr::with_exposed_provenance_mut::<u8>(host.address());
-            // SAFETY: passed on from the caller.
-            unsafe { device.copy(Lane::Download, source, to, nbytes)? };
-            self.shared.bytes_downloaded.fetch_add(nbytes as u64, Ordering::Relaxed);
-        }
+        let mark = device.mark(stream)?;
+        let nbytes = |host: View| host.numel() * host.dtype().size();
+        let entries = parts.iter().map(|&(source, host)| Download::Copy {
+            source,
+            target: host.address(),
+            nbytes: nbytes(host),
+            event: None,
+        });
+        // SAFETY: passed on from the caller.
+        unsafe { downloads.push(iter::once(Download::After(mark)).chain(entries))? };
+        bytes_downloaded.fetch_add(parts.iter().map(|&(_, host)| nbytes(host) as u64).sum(), Ordering::Relaxed);
         Ok(())
     }
 
-    /// Starts a step of these tensors, in this order, and returns. Weights are uploaded after what `stream` holds now, and `stream` waits for the gradients
-    /// taken: what is launched on it from now on may write them.
+    /// Starts a step of these tensors, in this order, and returns. Weights are uploaded after what `stream` holds now. Gradients on the device may be written
+    /// after [`Engine::release`].
     ///
     /// # Safety
     /// The memory of all views and weights is alive, and nobody else uses it, until the step is done; weights until they are waited for.
@@ -221,14 +249,15 @@ impl Engine {
     /// [`Error::Value`], with nothing changed, for what [`batch::step`] refuses, tensors that the engine does not have or has twice in a call, or while
     /// a step is running; [`Error::Os`] where the device has failed.
     pub unsafe fn submit(&self, updates: Vec<Update>, stream: Stream) -> Result<()> {
-        let Shared { device, segments, changed, .. } = &*self.shared;
+        let Shared { device, segments, downloads, all_taken, changed, .. } = &*self.shared;
         self.shared.check(&updates)?;
         self.ready()?;
-        device.record(Lane::Download, segments.gradients_event())?;
-        device.order_stream_after(stream, segments.gradients_event())?;
-        device.order_lane_after(Lane::Upload, stream)?;
+        device.order_lane_after(Lane::Upload, device.mark(stream)?)?;
         let mut state = self.shared.lock();
         state.check_idle()?;
+        // SAFETY: it is no copy.
+        let ticket = unsafe { downloads.push([Download::Record(segments.gradients_event())])? };
+        all_taken.store(ticket, Ordering::Release);
         for update in &updates {
             state.issued[segments.of(update.index)].fill(false);
         }
@@ -236,6 +265,22 @@ impl Engine {
         state.busy = true;
         changed.notify_all();
         Ok(())
+    }
+
+    /// Waits on this thread, no longer than `timeout`, until the device has all copies of the gradients of the last submit; then `stream` waits for them: what
+    /// is launched on it from now on may write them, and their memory may be freed to it. Whether that was reached.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed.
+    pub fn release(&self, stream: Stream, timeout: Duration) -> Result<bool> {
+        let Shared { device, segments, downloads, all_taken, .. } = &*self.shared;
+        self.check_process()?;
+        if !downloads.wait_timeout(all_taken.load(Ordering::Acquire), timeout)? {
+            return Ok(false);
+        }
+        device.attach()?;
+        device.order_stream_after(stream, segments.gradients_event())?;
+        Ok(true)
     }
 
     /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a tensor are enqueued; then `stream` waits for them.
@@ -280,13 +325,17 @@ impl Engine {
         Ok(true)
     }
 
-    /// Waits until every copy that was enqueued has ended. Not while a step runs.
+    /// Waits until every copy that was taken or enqueued has ended. Not while a step runs.
     ///
     /// # Errors
     /// As [`Engine::finish`].
     pub fn drain(&self) -> Result<()> {
-        self.ready()?;
-        self.shared.device.drain()
+        let Shared { device, downloads, .. } = &*self.shared;
+        self.idle()?;
+        let issued = downloads.wait_for_all();
+        // Also where a later one has failed.
+        device.drain()?;
+        issued
     }
 
     /// Whether a step is running on the host; in a forked child, none is.
@@ -324,8 +373,14 @@ impl Engine {
         Ok(())
     }
 
-    /// Checks that no step is running and none has failed, and makes this thread one of the device's.
+    /// Checks that no step is running and nothing has failed, and makes this thread one of the device's.
     fn ready(&self) -> Result<()> {
+        self.idle()?;
+        self.shared.downloads.check()
+    }
+
+    /// As [`Engine::ready`], but copies may have failed.
+    fn idle(&self) -> Result<()> {
         self.check_process()?;
         self.shared.lock().check_idle()?;
         self.shared.device.attach()
@@ -345,10 +400,10 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        let coordinator = self.coordinator.take();
+        let (coordinator, issuer) = (self.coordinator.take(), self.issuer.take());
         if self.process != process::id() {
             // A forked child has neither the threads nor the device.
-            std::mem::forget((coordinator, Arc::clone(&self.shared)));
+            std::mem::forget((coordinator, issuer, Arc::clone(&self.shared)));
             return;
         }
         self.shared.lock().quit = true;
@@ -356,6 +411,11 @@ impl Drop for Engine {
         if let Some(coordinator) = coordinator {
             // Its body catches panics.
             let _ = coordinator.join();
+        }
+        // Not earlier: the step waits for what is issued.
+        self.shared.downloads.quit();
+        if let Some(issuer) = issuer {
+            let _ = issuer.join();
         }
         if self.shared.device.attach().is_ok() {
             // Whoever drops the engine may free the memory next. A failed device copies no more.
@@ -428,11 +488,9 @@ impl Shared {
             let Some(updates) = state.job.take() else { return };
             drop(state);
             let begin = Instant::now();
-            let stepped = catch_unwind(AssertUnwindSafe(|| self.step(&updates))).unwrap_or_else(|payload| {
-                Err(Error::os("a worker panicked", std::io::Error::other(text_of(&*payload))))
-            });
+            let stepped = caught("a worker", || self.step(&updates));
             for taken in &self.taken {
-                taken.store(false, Ordering::Relaxed);
+                taken.store(0, Ordering::Relaxed);
             }
             let mut state = self.lock();
             match stepped {
@@ -496,8 +554,13 @@ impl Shared {
     }
 
     fn wait_for_gradient(&self, segment: usize) -> Result<()> {
-        let by_itself = self.taken[segment].load(Ordering::Acquire);
-        self.device.wait(if by_itself { segment } else { self.segments.gradients_event() })?;
+        let (ticket, event) = match self.taken[segment].load(Ordering::Acquire) {
+            0 => (self.all_taken.load(Ordering::Acquire), self.segments.gradients_event()),
+            ticket => (ticket, segment),
+        };
+        // Until then the event stands for an older copy.
+        self.downloads.wait(ticket)?;
+        self.device.wait(event)?;
         // Its upload of the step before: long done, unless nobody has waited for it.
         self.device.wait(self.segments.weight_event(segment))
     }
@@ -514,11 +577,6 @@ impl Shared {
         self.changed.notify_all();
         Ok(())
     }
-}
-
-fn text_of(payload: &(dyn Any + Send)) -> String {
-    let text = payload.downcast_ref::<String>().cloned();
-    text.or_else(|| payload.downcast_ref::<&str>().map(|text| (*text).to_owned())).unwrap_or_default()
 }
 
 /// A segment of the step that runs.

@@ -91,11 +91,11 @@ impl PyOffloadEngine {
         Ok(())
     }
 
-    /// Copies whole gradients to host memory, one after the other, after what `stream` holds now.
+    /// Copies whole gradients to host memory in the background, one after the other, after what `stream` holds now.
     ///
     /// Args:
     ///     indices: of the tensors.
-    ///     sources: addresses of their gradients on the device. They stay as they are until the step is done.
+    ///     sources: addresses of their gradients on the device. They stay as they are until `release` or `synchronize`.
     ///     targets: host memory, used by nobody else until the step is done.
     ///     stream: the stream that made the gradients.
     ///
@@ -122,10 +122,11 @@ impl PyOffloadEngine {
         py.detach(|| unsafe { self.engine.take(&gradients, Stream(stream)) })
     }
 
-    /// Copies any device memory to host memory, after what `stream` holds now; the next step begins when all of it is there.
+    /// Copies any device memory to host memory in the background, after what `stream` holds now; the next step begins when all
+    /// of it is there.
     ///
     /// Args:
-    ///     sources: addresses on the device.
+    ///     sources: addresses on the device. It stays as it is until `release` or `synchronize`.
     ///     targets: host memory, which says how much.
     ///     stream: the stream that made it.
     ///
@@ -147,7 +148,7 @@ impl PyOffloadEngine {
     }
 
     /// Starts a step in the background and returns. Tensors are stepped in the order given; each weight is uploaded as it
-    /// gets ready, after what `stream` holds now. `stream` waits for the gradients taken: it may write them afterwards.
+    /// gets ready, after what `stream` holds now. Gradients on the device may be written after `release`.
     ///
     /// Args:
     ///     indices: of the tensors.
@@ -185,6 +186,16 @@ impl PyOffloadEngine {
         let updates = (0..indices.len()).map(update).collect();
         // SAFETY: the caller vouches for the memory, as documented.
         py.detach(|| unsafe { self.engine.submit(updates, Stream(stream)) })
+    }
+
+    /// `stream` waits for the gradients of the last `submit`: it may write them afterwards, and their memory may be freed to it. The
+    /// thread waits until the device has all copies, that is for most of them.
+    ///
+    /// Raises:
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (*, stream=0))]
+    fn release(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        wait_interruptibly(py, || self.engine.release(Stream(stream), SIGNAL_INTERVAL))
     }
 
     /// `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only until they are enqueued.

@@ -47,6 +47,7 @@ impl Simd for Avx2 {
     type U = [__m256i; PARTS];
     type M = [__m256i; PARTS];
     type D = [__m256d; 4];
+    const HOLDS_TWO_UNITS: bool = false;
 
     #[inline(always)]
     unsafe fn load_u32(self, from: *const u32) -> Self::U {
@@ -107,6 +108,14 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn is_nan(self, a: Self::F) -> Self::M {
         unsafe { parts!(|i| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(a[i], a[i]))) }
+    }
+    #[inline(always)]
+    fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {
+        unsafe { parts!(|i| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(a[i], b[i]))) }
+    }
+    #[inline(always)]
+    fn any(self, mask: Self::M) -> bool {
+        unsafe { _mm256_movemask_epi8(_mm256_or_si256(mask[0], mask[1])) != 0 }
     }
     #[inline(always)]
     fn splat_u(self, value: u32) -> Self::U {
@@ -213,6 +222,30 @@ impl Simd for Avx2 {
                 1 => _mm256_shuffle_epi32::<0b01_01_01_01>(a[i]),
                 2 => _mm256_shuffle_epi32::<0b10_10_10_10>(a[i]),
                 _ => _mm256_shuffle_epi32::<0b11_11_11_11>(a[i]),
+            })
+        }
+    }
+    #[inline(always)]
+    fn unzip(self, a: Self::U, b: Self::U) -> [Self::U; 2] {
+        unsafe {
+            let both = [a, b];
+            let (low, high) =
+                (parts!(|i| _mm256_castsi256_ps(both[i][0])), parts!(|i| _mm256_castsi256_ps(both[i][1])));
+            let even = parts!(|i| _mm256_castps_si256(_mm256_shuffle_ps::<0b10_00_10_00>(low[i], high[i])));
+            let odd = parts!(|i| _mm256_castps_si256(_mm256_shuffle_ps::<0b11_01_11_01>(low[i], high[i])));
+            [
+                parts!(|i| _mm256_permute4x64_epi64::<0b11_01_10_00>(even[i])),
+                parts!(|i| _mm256_permute4x64_epi64::<0b11_01_10_00>(odd[i])),
+            ]
+        }
+    }
+    #[inline(always)]
+    fn zip(self, even: Self::U, odd: Self::U) -> [Self::U; 2] {
+        unsafe {
+            parts!(|i| {
+                let low = _mm256_unpacklo_epi32(even[i], odd[i]);
+                let high = _mm256_unpackhi_epi32(even[i], odd[i]);
+                [_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high)]
             })
         }
     }

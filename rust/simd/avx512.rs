@@ -28,6 +28,7 @@ impl Simd for Avx512 {
     type U = __m512i;
     type M = __mmask16;
     type D = [__m512d; 2];
+    const HOLDS_TWO_UNITS: bool = true;
 
     #[inline(always)]
     unsafe fn load_u32(self, from: *const u32) -> Self::U {
@@ -88,6 +89,14 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn is_nan(self, a: Self::F) -> Self::M {
         unsafe { _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a) }
+    }
+    #[inline(always)]
+    fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {
+        unsafe { _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, b) }
+    }
+    #[inline(always)]
+    fn any(self, mask: Self::M) -> bool {
+        mask != 0
     }
     #[inline(always)]
     fn splat_u(self, value: u32) -> Self::U {
@@ -188,6 +197,22 @@ impl Simd for Avx512 {
                 2 => _mm512_shuffle_epi32::<0b10_10_10_10>(a),
                 _ => _mm512_shuffle_epi32::<0b11_11_11_11>(a),
             }
+        }
+    }
+    #[inline(always)]
+    fn unzip(self, a: Self::U, b: Self::U) -> [Self::U; 2] {
+        unsafe {
+            let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+            let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+            [_mm512_permutex2var_epi32(a, even, b), _mm512_permutex2var_epi32(a, odd, b)]
+        }
+    }
+    #[inline(always)]
+    fn zip(self, even: Self::U, odd: Self::U) -> [Self::U; 2] {
+        unsafe {
+            let low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            let high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+            [_mm512_permutex2var_epi32(even, low, odd), _mm512_permutex2var_epi32(even, high, odd)]
         }
     }
     #[inline(always)]

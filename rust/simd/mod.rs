@@ -29,6 +29,10 @@ pub trait Simd: Copy {
     /// 16 fp64 sums.
     type D: Copy;
 
+    /// Whether two units of 64 elements, both moments of each, fit into the registers together: then work on the one may stand between
+    /// that on the other.
+    const HOLDS_TWO_UNITS: bool;
+
     /// Reads 16 words.
     ///
     /// # Safety
@@ -78,6 +82,10 @@ pub trait Simd: Copy {
     fn lt(self, a: Self::F, b: Self::F) -> Self::M;
     /// Whether it is a NaN.
     fn is_nan(self, a: Self::F) -> Self::M;
+    /// Whether either is a NaN.
+    fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M;
+    /// Whether the mask holds anywhere.
+    fn any(self, mask: Self::M) -> bool;
 
     /// The same integer in all lanes.
     fn splat_u(self, value: u32) -> Self::U;
@@ -123,6 +131,10 @@ pub trait Simd: Copy {
     fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U;
     /// Lane `I` of every four lanes, in all four; `I < 4`.
     fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U;
+    /// Those of 32 elements in memory order, `a` and then `b`, that have an even and an odd index.
+    fn unzip(self, a: Self::U, b: Self::U) -> [Self::U; 2];
+    /// The other way round.
+    fn zip(self, even: Self::U, odd: Self::U) -> [Self::U; 2];
     /// Lanes 0 to 3.
     fn first_lanes(self, a: Self::U) -> [u32; 4];
 

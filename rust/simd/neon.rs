@@ -55,6 +55,7 @@ impl Simd for Neon {
     type U = [uint32x4_t; PARTS];
     type M = [uint32x4_t; PARTS];
     type D = [[float64x2_t; 2]; PARTS];
+    const HOLDS_TWO_UNITS: bool = false;
 
     #[inline(always)]
     unsafe fn load_u32(self, from: *const u32) -> Self::U {
@@ -115,6 +116,14 @@ impl Simd for Neon {
     #[inline(always)]
     fn is_nan(self, a: Self::F) -> Self::M {
         unsafe { parts!(|i| vmvnq_u32(vceqq_f32(a[i], a[i]))) }
+    }
+    #[inline(always)]
+    fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {
+        unsafe { parts!(|i| vmvnq_u32(vandq_u32(vceqq_f32(a[i], a[i]), vceqq_f32(b[i], b[i])))) }
+    }
+    #[inline(always)]
+    fn any(self, mask: Self::M) -> bool {
+        self.max_lane(mask) != 0
     }
     #[inline(always)]
     fn splat_u(self, value: u32) -> Self::U {
@@ -209,6 +218,22 @@ impl Simd for Neon {
     #[inline(always)]
     fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U {
         unsafe { parts!(|i| vdupq_laneq_u32::<I>(a[i])) }
+    }
+    #[inline(always)]
+    fn unzip(self, a: Self::U, b: Self::U) -> [Self::U; 2] {
+        unsafe {
+            [
+                [vuzp1q_u32(a[0], a[1]), vuzp1q_u32(a[2], a[3]), vuzp1q_u32(b[0], b[1]), vuzp1q_u32(b[2], b[3])],
+                [vuzp2q_u32(a[0], a[1]), vuzp2q_u32(a[2], a[3]), vuzp2q_u32(b[0], b[1]), vuzp2q_u32(b[2], b[3])],
+            ]
+        }
+    }
+    #[inline(always)]
+    fn zip(self, even: Self::U, odd: Self::U) -> [Self::U; 2] {
+        unsafe {
+            let (low, high) = (parts!(|i| vzip1q_u32(even[i], odd[i])), parts!(|i| vzip2q_u32(even[i], odd[i])));
+            [[low[0], high[0], low[1], high[1]], [low[2], high[2], low[3], high[3]]]
+        }
     }
     #[inline(always)]
     fn first_lanes(self, a: Self::U) -> [u32; 4] {

@@ -22,6 +22,7 @@ impl Simd for Scalar {
     type U = [u32; LANES];
     type M = [bool; LANES];
     type D = [f64; LANES];
+    const HOLDS_TWO_UNITS: bool = false;
 
     #[inline(always)]
     unsafe fn load_u32(self, from: *const u32) -> Self::U {
@@ -91,6 +92,14 @@ impl Simd for Scalar {
         a.map(f32::is_nan)
     }
 
+    #[inline(always)]
+    fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {
+        std::array::from_fn(|i| a[i].is_nan() || b[i].is_nan())
+    }
+    #[inline(always)]
+    fn any(self, mask: Self::M) -> bool {
+        mask.contains(&true)
+    }
     #[inline(always)]
     fn splat_u(self, value: u32) -> Self::U {
         [value; LANES]
@@ -180,6 +189,16 @@ impl Simd for Scalar {
     #[inline(always)]
     fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U {
         std::array::from_fn(|i| a[i / 4 * 4 + I as usize])
+    }
+    #[inline(always)]
+    fn unzip(self, a: Self::U, b: Self::U) -> [Self::U; 2] {
+        let at = |i: usize| if i < LANES { a[i] } else { b[i - LANES] };
+        [std::array::from_fn(|i| at(2 * i)), std::array::from_fn(|i| at(2 * i + 1))]
+    }
+    #[inline(always)]
+    fn zip(self, even: Self::U, odd: Self::U) -> [Self::U; 2] {
+        let at = |i: usize| if i % 2 == 0 { even[i / 2] } else { odd[i / 2] };
+        [std::array::from_fn(at), std::array::from_fn(|i| at(LANES + i))]
     }
     #[inline(always)]
     fn first_lanes(self, a: Self::U) -> [u32; 4] {

@@ -2,9 +2,10 @@
 
 use crate::{
     cursor::{Cursor, Source},
+    element::{narrow, widen},
     isa::Kernel,
     simd::{LANES, Simd},
-    state::{Master, MomentLanes, Moments, dither::Dither, lanes_in},
+    state::{Master, MomentLanes, Moments, decode_unit, dither::Dither, encode_unit},
 };
 
 /// Decodes masters into fp32.
@@ -22,7 +23,8 @@ impl<P: Master> Kernel for ReadMaster<'_, P> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.to.len()).step_by(LANES) {
             let count = (self.to.len() - at).min(LANES);
-            self.to.store(simd, at, count, simd.bits(self.master.load(simd, at, count)));
+            let [master] = self.master.load(simd, at, count);
+            self.to.store(simd, at, count, simd.bits(master));
         }
     }
 }
@@ -42,7 +44,7 @@ impl<P: Master> Kernel for WriteMaster<'_, P> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.from.len()).step_by(LANES) {
             let count = (self.from.len() - at).min(LANES);
-            self.master.store(simd, at, count, simd.of_bits(self.from.load(simd, at, count)));
+            self.master.store::<S, 1, false>(simd, at, count, [simd.of_bits(self.from.load(simd, at, count))]);
         }
     }
 }
@@ -65,12 +67,9 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (ReadMoments<'_, M>, [(); Q]) {
         let (ReadMoments { moments, exp_avg, exp_avg_sq }, _) = self;
         for at in (0..exp_avg.len()).step_by(Q * LANES) {
             let count = (exp_avg.len() - at).min(Q * LANES);
-            let (first, second) = moments.load(simd, at, count);
-            for quarter in 0..Q {
-                let (to, count) = (at + quarter * LANES, lanes_in(count, quarter));
-                exp_avg.store(simd, to, count, simd.bits(first[quarter]));
-                exp_avg_sq.store(simd, to, count, simd.bits(second[quarter]));
-            }
+            let unit = decode_unit::<S, M, Q>(simd, &moments.load(simd, at, count));
+            exp_avg.store_unit::<S, Q, false>(simd, at, count, narrow::<S, f32, Q>(simd, unit.exp_avg));
+            exp_avg_sq.store_unit::<S, Q, false>(simd, at, count, narrow::<S, f32, Q>(simd, unit.exp_avg_sq));
         }
     }
 }
@@ -95,15 +94,13 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (WriteMoments<'_, M>, [(); Q]) {
         let (WriteMoments { exp_avg, exp_avg_sq, moments, dither }, _) = self;
         for at in (0..exp_avg.len()).step_by(Q * LANES) {
             let count = (exp_avg.len() - at).min(Q * LANES);
-            let zeros = [simd.splat(0.0); Q];
-            let mut lanes: MomentLanes<S, Q> = MomentLanes { exp_avg: zeros, exp_avg_sq: zeros };
-            for quarter in 0..Q {
-                let (from, count) = (at + quarter * LANES, lanes_in(count, quarter));
-                lanes.exp_avg[quarter] = simd.of_bits(exp_avg.load(simd, from, count));
-                lanes.exp_avg_sq[quarter] = simd.of_bits(exp_avg_sq.load(simd, from, count));
-            }
-            let measure = moments.measure(simd, &lanes);
-            moments.store(simd, at, count, lanes, measure, dither.lanes(simd, at));
+            let mut unit = MomentLanes {
+                exp_avg: widen::<S, f32, Q>(simd, exp_avg.load_unit(simd, at, count)),
+                exp_avg_sq: widen::<S, f32, Q>(simd, exp_avg_sq.load_unit(simd, at, count)),
+            };
+            let measure = M::measure(simd, &mut unit);
+            let (first, second) = encode_unit::<S, M, Q>(simd, &unit, &measure, &dither.lanes(simd, at));
+            moments.store::<S, false>(simd, at, count, first, second, measure);
         }
     }
 }

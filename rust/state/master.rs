@@ -2,7 +2,7 @@
 
 use crate::{
     cursor::Cursor,
-    element::Element,
+    element::{Element, narrow, widen},
     simd::Simd,
     state::{BLOCK, Master},
 };
@@ -23,13 +23,18 @@ impl<T: Element> Master for Plain<'_, T> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
-        T::widen(simd, self.0.load(simd, at, count))
+    fn load<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::F; Q] {
+        widen::<S, T, Q>(simd, self.0.load_unit(simd, at, count))
     }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
-        self.0.store(simd, at, count, T::narrow(simd, master));
+    fn streams(&self) -> bool {
+        self.0.streams()
+    }
+
+    #[inline(always)]
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
+        self.0.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
     }
 }
 
@@ -63,14 +68,19 @@ impl<T: Element> Master for WithWeightOut<'_, T> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
-        simd.of_bits(self.master.load(simd, at, count))
+    fn load<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::F; Q] {
+        widen::<S, f32, Q>(simd, self.master.load_unit(simd, at, count))
     }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
-        self.master.store(simd, at, count, simd.bits(master));
-        self.weight.store(simd, at, count, T::narrow(simd, master));
+    fn streams(&self) -> bool {
+        self.master.streams() && self.weight.streams()
+    }
+
+    #[inline(always)]
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
+        self.master.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, f32, Q>(simd, master));
+        self.weight.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
     }
 }
 
@@ -106,16 +116,24 @@ impl<T: Element> Master for Shadowed<'_, T> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
-        let master = simd.of_bits(self.master.load(simd, at, count));
-        let weight = self.weight.load(simd, at, count);
-        let is_ours = simd.eq_u(T::narrow(simd, master), weight);
-        simd.select_f(is_ours, master, T::widen(simd, weight))
+    fn load<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::F; Q] {
+        let mut masters = widen::<S, f32, Q>(simd, self.master.load_unit(simd, at, count));
+        let weights = self.weight.load_unit::<S, Q>(simd, at, count);
+        for (master, weight) in masters.iter_mut().zip(weights) {
+            let is_ours = simd.eq_u(T::narrow(simd, *master), weight);
+            *master = simd.select_f(is_ours, *master, T::widen(simd, weight));
+        }
+        masters
     }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
-        self.master.store(simd, at, count, simd.bits(master));
-        self.weight.store(simd, at, count, T::narrow(simd, master));
+    fn streams(&self) -> bool {
+        self.master.streams() && self.weight.streams()
+    }
+
+    #[inline(always)]
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
+        self.master.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, f32, Q>(simd, master));
+        self.weight.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
     }
 }

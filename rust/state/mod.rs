@@ -29,18 +29,12 @@ pub mod q8;
 pub mod slots;
 pub mod split;
 
-use crate::simd::{LANES, Simd};
+use crate::simd::Simd;
 
 /// Elements between two prefetches, and the smallest piece that q8 codes: every chunk is a multiple of it.
 pub const BLOCK: usize = 64;
 
-/// Lanes `at..` of a unit of `count` elements that fall into its `quarter`-th array.
-#[inline(always)]
-pub(crate) fn lanes_in(count: usize, quarter: usize) -> usize {
-    count.saturating_sub(quarter * LANES).min(LANES)
-}
-
-/// Loads and stores fp32 masters, 16 lanes at a time. `count` is `LANES` but at the tail.
+/// Loads and stores fp32 masters, a unit of `Q` vectors at a time (its order: [`crate::cursor`]). `count` is `Q * LANES` but at the tail.
 pub trait Master {
     /// Elements.
     fn len(&self) -> usize;
@@ -51,9 +45,11 @@ pub trait Master {
     /// Fetches what the block at `at` will need some blocks later.
     fn prefetch(&self, at: usize);
     /// The masters of `at..at + count`, zeros behind them.
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F;
-    /// Writes the masters of `at..at + count`, and the 16-bit weight where there is one.
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F);
+    fn load<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::F; Q];
+    /// Whether all stores may bypass the cache.
+    fn streams(&self) -> bool;
+    /// Writes the masters of `at..at + count`, and the 16-bit weight where there is one; past the cache with `STREAM`.
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]);
 }
 
 /// Both moments of a unit of `Q` vectors.
@@ -64,10 +60,13 @@ pub struct MomentLanes<S: Simd, const Q: usize> {
     pub exp_avg_sq: [S::F; Q],
 }
 
-/// Loads and stores `exp_avg` and `exp_avg_sq`, a unit of `Q * LANES` elements at a time.
+/// Loads and stores `exp_avg` and `exp_avg_sq`, a unit of `Q` vectors at a time. Vectors are decoded and coded one by one, so that the kernel can do
+/// what belongs to one unit between what belongs to another.
 pub trait Moments<const Q: usize> {
-    /// Whether `store` draws on its noise.
+    /// Whether `encode` draws on its noise.
     const STOCHASTIC: bool;
+    /// A unit as it is held.
+    type Held<S: Simd>;
     /// What `measure` finds: nothing, or the scales of a group. Where it is something, it takes as long as all the rest, so the
     /// kernel computes the next unit before it stores this one.
     type Measure<S: Simd>;
@@ -75,18 +74,80 @@ pub trait Moments<const Q: usize> {
     fn covers(&self, len: usize) -> bool;
     /// Fetches what the block at `at` will need some blocks later.
     fn prefetch(&self, at: usize);
-    /// `(exp_avg, exp_avg_sq)` of `at..at + count`, zeros behind them.
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> ([S::F; Q], [S::F; Q]);
-    /// What `store` needs to know of all lanes of a unit before it can code the first.
-    fn measure<S: Simd>(&self, simd: S, moments: &MomentLanes<S, Q>) -> Self::Measure<S>;
-    /// Writes both moments of `at..at + count`; `noise` is 32 random bits per element.
-    fn store<S: Simd>(
+    /// The unit `at..at + count`, zeros behind it.
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> Self::Held<S>;
+    /// `(exp_avg, exp_avg_sq)` of vector `I` of a unit.
+    fn decode<S: Simd, const I: usize>(simd: S, held: &Self::Held<S>) -> (S::F, S::F);
+    /// What `encode` needs to know of all lanes of a unit before it can code the first.
+    fn measure<S: Simd>(simd: S, moments: &mut MomentLanes<S, Q>) -> Self::Measure<S>;
+    /// Both moments of vector `I` in code; `noise` is 32 random bits per element.
+    fn encode<S: Simd, const I: usize>(
+        simd: S,
+        measure: &Self::Measure<S>,
+        exp_avg: S::F,
+        exp_avg_sq: S::F,
+        noise: S::U,
+    ) -> (S::U, S::U);
+    /// Whether all stores may bypass the cache.
+    fn streams(&self) -> bool;
+    /// Asserts that a whole unit lies behind `at` ([`crate::cursor::Cursor::expect_unit`]).
+    fn expect_unit(&self, at: usize);
+    /// Writes both moments of `at..at + count`, in code; past the cache with `STREAM`.
+    fn store<S: Simd, const STREAM: bool>(
         &self,
         simd: S,
         at: usize,
         count: usize,
-        moments: MomentLanes<S, Q>,
+        exp_avg: [S::U; Q],
+        exp_avg_sq: [S::U; Q],
         measure: Self::Measure<S>,
-        noise: [S::U; Q],
     );
+}
+
+/// The same for every vector of a unit, `$i` being its number: constants, which a loop would not make of it.
+macro_rules! each_vector {
+    ($q:expr, |$i:ident| $each:expr) => {{
+        {
+            const $i: usize = 0;
+            $each;
+        }
+        if $q > 1 {
+            {
+                const $i: usize = 1;
+                $each;
+            }
+            {
+                const $i: usize = 2;
+                $each;
+            }
+            {
+                const $i: usize = 3;
+                $each;
+            }
+        }
+    }};
+}
+pub(crate) use each_vector;
+
+/// `(exp_avg, exp_avg_sq)` of a unit.
+#[inline(always)]
+pub(crate) fn decode_unit<S: Simd, M: Moments<Q>, const Q: usize>(simd: S, held: &M::Held<S>) -> MomentLanes<S, Q> {
+    let zeros = [simd.splat(0.0); Q];
+    let mut unit = MomentLanes { exp_avg: zeros, exp_avg_sq: zeros };
+    each_vector!(Q, |I| (unit.exp_avg[I], unit.exp_avg_sq[I]) = M::decode::<S, I>(simd, held));
+    unit
+}
+
+/// `(exp_avg, exp_avg_sq)` of a unit in code; `noise` is 32 random bits per element.
+#[inline(always)]
+pub(crate) fn encode_unit<S: Simd, M: Moments<Q>, const Q: usize>(
+    simd: S,
+    unit: &MomentLanes<S, Q>,
+    measure: &M::Measure<S>,
+    noise: &[S::U; Q],
+) -> ([S::U; Q], [S::U; Q]) {
+    let (mut first, mut second) = ([simd.splat_u(0); Q], [simd.splat_u(0); Q]);
+    each_vector!(Q, |I| (first[I], second[I]) =
+        M::encode::<S, I>(simd, measure, unit.exp_avg[I], unit.exp_avg_sq[I], noise[I]));
+    (first, second)
 }

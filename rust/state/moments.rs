@@ -28,6 +28,7 @@ impl<'a, T: Element> Nearest<'a, T> {
 
 impl<T: Element> Moments<1> for Nearest<'_, T> {
     const STOCHASTIC: bool = false;
+    type Held<S: Simd> = [S::U; 2];
     type Measure<S: Simd> = ();
 
     fn covers(&self, len: usize) -> bool {
@@ -41,19 +42,52 @@ impl<T: Element> Moments<1> for Nearest<'_, T> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> ([S::F; 1], [S::F; 1]) {
-        let exp_avg = T::widen(simd, self.exp_avg.load(simd, at, count));
-        let exp_avg_sq = T::widen(simd, self.exp_avg_sq.load(simd, at, count));
-        ([exp_avg], [exp_avg_sq])
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> [S::U; 2] {
+        [self.exp_avg.load(simd, at, count), self.exp_avg_sq.load(simd, at, count)]
     }
 
     #[inline(always)]
-    fn measure<S: Simd>(&self, _simd: S, _moments: &MomentLanes<S, 1>) {}
+    fn decode<S: Simd, const I: usize>(simd: S, &[exp_avg, exp_avg_sq]: &[S::U; 2]) -> (S::F, S::F) {
+        (T::widen(simd, exp_avg), T::widen(simd, exp_avg_sq))
+    }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, (): (), _noise: [S::U; 1]) {
-        self.exp_avg.store(simd, at, count, T::narrow(simd, moments.exp_avg[0]));
-        self.exp_avg_sq.store(simd, at, count, T::narrow(simd, moments.exp_avg_sq[0]));
+    fn measure<S: Simd>(_simd: S, _moments: &mut MomentLanes<S, 1>) {}
+
+    #[inline(always)]
+    fn encode<S: Simd, const I: usize>(
+        simd: S,
+        (): &(),
+        exp_avg: S::F,
+        exp_avg_sq: S::F,
+        _noise: S::U,
+    ) -> (S::U, S::U) {
+        (T::narrow(simd, exp_avg), T::narrow(simd, exp_avg_sq))
+    }
+
+    #[inline(always)]
+    fn streams(&self) -> bool {
+        self.exp_avg.streams() && self.exp_avg_sq.streams()
+    }
+
+    #[inline(always)]
+    fn expect_unit(&self, at: usize) {
+        self.exp_avg.expect_unit::<1>(at);
+        self.exp_avg_sq.expect_unit::<1>(at);
+    }
+
+    #[inline(always)]
+    fn store<S: Simd, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        exp_avg: [S::U; 1],
+        exp_avg_sq: [S::U; 1],
+        (): (),
+    ) {
+        self.exp_avg.store_unit::<S, 1, STREAM>(simd, at, count, exp_avg);
+        self.exp_avg_sq.store_unit::<S, 1, STREAM>(simd, at, count, exp_avg_sq);
     }
 }
 
@@ -93,6 +127,7 @@ fn round_stochastically<S: Simd>(simd: S, values: S::F, noise: S::U) -> S::U {
 
 impl Moments<1> for Stochastic<'_> {
     const STOCHASTIC: bool = true;
+    type Held<S: Simd> = [S::U; 2];
     type Measure<S: Simd> = ();
 
     fn covers(&self, len: usize) -> bool {
@@ -106,24 +141,49 @@ impl Moments<1> for Stochastic<'_> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> ([S::F; 1], [S::F; 1]) {
-        let exp_avg = Bf16::widen(simd, self.exp_avg.load(simd, at, count));
-        let exp_avg_sq = Bf16::widen(simd, self.exp_avg_sq.load(simd, at, count));
-        ([exp_avg], [exp_avg_sq])
+    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> [S::U; 2] {
+        [self.exp_avg.load(simd, at, count), self.exp_avg_sq.load(simd, at, count)]
     }
 
     #[inline(always)]
-    fn measure<S: Simd>(&self, _simd: S, _moments: &MomentLanes<S, 1>) {}
+    fn decode<S: Simd, const I: usize>(simd: S, &[exp_avg, exp_avg_sq]: &[S::U; 2]) -> (S::F, S::F) {
+        (Bf16::widen(simd, exp_avg), Bf16::widen(simd, exp_avg_sq))
+    }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, moments: MomentLanes<S, 1>, (): (), noise: [S::U; 1]) {
-        let [exp_avg_sq] = moments.exp_avg_sq;
-        let first = round_stochastically(simd, moments.exp_avg[0], simd.and(noise[0], simd.splat_u(0xffff)));
-        let second = round_stochastically(simd, exp_avg_sq, simd.shr::<16>(noise[0]));
+    fn measure<S: Simd>(_simd: S, _moments: &mut MomentLanes<S, 1>) {}
+
+    #[inline(always)]
+    fn encode<S: Simd, const I: usize>(simd: S, (): &(), exp_avg: S::F, exp_avg_sq: S::F, noise: S::U) -> (S::U, S::U) {
+        let first = round_stochastically(simd, exp_avg, simd.and(noise, simd.splat_u(0xffff)));
+        let second = round_stochastically(simd, exp_avg_sq, simd.shr::<16>(noise));
         // Below the smallest subnormal a positive value may round to 0: it keeps the smallest instead.
         let is_positive = simd.lt(simd.splat(0.0), exp_avg_sq);
-        let second = simd.select(is_positive, simd.max_u(second, simd.splat_u(1)), second);
-        self.exp_avg.store(simd, at, count, first);
-        self.exp_avg_sq.store(simd, at, count, second);
+        (first, simd.select(is_positive, simd.max_u(second, simd.splat_u(1)), second))
+    }
+
+    #[inline(always)]
+    fn streams(&self) -> bool {
+        self.exp_avg.streams() && self.exp_avg_sq.streams()
+    }
+
+    #[inline(always)]
+    fn expect_unit(&self, at: usize) {
+        self.exp_avg.expect_unit::<1>(at);
+        self.exp_avg_sq.expect_unit::<1>(at);
+    }
+
+    #[inline(always)]
+    fn store<S: Simd, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        exp_avg: [S::U; 1],
+        exp_avg_sq: [S::U; 1],
+        (): (),
+    ) {
+        self.exp_avg.store_unit::<S, 1, STREAM>(simd, at, count, exp_avg);
+        self.exp_avg_sq.store_unit::<S, 1, STREAM>(simd, at, count, exp_avg_sq);
     }
 }

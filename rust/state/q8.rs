@@ -15,8 +15,8 @@
 //!
 //! From a code to the next `T` is linear (but below code 1 of `exp_avg_sq`, which takes all of that), so rounding `x` to an integer stochastically, by adding a uniform number and
 //! cutting off, is unbiased in the decoded domain: `x = R^-1(|value| / scale + 1/2)`, and the code is the integer part of
-//! `x - 2 + uniform` (`x - 3` for `exp_avg_sq`). The sum is a float of a magnitude that puts the point at a fixed bit. `uniform` has 16 bits for `exp_avg`,
-//! 15 for `exp_avg_sq`, and `x` is rounded to as many: probabilities are within 2^-16 of what they should be.
+//! `x - 2 + uniform` (`x - 3` for `exp_avg_sq`). The sum is a float of a magnitude that puts the point at a fixed bit. `uniform` has 15 bits: probabilities are
+//! within 2^-16 of what they should be.
 //!
 //! - `exp_avg_sq > 0` is coded to at least 1: a 0 beside a nonzero `exp_avg` would blow the update up. The 0 of both moments is the code 0.
 //! - A scale is the group's largest magnitude over `T` of the largest code, rounded *up* to bf16, so that no element
@@ -31,7 +31,7 @@
 //! A plain minifloat takes no root either, but 3 bits of exponent for the range that groups have, and the 4 bits that are left to
 //! `exp_avg` have steps of 1/16 to 1/32, twice as coarse.
 //!
-//! Layout: 64 elements are 64 bytes, byte `4 * lane + quarter` is element `16 * quarter + lane`, so that a quarter is one shift and
+//! Layout: 64 elements are 64 bytes, byte `4 * lane + quarter` is the element of that lane of the unit's vector `quarter` ([`crate::cursor`]): a vector is one shift and
 //! mask of sixteen 32-bit words. The sign of `exp_avg` is the top bit of its byte. The last block of a parameter is padded.
 //!
 //! Cost, with the step of a `split` master: 74 vector operations per 16 elements on AVX-512, one square root and one division, which
@@ -47,8 +47,8 @@ use crate::{
 /// Elements that share a scale.
 pub const GROUP: usize = 32;
 
-const QUARTERS: usize = BLOCK / LANES;
-const QUARTERS_PER_GROUP: usize = GROUP / LANES;
+const VECTORS: usize = BLOCK / LANES;
+const VECTORS_PER_GROUP: usize = GROUP / LANES;
 const GROUPS_PER_BLOCK: usize = BLOCK / GROUP;
 
 /// Bytes of one moment's codes for `len` elements: padded to whole blocks.
@@ -122,27 +122,25 @@ pub struct Scales<S: Simd> {
 }
 
 impl<S: Simd> Scales<S> {
-    /// The scales of groups whose largest magnitudes have these bits.
+    /// The scales of groups whose largest magnitudes have these bits: up to [`MAGNITUDE_MAX_BITS`], or the canonical NaN.
     #[inline(always)]
     fn new(simd: S, magnitudes: S::U) -> Self {
         // SAFETY: the array holds LANES words.
         let factors = simd.of_bits(unsafe { simd.load_u32(CODES_TO_SCALES.as_ptr().cast()) });
-        let finite = simd.min_u(magnitudes, simd.splat_u(MAGNITUDE_MAX_BITS));
-        let scale = simd.bits(simd.mul(simd.of_bits(finite), factors));
+        let scale = simd.bits(simd.mul(simd.of_bits(magnitudes), factors));
         let scale = simd.max_u(scale, simd.splat_u(f32::MIN_POSITIVE.to_bits()));
         let rounded_up = simd.shr::<16>(simd.add_u(scale, simd.splat_u(0xffff)));
         let zero = simd.splat_u(0);
         let is_zero = simd.eq_u(magnitudes, zero);
-        let nan = simd.splat_u(u32::from(Bf16::NAN.0));
-        let bits = simd.select(is_zero, zero, simd.select(simd.is_nan(simd.of_bits(magnitudes)), nan, rounded_up));
+        let bits = simd.select(is_zero, zero, rounded_up);
         let reciprocal = simd.div(simd.splat(1.0), simd.of_bits(simd.shl::<16>(bits)));
         Self { bits, reciprocals: simd.select(is_zero, zero, simd.bits(reciprocal)) }
     }
 
-    /// One over the scales of `exp_avg` and of `exp_avg_sq` of the `quarter`'s group, in all lanes.
+    /// One over the scales of `exp_avg` and of `exp_avg_sq` of the group of vector `I`, in all lanes.
     #[inline(always)]
-    fn reciprocals_of(&self, simd: S, quarter: usize) -> (S::F, S::F) {
-        let (signed, unsigned) = match quarter / QUARTERS_PER_GROUP {
+    fn reciprocals_of<const I: usize>(&self, simd: S) -> (S::F, S::F) {
+        let (signed, unsigned) = match I / VECTORS_PER_GROUP {
             0 => (simd.splat_lane::<0>(self.reciprocals), simd.splat_lane::<2>(self.reciprocals)),
             _ => (simd.splat_lane::<1>(self.reciprocals), simd.splat_lane::<3>(self.reciprocals)),
         };
@@ -150,13 +148,34 @@ impl<S: Simd> Scales<S> {
     }
 }
 
+/// The scale of a group, for decoding.
+struct DecodingScale<S: Simd> {
+    scale: S::F,
+    /// `-scale * R_ZERO`
+    zero: S::F,
+}
+
+impl<S: Simd> DecodingScale<S> {
+    #[inline(always)]
+    fn new(simd: S, scale: f32) -> Self {
+        Self { scale: simd.splat(scale), zero: simd.splat(-scale * R_ZERO) }
+    }
+
+    /// `T * scale`, rounded once, from `R`.
+    #[inline(always)]
+    fn times_less_zero(&self, simd: S, r: S::F) -> S::F {
+        simd.fma(r, self.scale, self.zero)
+    }
+}
+
 /// `exp_avg`'s bytes at the top of their words, from its values.
 #[inline(always)]
 fn encode_exp_avg<S: Simd>(simd: S, values: S::F, reciprocal: S::F, noise: S::U) -> S::U {
     let q = simd.fma(simd.of_bits(simd.magnitude(values)), reciprocal, simd.splat(R_ZERO));
-    let root = simd.shr::<1>(simd.bits(simd.at_most(q, simd.splat(EXP_AVG_R_MAX))));
-    // 126 plus 16 random bits behind the point: with a code of 2 to 129, less than 256, whose last place has 16 bits too.
-    let uniform = simd.or(simd.and(simd.shr::<15>(noise), simd.splat_u(0x0001_fffe)), simd.splat_u(0x42fc_0000));
+    let root = simd.shr::<1>(simd.bits(q));
+    // 126 plus 15 random bits behind the point: with a code of 2 to 129, less than 256, whose last place has a bit more. Three roundings, of a scale, of
+    // its reciprocal and of what is multiplied with it, may lead beyond 129 by that bit, and the sum to less than 256 still.
+    let uniform = simd.or(simd.and(simd.shr::<15>(noise), simd.splat_u(0x0001_fffc)), simd.splat_u(0x42fc_0000));
     let code = simd.fma(simd.of_bits(root), simd.splat(1.0 / EXP_AVG_UNIT), simd.of_bits(uniform));
     let sign = simd.and(simd.bits(values), simd.splat_u(SIGN));
     simd.or(simd.shl::<8>(simd.bits(code)), sign)
@@ -166,41 +185,42 @@ fn encode_exp_avg<S: Simd>(simd: S, values: S::F, reciprocal: S::F, noise: S::U)
 #[inline(always)]
 fn encode_exp_avg_sq<S: Simd>(simd: S, values: S::F, reciprocal: S::F, noise: S::U) -> S::U {
     let q = simd.fma(values, reciprocal, simd.splat(R_ZERO));
-    let root = simd.shr::<2>(simd.bits(simd.at_most(q, simd.splat(EXP_AVG_SQ_R_MAX))));
+    let root = simd.shr::<2>(simd.bits(q));
     // A positive value has a code of 1 at least.
     let is_positive = simd.lt(simd.splat(0.0), values);
     let root = simd.select(is_positive, simd.max_u(root, simd.splat_u((4.0 * EXP_AVG_SQ_UNIT).to_bits())), root);
-    // 253 plus 15 random bits behind the point: with a code of 3 to 258, less than 512, whose last place has 15 bits too.
+    // 253 plus 15 random bits behind the point: with a code of 3 to 258, less than 512, whose last place has 15 bits too. What those roundings lead
+    // beyond 258 the shift has cut off.
     let uniform = simd.or(simd.and(noise, simd.splat_u(0x0000_fffe)), simd.splat_u(0x437d_0000));
     simd.bits(simd.fma(simd.of_bits(root), simd.splat(1.0 / EXP_AVG_SQ_UNIT), simd.of_bits(uniform)))
 }
 
-/// `exp_avg` in units of its scale, from the byte `quarter` of its words.
+/// `exp_avg`, from the byte `I` of its words.
 #[inline(always)]
-fn decode_exp_avg<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::F {
+fn decode_exp_avg<S: Simd, const I: usize>(simd: S, words: S::U, scale: &DecodingScale<S>) -> S::F {
     const ZERO: f32 = EXP_AVG_UNIT * 8_388_608.0;
-    let code = simd.or(simd.and(byte_down(simd, words, quarter), simd.splat_u(0x7f)), simd.splat_u(ZERO.to_bits()));
+    let code = simd.or(simd.and(byte_down::<S, I>(simd, words), simd.splat_u(0x7f)), simd.splat_u(ZERO.to_bits()));
     let code = simd.add(simd.of_bits(code), simd.splat(-(ZERO - 2.0 * EXP_AVG_UNIT)));
-    let value = simd.add(simd.of_bits(simd.shl::<1>(simd.bits(code))), simd.splat(-R_ZERO));
-    let sign = simd.and(byte_up(simd, words, quarter), simd.splat_u(SIGN));
+    let value = scale.times_less_zero(simd, simd.of_bits(simd.shl::<1>(simd.bits(code))));
+    let sign = simd.and(byte_up::<S, I>(simd, words), simd.splat_u(SIGN));
     simd.of_bits(simd.or(simd.bits(value), sign))
 }
 
-/// `exp_avg_sq` in units of its scale, from the byte `quarter` of its words.
+/// `exp_avg_sq`, from the byte `I` of its words.
 #[inline(always)]
-fn decode_exp_avg_sq<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::F {
+fn decode_exp_avg_sq<S: Simd, const I: usize>(simd: S, words: S::U, scale: &DecodingScale<S>) -> S::F {
     const ZERO: f32 = EXP_AVG_SQ_UNIT * 8_388_608.0;
-    let code = simd.or(simd.and(byte_down(simd, words, quarter), simd.splat_u(0xff)), simd.splat_u(ZERO.to_bits()));
+    let code = simd.or(simd.and(byte_down::<S, I>(simd, words), simd.splat_u(0xff)), simd.splat_u(ZERO.to_bits()));
     let code = simd.add(simd.of_bits(code), simd.splat(-(ZERO - 3.0 * EXP_AVG_SQ_UNIT)));
-    simd.add(simd.of_bits(simd.shl::<2>(simd.bits(code))), simd.splat(-R_ZERO))
+    scale.times_less_zero(simd, simd.of_bits(simd.shl::<2>(simd.bits(code))))
 }
 
 const SIGN: u32 = 0x8000_0000;
 
-/// The words with byte `quarter` at the bottom, and others above it.
+/// The words with byte `I` at the bottom, and others above it.
 #[inline(always)]
-fn byte_down<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
-    match quarter {
+fn byte_down<S: Simd, const I: usize>(simd: S, words: S::U) -> S::U {
+    match I {
         0 => words,
         1 => simd.shr::<8>(words),
         2 => simd.shr::<16>(words),
@@ -208,10 +228,10 @@ fn byte_down<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
     }
 }
 
-/// The words with byte `quarter` at the top, and others below it.
+/// The words with byte `I` at the top, and others below it.
 #[inline(always)]
-fn byte_up<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
-    match quarter {
+fn byte_up<S: Simd, const I: usize>(simd: S, words: S::U) -> S::U {
+    match I {
         0 => simd.shl::<24>(words),
         1 => simd.shl::<16>(words),
         2 => simd.shl::<8>(words),
@@ -221,10 +241,23 @@ fn byte_up<S: Simd>(simd: S, words: S::U, quarter: usize) -> S::U {
 
 /// Four vectors as one: byte `i` of a word is byte `i` of vector `i`.
 #[inline(always)]
-fn interleave<S: Simd>(simd: S, quarters: [S::U; QUARTERS]) -> S::U {
-    let low = simd.merge(0x0000_ff00, quarters[1], quarters[0]);
-    let high = simd.merge(0xff00_0000, quarters[3], quarters[2]);
+fn interleave<S: Simd>(simd: S, [a, b, c, d]: [S::U; VECTORS]) -> S::U {
+    let low = simd.merge(0x0000_ff00, b, a);
+    let high = simd.merge(0xff00_0000, d, c);
     simd.merge(0xffff_0000, high, low)
+}
+
+/// A unit as it is held: the words and scales of both moments.
+pub struct HeldUnit<S: Simd> {
+    exp_avg: (S::U, [DecodingScale<S>; GROUPS_PER_BLOCK]),
+    exp_avg_sq: (S::U, [DecodingScale<S>; GROUPS_PER_BLOCK]),
+}
+
+/// With the largest magnitude that can be coded for larger ones, and for NaNs.
+#[inline(always)]
+fn at_most_max<S: Simd>(simd: S, values: S::F) -> S::F {
+    let magnitude = simd.min_u(simd.magnitude(values), simd.splat_u(MAGNITUDE_MAX_BITS));
+    simd.of_bits(simd.or(magnitude, simd.and(simd.bits(values), simd.splat_u(SIGN))))
 }
 
 /// The larger magnitude's bits, lane by lane.
@@ -240,19 +273,24 @@ impl Coded<'_> {
         self.scales.prefetch(at / GROUP, GROUPS_PER_BLOCK);
     }
 
-    /// The words of the block at `at`, and the scale of each of its quarters.
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize) -> (S::U, [S::F; QUARTERS]) {
-        let mut scales = [simd.splat(0.0); QUARTERS];
-        for (quarter, scale) in scales.iter_mut().enumerate() {
-            *scale = simd.splat(self.scales.get(at / GROUP + quarter / QUARTERS_PER_GROUP).to_f32());
-        }
+    fn expect_block(&self, at: usize) {
+        self.codes.expect_unit::<1>(at / 4);
+        assert!(at / GROUP + GROUPS_PER_BLOCK <= self.scales.len());
+    }
+
+    /// The words of the block at `at`, and the scales of its groups.
+    #[inline(always)]
+    fn load<S: Simd>(&self, simd: S, at: usize) -> (S::U, [DecodingScale<S>; GROUPS_PER_BLOCK]) {
+        let scale = |group: usize| self.scales.get(at / GROUP + group).to_f32();
+        let scales = [DecodingScale::new(simd, scale(0)), DecodingScale::new(simd, scale(1))];
         (self.codes.load(simd, at / 4, LANES), scales)
     }
 }
 
-impl Moments<QUARTERS> for Q8<'_> {
+impl Moments<VECTORS> for Q8<'_> {
     const STOCHASTIC: bool = true;
+    type Held<S: Simd> = HeldUnit<S>;
     type Measure<S: Simd> = Scales<S>;
 
     fn covers(&self, len: usize) -> bool {
@@ -268,60 +306,107 @@ impl Moments<QUARTERS> for Q8<'_> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, _count: usize) -> ([S::F; QUARTERS], [S::F; QUARTERS]) {
-        let (signed, signed_scales) = self.exp_avg.load(simd, at);
-        let (unsigned, unsigned_scales) = self.exp_avg_sq.load(simd, at);
-        let (mut exp_avg, mut exp_avg_sq) = ([simd.splat(0.0); QUARTERS], [simd.splat(0.0); QUARTERS]);
-        for quarter in 0..QUARTERS {
-            exp_avg[quarter] = simd.mul(decode_exp_avg(simd, signed, quarter), signed_scales[quarter]);
-            exp_avg_sq[quarter] = simd.mul(decode_exp_avg_sq(simd, unsigned, quarter), unsigned_scales[quarter]);
-        }
-        (exp_avg, exp_avg_sq)
+    fn load<S: Simd>(&self, simd: S, at: usize, _count: usize) -> HeldUnit<S> {
+        HeldUnit { exp_avg: self.exp_avg.load(simd, at), exp_avg_sq: self.exp_avg_sq.load(simd, at) }
     }
 
     #[inline(always)]
-    fn measure<S: Simd>(&self, simd: S, moments: &MomentLanes<S, QUARTERS>) -> Scales<S> {
-        let MomentLanes { exp_avg, exp_avg_sq } = moments;
-        Scales::new(
-            simd,
-            simd.max_lanes(
-                larger_magnitude(simd, exp_avg[0], exp_avg[1]),
-                larger_magnitude(simd, exp_avg[2], exp_avg[3]),
-                larger_magnitude(simd, exp_avg_sq[0], exp_avg_sq[1]),
-                larger_magnitude(simd, exp_avg_sq[2], exp_avg_sq[3]),
-            ),
+    fn decode<S: Simd, const I: usize>(simd: S, held: &HeldUnit<S>) -> (S::F, S::F) {
+        let group = I / VECTORS_PER_GROUP;
+        let ((exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales)) = (&held.exp_avg, &held.exp_avg_sq);
+        (
+            decode_exp_avg::<S, I>(simd, *exp_avg, &exp_avg_scales[group]),
+            decode_exp_avg_sq::<S, I>(simd, *exp_avg_sq, &exp_avg_sq_scales[group]),
         )
     }
 
     #[inline(always)]
-    fn store<S: Simd>(
+    fn measure<S: Simd>(simd: S, moments: &mut MomentLanes<S, VECTORS>) -> Scales<S> {
+        let MomentLanes { exp_avg, exp_avg_sq } = moments;
+        let mut magnitudes = simd.max_lanes(
+            larger_magnitude(simd, exp_avg[0], exp_avg[1]),
+            larger_magnitude(simd, exp_avg[2], exp_avg[3]),
+            larger_magnitude(simd, exp_avg_sq[0], exp_avg_sq[1]),
+            larger_magnitude(simd, exp_avg_sq[2], exp_avg_sq[3]),
+        );
+        // Hardly ever: behind a branch.
+        if simd.any(simd.gt_u(magnitudes, simd.splat_u(MAGNITUDE_MAX_BITS))) {
+            for values in exp_avg.iter_mut().chain(exp_avg_sq) {
+                *values = at_most_max(simd, *values);
+            }
+            let nan = simd.splat_u(u32::from(Bf16::NAN.0) << 16);
+            let finite = simd.min_u(magnitudes, simd.splat_u(MAGNITUDE_MAX_BITS));
+            magnitudes = simd.select(simd.is_nan(simd.of_bits(magnitudes)), nan, finite);
+        }
+        Scales::new(simd, magnitudes)
+    }
+
+    #[inline(always)]
+    fn encode<S: Simd, const I: usize>(
+        simd: S,
+        scales: &Scales<S>,
+        exp_avg: S::F,
+        exp_avg_sq: S::F,
+        noise: S::U,
+    ) -> (S::U, S::U) {
+        let (signed, unsigned) = scales.reciprocals_of::<I>(simd);
+        (encode_exp_avg(simd, exp_avg, signed, noise), encode_exp_avg_sq(simd, exp_avg_sq, unsigned, noise))
+    }
+
+    #[inline(always)]
+    fn streams(&self) -> bool {
+        self.exp_avg.codes.streams() && self.exp_avg_sq.codes.streams()
+    }
+
+    #[inline(always)]
+    fn expect_unit(&self, at: usize) {
+        self.exp_avg.expect_block(at);
+        self.exp_avg_sq.expect_block(at);
+    }
+
+    #[inline(always)]
+    fn store<S: Simd, const STREAM: bool>(
         &self,
         simd: S,
         at: usize,
         _count: usize,
-        MomentLanes { exp_avg, exp_avg_sq }: MomentLanes<S, QUARTERS>,
+        exp_avg: [S::U; VECTORS],
+        exp_avg_sq: [S::U; VECTORS],
         scales: Scales<S>,
-        noise: [S::U; QUARTERS],
     ) {
-        let (mut signed, mut unsigned) = ([simd.splat_u(0); QUARTERS], [simd.splat_u(0); QUARTERS]);
-        for quarter in 0..QUARTERS {
-            let (signed_reciprocal, unsigned_reciprocal) = scales.reciprocals_of(simd, quarter);
-            signed[quarter] = encode_exp_avg(simd, exp_avg[quarter], signed_reciprocal, noise[quarter]);
-            unsigned[quarter] = encode_exp_avg_sq(simd, exp_avg_sq[quarter], unsigned_reciprocal, noise[quarter]);
-        }
-        // From the top, and from bits 15 to 22, to the byte of the quarter.
-        let signed = [simd.shr::<24>(signed[0]), simd.shr::<16>(signed[1]), simd.shr::<8>(signed[2]), signed[3]];
-        let unsigned = [
-            simd.shr::<15>(unsigned[0]),
-            simd.shr::<7>(unsigned[1]),
-            simd.shl::<1>(unsigned[2]),
-            simd.shl::<9>(unsigned[3]),
-        ];
-        self.exp_avg.codes.store(simd, at / 4, LANES, interleave(simd, signed));
-        self.exp_avg_sq.codes.store(simd, at / 4, LANES, interleave(simd, unsigned));
+        // From the top, and from bits 15 to 22, to the byte of the vector.
+        let [a, b, c, d] = exp_avg;
+        let signed = [simd.shr::<24>(a), simd.shr::<16>(b), simd.shr::<8>(c), d];
+        let [a, b, c, d] = exp_avg_sq;
+        let unsigned = [simd.shr::<15>(a), simd.shr::<7>(b), simd.shl::<1>(c), simd.shl::<9>(d)];
+        self.exp_avg.codes.store_unit::<S, 1, STREAM>(simd, at / 4, LANES, [interleave(simd, signed)]);
+        self.exp_avg_sq.codes.store_unit::<S, 1, STREAM>(simd, at / 4, LANES, [interleave(simd, unsigned)]);
         for (group, bits) in simd.first_lanes(scales.bits).into_iter().enumerate() {
             let moment = if group < GROUPS_PER_BLOCK { &self.exp_avg } else { &self.exp_avg_sq };
             moment.scales.set(at / GROUP + group % GROUPS_PER_BLOCK, Bf16(bits as u16));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// How far beyond the largest code the largest magnitude of a group comes, in last places of the root: for every mantissa.
+    fn excess_max(codes_to_scale: f32, r_max: f32, shift: u32) -> u32 {
+        let excess = |mantissa: u32| {
+            let value = f32::from_bits(0x3f80_0000 | mantissa);
+            let scale = f32::from_bits(((value * codes_to_scale).to_bits() + 0xffff) & 0xffff_0000);
+            let q = value.mul_add(1.0 / scale, R_ZERO);
+            (q.to_bits() >> shift).saturating_sub(r_max.to_bits() >> shift)
+        };
+        (0..1 << 23).map(excess).max().expect("there are mantissas")
+    }
+
+    /// `encode_exp_avg` leaves room for one last place, `encode_exp_avg_sq` for none.
+    #[test]
+    fn the_largest_magnitude_does_not_overflow_the_codes() {
+        assert!(excess_max(CODES_TO_SCALES[0], EXP_AVG_R_MAX, 1) <= 1);
+        assert_eq!(excess_max(CODES_TO_SCALES[2], EXP_AVG_SQ_R_MAX, 2), 0);
     }
 }

@@ -17,13 +17,33 @@ use crate::{
     state::{BLOCK, Master},
 };
 
-/// The halves of 16 fp32 numbers: the bf16 parameters and the trailing bits, both in the low 16 bits of their lanes.
+/// With the canonical NaN for every NaN. Hardly ever is there one: looked for in two vectors at a time, replaced behind a branch.
 #[inline(always)]
-pub fn split<S: Simd>(simd: S, values: S::F) -> (S::U, S::U) {
-    let nan = simd.splat_u(u32::from(Bf16::NAN.0) << 16);
-    let bits = simd.select(simd.is_nan(values), nan, simd.bits(values));
-    // The low half of `bits - (high << 16)` is that of `bits`: only the low 16 bits are stored.
-    (simd.shr::<16>(simd.add_u(bits, simd.splat_u(0x8000))), simd.and(bits, simd.splat_u(0xffff)))
+fn with_canonical_nans<S: Simd, const Q: usize>(simd: S, mut values: [S::F; Q]) -> [S::F; Q] {
+    let mut found = false;
+    for i in (0..Q).step_by(2) {
+        found |= simd.any(simd.is_either_nan(values[i], values[(i + 1) % Q]));
+    }
+    if found {
+        for values in &mut values {
+            let nan = simd.splat_u(u32::from(Bf16::NAN.0) << 16);
+            *values = simd.of_bits(simd.select(simd.is_nan(*values), nan, simd.bits(*values)));
+        }
+    }
+    values
+}
+
+/// The halves of a unit of fp32 numbers: the bf16 parameters and the trailing bits, both in the low 16 bits of their lanes.
+#[inline(always)]
+pub fn split<S: Simd, const Q: usize>(simd: S, values: [S::F; Q]) -> ([S::U; Q], [S::U; Q]) {
+    let (mut high, mut low) = ([simd.splat_u(0); Q], [simd.splat_u(0); Q]);
+    for (values, (high, low)) in with_canonical_nans(simd, values).into_iter().zip(high.iter_mut().zip(&mut low)) {
+        let bits = simd.bits(values);
+        *high = simd.shr::<16>(simd.add_u(bits, simd.splat_u(0x8000)));
+        // The low half of `bits - (high << 16)` is that of `bits`: only the low 16 bits are stored.
+        *low = simd.and(bits, simd.splat_u(0xffff));
+    }
+    (high, low)
 }
 
 /// The fp32 numbers that were split; the trailing bits count where `valid` has ones.
@@ -67,16 +87,26 @@ impl Master for Split<'_> {
     }
 
     #[inline(always)]
-    fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::F {
-        let (high, low) = (self.high.load(simd, at, count), self.low.load(simd, at, count));
-        join(simd, high, low, simd.splat_u(self.valid))
+    fn load<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::F; Q] {
+        let high = self.high.load_unit::<S, Q>(simd, at, count);
+        let low = self.low.load_unit::<S, Q>(simd, at, count);
+        let mut masters = [simd.splat(0.0); Q];
+        for (master, (high, low)) in masters.iter_mut().zip(high.into_iter().zip(low)) {
+            *master = join(simd, high, low, simd.splat_u(self.valid));
+        }
+        masters
     }
 
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: S::F) {
+    fn streams(&self) -> bool {
+        self.high.streams() && self.low.streams()
+    }
+
+    #[inline(always)]
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
         let (high, low) = split(simd, master);
-        self.high.store(simd, at, count, high);
-        self.low.store(simd, at, count, low);
+        self.high.store_unit::<S, Q, STREAM>(simd, at, count, high);
+        self.low.store_unit::<S, Q, STREAM>(simd, at, count, low);
     }
 }
 
@@ -94,7 +124,7 @@ impl Kernel for Fingerprint<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) -> u32 {
-        // Two elements make a word, and four sets of chains hide the multiplication's latency.
+        // Two neighbours make a word, and four sets of chains hide the multiplication's latency.
         const PAIR: usize = 2 * LANES;
         const SETS: usize = 4;
         let source = Source::new(self.0);
@@ -104,9 +134,8 @@ impl Kernel for Fingerprint<'_> {
         while at + SETS * PAIR <= len {
             source.prefetch(at, SETS * PAIR);
             for (set, chain) in chains.iter_mut().enumerate() {
-                let first = source.load(simd, at + set * PAIR, LANES);
-                let second = source.load(simd, at + set * PAIR + LANES, LANES);
-                *chain = absorb(simd, *chain, simd.or(first, simd.shl::<16>(second)));
+                let [even, odd] = source.load_unit(simd, at + set * PAIR, PAIR);
+                *chain = absorb(simd, *chain, simd.or(even, simd.shl::<16>(odd)));
             }
             at += SETS * PAIR;
         }

@@ -156,42 +156,44 @@ pub(crate) fn bf16_above(value: f64) -> f32 {
     if value > f64::from(f32::MAX) { f32::INFINITY } else { -bf16_below(-value) }
 }
 
-/// The values of the codes of `exp_avg` and of `exp_avg_sq` at scale 1, in order, as the codec itself decodes them.
-pub(crate) fn code_values() -> &'static [Vec<f32>; 2] {
-    static VALUES: std::sync::OnceLock<[Vec<f32>; 2]> = std::sync::OnceLock::new();
+/// The values of the codes of `exp_avg` and of `exp_avg_sq` at scale 1, in order, as `rust/state/q8.rs` defines them.
+pub(crate) fn code_values() -> &'static [Vec<f64>; 2] {
+    static VALUES: std::sync::OnceLock<[Vec<f64>; 2]> = std::sync::OnceLock::new();
     VALUES.get_or_init(|| {
-        let mut held = Held::zeros(Q8_OF_FLOAT32, 256, 0);
-        for (byte, code) in (0..=u8::MAX).enumerate() {
-            held.exp_avg.payload_mut()[byte] = code;
-            held.exp_avg_sq.payload_mut()[byte] = code;
-        }
-        for scales in [&mut held.exp_avg_scales, &mut held.exp_avg_sq_scales] {
-            scales.as_mut().expect("q8 has scales").slice_mut::<Bf16>().fill(ONE);
-        }
-        let (mut exp_avg, mut exp_avg_sq) = held.read_moments();
-        exp_avg.sort_by(f32::total_cmp);
-        exp_avg_sq.sort_by(f32::total_cmp);
-        [exp_avg, exp_avg_sq]
+        // R doubles `doublings` times from a power of two to the next, and is linear in between.
+        let r = |x: f64, doublings: f64, at_one: f64| {
+            let exponent = x.log2().floor();
+            let doublings_done = doublings * (exponent + x / exponent.exp2() - 1.0);
+            at_one * doublings_done.floor().exp2() * (1.0 + doublings_done.fract())
+        };
+        let exp_avg: Vec<f64> = (0..=127).map(|code| r(f64::from(code) + 2.0, 2.0, 1.0 / 8.0) - 0.5).collect();
+        let exp_avg_sq = (0..=255).map(|code| r(f64::from(code) + 3.0, 4.0, 1.0 / 128.0) - 0.5).collect();
+        [exp_avg.iter().rev().map(|value| -value).chain(exp_avg.iter().copied()).collect(), exp_avg_sq]
     })
 }
 
+/// What a code stands for at this scale, rounded once.
+pub(crate) fn decoded(value: f64, scale: f32) -> f32 {
+    (value * f64::from(scale)) as f32
+}
+
 /// The decoded values at or below and at or above `value`, at this scale; the outermost ones beyond them.
-pub(crate) fn neighbours(values: &[f32], scale: f32, value: f64) -> (f32, f32) {
-    let decoded = |index: usize| values[index] * scale;
-    let above = values.partition_point(|&code| f64::from(code * scale) < value).min(values.len() - 1);
-    let at = f64::from(decoded(above)) == value;
-    (decoded(if at || f64::from(decoded(above)) < value { above } else { above.saturating_sub(1) }), decoded(above))
+pub(crate) fn neighbours(values: &[f64], scale: f32, value: f64) -> (f32, f32) {
+    let at = |index: usize| decoded(values[index], scale);
+    let above = values.partition_point(|&code| f64::from(decoded(code, scale)) < value).min(values.len() - 1);
+    let is_at_most = f64::from(at(above)) <= value;
+    (at(if is_at_most { above } else { above.saturating_sub(1) }), at(above))
 }
 
 /// Checks one decoded moment of a group against where it may lie: at most one code away.
-fn q8_holds(bound: Bound, got: f32, scale: f32, values: &[f32], is_second: bool) -> bool {
+fn q8_holds(bound: Bound, got: f32, scale: f32, values: &[f64], is_second: bool) -> bool {
     match bound {
         Bound::Within(least, most) if least.abs().max(most.abs()) <= f64::from(f32::MAX) => {
             let low = neighbours(values, scale, least).0;
             let mut high = neighbours(values, scale, most).1;
             if is_second && most > 0.0 {
                 // What is not 0 gets at least the smallest code.
-                high = high.max(values[1] * scale);
+                high = high.max(decoded(values[1], scale));
             }
             let vanishes = is_second && least > 0.0 && got == 0.0;
             got.is_finite() && low <= got && got <= high && !vanishes
@@ -276,7 +278,7 @@ pub(crate) fn assert_follows(before: &mut Held, after: &mut Held, isa: Isa, coun
 /// A scale reaches every element, without waste; a NaN is a NaN's.
 fn assert_scale_follows(scales: &Option<super::Guarded>, group: usize, bounds: &[Bound], moment: usize) {
     let scale = f64::from(scales.as_ref().expect("q8 has scales").value(group));
-    let code_max = f64::from(code_values()[moment][255]);
+    let code_max = code_values()[moment][255];
     if bounds.iter().any(|bound| matches!(bound, Bound::Anything)) {
         return;
     }

@@ -13,7 +13,9 @@ use proptest::test_runner::Config;
 use rustix::thread::{CpuSet, sched_getaffinity};
 use stepwell::pool::{Pool, PoolConfig};
 
-pub(crate) use bounds::{assert_follows, assert_padding_is_zero, bf16_above, bf16_below, code_values, neighbours};
+pub(crate) use bounds::{
+    assert_follows, assert_padding_is_zero, bf16_above, bf16_below, code_values, decoded, neighbours,
+};
 pub(crate) use draw::{Draw, SPECIALS, Spread, counts, hypers};
 pub(crate) use fp_control::flushing_subnormals;
 pub(crate) use guarded::Guarded;

@@ -228,7 +228,10 @@ def _deepspeed(*, register: bool) -> Callable[[Plan, torch.nn.Module], Run]:
             norm = engine.get_global_grad_norm()
             return None if norm is None else float(norm)
 
-        return Run(_loss_of(engine), engine.backward, step, steps_itself=True)
+        def breakdown() -> dict[str, float]:
+            return engine.optimizer.timing if register else {}
+
+        return Run(_loss_of(engine), engine.backward, step, breakdown=breakdown, steps_itself=True)
 
     return prepare
 
@@ -268,12 +271,12 @@ def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
         total = torch.zeros((), device=device)
         for _ in range(plan.accumulation):
             loss = run.forward(next(batches))
+            if index and len(breakdowns) < index:
+                breakdowns.append(run.breakdown())  # of the step before, whose end this forward has seen
             run.backward(loss)
             if run.steps_itself:
                 norm = run.step()
             total = total + loss.detach().float()
-        if index:
-            breakdowns.append(run.breakdown())  # of the step before, whose end this forward has seen
         if not run.steps_itself:
             norm = run.step()
         losses.append(total / plan.accumulation)  # not read here: that would wait for the device

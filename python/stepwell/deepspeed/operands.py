@@ -58,6 +58,13 @@ class Operands:
         self._optimizer = optimizer
         self._rank = rank
 
+    def moments_bytes(self, master: torch.Tensor) -> int:
+        """Bytes of the state that a partition will have, beside the master."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, optim.Adam):
+            return _state.nbytes(master, optimizer._moments)
+        return 2 * master.numel() * (4 if optimizer.fp32_optimizer_states else master.element_size())
+
     def skips_nonfinite(self) -> bool:
         """Whether a step with a non-finite gradient, for which DeepSpeed does not look, is skipped; else it is to be taken.
 

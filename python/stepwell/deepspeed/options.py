@@ -25,6 +25,8 @@ class Options:
     """Who waits for the new weights: "module", each forward for its own; "step", `engine.step()` for all."""
     threads: int | None = None
     """Workers that step; None: one per physical core of this process, but one."""
+    host_bytes_max: int | None = None
+    """The most host memory that may be taken; None: what is free."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.engine, bool):
@@ -36,6 +38,9 @@ class Options:
         is_count = isinstance(self.threads, int) and not isinstance(self.threads, bool) and self.threads > 0
         if self.threads is not None and not is_count:
             raise ValueError(f"`stepwell.threads` is `{self.threads}`, expected a number of threads, 1 or more")
+        is_bytes = isinstance(self.host_bytes_max, int) and not isinstance(self.host_bytes_max, bool)
+        if self.host_bytes_max is not None and not is_bytes:
+            raise ValueError(f"`stepwell.host_bytes_max` is `{self.host_bytes_max}`, expected a number of bytes")
 
 
 def options_of(engine: Any) -> Options:

@@ -2,7 +2,7 @@
 
 A partition is the piece of a parameter group's weights that this rank steps: its weights in one run on the device, and in
 host memory a master, a gradient and, where the master has another dtype, a twin of the weights. Bytes per parameter for a
-16-bit model with fp32 master and moments: 4 + 2 + 2, and 8 for the moments, which the caller holds.
+16-bit model with fp32 master and moments: 4 + 2 + 2, and 8 for the moments, which the caller holds. All of it is announced before any is taken.
 
 - A gradient crosses the bus once, in the dtype it has, when it is complete; its device memory is free as soon as it has.
 - Until then it is summed on the device.
@@ -13,7 +13,7 @@ host memory a master, a gradient and, where the master has another dtype, a twin
 from __future__ import annotations
 
 import contextlib
-import logging
+import time
 import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,15 +22,13 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
-from stepwell.offload.budget import GIB
+from stepwell.offload.budget import announce
 from stepwell.offload.engine import current_stream, device_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["Fragment", "FragmentUploads", "Partition", "Partitions", "Update"]
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class Fragment(NamedTuple):
@@ -53,6 +51,8 @@ class Partition(NamedTuple):
     """On the device: flat, as many elements."""
     grad_dtype: torch.dtype
     """Of its gradients."""
+    moments_bytes: int
+    """Of its moments, which the caller will take."""
 
 
 class Update(NamedTuple):
@@ -74,12 +74,17 @@ class Partitions:
     Args:
         partitions: of all groups.
         threads: workers that step; None: one per physical core of this process, but one.
+        host_bytes_max: the most host memory that may be taken; None: what is free.
 
     Raises:
         OSError: the device or the memory cannot be had.
+        ValueError: there is not as much memory.
     """
 
-    def __init__(self, partitions: Sequence[Partition], threads: int | None) -> None:
+    def __init__(
+        self, partitions: Sequence[Partition], *, threads: int | None = None, host_bytes_max: int | None = None
+    ) -> None:
+        _announce(partitions, host_bytes_max)
         self.device = partitions[0].weight.device
         numels = [partition.master.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
@@ -89,7 +94,7 @@ class Partitions:
         weakref.finalize(self, _drain, self._engine, self._in_use)
         self.grads: list[torch.Tensor] = []
         self.twins: list[torch.Tensor | None] = []
-        for master, weight, grad_dtype in partitions:
+        for master, weight, grad_dtype, _ in partitions:
             is_uploaded = master.dtype == weight.dtype
             moved = self._memory(master.numel(), master.dtype, pinned=is_uploaded)
             moved.copy_(master.detach())
@@ -102,13 +107,9 @@ class Partitions:
         # Fragments whose gradient of some step lies in host memory.
         self._written: set[Fragment] = set()
         self._lane = _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
-        _LOGGER.info(
-            "offload engine: %.2f GiB of host memory for %d elements, moments not counted; %d threads",
-            sum(master.nbytes for master, *_ in partitions) / GIB
-            + sum(tensor.nbytes for tensor in (*self.grads, *self.twins) if tensor is not None) / GIB,
-            sum(numels),
-            self._engine.threads,
-        )
+        # Of the step that is being prepared, and of the one before.
+        self._bytes_sent = self._bytes_downloaded = 0
+        self._seconds_waited = 0.0
 
     def _memory(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         if numel == 0:
@@ -156,6 +157,7 @@ class Partitions:
             return
         self._norms[fragment] = _norm(piece)
         self._written.add(fragment)
+        self._bytes_sent += piece.nbytes
         self._lane.copy(piece, target)
 
     def rewritten(self, fragment: Fragment) -> None:
@@ -205,6 +207,7 @@ class Partitions:
             self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel).zero_()
         self._written &= self._norms.keys()
         self._lane.order(self._engine)
+        self._bytes_downloaded, self._bytes_sent, self._seconds_waited = self._bytes_sent, 0, 0.0
         self._in_use[:] = [*in_use, weights, self.grads, self.twins]
         self._step_stream = self.stream()
         return partial(
@@ -218,15 +221,17 @@ class Partitions:
         )
 
     def forget(self) -> None:
-        """The gradients since the last step have been used."""
-        self._lane.release()
+        """The gradients since the last step have been used: their device memory may be written, or freed."""
         self._norms.clear()
+        self._engine.release(stream=self._step_stream)
+        self._lane.release()
 
     def wait(self, fragments: Iterable[Fragment]) -> bool:
         """The current stream waits for the new weights of some fragments; whether it is the one that the step began on."""
-        stream = self.stream()
+        started, stream = time.perf_counter(), self.stream()
         for group, begin, numel in fragments:
             self._engine.wait(group, begin, begin + numel, stream=stream)
+        self._seconds_waited += time.perf_counter() - started
         return stream == self._step_stream
 
     def finish(self) -> None:
@@ -243,9 +248,8 @@ class Partitions:
         return current_stream(self.device)
 
     def timing(self) -> dict[str, float]:
-        """What the last step took, as `OffloadEngine.timing`."""
-        timing: dict[str, float] = self._engine.timing()
-        return timing
+        """What the last step took, as `OffloadAdamW.timing` has it, but for what the optimizer does before it."""
+        return {**self._engine.timing(), "gate": self._seconds_waited, "bytes_downloaded": self._bytes_downloaded}
 
 
 class FragmentUploads:
@@ -269,6 +273,20 @@ class FragmentUploads:
         self._partitions.finish()
 
 
+def _announce(partitions: Sequence[Partition], host_bytes_max: int | None) -> None:
+    state = pinned = 0
+    for master, weight, grad_dtype, moments_bytes in partitions:
+        state += moments_bytes + (master.nbytes if weight.dtype != master.dtype else 0)
+        pinned += weight.nbytes + master.numel() * grad_dtype.itemsize
+    announce(
+        sum(partition.master.numel() for partition in partitions),
+        state=state,
+        pinned=pinned,
+        limit=host_bytes_max,
+        held=sum(partition.master.nbytes for partition in partitions),
+    )
+
+
 def _norm(piece: torch.Tensor) -> torch.Tensor:
     # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
     norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if piece.is_cpu else torch.float32)
@@ -278,7 +296,7 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
 def _drain(engine: _core.OffloadEngine, _: list[object]) -> None:
     # In a forked child there is nothing to wait for, and what a device that has failed says was said before.
     with contextlib.suppress(ValueError, OSError):
-        engine.finish(stream=0)
+        engine.synchronize(stream=0)
 
 
 class _CudaLane:

@@ -49,10 +49,17 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Called by DeepSpeed's constructor; makes no fp32 gradients."""
         weights = self.fp16_partitioned_groups_flat
         partitions = [
-            Partition(master, weight, self.gradient_accumulation_dtype)
+            Partition(master, weight, self.gradient_accumulation_dtype, self._operands.moments_bytes(master))
             for master, weight in zip(self.fp32_partitioned_groups_flat, weights, strict=True)
         ]
-        self._partitions = Partitions(partitions, self._options.threads)
+        self._partitions = Partitions(
+            partitions, threads=self._options.threads, host_bytes_max=self._options.host_bytes_max
+        )
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """What the last step took in the background, as `OffloadAdamW.timing`."""
+        return self._partitions.timing()
 
     # ---- gradients -----------------------------------------------------------------------------------------------------
 

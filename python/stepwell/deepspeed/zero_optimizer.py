@@ -103,10 +103,18 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 master,
                 weight,
                 self.gradient_accumulation_dtype if is_apart or self.use_grad_accum_attribute else weight.dtype,
+                self._operands.moments_bytes(master),
             )
             for master, weight, is_apart in zip(self._masters, self._weights(), sums_apart, strict=True)
         ]
-        self._partitions = Partitions(partitions, self._options.threads)
+        self._partitions = Partitions(
+            partitions, threads=self._options.threads, host_bytes_max=self._options.host_bytes_max
+        )
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """What the last step took in the background, as `OffloadAdamW.timing`."""
+        return self._partitions.timing()
 
     def _get_offload_gradient_dict(self) -> None:
         for group, params in enumerate(self.params_in_partition):

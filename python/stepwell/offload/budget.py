@@ -12,7 +12,7 @@ GIB = 1 << 30
 _LOGGER = logging.getLogger(__name__)
 
 
-def announce(numel: int, *, state: int, pinned: int, limit: int | None) -> None:
+def announce(numel: int, *, state: int, pinned: int, limit: int | None, held: int = 0) -> None:
     """Logs what an optimizer over `numel` parameters takes, in bytes.
 
     Args:
@@ -20,11 +20,14 @@ def announce(numel: int, *, state: int, pinned: int, limit: int | None) -> None:
         state: bytes of their state.
         pinned: bytes of pinned memory.
         limit: the most that may be taken; None: what is free.
+        held: bytes of these that are taken already, by what will be moved.
 
     Raises:
         ValueError: it is more than that.
     """
-    most, what = (_free_bytes(), "are free") if limit is None else (limit, "are left of `host_bytes_max`")
+    most, what = limit, "are left of `host_bytes_max`"
+    if limit is None and (free := _free_bytes()) is not None:
+        most, what = free + held, "are free"
     if most is not None and pinned + state > most:
         raise ValueError(
             f"{numel} parameters take `{pinned + state}` bytes of host memory, `{most}` {what}. "

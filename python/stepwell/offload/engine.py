@@ -1,7 +1,8 @@
 """The core's offload engine over torch tensors: streams, addresses, and what has to stay alive while copies run.
 
 - Memory that a copy reads or writes is held here until the current stream is ordered after the copy, so that a gradient may be
-  freed, and a parameter given other memory, at any time.
+  freed, and a parameter given other memory, at any time. Gradients may be written in place once `step` has `release`d them: before
+  that no stream can wait for copies which the device does not have yet.
 - A step ends before anything that it works with is freed, also where the garbage collector takes all of it at once.
 """
 
@@ -83,7 +84,10 @@ class Engine:
         return self._core.busy
 
     def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Copies contiguous gradients to the host, after what the current stream holds now. Not while a step is running."""
+        """Copies contiguous gradients to the host, in the background, after what the current stream holds now.
+
+        Not while a step is running.
+        """
         pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True) if local(grad).numel()]
         self._sources += [grad for _, grad in pairs]
         self._core.take(
@@ -96,7 +100,7 @@ class Engine:
     def submission(self, updates: Sequence[Update], grad_scale: float) -> partial[None]:
         """A call that starts the step of bound updates and returns, with no Python in it that could be interrupted.
 
-        The current stream waits for the gradients taken, which may then be `release`d.
+        After it, and before anybody writes a gradient: `release`.
         """
         hypers: dict[Hyper, _core.Hyper] = {update.hyper: update.hyper.core(grad_scale) for update in updates}
         stepped = [update for update in updates if update.operand.tensor is not None]
@@ -116,7 +120,11 @@ class Engine:
         )
 
     def release(self) -> None:
-        """Lets go of the gradients of a step that was submitted."""
+        """Lets go of the gradients of the step that was submitted: the stream that it began on waits for their copies.
+
+        The thread waits until the device has all of these.
+        """
+        self._core.release(stream=self._step_stream)
         self._sources = []
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:

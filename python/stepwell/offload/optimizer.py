@@ -249,8 +249,9 @@ class OffloadAdamW(AdamW):
         """What the last step took, in seconds, and the bytes that crossed the bus.
 
         `norm`: waiting for the backward, and the norm of its gradients. `prepare`: until the background had the step.
-        `step`: its first chunk to its last, within it `gradients`: waiting for them. `gate`: forwards that have waited
-        for its weights. `bytes_downloaded`, `bytes_uploaded`.
+        `release`: until the device had all copies of gradients, which may be written from then on. `step`: its first chunk to
+        its last, within it `gradients`: waiting for them. `gate`: forwards that have waited for its weights.
+        `bytes_downloaded`, `bytes_uploaded`.
         """
         if self._engine is None:
             return {}
@@ -358,13 +359,23 @@ class OffloadAdamW(AdamW):
             self.synchronize()
             return
         self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
+        try:
+            self._release()
+        except KeyboardInterrupt:
+            # Nobody else waits for this: Ctrl-C lands after it.
+            self._release()
+            raise
+        if self._gate is not None and self._gate.is_open:
+            self._gate.wait_for_uncovered()
+
+    def _release(self) -> None:
+        """Once a step runs: waits until gradients may be written and, where no forward would, for the weights."""
+        assert self._engine is not None
+        begin = time.perf_counter()
+        self._engine.release()
+        self._seconds["release"] = time.perf_counter() - begin
         if self._gate is None or not self._gate.is_open:
-            try:
-                self._finish()
-            except KeyboardInterrupt:
-                # No forward would wait: Ctrl-C lands after the step.
-                self._finish()
-                raise
+            self._finish()
 
     def _begin_step(self) -> bool:
         """Decides on the step and hands it to the background; whether there is one."""
@@ -467,12 +478,9 @@ class OffloadAdamW(AdamW):
         if gate is not None:
             before.append(partial(gate.open, params))
         self._commit(updates, states, [*before, engine.submission(updates, grad_scale)])
-        engine.release()
         self._fingerprints.believe(params)
         for param in params:
             self._fresh.pop(param, None)
-        if gate is not None:
-            gate.wait_for_uncovered()
 
     def _take_fingerprints(self, params: Sequence[torch.Tensor]) -> None:
         for param in self._fingerprints.behind(params):
