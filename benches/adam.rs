@@ -6,19 +6,28 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use stepwell::{
-    adam::{Hyper, Step, kernel::update},
+    adam::{
+        Hyper, Step, batch,
+        kernel::update,
+        revocable::HostSlots,
+        tensor::{AdamTensor, Beside},
+    },
     cursor::Cursor,
-    element::Bf16,
+    element::{Bf16, Dtype},
     isa::Isa,
+    memory::{Buffer, BufferConfig},
     norm,
+    pool::{Pool, PoolConfig},
     state::{
         Moments,
+        chunk::num_chunks,
         dither::Dither,
         master::Plain,
         moments::{Nearest, Stochastic},
         q8::{Coded, GROUP, Q8},
         split::{Fingerprint, Split},
     },
+    view::View,
 };
 
 /// Elements that stay in a core's own cache, and elements that do not fit into any.
@@ -114,6 +123,64 @@ fn adam(criterion: &mut Criterion) {
     }
 }
 
+/// A bf16 parameter with fp32 moments, fresh, and the memory that it lies in.
+fn split_tensor(pool: &Pool, len: usize, with_fingerprints: bool) -> (AdamTensor, Vec<Buffer>) {
+    let mut memory = Vec::new();
+    let mut view = |dtype: Dtype, len: usize| {
+        let buffer = Buffer::new(len * dtype.size(), &BufferConfig::default(), pool).expect("memory");
+        let address = buffer.as_ptr().expose_provenance();
+        memory.push(buffer);
+        View::new(address, dtype, len).expect("a view")
+    };
+    let trailing = view(Dtype::Int16, len);
+    let fingerprints = with_fingerprints.then(|| view(Dtype::Int32, num_chunks(len)));
+    let beside = Beside { trailing: Some(trailing), fingerprints, ..Beside::default() };
+    let (param, grad) = (view(Dtype::BFloat16, len), view(Dtype::BFloat16, len));
+    let moments = (view(Dtype::Float32, len), view(Dtype::Float32, len));
+    // SAFETY: the gradient's memory is `memory`, and nobody else has it.
+    unsafe { grad.slice_mut::<Bf16>(0..len) }.fill(Bf16(0x3c00));
+    (AdamTensor::new(param, Some(grad), moments, &beside, 7).expect("a tensor"), memory)
+}
+
+/// A whole step in place and out of place: the second goes to a spare slot and back in turn, each time committed. And copying the state home.
+fn slots(criterion: &mut Criterion) {
+    let (_, len) = SIZES[1];
+    let isa = Isa::available().last().expect("scalar is always there");
+    let pool = Pool::new(&PoolConfig { threads: Some(1), cpus: None }).expect("a pool");
+    let hyper = Hyper { lr: 1e-4, weight_decay: 0.01, grad_scale: 0.5, ..Hyper::default() };
+    for (name, with_fingerprints) in [("split, fp32 moments", false), ("split with fingerprints, fp32 moments", true)] {
+        let (tensor, memory) = split_tensor(&pool, len, with_fingerprints);
+        let mut slots = HostSlots::new(&[tensor], num_chunks(len), &pool).expect("slots");
+        let mut group = criterion.benchmark_group(format!("slots/{name}"));
+        group.sample_size(20);
+        group.throughput(Throughput::Bytes((len * 26) as u64));
+        group.bench_function("in place", |bencher| {
+            // SAFETY: the tensor's memory is `memory`.
+            bencher.iter(|| unsafe { batch::step(&pool, isa, &[tensor], &[10], &hyper) }.expect("a step"));
+        });
+        group.bench_function("out of place", |bencher| {
+            bencher.iter(|| {
+                let mut revocable = slots.begin();
+                // SAFETY: as above.
+                unsafe { revocable.step(&pool, isa, &[(0, tensor)], &[10], &hyper) }.expect("a step");
+                revocable.commit();
+            });
+        });
+        group.bench_function("out of place, then settled", |bencher| {
+            bencher.iter(|| {
+                let mut revocable = slots.begin();
+                // SAFETY: as above.
+                unsafe { revocable.step(&pool, isa, &[(0, tensor)], &[10], &hyper) }.expect("a step");
+                revocable.commit();
+                // SAFETY: as above.
+                unsafe { slots.settle(&pool, &[tensor]) }.expect("copies");
+            });
+        });
+        group.finish();
+        drop(memory);
+    }
+}
+
 fn reads(criterion: &mut Criterion) {
     for (place, len) in SIZES {
         let Arrays { grad, high, .. } = Arrays::new(len);
@@ -133,5 +200,5 @@ fn reads(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, adam, reads);
+criterion_group!(benches, adam, slots, reads);
 criterion_main!(benches);

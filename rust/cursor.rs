@@ -25,7 +25,7 @@ pub const PREFETCH_AHEAD: usize = 1024;
 const UNIT_LEN_MAX: usize = BLOCK;
 
 /// Bytes of a cache line on every machine that we compile for.
-const LINE_BYTES: usize = 64;
+pub(crate) const LINE_BYTES: usize = 64;
 
 /// A stream of `len` elements, read from one place and written to the same or another.
 pub struct Cursor<'a, T> {

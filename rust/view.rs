@@ -2,11 +2,12 @@
 //!
 //! A [`View`] is checked when it is made (address, alignment, extent) and turned into slices only in [`View::slice`] and
 //! [`View::slice_mut`]. Whoever hands views in vouches that the memory is alive and not used by others meanwhile; that
-//! no two views of a call overlap where one is written is checked ([`check_disjoint`]).
+//! no two views of a call overlap where one is written is checked ([`check_disjoint`]). A [`Route`] is a view that is read and one that is written.
 
 use std::ops::Range;
 
 use crate::{
+    cursor::Cursor,
     element::{Dtype, Lane},
     error::{Error, Result},
 };
@@ -28,8 +29,7 @@ impl View {
         if numel > 0 && address == 0 {
             return Err(Error::value(format!("address is `0` for {numel} elements of {dtype}, expected their memory")));
         }
-        // Codes are read four at a time.
-        let align = dtype.size().max(if dtype == Dtype::Uint8 { 4 } else { 1 });
+        let align = align(dtype);
         if !address.is_multiple_of(align) {
             return Err(Error::value(format!("address is `{address:#x}` for {dtype}, expected a multiple of {align}")));
         }
@@ -58,8 +58,34 @@ impl View {
         self.numel
     }
 
+    /// Bytes.
+    #[must_use]
+    pub fn nbytes(&self) -> usize {
+        self.numel * self.dtype.size()
+    }
+
     fn bytes(&self) -> Range<usize> {
-        self.address..self.address + self.numel * self.dtype.size()
+        self.address..self.address + self.nbytes()
+    }
+
+    /// The elements `range`, as a view of their own.
+    ///
+    /// # Panics
+    /// If the range is not within the view, or is not aligned as a view must be.
+    #[must_use]
+    pub fn part(&self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.numel);
+        Self { numel: range.len(), ..self.at(self.address + range.start * self.dtype.size()) }
+    }
+
+    /// As many elements of its dtype from `address` on.
+    ///
+    /// # Panics
+    /// If the address is not aligned as a view's must be.
+    #[must_use]
+    pub fn at(&self, address: usize) -> Self {
+        assert!(address.is_multiple_of(align(self.dtype)));
+        Self { address, ..*self }
     }
 
     /// Checks that it holds `numel` elements of one of `dtypes`; `name` is for the message.
@@ -106,19 +132,55 @@ impl View {
         unsafe { std::slice::from_raw_parts_mut(pointer, range.len()) }
     }
 
-    /// The codes of 8 bits as words of four: the elements `4 * range`.
+    /// The codes of 8 bits as words of four, read-only.
+    ///
+    /// # Safety
+    /// As [`View::slice`].
+    ///
+    /// # Panics
+    /// If it does not hold whole words of bytes.
+    #[must_use]
+    pub unsafe fn words<'a>(&self) -> &'a [u32] {
+        let (pointer, len) = self.words_pointer();
+        // SAFETY: the words are the view's, aligned as `new` checked; the caller vouches for the memory.
+        unsafe { std::slice::from_raw_parts(pointer, len) }
+    }
+
+    /// The codes of 8 bits as words of four.
     ///
     /// # Safety
     /// As [`View::slice_mut`].
     ///
     /// # Panics
-    /// If the range is not within the view, or it does not hold bytes.
+    /// As [`View::words`].
     #[must_use]
-    pub unsafe fn words_mut<'a>(&self, range: Range<usize>) -> &'a mut [u32] {
-        assert!(self.dtype == Dtype::Uint8 && range.start <= range.end && range.end * 4 <= self.numel);
-        let pointer = std::ptr::with_exposed_provenance_mut::<u32>(self.address).wrapping_add(range.start);
-        // SAFETY: the words are within the view, as asserted; `new` checked the alignment; the caller vouches for the rest.
-        unsafe { std::slice::from_raw_parts_mut(pointer, range.len()) }
+    pub unsafe fn words_mut<'a>(&self) -> &'a mut [u32] {
+        let (pointer, len) = self.words_pointer();
+        // SAFETY: as in `words`; the caller vouches that there is no other access.
+        unsafe { std::slice::from_raw_parts_mut(pointer, len) }
+    }
+
+    /// Copies all elements to `to`.
+    ///
+    /// # Safety
+    /// Both memories are alive and disjoint; nobody writes this one, or uses the other, meanwhile.
+    ///
+    /// # Panics
+    /// If `to` holds another number of elements, or of another dtype.
+    pub unsafe fn copy_to(&self, to: Self) {
+        assert!(self.dtype == to.dtype && self.numel == to.numel);
+        let (from, to) =
+            (std::ptr::with_exposed_provenance::<u8>(self.address), std::ptr::with_exposed_provenance_mut(to.address));
+        // SAFETY: both hold as many bytes; the caller vouches for the memory.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, self.nbytes()) };
+    }
+
+    fn words_pointer(&self) -> (*mut u32, usize) {
+        assert!(self.dtype == Dtype::Uint8 && self.numel.is_multiple_of(4));
+        if self.numel == 0 {
+            return (std::ptr::NonNull::dangling().as_ptr(), 0);
+        }
+        (std::ptr::with_exposed_provenance_mut(self.address), self.numel / 4)
     }
 
     fn pointer<T: Lane>(&self, range: &Range<usize>) -> *mut T {
@@ -128,6 +190,70 @@ impl View {
         }
         std::ptr::with_exposed_provenance_mut::<T>(self.address).wrapping_add(range.start)
     }
+}
+
+/// Where elements are read and where they are written: the same view, or disjoint ones of the same dtype and size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// What is read.
+    pub from: View,
+    /// What is written.
+    pub to: View,
+}
+
+impl Route {
+    /// Elements.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.to.numel
+    }
+
+    /// Whether what is read is what is written.
+    #[must_use]
+    pub fn is_in_place(&self) -> bool {
+        self.from == self.to
+    }
+
+    /// The elements as a kernel takes them.
+    ///
+    /// # Safety
+    /// As [`View::slice`] of what is read and [`View::slice_mut`] of what is written.
+    ///
+    /// # Panics
+    /// If `T` is not as wide as the dtype, or the sizes differ.
+    #[must_use]
+    pub unsafe fn cursor<'a, T: Lane>(&self) -> Cursor<'a, T> {
+        // SAFETY: passed on from the caller; in place the elements are borrowed once.
+        unsafe {
+            let to = self.to.slice_mut(0..self.to.numel);
+            if self.is_in_place() {
+                Cursor::in_place(to)
+            } else {
+                Cursor::out_of_place(self.from.slice(0..self.from.numel), to)
+            }
+        }
+    }
+
+    /// The codes of 8 bits as a kernel takes them: words of four.
+    ///
+    /// # Safety
+    /// As [`Route::cursor`].
+    ///
+    /// # Panics
+    /// If it does not hold whole words of bytes, or the sizes differ.
+    #[must_use]
+    pub unsafe fn words<'a>(&self) -> Cursor<'a, u32> {
+        // SAFETY: as in `cursor`.
+        unsafe {
+            let to = self.to.words_mut();
+            if self.is_in_place() { Cursor::in_place(to) } else { Cursor::out_of_place(self.from.words(), to) }
+        }
+    }
+}
+
+/// What an address of elements of `dtype` is a multiple of. Codes are read four at a time.
+fn align(dtype: Dtype) -> usize {
+    if dtype == Dtype::Uint8 { 4 } else { dtype.size() }
 }
 
 /// Checks that nothing that is written overlaps anything else that is written or read.

@@ -1,9 +1,8 @@
 //! Many parameters at once: validates, splits them into chunks, and runs the chunks on the pool.
 //!
 //! A chunk never crosses a parameter, so what it computes depends on nothing but its own elements and their index within
-//! the parameter: the result is the same for every pool (S1). All checks come before the first write (S2).
-
-use std::ops::Range;
+//! the parameter: the result is the same for every pool (S1). All checks come before the first write (S2). Where a chunk is read and where it is written
+//! is the [`Route`] of each of its views: here the same, in [`super::revocable`] two slots.
 
 use super::{
     Hyper, Step,
@@ -11,21 +10,21 @@ use super::{
     tensor::{AdamTensor, MasterLayout, MomentsLayout},
 };
 use crate::{
-    cursor::Cursor,
+    cursor::publish,
     element::{Bf16, Dtype, Element, F16},
     error::{Error, Result},
     isa::Isa,
     pool::Pool,
     state::{
-        BLOCK, Master,
+        Master,
         chunk::Chunk,
         dither::Dither,
         master::{Plain, Shadowed, WithWeightOut},
         moments::{Nearest, Stochastic},
-        q8::{Coded, GROUP, Q8},
+        q8::{Coded, Q8},
         split::{Fingerprint, Split},
     },
-    view::{View, check_disjoint},
+    view::{Route, View, check_disjoint},
 };
 
 /// Steps every tensor once, in place; `counts[i]` is the number of this update of tensor `i`, from 1.
@@ -37,17 +36,45 @@ use crate::{
 /// [`Error::Value`], before anything is changed, for hyper-parameters out of range, a tensor without gradient, a count of
 /// 0, or memory that overlaps.
 pub unsafe fn step(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<()> {
+    let grads = check(tensors, counts, hyper)?;
+    let home = |chunk: Chunk| in_place(&tensors[chunk.tensor].chunk(chunk.index));
+    // SAFETY: the caller vouches for the memory; views are disjoint, as checked.
+    unsafe { step_all(pool, isa, &grads, counts, hyper, home) };
+    Ok(())
+}
+
+/// All checks of a call. Returns the gradients.
+pub(super) fn check(tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<Vec<View>> {
     hyper.validate()?;
     let grads = grads_of(tensors, counts)?;
     check_disjoint(tensors.iter().flat_map(AdamTensor::written), grads.iter().map(|&grad| ("grad", grad)))?;
+    Ok(grads)
+}
+
+/// Steps every chunk of the tensors that have these gradients, each by its `route`.
+///
+/// # Safety
+/// As [`step_chunk`], for every chunk; what different chunks read and write is disjoint.
+pub(super) unsafe fn step_all(
+    pool: &Pool,
+    isa: Isa,
+    grads: &[View],
+    counts: &[u64],
+    hyper: &Hyper,
+    route: impl Fn(Chunk) -> AdamTensor<Route> + Sync,
+) {
     let steps: Vec<Step> = counts.iter().map(|&count| Step::new(hyper, count)).collect();
-    let chunks = Chunk::all(tensors.iter().map(|tensor| tensor.param.numel()));
+    let chunks = Chunk::all(grads.iter().map(View::numel));
     pool.run(chunks.len(), &|task| {
-        let Chunk { tensor, .. } = chunks[task];
-        // SAFETY: the caller vouches for the memory; views are disjoint, as checked, and so are the chunks of a tensor.
-        unsafe { step_chunk(isa, &tensors[tensor], grads[tensor], &steps[tensor], chunks[task]) };
+        let chunk = chunks[task];
+        // SAFETY: passed on from the caller.
+        unsafe { step_chunk(isa, &route(chunk), grads[chunk.tensor], &steps[chunk.tensor], chunk) };
     });
-    Ok(())
+}
+
+/// The route of a state that is written where it is read.
+pub(super) fn in_place(state: &AdamTensor) -> AdamTensor<Route> {
+    state.map(|_, view| Route { from: view, to: view })
 }
 
 /// The gradients of a call's tensors, with the counts checked on the way.
@@ -64,69 +91,62 @@ pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<Vie
     tensors.iter().enumerate().map(grad).collect()
 }
 
-/// Steps one chunk of a tensor with the same chunk of its gradient.
+/// Steps one chunk of a tensor with the same chunk of its gradient. `state` is the chunk's ([`AdamTensor::chunk`]): read in one slot, and written to
+/// the same or another. What is written to another is published.
 ///
 /// # Safety
-/// The memory of the tensor and the gradient is alive, and nobody else uses this chunk of it.
-pub(crate) unsafe fn step_chunk(isa: Isa, tensor: &AdamTensor, grad: View, step: &Step, chunk: Chunk) {
-    let range = chunk.range(tensor.param.numel());
+/// The memory of the state and the gradient is alive, and nobody else uses this chunk of it.
+pub(crate) unsafe fn step_chunk(isa: Isa, state: &AdamTensor<Route>, grad: View, step: &Step, chunk: Chunk) {
+    let range = chunk.range(grad.numel());
+    let dither = Dither::new(state.key, step.count, range.start as u64);
+    let grad = grad.part(range);
     // SAFETY: passed on from the caller.
     unsafe {
         match grad.dtype() {
-            Dtype::BFloat16 => step_master::<Bf16>(isa, tensor, grad, step, chunk, range),
-            Dtype::Float16 => step_master::<F16>(isa, tensor, grad, step, chunk, range),
-            _ => step_master::<f32>(isa, tensor, grad, step, chunk, range),
+            Dtype::BFloat16 => step_master::<Bf16>(isa, state, grad, step, dither),
+            Dtype::Float16 => step_master::<F16>(isa, state, grad, step, dither),
+            _ => step_master::<f32>(isa, state, grad, step, dither),
         }
+    }
+    if !state.param.is_in_place() {
+        publish();
     }
 }
 
 /// # Safety
-/// As [`step_chunk`]; `G` is the gradient's dtype.
-unsafe fn step_master<G: Element>(
-    isa: Isa,
-    tensor: &AdamTensor,
-    grad: View,
-    step: &Step,
-    chunk: Chunk,
-    range: Range<usize>,
-) {
-    // SAFETY: the caller vouches for the chunk's memory; each view is borrowed once.
+/// As [`step_chunk`]; `grad` is the chunk's, and `G` its dtype.
+unsafe fn step_master<G: Element>(isa: Isa, state: &AdamTensor<Route>, grad: View, step: &Step, dither: Dither) {
+    // SAFETY: the caller vouches for the chunk's memory; each route is borrowed once.
     unsafe {
-        let grad = grad.slice::<G>(range.clone());
-        match tensor.master {
+        let grad = grad.slice::<G>(0..grad.numel());
+        match state.master {
             MasterLayout::Float32 { weight_out: None } => {
-                let master = Plain(Cursor::in_place(tensor.param.slice_mut::<f32>(range.clone())));
-                step_moments(isa, tensor, grad, step, range, master);
+                step_moments(isa, state, grad, step, Plain(state.param.cursor::<f32>()), dither);
             }
-            MasterLayout::Float32 { weight_out: Some(weight) } => {
-                let master = Cursor::in_place(tensor.param.slice_mut::<f32>(range.clone()));
-                match weight.dtype() {
-                    Dtype::Float16 => {
-                        let weight = Cursor::in_place(weight.slice_mut::<F16>(range.clone()));
-                        step_moments(isa, tensor, grad, step, range, WithWeightOut::new(master, weight));
-                    }
-                    _ => {
-                        let weight = Cursor::in_place(weight.slice_mut::<Bf16>(range.clone()));
-                        step_moments(isa, tensor, grad, step, range, WithWeightOut::new(master, weight));
-                    }
+            MasterLayout::Float32 { weight_out: Some(weight) } => match weight.to.dtype() {
+                Dtype::Float16 => {
+                    let master = WithWeightOut::new(state.param.cursor(), weight.cursor::<F16>());
+                    step_moments(isa, state, grad, step, master, dither);
                 }
-            }
+                _ => {
+                    let master = WithWeightOut::new(state.param.cursor(), weight.cursor::<Bf16>());
+                    step_moments(isa, state, grad, step, master, dither);
+                }
+            },
             MasterLayout::Split { .. } => {
-                with_split(isa, tensor, chunk, true, |master| step_moments(isa, tensor, grad, step, range, master));
+                with_split(isa, state, true, |master| step_moments(isa, state, grad, step, master, dither));
             }
             MasterLayout::Shadowed { master } => {
-                let master = Cursor::in_place(master.slice_mut::<f32>(range.clone()));
-                let weight = Cursor::in_place(tensor.param.slice_mut::<F16>(range.clone()));
-                step_moments(isa, tensor, grad, step, range, Shadowed::new(master, weight));
+                let master = Shadowed::new(master.cursor(), state.param.cursor::<F16>());
+                step_moments(isa, state, grad, step, master, dither);
             }
             // The gradient has the parameter's dtype.
             MasterLayout::Plain16 => {
-                let master = Plain(Cursor::in_place(tensor.param.slice_mut::<G>(range.clone())));
-                let dither = Dither::new(tensor.key, step.count, range.start as u64);
-                if tensor.moments == MomentsLayout::Float32 {
-                    update(isa, step, grad, master, nearest::<f32>(tensor, range), dither);
+                let master = Plain(state.param.cursor::<G>());
+                if state.moments == MomentsLayout::Float32 {
+                    update(isa, step, grad, master, nearest::<f32>(state), dither);
                 } else {
-                    update(isa, step, grad, master, nearest::<G>(tensor, range), dither);
+                    update(isa, step, grad, master, nearest::<G>(state), dither);
                 }
             }
         }
@@ -141,27 +161,18 @@ unsafe fn step_master<G: Element>(
 ///
 /// # Panics
 /// If the master is not split.
-pub(super) unsafe fn with_split(
-    isa: Isa,
-    tensor: &AdamTensor,
-    chunk: Chunk,
-    rewrites: bool,
-    body: impl FnOnce(Split<'_>),
-) {
-    let MasterLayout::Split { trailing, fingerprints } = tensor.master else {
+pub(super) unsafe fn with_split(isa: Isa, state: &AdamTensor<Route>, rewrites: bool, body: impl FnOnce(Split<'_>)) {
+    let MasterLayout::Split { trailing, fingerprints } = state.master else {
         unreachable!("only called for split masters")
     };
-    let range = chunk.range(tensor.param.numel());
-    // SAFETY: the caller vouches for the chunk's memory; `high` is reborrowed, never twice at once.
+    // SAFETY: the caller vouches for the chunk's memory; every borrow of it ends before the next begins.
     unsafe {
-        let high = tensor.param.slice_mut::<Bf16>(range.clone());
-        let fingerprint =
-            fingerprints.map(|fingerprints| &mut fingerprints.slice_mut::<i32>(chunk.index..chunk.index + 1)[0]);
-        let void = fingerprint.as_ref().is_some_and(|known| isa.run(Fingerprint(high)).cast_signed() != **known);
-        let low = trailing.slice_mut::<i16>(range);
-        body(Split::new(Cursor::in_place(high), Cursor::in_place(low), void));
-        if let Some(fingerprint) = fingerprint.filter(|_| rewrites) {
-            *fingerprint = isa.run(Fingerprint(high)).cast_signed();
+        let fingerprint_of = |high: View| isa.run(Fingerprint(high.slice(0..high.numel()))).cast_signed();
+        let is_void = |known: Route| fingerprint_of(state.param.from) != known.from.slice::<i32>(0..1)[0];
+        let void = fingerprints.is_some_and(is_void);
+        body(Split::new(state.param.cursor(), trailing.cursor(), void));
+        if let Some(fingerprint) = fingerprints.filter(|_| rewrites) {
+            fingerprint.to.slice_mut::<i32>(0..1)[0] = fingerprint_of(state.param.to);
         }
     }
 }
@@ -170,39 +181,34 @@ pub(super) unsafe fn with_split(
 /// As [`step_chunk`].
 unsafe fn step_moments<G: Element, P: Master>(
     isa: Isa,
-    tensor: &AdamTensor,
+    state: &AdamTensor<Route>,
     grad: &[G],
     step: &Step,
-    range: Range<usize>,
     master: P,
+    dither: Dither,
 ) {
-    let dither = Dither::new(tensor.key, step.count, range.start as u64);
     // SAFETY: passed on from the caller.
     unsafe {
-        match tensor.moments {
-            MomentsLayout::Stochastic => update(isa, step, grad, master, stochastic(tensor, range), dither),
-            MomentsLayout::Q8 { .. } => update(isa, step, grad, master, q8(tensor, range), dither),
-            _ => update(isa, step, grad, master, nearest::<f32>(tensor, range), dither),
+        match state.moments {
+            MomentsLayout::Stochastic => update(isa, step, grad, master, stochastic(state), dither),
+            MomentsLayout::Q8 { .. } => update(isa, step, grad, master, q8(state), dither),
+            _ => update(isa, step, grad, master, nearest::<f32>(state), dither),
         }
     }
 }
 
 /// # Safety
 /// As [`step_chunk`]; `T` is the moments' dtype.
-pub(super) unsafe fn nearest<'a, T: Element>(tensor: &AdamTensor, range: Range<usize>) -> Nearest<'a, T> {
+pub(super) unsafe fn nearest<'a, T: Element>(state: &AdamTensor<Route>) -> Nearest<'a, T> {
     // SAFETY: passed on from the caller.
-    let (exp_avg, exp_avg_sq) =
-        unsafe { (tensor.exp_avg.slice_mut(range.clone()), tensor.exp_avg_sq.slice_mut(range)) };
-    Nearest::new(Cursor::in_place(exp_avg), Cursor::in_place(exp_avg_sq))
+    unsafe { Nearest::new(state.exp_avg.cursor(), state.exp_avg_sq.cursor()) }
 }
 
 /// # Safety
 /// As [`step_chunk`]; the moments are bf16.
-pub(super) unsafe fn stochastic<'a>(tensor: &AdamTensor, range: Range<usize>) -> Stochastic<'a> {
+pub(super) unsafe fn stochastic<'a>(state: &AdamTensor<Route>) -> Stochastic<'a> {
     // SAFETY: passed on from the caller.
-    let (exp_avg, exp_avg_sq) =
-        unsafe { (tensor.exp_avg.slice_mut(range.clone()), tensor.exp_avg_sq.slice_mut(range)) };
-    Stochastic::new(Cursor::in_place(exp_avg), Cursor::in_place(exp_avg_sq))
+    unsafe { Stochastic::new(state.exp_avg.cursor(), state.exp_avg_sq.cursor()) }
 }
 
 /// # Safety
@@ -210,19 +216,15 @@ pub(super) unsafe fn stochastic<'a>(tensor: &AdamTensor, range: Range<usize>) ->
 ///
 /// # Panics
 /// If the moments are not q8.
-pub(super) unsafe fn q8<'a>(tensor: &AdamTensor, range: Range<usize>) -> Q8<'a> {
-    let MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } = tensor.moments else {
+pub(super) unsafe fn q8<'a>(state: &AdamTensor<Route>) -> Q8<'a> {
+    let MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } = state.moments else {
         unreachable!("only called for q8 moments")
     };
-    // Codes and scales are padded to whole blocks, and a chunk begins with one.
-    let end = range.end.next_multiple_of(BLOCK);
-    let (words, groups) = (range.start / 4..end / 4, range.start / GROUP..end / GROUP);
     // SAFETY: passed on from the caller.
     unsafe {
-        let coded = |codes: View, scales: View| Coded {
-            codes: Cursor::in_place(codes.words_mut(words.clone())),
-            scales: Cursor::in_place(scales.slice_mut(groups.clone())),
-        };
-        Q8 { exp_avg: coded(tensor.exp_avg, exp_avg_scales), exp_avg_sq: coded(tensor.exp_avg_sq, exp_avg_sq_scales) }
+        Q8 {
+            exp_avg: Coded { codes: state.exp_avg.words(), scales: exp_avg_scales.cursor() },
+            exp_avg_sq: Coded { codes: state.exp_avg_sq.words(), scales: exp_avg_sq_scales.cursor() },
+        }
     }
 }

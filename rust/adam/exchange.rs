@@ -1,9 +1,7 @@
 //! A tensor's state in fp32 and back: what state dicts, checkpoints and consolidation tools exchange.
 
-use std::ops::Range;
-
 use super::{
-    batch::{nearest, q8, stochastic, with_split},
+    batch::{in_place, nearest, q8, stochastic, with_split},
     tensor::{AdamTensor, MasterLayout, MomentsLayout},
 };
 use crate::{
@@ -20,7 +18,7 @@ use crate::{
         master::{Plain, Shadowed, WithWeightOut},
         split::Fingerprint,
     },
-    view::{View, check_disjoint},
+    view::{Route, View, check_disjoint},
 };
 
 /// fp32 values that a state is decoded into or encoded from; each may be left out.
@@ -64,18 +62,18 @@ pub unsafe fn read_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, to: StateVi
     check_disjoint(to.views(), tensor.written())?;
     let chunks = Chunk::all([tensor.param.numel()].into_iter());
     pool.run(chunks.len(), &|task| {
-        let chunk = chunks[task];
-        let range = chunk.range(tensor.param.numel());
+        let range = chunks[task].range(tensor.param.numel());
+        let state = in_place(&tensor.chunk(chunks[task].index));
         // SAFETY: the caller vouches for the memory; chunks are disjoint.
         unsafe {
             if let Some(view) = to.master {
                 let to = Cursor::in_place(view.slice_mut::<f32>(range.clone()));
-                with_master(isa, tensor, chunk, range.clone(), ReadInto { isa, to });
+                with_master(isa, &state, ReadInto { isa, to });
             }
             if let Some((exp_avg, exp_avg_sq)) = to.moments {
                 let exp_avg = Cursor::in_place(exp_avg.slice_mut::<f32>(range.clone()));
                 let exp_avg_sq = Cursor::in_place(exp_avg_sq.slice_mut::<f32>(range.clone()));
-                with_moments(tensor, range, ReadMomentsInto { isa, exp_avg, exp_avg_sq });
+                with_moments(&state, ReadMomentsInto { isa, exp_avg, exp_avg_sq });
             }
         }
     });
@@ -94,19 +92,19 @@ pub unsafe fn write_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, count: u64
     check_disjoint(tensor.written(), from.views())?;
     let chunks = Chunk::all([tensor.param.numel()].into_iter());
     pool.run(chunks.len(), &|task| {
-        let chunk = chunks[task];
-        let range = chunk.range(tensor.param.numel());
+        let range = chunks[task].range(tensor.param.numel());
+        let state = in_place(&tensor.chunk(chunks[task].index));
         // SAFETY: the caller vouches for the memory; chunks are disjoint.
         unsafe {
             if let Some(view) = from.master {
                 let from = Source::new(view.slice::<f32>(range.clone()));
-                with_master(isa, tensor, chunk, range.clone(), WriteFrom { isa, from });
+                with_master(isa, &state, WriteFrom { isa, from });
             }
             if let Some((exp_avg, exp_avg_sq)) = from.moments {
                 let dither = Dither::new(tensor.key, count, range.start as u64);
                 let exp_avg = Source::new(exp_avg.slice::<f32>(range.clone()));
                 let exp_avg_sq = Source::new(exp_avg_sq.slice::<f32>(range.clone()));
-                with_moments(tensor, range, WriteMomentsFrom { isa, exp_avg, exp_avg_sq, dither });
+                with_moments(&state, WriteMomentsFrom { isa, exp_avg, exp_avg_sq, dither });
             }
         }
     });
@@ -202,51 +200,39 @@ impl MomentsVisitor for WriteMomentsFrom<'_> {
 }
 
 /// # Safety
-/// The memory of the tensor is alive, and nobody else uses this chunk of it.
-unsafe fn with_master<V: MasterVisitor>(isa: Isa, tensor: &AdamTensor, chunk: Chunk, range: Range<usize>, visitor: V) {
-    // SAFETY: the caller vouches for the chunk's memory; each view is borrowed once.
+/// The memory of the state, a chunk's, is alive, and nobody else uses it.
+unsafe fn with_master<V: MasterVisitor>(isa: Isa, state: &AdamTensor<Route>, visitor: V) {
+    // SAFETY: the caller vouches for the chunk's memory; each route is borrowed once.
     unsafe {
-        match tensor.master {
-            MasterLayout::Float32 { weight_out: None } => {
-                visitor.visit(Plain(Cursor::in_place(tensor.param.slice_mut::<f32>(range))));
-            }
-            MasterLayout::Float32 { weight_out: Some(weight) } => {
-                let master = Cursor::in_place(tensor.param.slice_mut::<f32>(range.clone()));
-                match weight.dtype() {
-                    Dtype::Float16 => {
-                        let weight = Cursor::in_place(weight.slice_mut::<F16>(range));
-                        visitor.visit(WithWeightOut::new(master, weight));
-                    }
-                    _ => {
-                        let weight = Cursor::in_place(weight.slice_mut::<Bf16>(range));
-                        visitor.visit(WithWeightOut::new(master, weight));
-                    }
-                }
-            }
-            MasterLayout::Split { .. } => with_split(isa, tensor, chunk, V::REWRITES, |master| visitor.visit(master)),
+        match state.master {
+            MasterLayout::Float32 { weight_out: None } => visitor.visit(Plain(state.param.cursor::<f32>())),
+            MasterLayout::Float32 { weight_out: Some(weight) } => match weight.to.dtype() {
+                Dtype::Float16 => visitor.visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<F16>())),
+                _ => visitor.visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<Bf16>())),
+            },
+            MasterLayout::Split { .. } => with_split(isa, state, V::REWRITES, |master| visitor.visit(master)),
             MasterLayout::Shadowed { master } => {
-                let master = Cursor::in_place(master.slice_mut::<f32>(range.clone()));
-                visitor.visit(Shadowed::new(master, Cursor::in_place(tensor.param.slice_mut::<F16>(range))));
+                visitor.visit(Shadowed::new(master.cursor(), state.param.cursor::<F16>()));
             }
-            MasterLayout::Plain16 => match tensor.param.dtype() {
-                Dtype::Float16 => visitor.visit(Plain(Cursor::in_place(tensor.param.slice_mut::<F16>(range)))),
-                _ => visitor.visit(Plain(Cursor::in_place(tensor.param.slice_mut::<Bf16>(range)))),
+            MasterLayout::Plain16 => match state.param.to.dtype() {
+                Dtype::Float16 => visitor.visit(Plain(state.param.cursor::<F16>())),
+                _ => visitor.visit(Plain(state.param.cursor::<Bf16>())),
             },
         }
     }
 }
 
 /// # Safety
-/// The memory of the tensor is alive, and nobody else uses this chunk of it.
-unsafe fn with_moments(tensor: &AdamTensor, range: Range<usize>, visitor: impl MomentsVisitor) {
+/// As [`with_master`].
+unsafe fn with_moments(state: &AdamTensor<Route>, visitor: impl MomentsVisitor) {
     // SAFETY: passed on from the caller.
     unsafe {
-        match (tensor.moments, tensor.param.dtype()) {
-            (MomentsLayout::Float32, _) => visitor.visit(nearest::<f32>(tensor, range)),
-            (MomentsLayout::Nearest16, Dtype::Float16) => visitor.visit(nearest::<F16>(tensor, range)),
-            (MomentsLayout::Nearest16, _) => visitor.visit(nearest::<Bf16>(tensor, range)),
-            (MomentsLayout::Stochastic, _) => visitor.visit(stochastic(tensor, range)),
-            (MomentsLayout::Q8 { .. }, _) => visitor.visit(q8(tensor, range)),
+        match (state.moments, state.param.to.dtype()) {
+            (MomentsLayout::Float32, _) => visitor.visit(nearest::<f32>(state)),
+            (MomentsLayout::Nearest16, Dtype::Float16) => visitor.visit(nearest::<F16>(state)),
+            (MomentsLayout::Nearest16, _) => visitor.visit(nearest::<Bf16>(state)),
+            (MomentsLayout::Stochastic, _) => visitor.visit(stochastic(state)),
+            (MomentsLayout::Q8 { .. }, _) => visitor.visit(q8(state)),
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Adam and AdamW: one pass from gradient to weight.
 //!
 //! [`kernel`] holds the arithmetic, written once; [`batch`] splits the parameters of a step into chunks and runs them on
-//! the pool; [`exchange`] converts a state to fp32 and back; [`rollback`] undoes a plain fp32 step; [`mod@reference`] is the naive float64 oracle of the tests.
+//! the pool; [`revocable`] steps out of place, so that a step can be taken back; [`exchange`] converts a state to fp32 and back; [`rollback`] undoes a plain
+//! fp32 step by arithmetic; [`mod@reference`] is the naive float64 oracle of the tests.
 //!
 //! Cost per parameter, fp32 moments: fp32 reads 16 B and writes 12 B; `split` with a bf16 gradient reads 14 B and writes
 //! 12 B; `q8` reads 8.25 B and writes 6.25 B beside the scale.
@@ -10,6 +11,7 @@ pub mod batch;
 pub mod exchange;
 pub mod kernel;
 pub mod reference;
+pub mod revocable;
 pub mod rollback;
 pub mod tensor;
 

@@ -2,34 +2,39 @@
 //!
 //! The layout follows from the dtypes of what is given ([`MasterLayout`], [`MomentsLayout`]); everything is checked here, once, so that a step has
 //! nothing left to refuse but gradients and overlaps.
+//!
+//! What is said of one view can be said of what stands for it (`V`): a step of a chunk takes the [`Route`](crate::view::Route) of each.
 
 use crate::{
     element::Dtype,
     error::{Error, Result},
-    state::{chunk::num_chunks, q8},
+    state::{
+        chunk::{CHUNK_LEN, num_chunks},
+        q8,
+    },
     view::View,
 };
 
 /// Where a parameter's master is.
 #[derive(Clone, Copy, Debug)]
-pub enum MasterLayout {
+pub enum MasterLayout<V = View> {
     /// The fp32 parameter is the master; its rounded copy may be written beside it.
     Float32 {
         /// A bf16 or fp16 weight, written in the same pass and never read.
-        weight_out: Option<View>,
+        weight_out: Option<V>,
     },
     /// A bf16 parameter, its trailing bits and the fingerprints of its chunks.
     Split {
         /// 16 bits per element.
-        trailing: View,
+        trailing: V,
         /// 32 bits per chunk, which tell whether the parameter is what the trailing bits belong to. Without: whoever made this
         /// vouches that steps alone write the parameter.
-        fingerprints: Option<View>,
+        fingerprints: Option<V>,
     },
     /// An fp16 parameter beside its fp32 master.
     Shadowed {
         /// The master.
-        master: View,
+        master: V,
     },
     /// A 16-bit parameter without a master, rounded to nearest.
     Plain16,
@@ -37,7 +42,7 @@ pub enum MasterLayout {
 
 /// How a parameter's moments are held.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MomentsLayout {
+pub enum MomentsLayout<V = View> {
     /// fp32.
     Float32,
     /// bf16, rounded stochastically.
@@ -47,27 +52,27 @@ pub enum MomentsLayout {
     /// 8-bit codes with scales.
     Q8 {
         /// Scales of `exp_avg`.
-        exp_avg_scales: View,
+        exp_avg_scales: V,
         /// Scales of `exp_avg_sq`.
-        exp_avg_sq_scales: View,
+        exp_avg_sq_scales: V,
     },
 }
 
 /// One parameter with its state.
 #[derive(Clone, Copy, Debug)]
-pub struct AdamTensor {
+pub struct AdamTensor<V = View> {
     /// The parameter.
-    pub param: View,
+    pub param: V,
     /// Its gradient, where it has one.
     pub grad: Option<View>,
     /// `exp_avg`: values, or codes.
-    pub exp_avg: View,
+    pub exp_avg: V,
     /// `exp_avg_sq`: values, or codes.
-    pub exp_avg_sq: View,
+    pub exp_avg_sq: V,
     /// Where the master is.
-    pub master: MasterLayout,
+    pub master: MasterLayout<V>,
     /// How the moments are held.
-    pub moments: MomentsLayout,
+    pub moments: MomentsLayout<V>,
     /// Decorrelates the stochastic rounding of different parameters.
     pub key: u64,
 }
@@ -126,8 +131,49 @@ impl AdamTensor {
         }
     }
 
+    /// The state of one of its chunks, as a tensor of its own, without gradient.
+    #[must_use]
+    pub fn chunk(&self, index: usize) -> Self {
+        let begin = index * CHUNK_LEN;
+        let state = self.map(|elements, view| {
+            // What is padded to whole blocks is longer than the parameter.
+            let item = |element: usize| (element / elements).min(view.numel());
+            view.part(item(begin)..item(begin + CHUNK_LEN))
+        });
+        Self { grad: None, ..state }
+    }
+}
+
+impl<V: Copy> AdamTensor<V> {
+    /// The same layout of what `of` makes of each view that a step writes, one after the other; it is told how many elements of the parameter one of
+    /// the view's stands for.
+    pub(super) fn map<U>(&self, mut of: impl FnMut(usize, V) -> U) -> AdamTensor<U> {
+        let [param, exp_avg, exp_avg_sq] = [self.param, self.exp_avg, self.exp_avg_sq].map(|view| of(1, view));
+        let master = match self.master {
+            MasterLayout::Float32 { weight_out } => {
+                MasterLayout::Float32 { weight_out: weight_out.map(|view| of(1, view)) }
+            }
+            MasterLayout::Split { trailing, fingerprints } => MasterLayout::Split {
+                trailing: of(1, trailing),
+                fingerprints: fingerprints.map(|view| of(CHUNK_LEN, view)),
+            },
+            MasterLayout::Shadowed { master } => MasterLayout::Shadowed { master: of(1, master) },
+            MasterLayout::Plain16 => MasterLayout::Plain16,
+        };
+        let moments = match self.moments {
+            MomentsLayout::Float32 => MomentsLayout::Float32,
+            MomentsLayout::Stochastic => MomentsLayout::Stochastic,
+            MomentsLayout::Nearest16 => MomentsLayout::Nearest16,
+            MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } => MomentsLayout::Q8 {
+                exp_avg_scales: of(q8::GROUP, exp_avg_scales),
+                exp_avg_sq_scales: of(q8::GROUP, exp_avg_sq_scales),
+            },
+        };
+        AdamTensor { param, grad: self.grad, exp_avg, exp_avg_sq, master, moments, key: self.key }
+    }
+
     /// Everything that a step writes, with names.
-    pub fn written(&self) -> impl Iterator<Item = (&'static str, View)> {
+    pub fn written(&self) -> impl Iterator<Item = (&'static str, V)> {
         let (first, second) = match self.master {
             MasterLayout::Float32 { weight_out } => (weight_out.map(|view| ("weight_out", view)), None),
             MasterLayout::Split { trailing, fingerprints } => {

@@ -18,7 +18,7 @@ use super::{
     thread::{caught, start},
 };
 use crate::{
-    adam::{Hyper, Step, batch, tensor::AdamTensor},
+    adam::{Hyper, Step, batch, revocable::HostSlots, tensor::AdamTensor},
     device::{Device, Lane, Stream},
     error::{Error, Result},
     isa::Isa,
@@ -72,6 +72,8 @@ struct Shared {
     pool: Pool,
     isa: Isa,
     segments: Segments,
+    /// Where the state of each chunk is: at home, where uploads take the weights from.
+    slots: HostSlots,
     downloads: Downloads,
     /// For each segment whose gradient was taken by itself since the last submit: that copy's ticket. 0 for the others.
     taken: Box<[AtomicU64]>,
@@ -162,6 +164,7 @@ impl Engine {
             bytes_downloaded: AtomicU64::new(0),
             state: Mutex::new(State { issued: vec![true; segments.count()], ..State::default() }),
             changed: Condvar::new(),
+            slots: HostSlots::home(numels),
             segments,
         });
         let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
@@ -525,9 +528,10 @@ impl Shared {
                     waited += begin.elapsed();
                 }
                 let grad = update.tensor.grad.unwrap_or_else(|| unreachable!("checked by submit"));
+                let state = self.slots.route(&update.tensor, Chunk { tensor: update.index, ..chunk });
                 // SAFETY: submit's caller vouches for the memory; no other worker has this chunk, its gradient has arrived and nothing
                 // reads its last weight any more.
-                unsafe { batch::step_chunk(self.isa, &update.tensor, grad, &segment.step, chunk) };
+                unsafe { batch::step_chunk(self.isa, &state, grad, &segment.step, chunk) };
                 // Release hands this chunk's writes to whoever takes the last one, which acquires all of them.
                 if segment.chunks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
                     self.upload(update, segment.number)?;

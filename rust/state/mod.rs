@@ -14,7 +14,8 @@
 //! | 16-bit, rounded to nearest (DeepSpeed's native ABI) | 4 B | 4 B | [`moments`] |
 //! | q8 | 2.125 B | 2.125 B | [`q8`] |
 //!
-//! A codec knows nothing of tiers, threads or chunks: it loads lanes from cursors and stores lanes to them.
+//! A codec knows nothing of tiers, threads or chunks: it loads lanes from cursors and stores lanes to them. What it holds is cut into chunks ([`chunk`]),
+//! and where each chunk's state is, an index says ([`slots`]).
 //!
 //! Invariants: a finite value is never coded to an infinity; `exp_avg_sq > 0` never decodes to 0 (the update would be
 //! divided by eps alone); what leaves fp32 leaves without loss or stochastically, unbiased in the decoded domain.
@@ -25,6 +26,7 @@ pub mod dither;
 pub mod master;
 pub mod moments;
 pub mod q8;
+pub mod slots;
 pub mod split;
 
 use crate::simd::Simd;
