@@ -80,9 +80,10 @@ struct Update<'a, const Q: usize, G, P, M> {
     streams: bool,
 }
 
-/// Moments that are stepped and not yet written.
+/// A unit that is stepped and not yet written.
 struct Stepped<S: Simd, M: Moments<Q>, const Q: usize> {
     at: usize,
+    master: [S::F; Q],
     moments: MomentLanes<S, Q>,
     measure: M::Measure<S>,
 }
@@ -96,9 +97,9 @@ struct Coded<S: Simd, M: Moments<Q>, const Q: usize> {
 }
 
 impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M> {
-    /// Steps `at..at + count`, a unit but at the tail: the masters, and the moments, zeros behind them.
+    /// Steps `at..at + count`, a unit but at the tail; zeros behind them.
     #[inline(always)]
-    fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> ([S::F; Q], Stepped<S, M, Q>) {
+    fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> Stepped<S, M, Q> {
         let mut moments = decode_unit::<S, M, Q>(simd, &self.moments.load(simd, at, count));
         let mut master: [S::F; Q] = self.master.load(simd, at, count);
         let grad = widen::<S, G, Q>(simd, self.grad.load_unit(simd, at, count));
@@ -107,7 +108,7 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
             (master[i], exp_avg[i], exp_avg_sq[i]) = step.update(simd, master[i], grad[i], exp_avg[i], exp_avg_sq[i]);
         }
         let measure = M::measure(simd, &mut moments);
-        (master, Stepped { at, moments, measure })
+        Stepped { at, master, moments, measure }
     }
 
     /// [`Self::step`] of the unit at `at` and [`Self::encode`] of the one before, vector by vector: one fills the pauses of the other. It is one
@@ -119,7 +120,7 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
         step: &StepLanes<S>,
         at: usize,
         before: Stepped<S, M, Q>,
-    ) -> ([S::F; Q], Stepped<S, M, Q>, Coded<S, M, Q>) {
+    ) -> (Stepped<S, M, Q>, Coded<S, M, Q>) {
         let (unit, zeros) = (Q * LANES, [simd.splat(0.0); Q]);
         self.moments.expect_unit(before.at);
         let held = self.moments.load(simd, at, unit);
@@ -138,12 +139,12 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
         });
         let coded = Coded { at: before.at, exp_avg: first, exp_avg_sq: second, measure };
         let measure = M::measure(simd, &mut moments);
-        (master, Stepped { at, moments, measure }, coded)
+        (Stepped { at, master, moments, measure }, coded)
     }
 
     #[inline(always)]
     fn encode<S: Simd>(&self, simd: S, stepped: Stepped<S, M, Q>) -> Coded<S, M, Q> {
-        let Stepped { at, moments, measure } = stepped;
+        let Stepped { at, moments, measure, .. } = stepped;
         let (exp_avg, exp_avg_sq) = encode_unit::<S, M, Q>(simd, &moments, &measure, &self.noise(simd, at));
         Coded { at, exp_avg, exp_avg_sq, measure }
     }
@@ -191,28 +192,28 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
     /// A unit, or the `count` elements of the tail.
     #[inline(always)]
     fn one<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) {
-        let (master, stepped) = self.step(simd, step, at, count);
+        let stepped = self.step(simd, step, at, count);
+        let master = stepped.master;
         let coded = self.encode(simd, stepped);
         self.store(simd, at, count, master, coded);
     }
 
-    /// As [`Self::blocks`] for units of a whole block, whose measure takes long: the next is stepped meanwhile.
+    /// As [`Self::blocks`] for units of a whole block, whose measure takes long: the next is stepped before it is needed.
     #[inline(always)]
     fn blocks_pipelined<S: Simd>(&self, simd: S, step: &StepLanes<S>, blocks: usize) {
         if blocks == 0 {
             return;
         }
-        let (master, mut stepped) = self.step(simd, step, 0, BLOCK);
-        self.master.store::<S, Q, false>(simd, 0, BLOCK, master);
+        let mut stepped = self.step(simd, step, 0, BLOCK);
+        self.master.store::<S, Q, false>(simd, 0, BLOCK, stepped.master);
         for at in (BLOCK..blocks * BLOCK).step_by(BLOCK) {
             self.prefetch(at);
-            let (master, next, coded) = if S::HOLDS_TWO_UNITS {
+            let (next, coded) = if S::HOLDS_TWO_UNITS {
                 self.step_and_encode(simd, step, at, stepped)
             } else {
-                let (master, next) = self.step(simd, step, at, BLOCK);
-                (master, next, self.encode(simd, stepped))
+                (self.step(simd, step, at, BLOCK), self.encode(simd, stepped))
             };
-            self.store(simd, at, BLOCK, master, coded);
+            self.store(simd, at, BLOCK, next.master, coded);
             stepped = next;
         }
         let coded = self.encode(simd, stepped);

@@ -197,7 +197,7 @@ impl Simd for Scalar {
     }
     #[inline(always)]
     fn zip(self, even: Self::U, odd: Self::U) -> [Self::U; 2] {
-        let at = |i: usize| if i % 2 == 0 { even[i / 2] } else { odd[i / 2] };
+        let at = |i: usize| if i.is_multiple_of(2) { even[i / 2] } else { odd[i / 2] };
         [std::array::from_fn(at), std::array::from_fn(|i| at(LANES + i))]
     }
     #[inline(always)]

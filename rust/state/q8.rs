@@ -31,11 +31,13 @@
 //! A plain minifloat takes no root either, but 3 bits of exponent for the range that groups have, and the 4 bits that are left to
 //! `exp_avg` have steps of 1/16 to 1/32, twice as coarse.
 //!
-//! Layout: 64 elements are 64 bytes, byte `4 * lane + quarter` is the element of that lane of the unit's vector `quarter` ([`crate::cursor`]): a vector is one shift and
-//! mask of sixteen 32-bit words. The sign of `exp_avg` is the top bit of its byte. The last block of a parameter is padded.
+//! Layout: 64 elements are 64 bytes, and byte `4 * lane + i` is the element in that lane of vector `i` of their unit ([`crate::cursor`]), so that a vector
+//! is one shift and mask of sixteen 32-bit words. The sign of `exp_avg` is the top bit of its byte. The last block of a parameter is padded.
 //!
-//! Cost, with the step of a `split` master: 74 vector operations per 16 elements on AVX-512, one square root and one division, which
-//! are the step's, and a division per 64 elements.
+//! Cost, with the step of a `split` master: 63 vector operations per 16 elements on AVX-512, one square root and one division, which
+//! are the step's, and a division per 64 elements. Finding the scales of a unit is a chain of a dozen operations that each wait for the one before:
+//! the kernel puts the step of the next unit between them and the coding that needs them. What is all but never met, values beyond what a scale can
+//! reach, is looked for once per unit and put right behind a branch.
 
 use crate::{
     cursor::Cursor,
