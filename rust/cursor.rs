@@ -33,6 +33,7 @@ pub struct Cursor<'a, T> {
     to: *mut T,
     len: usize,
     streams: bool,
+    ahead: usize,
     memory: PhantomData<&'a mut [T]>,
 }
 
@@ -41,7 +42,7 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[must_use]
     pub fn in_place(elements: &'a mut [T]) -> Self {
         let to = elements.as_mut_ptr();
-        Self { from: to, to, len: elements.len(), streams: false, memory: PhantomData }
+        Self { from: to, to, len: elements.len(), streams: false, ahead: PREFETCH_AHEAD, memory: PhantomData }
     }
 
     /// Reads `from` and writes `to`, which must be as long.
@@ -52,7 +53,14 @@ impl<'a, T: Lane> Cursor<'a, T> {
     pub fn out_of_place(from: &'a [T], to: &'a mut [T]) -> Self {
         assert_eq!(from.len(), to.len(), "a slot is written to one of its own size");
         let streams = (to.as_ptr() as usize).is_multiple_of(LINE_BYTES);
-        Self { from: from.as_ptr(), to: to.as_mut_ptr(), len: from.len(), streams, memory: PhantomData }
+        Self {
+            from: from.as_ptr(),
+            to: to.as_mut_ptr(),
+            len: from.len(),
+            streams,
+            ahead: PREFETCH_AHEAD,
+            memory: PhantomData,
+        }
     }
 
     /// Elements.
@@ -151,11 +159,17 @@ impl<'a, T: Lane> Cursor<'a, T> {
         unsafe { self.to.add(at).write(value) };
     }
 
-    /// Asks for the lines of `count` elements that lie [`PREFETCH_AHEAD`] after `at`; beyond the end it asks for nothing
+    /// With lines fetched `ahead` elements before they are loaded, instead of [`PREFETCH_AHEAD`].
+    #[must_use]
+    pub fn fetched(self, ahead: usize) -> Self {
+        Self { ahead, ..self }
+    }
+
+    /// Asks for the lines of `count` elements that lie [`PREFETCH_AHEAD`] after `at`, or as far as was said; beyond the end it asks for nothing
     /// that could fault.
     #[inline(always)]
     pub fn prefetch(&self, at: usize, count: usize) {
-        prefetch_lines(self.from, at, count);
+        prefetch_lines(self.from, at + self.ahead, count);
     }
 }
 
@@ -205,7 +219,7 @@ impl<'a, T: Lane> Source<'a, T> {
     /// As [`Cursor::prefetch`].
     #[inline(always)]
     pub fn prefetch(&self, at: usize, count: usize) {
-        prefetch_lines(self.from, at, count);
+        prefetch_lines(self.from, at + PREFETCH_AHEAD, count);
     }
 }
 
@@ -269,7 +283,7 @@ unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(simd
 
 #[inline(always)]
 fn prefetch_lines<T>(from: *const T, at: usize, count: usize) {
-    let first = from.wrapping_add(at + PREFETCH_AHEAD).cast::<u8>();
+    let first = from.wrapping_add(at).cast::<u8>();
     let mut offset = 0;
     while offset < count * size_of::<T>() {
         prefetch_line(first.wrapping_add(offset));

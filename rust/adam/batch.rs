@@ -17,7 +17,7 @@ use crate::{
     pool::Pool,
     state::{
         Master,
-        chunk::Chunk,
+        chunk::{CHUNK_LEN, Chunk},
         dither::Dither,
         master::{Plain, Shadowed, WithWeightOut},
         moments::{Nearest, Stochastic},
@@ -170,7 +170,12 @@ pub(super) unsafe fn with_split(isa: Isa, state: &AdamTensor<Route>, rewrites: b
         let fingerprint_of = |high: View| isa.run(Fingerprint(high.slice(0..high.numel()))).cast_signed();
         let is_void = |known: Route| fingerprint_of(state.param.from) != known.from.slice::<i32>(0..1)[0];
         let void = fingerprints.is_some_and(is_void);
-        body(Split::new(state.param.cursor(), trailing.cursor(), void));
+        let mut high = state.param.cursor();
+        if fingerprints.is_some() {
+            // These are in the cache now. Those of the next chunk, which are read as fast as they come before its arithmetic begins, had better be.
+            high = high.fetched(CHUNK_LEN);
+        }
+        body(Split::new(high, trailing.cursor(), void));
         if let Some(fingerprint) = fingerprints.filter(|_| rewrites) {
             fingerprint.to.slice_mut::<i32>(0..1)[0] = fingerprint_of(state.param.to);
         }
