@@ -264,7 +264,8 @@ def _host_bytes() -> int:
 
 def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
     batches = plan.batches(device)
-    losses, norms, marks, breakdowns = [], [], [], []
+    losses, norms, marks = [], [], []
+    breakdowns: list[dict[str, float]] = []
     first_step_seconds = 0.0
     for index in range(_WARM_UP_STEPS + plan.steps):
         marks.append(time.perf_counter())

@@ -148,11 +148,11 @@ def _build_problem() -> str | None:
 
 def _build_lock() -> Path | None:
     """The file that an older torch waits for without end where a killed build has left it behind; a newer one locks it instead."""
-    from torch.utils.cpp_extension import get_default_build_root
+    from torch.utils import cpp_extension
 
-    if find_spec("torch.utils.file_baton") is None:
+    if not hasattr(cpp_extension, "FileBaton"):
         return None
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     return next((path for pattern in ("cpu_adam/lock", "*/cpu_adam/lock") for path in root.glob(pattern)), None)
 
 

@@ -63,7 +63,8 @@ class Operands:
         optimizer = self._optimizer
         if isinstance(optimizer, optim.Adam):
             return _state.nbytes(master, optimizer._moments)
-        return 2 * master.numel() * (4 if optimizer.fp32_optimizer_states else master.element_size())
+        is_fp32 = getattr(optimizer, "fp32_optimizer_states", True)
+        return 2 * master.numel() * (4 if is_fp32 else master.element_size())
 
     def skips_nonfinite(self) -> bool:
         """Whether a step with a non-finite gradient, for which DeepSpeed does not look, is skipped; else it is to be taken.
