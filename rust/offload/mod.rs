@@ -36,8 +36,10 @@
 mod downloads;
 mod engine;
 mod segment;
+mod step;
 mod thread;
 
 pub use downloads::IN_FLIGHT;
-pub use engine::{Engine, Timing, Update};
+pub use engine::Engine;
 pub use segment::SEGMENT_LEN;
+pub use step::{Timing, Update};

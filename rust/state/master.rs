@@ -86,10 +86,7 @@ impl<T: Element> Master for WithWeightOut<'_, T> {
 
 /// A separate fp32 master beside a 16-bit parameter that others may write: an element that is not its rounded master was
 /// written by someone else, and what they wrote is the master from then on.
-pub struct Shadowed<'a, T> {
-    master: Cursor<'a, f32>,
-    weight: Cursor<'a, T>,
-}
+pub struct Shadowed<'a, T>(WithWeightOut<'a, T>);
 
 impl<'a, T: Element> Shadowed<'a, T> {
     /// The master and the parameter.
@@ -98,27 +95,26 @@ impl<'a, T: Element> Shadowed<'a, T> {
     /// If the lengths differ.
     #[must_use]
     pub fn new(master: Cursor<'a, f32>, weight: Cursor<'a, T>) -> Self {
-        assert_eq!(master.len(), weight.len(), "every master has its weight");
-        Self { master, weight }
+        Self(WithWeightOut::new(master, weight))
     }
 }
 
 impl<T: Element> Master for Shadowed<'_, T> {
     #[inline(always)]
     fn len(&self) -> usize {
-        self.master.len()
+        self.0.len()
     }
 
     #[inline(always)]
     fn prefetch(&self, at: usize) {
-        self.master.prefetch(at, BLOCK);
-        self.weight.prefetch(at, BLOCK);
+        self.0.prefetch(at);
+        self.0.weight.prefetch(at, BLOCK);
     }
 
     #[inline(always)]
     fn load<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::F; Q] {
-        let mut masters = widen::<S, f32, Q>(simd, self.master.load_unit(simd, at, count));
-        let weights = self.weight.load_unit::<S, Q>(simd, at, count);
+        let mut masters: [S::F; Q] = self.0.load(simd, at, count);
+        let weights = self.0.weight.load_unit::<S, Q>(simd, at, count);
         for (master, weight) in masters.iter_mut().zip(weights) {
             let is_ours = simd.eq_u(T::narrow(simd, *master), weight);
             *master = simd.select_f(is_ours, *master, T::widen(simd, weight));
@@ -128,12 +124,11 @@ impl<T: Element> Master for Shadowed<'_, T> {
 
     #[inline(always)]
     fn streams(&self) -> bool {
-        self.master.streams() && self.weight.streams()
+        self.0.streams()
     }
 
     #[inline(always)]
     fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
-        self.master.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, f32, Q>(simd, master));
-        self.weight.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
+        self.0.store::<S, Q, STREAM>(simd, at, count, master);
     }
 }
