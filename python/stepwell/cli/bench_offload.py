@@ -26,13 +26,6 @@ _CASE_SECONDS_MAX = 1800
 _WIDTH_PIPED = 150
 _CEILING_NUMEL_MAX = 256 << 20
 _BUS_BYTES = 1 << 30
-# Beside the 16-bit weight: what a step reads and writes of master and moments, and the gradient that it reads. The weight is
-# read where it is half of the master, and written.
-_HOST_BYTES_PER_PARAM = {
-    "stepwell": 2 * (2 + 2 + 8) + 2,
-    "stepwell q8": 2 * (2 + 2 + 2.125) + 2,
-    "deepspeed on stepwell": 2 * (4 + 8) + 2 + 2,
-}
 _PEER = "deepspeed"
 
 
@@ -96,7 +89,7 @@ def bench_offload(
     for name in names:
         result = _run(console, name, plan)
         if "seconds" in result:
-            bytes_per_param = _HOST_BYTES_PER_PARAM.get(name.split(",")[0])
+            bytes_per_param = _host_bytes_per_param(name.split(",")[0])
             if bytes_per_param and alone:
                 step = bytes_per_param * result["num_params"] / report["memory_gb_per_second"] / 1e9
                 result |= {"bound_seconds": alone + step, "bytes_per_param": bytes_per_param}
@@ -128,6 +121,29 @@ def _ceilings() -> dict[str, Any]:
         del host, there
         torch.cuda.empty_cache()
     return {"memory_gb_per_second": 8 * numel / seconds / 1e9, "bus_gb_per_second": rates}
+
+
+def _host_bytes_per_param(name: str) -> float | None:
+    """What a step of a bfloat16 model moves in host memory; None for who is not on the engine.
+
+    State is read and written, the gradient read, the weight written and, where it is half of the master, read.
+    """
+    import torch
+
+    from stepwell import _state
+
+    held = {
+        "stepwell": (torch.bfloat16, "fp32"),
+        "stepwell q8": (torch.bfloat16, "q8"),
+        "deepspeed on stepwell": (torch.float32, "fp32"),
+    }
+    if name not in held:
+        return None
+    dtype, moments = held[name]
+    master = torch.empty(1 << 20, dtype=dtype, device="meta")
+    state = 2 * (_state.nbytes(master, moments) / master.numel() + dtype.itemsize)
+    weight_out = 0 if dtype == torch.bfloat16 else torch.bfloat16.itemsize
+    return round(state + torch.bfloat16.itemsize + weight_out, 2)
 
 
 def _run(console: Console, name: str, plan: Plan) -> dict[str, Any]:
