@@ -152,7 +152,7 @@ impl Engine {
     /// The memory of all views and weights is alive, and nobody else uses it, until the step is done; weights until they are waited for.
     ///
     /// # Errors
-    /// [`Error::Value`], with nothing changed, for what [`batch::step`] refuses, tensors that the engine does not have or has twice in a call, or while
+    /// [`Error::Value`], with nothing changed, for what [`crate::adam::batch::step`] refuses, tensors that the engine does not have or has twice in a call, or while
     /// a step is running; [`Error::Os`] where the device has failed.
     pub unsafe fn submit(&self, updates: Vec<Update>, stream: Stream) -> Result<()> {
         let Shared { device, segments, downloads, all_taken, changed, .. } = &*self.shared;
