@@ -24,6 +24,11 @@ pub const PREFETCH_AHEAD: usize = 1024;
 /// Elements of the largest unit.
 const UNIT_LEN_MAX: usize = BLOCK;
 
+/// Whether a unit has so many vectors: one, or pairs.
+const fn is_unit(vectors: usize) -> bool {
+    vectors == 1 || vectors.is_multiple_of(2) && vectors * LANES <= UNIT_LEN_MAX
+}
+
 /// Bytes of a cache line on every machine that we compile for.
 pub(crate) const LINE_BYTES: usize = 64;
 
@@ -123,7 +128,8 @@ impl<'a, T: Lane> Cursor<'a, T> {
         count: usize,
         unit: [S::U; Q],
     ) {
-        debug_assert!(!STREAM || self.streams && at.is_multiple_of(LANES));
+        // One branch that is never taken beside a store that would fault.
+        assert!(!STREAM || self.streams && at.is_multiple_of(LANES), "the target is aligned to its lines");
         if count == Q * LANES {
             self.expect_unit::<Q>(at);
             // SAFETY: `at + Q * LANES <= len`, and `to` is valid for writes of `len` elements for 'a (made from `&mut [T]`).
@@ -250,6 +256,7 @@ fn load_unit<S: Simd, T: Lane, const Q: usize>(
 /// `from` is valid for reads of `Q * LANES` elements.
 #[inline(always)]
 unsafe fn load_whole<S: Simd, T: Lane, const Q: usize>(simd: S, from: *const T) -> [S::U; Q] {
+    const { assert!(is_unit(Q)) };
     let mut unit = [simd.splat_u(0); Q];
     // SAFETY: passed on from the caller.
     unsafe {
@@ -268,6 +275,7 @@ unsafe fn load_whole<S: Simd, T: Lane, const Q: usize>(simd: S, from: *const T) 
 /// `to` is valid for writes of `Q * LANES` elements; with `STREAM`, aligned to LANES of them.
 #[inline(always)]
 unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(simd: S, to: *mut T, unit: [S::U; Q]) {
+    const { assert!(is_unit(Q)) };
     // SAFETY: passed on from the caller.
     unsafe {
         if Q == 1 {

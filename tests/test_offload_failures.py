@@ -149,6 +149,32 @@ def test_keyboard_interrupt_from_a_timer():
     assert out == "whole\n"
 
 
+def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
+    """The step is under way when Ctrl-C lands: afterwards gradients may be written, as after any step."""
+    (net, optimizer), (twin, reference) = pair()
+    for each in ((net, optimizer), (twin, reference)):
+        train(*each, 1)
+        loss_of(each[0], 1).backward()
+    released = []
+    release = optimizer._engine.release
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer._fingerprints, "believe", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert released
+    optimizer.zero_grad(set_to_none=False)
+    reference.step()
+    reference.zero_grad(set_to_none=False)
+    train(net, optimizer, 2, first=2)
+    train(twin, reference, 2, first=2)
+    assert_equal((net, optimizer), (twin, reference))
+
+
 # ---- models that move ----------------------------------------------------------------------------------------------------
 
 

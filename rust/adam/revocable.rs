@@ -110,6 +110,8 @@ impl HostSlots {
 
     /// Begins steps that can be taken back.
     pub fn begin(&mut self) -> Revocable<'_> {
+        // What was neither committed nor dropped, but forgotten, is taken back too.
+        self.index.revert();
         Revocable { slots: self }
     }
 

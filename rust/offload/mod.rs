@@ -14,7 +14,8 @@
 //!   the first weights that the next forward reads are up first.
 //! - OFF-4 The result does not depend on when anything arrives: a chunk is computed as [`crate::adam::batch`] computes it.
 //! - OFF-5 Whoever has gradients taken only marks his stream, once per call, and queues the copies. A thread of the engine hands them to the device,
-//!   in the order of the calls and each after its own call's mark, and is the only one that a full bus holds up (`downloads.rs`).
+//!   in the order of the calls and each after its own call's mark, and is the only one that a full bus holds up (`downloads.rs`). (DeepSpeed's partitions on
+//!   CUDA are copied on a stream of torch's, whose allocator then knows when a gradient's memory is free; a step only comes after that stream.)
 //! - OFF-6 A gradient's memory on the device may be written from [`Engine::release`] on, or by a stream that has waited for all of its tensor's new
 //!   weight: that came after the gradient.
 //!

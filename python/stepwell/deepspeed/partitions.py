@@ -91,7 +91,8 @@ class Partitions:
         # What a step in the background uses outlives it, whatever becomes of its owners.
         self._in_use: list[object] = []
         self._step_stream = 0
-        weakref.finalize(self, _drain, self._engine, self._in_use)
+        self._lane = _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
+        weakref.finalize(self, _drain, self._engine, self._lane, self._in_use)
         self.grads: list[torch.Tensor] = []
         self.twins: list[torch.Tensor | None] = []
         for master, weight, grad_dtype, _ in partitions:
@@ -106,7 +107,6 @@ class Partitions:
         self._norms: dict[Fragment, torch.Tensor] = {}
         # Fragments whose gradient of some step lies in host memory.
         self._written: set[Fragment] = set()
-        self._lane = _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
         # Of the step that is being prepared, and of the one before.
         self._bytes_sent = self._bytes_downloaded = 0
         self._seconds_waited = 0.0
@@ -226,6 +226,12 @@ class Partitions:
         self._engine.release(stream=self._step_stream)
         self._lane.release()
 
+    def settle(self) -> None:
+        """After an exception that may have come behind the submit: the step is complete, or there was none."""
+        with contextlib.suppress(OSError):
+            self.arrive()
+            self.finish()
+
     def wait(self, fragments: Iterable[Fragment]) -> bool:
         """The current stream waits for the new weights of some fragments; whether it is the one that the step began on."""
         started, stream = time.perf_counter(), self.stream()
@@ -240,7 +246,7 @@ class Partitions:
 
     def synchronize(self) -> None:
         """Waits until the last step is complete, and all copies have ended."""
-        self._lane.wait()
+        self.arrive()
         self._engine.synchronize(stream=self.stream())
 
     def stream(self) -> int:
@@ -293,10 +299,11 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def _drain(engine: _core.OffloadEngine, _: list[object]) -> None:
+def _drain(engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane, _: list[object]) -> None:
     # In a forked child there is nothing to wait for, and what a device that has failed says was said before.
-    with contextlib.suppress(ValueError, OSError):
-        engine.synchronize(stream=0)
+    for wait in (lane.wait, partial(engine.synchronize, stream=0)):
+        with contextlib.suppress(ValueError, OSError, RuntimeError):
+            wait()
 
 
 class _CudaLane:

@@ -144,6 +144,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         try:
             self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
+            self._partitions.settle()
             self._partitions.drop()
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()

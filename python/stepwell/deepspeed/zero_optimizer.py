@@ -200,6 +200,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         try:
             self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
+            self._partitions.settle()
             self._drop_gradients()
             raise
         self._release_sums()
@@ -257,24 +258,29 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             if operand.tensor is not None
         ]
         in_use = [self._masters, [operand.state for operand in operands]]
-        self._operands.commit(operands, partitions.prepare(updates, self._weights(), in_use))
+        submit = partitions.prepare(updates, self._weights(), in_use)
+        # Before the submit, behind which Ctrl-C may land; without one it does no harm.
+        is_gated = self._open_gate()
+        self._operands.commit(operands, submit)
         partitions.forget()
         self._lazy_init_hp_params_optimizer_state()
-        self._open_gate()
+        if not is_gated:
+            partitions.finish()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
 
     # ---- waiting -------------------------------------------------------------------------------------------------------
 
-    def _open_gate(self) -> None:
+    def _open_gate(self) -> bool:
+        """Whether forwards wait for the weights of the step that comes."""
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._is_alone and self._options.gate == "module":
             self._gate = Gate(
                 params, FragmentUploads(self._partitions, dict(zip(params, map(self._fragment, params), strict=True)))
             )
         if self._gate is None or not self._gate.is_open:
-            self._partitions.finish()
-        else:
-            self._gate.open(params)
+            return False
+        self._gate.open(params)
+        return True
 
     def synchronize(self) -> None:
         """Waits until the last step is complete in host memory; the current stream waits for the weights.
@@ -322,6 +328,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def destroy(self) -> None:
         """Ends the use of the device."""
         if self._is_made():
+            # Copies first: these are waited for also where a step has failed.
+            self._partitions.arrive()
             self.synchronize()
             self._partitions.synchronize()
         self._gate = None

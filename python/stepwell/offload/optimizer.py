@@ -45,7 +45,8 @@ class OffloadAdamW(AdamW):
 
     `step()` computes the norm of all gradients on the device, decides there and then (clip coefficient, finite check), and
     leaves the rest to the background: gradients are copied to the host, stepped chunk by chunk in the order of the
-    parameters, and every new weight is on its way back as soon as it is ready. The next forward waits module by module
+    parameters, and every new weight is on its way back as soon as it is ready. It returns when the device has been given
+    all copies, so that gradients may be written again. The next forward waits module by module
     for its own weights (`gate="module"`), with the same result, bit for bit, as if `step()` had waited for all.
 
     What waits by itself: forwards of the modules that hold the parameters (also in evaluation), their `state_dict` and
@@ -138,6 +139,8 @@ class OffloadAdamW(AdamW):
         self._engine: Engine | None = None
         self._gate: Gate | None = None
         self._seconds: dict[str, float] = {}
+        # Between a submit and the release of its gradients.
+        self._is_unreleased = False
         self._has_warned = False
         self._device = torch.device("cpu")
         super().__init__(
@@ -352,19 +355,20 @@ class OffloadAdamW(AdamW):
         begin = time.perf_counter()
         try:
             is_begun = self._begin_step()
+            if is_begun:
+                self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
+                self._release()
+        except BaseException:
+            # Ctrl-C may have landed behind the submit, and nobody else waits for this.
+            if self._is_unreleased:
+                self._release()
+            raise
         finally:
             self._gradients.reset()
         if not is_begun:
             # Nobody else waits for what was copied in vain, and its gradients may be freed next.
             self.synchronize()
             return
-        self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
-        try:
-            self._release()
-        except KeyboardInterrupt:
-            # Nobody else waits for this: Ctrl-C lands after it.
-            self._release()
-            raise
         if self._gate is not None and self._gate.is_open:
             self._gate.wait_for_uncovered()
 
@@ -373,6 +377,7 @@ class OffloadAdamW(AdamW):
         assert self._engine is not None
         begin = time.perf_counter()
         self._engine.release()
+        self._is_unreleased = False
         self._seconds["release"] = time.perf_counter() - begin
         if self._gate is None or not self._gate.is_open:
             self._finish()
@@ -477,7 +482,8 @@ class OffloadAdamW(AdamW):
         before = [partial(self._twins.note, params), partial(self._fingerprints.leave_behind, params)]
         if gate is not None:
             before.append(partial(gate.open, params))
-        self._commit(updates, states, [*before, engine.submission(updates, grad_scale)])
+        submitted = [engine.submission(updates, grad_scale), partial(setattr, self, "_is_unreleased", True)]
+        self._commit(updates, states, [*before, *submitted])
         self._fingerprints.believe(params)
         for param in params:
             self._fresh.pop(param, None)
