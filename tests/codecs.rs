@@ -144,6 +144,32 @@ fn codes_change_at_their_values_on_every_isa() {
     }
 }
 
+/// Magnitudes that no code reaches have the largest, whichever way the draw goes: what it decodes to has to be finite.
+#[test]
+fn what_no_code_reaches_has_the_largest() {
+    for value in [3.39e38_f32, 3.4022e38, f32::MAX, f32::INFINITY] {
+        for isa in Isa::available() {
+            for count in 0..32 {
+                let mut held = held(MomentsKind::Q8, GROUP);
+                held.write_moments_on(isa, &[-value; GROUP], &[value; GROUP], count);
+                let (first, second) = held.read_moments();
+                let largest = |scales: &Option<battery::Guarded>, moment: usize| {
+                    let scale = scales.as_ref().expect("q8 has scales").value(0);
+                    decoded(code_values()[moment][255], scale)
+                };
+                let (first_max, second_max) = (largest(&held.exp_avg_scales, 0), largest(&held.exp_avg_sq_scales, 1));
+                assert!(first_max.is_finite() && second_max.is_finite());
+                assert_eq!(
+                    (first, second),
+                    (vec![-first_max; GROUP], vec![second_max; GROUP]),
+                    "{value:e} on {}",
+                    isa.name()
+                );
+            }
+        }
+    }
+}
+
 /// Magnitudes within a group: from the largest to 1/1000 of it, so that codes from the largest to the smallest are met.
 fn magnitude(index: usize) -> f64 {
     10_f64.powf(-3.0 * (index % GROUP) as f64 / (GROUP - 1) as f64)

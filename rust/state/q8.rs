@@ -43,7 +43,7 @@ use crate::{
     cursor::Cursor,
     element::Bf16,
     simd::{LANES, Simd},
-    state::{BLOCK, MomentLanes, Moments},
+    state::{BLOCK, MomentLanes, Moments, each_vector},
 };
 
 /// Elements that share a scale.
@@ -139,12 +139,12 @@ impl<S: Simd> Scales<S> {
         Self { bits, reciprocals: simd.select(is_zero, zero, simd.bits(reciprocal)) }
     }
 
-    /// One over the scales of `exp_avg` and of `exp_avg_sq` of the group of vector `I`, in all lanes.
+    /// What `lanes`, in the order of these scales, have for `exp_avg` and for `exp_avg_sq` of the group of vector `I`, in all lanes.
     #[inline(always)]
-    fn reciprocals_of<const I: usize>(&self, simd: S) -> (S::F, S::F) {
+    fn of<const I: usize>(simd: S, lanes: S::U) -> (S::F, S::F) {
         let (signed, unsigned) = match I / VECTORS_PER_GROUP {
-            0 => (simd.splat_lane::<0>(self.reciprocals), simd.splat_lane::<2>(self.reciprocals)),
-            _ => (simd.splat_lane::<1>(self.reciprocals), simd.splat_lane::<3>(self.reciprocals)),
+            0 => (simd.splat_lane::<0>(lanes), simd.splat_lane::<2>(lanes)),
+            _ => (simd.splat_lane::<1>(lanes), simd.splat_lane::<3>(lanes)),
         };
         (simd.of_bits(signed), simd.of_bits(unsigned))
     }
@@ -255,10 +255,10 @@ pub struct HeldUnit<S: Simd> {
     exp_avg_sq: (S::U, [DecodingScale<S>; GROUPS_PER_BLOCK]),
 }
 
-/// With the largest magnitude that can be coded for larger ones, and for NaNs.
+/// With the magnitude `limit` for larger ones, and for NaNs.
 #[inline(always)]
-fn at_most_max<S: Simd>(simd: S, values: S::F) -> S::F {
-    let magnitude = simd.min_u(simd.magnitude(values), simd.splat_u(MAGNITUDE_MAX_BITS));
+fn at_most<S: Simd>(simd: S, values: S::F, limit: S::F) -> S::F {
+    let magnitude = simd.min_u(simd.magnitude(values), simd.bits(limit));
     simd.of_bits(simd.or(magnitude, simd.and(simd.bits(values), simd.splat_u(SIGN))))
 }
 
@@ -332,15 +332,21 @@ impl Moments<VECTORS> for Q8<'_> {
             larger_magnitude(simd, exp_avg_sq[2], exp_avg_sq[3]),
         );
         // Hardly ever: behind a branch.
-        if simd.any(simd.gt_u(magnitudes, simd.splat_u(MAGNITUDE_MAX_BITS))) {
-            for values in exp_avg.iter_mut().chain(exp_avg_sq) {
-                *values = at_most_max(simd, *values);
-            }
+        let is_beyond = simd.any(simd.gt_u(magnitudes, simd.splat_u(MAGNITUDE_MAX_BITS)));
+        if is_beyond {
             let nan = simd.splat_u(u32::from(Bf16::NAN.0) << 16);
             let finite = simd.min_u(magnitudes, simd.splat_u(MAGNITUDE_MAX_BITS));
             magnitudes = simd.select(simd.is_nan(simd.of_bits(magnitudes)), nan, finite);
         }
-        Scales::new(simd, magnitudes)
+        let scales = Scales::new(simd, magnitudes);
+        if is_beyond {
+            each_vector!(VECTORS, |I| {
+                let (signed, unsigned) = Scales::<S>::of::<I>(simd, simd.shl::<16>(scales.bits));
+                exp_avg[I] = at_most(simd, exp_avg[I], simd.mul(signed, simd.splat(EXP_AVG_R_MAX - R_ZERO)));
+                exp_avg_sq[I] = at_most(simd, exp_avg_sq[I], simd.mul(unsigned, simd.splat(EXP_AVG_SQ_R_MAX - R_ZERO)));
+            });
+        }
+        scales
     }
 
     #[inline(always)]
@@ -351,7 +357,7 @@ impl Moments<VECTORS> for Q8<'_> {
         exp_avg_sq: S::F,
         noise: S::U,
     ) -> (S::U, S::U) {
-        let (signed, unsigned) = scales.reciprocals_of::<I>(simd);
+        let (signed, unsigned) = Scales::<S>::of::<I>(simd, scales.reciprocals);
         (encode_exp_avg(simd, exp_avg, signed, noise), encode_exp_avg_sq(simd, exp_avg_sq, unsigned, noise))
     }
 
