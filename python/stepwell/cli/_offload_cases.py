@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import statistics
 import sys
@@ -262,6 +263,11 @@ def _host_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _host_peak_bytes() -> int:
+    """The most that this process has held in RAM."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
     batches = plan.batches(device)
     losses, norms, marks = [], [], []
@@ -342,6 +348,7 @@ def main(name: str, plan: Plan) -> dict[str, Any]:
         "prepare_seconds": prepared,
         "start_seconds": prepared + max(result["first_step_seconds"] - result["seconds"], 0.0),
         "host_bytes_per_param": (_host_bytes() - before) / numel,
+        "host_peak_gib": _host_peak_bytes() / 2**30,
         "device_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }
 

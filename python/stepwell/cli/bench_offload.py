@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["bench_offload"]
 
 _CASE_SECONDS_MAX = 1800
-_WIDTH_PIPED = 150
+_WIDTH_PIPED = 170
 _CEILING_NUMEL_MAX = 256 << 20
 _BUS_BYTES = 1 << 30
 _PEER = "deepspeed"
@@ -189,7 +189,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
     table.add_column(min_width=22, no_wrap=True)
     columns = ("s/step", "L + bytes/R", "of it", "of DeepSpeed's", "host step s", "waited s", "start s")
-    for column in (*columns, "host B/param", "bus GB", "device GiB", "last loss"):
+    for column in (*columns, "host B/param", "host peak GiB", "bus GB", "device GiB", "last loss"):
         table.add_column(column, justify="right", no_wrap=True)
     peer = next((case["seconds"] for case in done if case["name"] == _PEER), None)
     if report["forward_backward_seconds"]:
@@ -207,6 +207,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             f"{known.get('gate', 0.0):.3f}" if "step" in known else "",
             f"{case['start_seconds']:.1f}",
             f"{case['host_bytes_per_param']:.1f}",
+            f"{case['host_peak_gib']:.1f}",
             f"{bus / 1e9:.2f}" if bus else "",
             f"{case['device_peak_gib']:.1f}" if case["device_peak_gib"] else "",
             f"{case['losses'][-1]:.4f}",
