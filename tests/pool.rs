@@ -5,7 +5,7 @@ use std::cell::Cell;
 use std::collections::HashSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Barrier, Mutex, mpsc};
+use std::sync::{Barrier, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,10 +16,15 @@ use stepwell::pool::{Pool, PoolConfig};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// Runs a body on a thread of its own and fails when it takes too long: a hang must be a failure.
+/// Runs a body on a thread of its own and fails when it takes too long: a hang must be a failure. One body at a time: a thread that
+/// begins or ends holds a lock of the standard library, and a child that is forked meanwhile starts no thread any more. That is a test's doing, not a pool's.
 fn within_time_limit(body: impl FnOnce() + Send + 'static) {
+    static ALONE: Mutex<()> = Mutex::new(());
     let (done, wait) = mpsc::channel();
-    thread::spawn(move || done.send(catch_unwind(AssertUnwindSafe(body))));
+    thread::spawn(move || {
+        let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+        done.send(catch_unwind(AssertUnwindSafe(body)))
+    });
     match wait.recv_timeout(TIME_LIMIT).expect("hangs: time limit passed") {
         Ok(()) => {}
         Err(payload) => std::panic::resume_unwind(payload),
