@@ -98,16 +98,8 @@ impl Simd for Avx2 {
         unsafe { parts!(|i| _mm256_sqrt_ps(a[i])) }
     }
     #[inline(always)]
-    fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
-        unsafe { parts!(|i| _mm256_min_ps(a[i], b[i])) }
-    }
-    #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         unsafe { parts!(|i| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_LT_OQ>(a[i], b[i]))) }
-    }
-    #[inline(always)]
-    fn is_nan(self, a: Self::F) -> Self::M {
-        unsafe { parts!(|i| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_UNORD_Q>(a[i], a[i]))) }
     }
     #[inline(always)]
     fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {

@@ -79,16 +79,8 @@ impl Simd for Avx512 {
         unsafe { _mm512_sqrt_ps(a) }
     }
     #[inline(always)]
-    fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
-        unsafe { _mm512_min_ps(a, b) }
-    }
-    #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         unsafe { _mm512_cmp_ps_mask::<_CMP_LT_OQ>(a, b) }
-    }
-    #[inline(always)]
-    fn is_nan(self, a: Self::F) -> Self::M {
-        unsafe { _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a) }
     }
     #[inline(always)]
     fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {

@@ -76,12 +76,8 @@ pub trait Simd: Copy {
     fn div(self, a: Self::F, b: Self::F) -> Self::F;
     /// The square root, correctly rounded.
     fn sqrt(self, a: Self::F) -> Self::F;
-    /// `a` where `a < b`, else `b`: `b` for a NaN.
-    fn at_most(self, a: Self::F, b: Self::F) -> Self::F;
     /// `a < b`, false for a NaN.
     fn lt(self, a: Self::F, b: Self::F) -> Self::M;
-    /// Whether it is a NaN.
-    fn is_nan(self, a: Self::F) -> Self::M;
     /// Whether either is a NaN.
     fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M;
     /// Whether the mask holds anywhere.
@@ -155,6 +151,12 @@ pub trait Simd: Copy {
     #[inline(always)]
     fn select_f(self, mask: Self::M, a: Self::F, b: Self::F) -> Self::F {
         self.of_bits(self.select(mask, self.bits(a), self.bits(b)))
+    }
+
+    /// Whether it is a NaN.
+    #[inline(always)]
+    fn is_nan(self, a: Self::F) -> Self::M {
+        self.is_either_nan(a, a)
     }
 
     /// The magnitude's bits: those of NaNs are above infinity's, and those above every finite number's.

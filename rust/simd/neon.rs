@@ -106,16 +106,8 @@ impl Simd for Neon {
         unsafe { parts!(|i| vsqrtq_f32(a[i])) }
     }
     #[inline(always)]
-    fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
-        unsafe { parts!(|i| vbslq_f32(vcltq_f32(a[i], b[i]), a[i], b[i])) }
-    }
-    #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         unsafe { parts!(|i| vcltq_f32(a[i], b[i])) }
-    }
-    #[inline(always)]
-    fn is_nan(self, a: Self::F) -> Self::M {
-        unsafe { parts!(|i| vmvnq_u32(vceqq_f32(a[i], a[i]))) }
     }
     #[inline(always)]
     fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {

@@ -80,18 +80,9 @@ impl Simd for Scalar {
         a.map(f32::sqrt)
     }
     #[inline(always)]
-    fn at_most(self, a: Self::F, b: Self::F) -> Self::F {
-        zip(a, b, |a, b| if a < b { a } else { b })
-    }
-    #[inline(always)]
     fn lt(self, a: Self::F, b: Self::F) -> Self::M {
         zip(a, b, |a, b| a < b)
     }
-    #[inline(always)]
-    fn is_nan(self, a: Self::F) -> Self::M {
-        a.map(f32::is_nan)
-    }
-
     #[inline(always)]
     fn is_either_nan(self, a: Self::F, b: Self::F) -> Self::M {
         std::array::from_fn(|i| a[i].is_nan() || b[i].is_nan())
