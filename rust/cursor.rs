@@ -18,8 +18,10 @@ use crate::{
     state::BLOCK,
 };
 
-/// How far ahead of the loads the lines are fetched, in elements. Measured: 512 to 1024 are equal, less is slower.
-pub const PREFETCH_AHEAD: usize = 1024;
+/// How far ahead of the loads the lines are fetched, in elements. Measured: on 16 cores of a Xeon 384 to 1024 are equal, less is slower by up to a
+/// tenth. At 1024, four bytes each, a line and the one fetched fall into the same set of a small first cache: on two cores of an EPYC 128 to 384 are
+/// equal, more is slower by up to a tenth.
+pub const PREFETCH_AHEAD: usize = 384;
 
 /// Elements of the largest unit.
 const UNIT_LEN_MAX: usize = BLOCK;
