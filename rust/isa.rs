@@ -5,6 +5,8 @@
 //! `STEPWELL_ISA` forces an ISA, for tests and for bug reports.
 
 use std::sync::OnceLock;
+#[cfg(target_arch = "x86_64")]
+use std::{hint::black_box, mem::MaybeUninit};
 
 #[cfg(target_arch = "aarch64")]
 use crate::simd::neon::Neon;
@@ -40,9 +42,22 @@ pub trait Kernel {
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
+/// Makes the compiler align the frame of the function that this is inlined into to cache lines.
+///
+/// It spills vectors where they fall on a stack of 16-byte alignment, unless the function has a local with a larger one when registers are assigned: then,
+/// by the luck of the callers' frames, every spilled vector is in two lines. Measured on an EPYC: q8 41 instead of 30 ms.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn align_frame() {
+    #[repr(align(64))]
+    struct Line(MaybeUninit<u8>);
+    black_box(&mut Line(MaybeUninit::uninit()).0);
+}
+
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt")]
 fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
+    align_frame();
     // SAFETY: this function has the features, so whoever called it has shown that the machine has.
     kernel.run(unsafe { Avx2::new_unchecked() })
 }
@@ -50,6 +65,7 @@ fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi1,bmi2,lzcnt")]
 fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
+    align_frame();
     // SAFETY: as above.
     kernel.run(unsafe { Avx512::new_unchecked() })
 }
