@@ -115,6 +115,18 @@ def test_codecs_convert_into_each_other(source, target, dtype):
     advance(other, 2, seed=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_another_format_is_refused(dtype):
+    param = parameter(3000, dtype=dtype)
+    packed = saved_and_loaded(stepped(param, moments="q8").state_dict())
+    optimizer = stepped(param, moments="q8")
+    before = snapshot(optimizer)
+    packed["param_groups"][0]["state_format"] += 1
+    with pytest.raises(ValueError, match="`state_format` of the loaded state dict is `2`, expected `1`: another version"):
+        optimizer.load_state_dict(packed)
+    assert_same(before, snapshot(optimizer))
+
+
 @pytest.mark.parametrize("moments", CODECS)
 def test_conversion_is_reproducible_and_unbiased(moments):
     exact = stepped(parameter(20_000), steps=3)

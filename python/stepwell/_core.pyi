@@ -5,13 +5,14 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Final, final
 
-__all__ = ["CHUNK_LEN", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
+__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
 
 CHUNK_LEN: Final[int]
 """
 Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
 """
 
+STATE_FORMAT: Final[int]
 __version__: Final[str]
 
 @final

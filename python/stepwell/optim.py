@@ -149,6 +149,7 @@ class Adam(Optimizer):
             "bias_correction": True,
             "seed": seed,
             "skipped_steps": 0,
+            "state_format": _core.STATE_FORMAT,
         }
         hyper_of(defaults, "the optimizer")
         super().__init__(params, defaults)
@@ -450,6 +451,11 @@ class Adam(Optimizer):
     def _complete(self, groups: list[dict[str, Any]]) -> None:
         """Gives loaded groups what another optimizer's do not say, and checks them."""
         for index, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
+            if group.get("state_format", _core.STATE_FORMAT) != _core.STATE_FORMAT:
+                raise ValueError(
+                    f"`state_format` of the loaded state dict is `{group['state_format']}`, expected `{_core.STATE_FORMAT}`: another "
+                    "version of stepwell saved it. hint: load it with that version, and save `decoded_state_dict()`"
+                )
             group.update({key: live[key] for key in _EXECUTION_KEYS})
             for key, value in live.items():
                 group.setdefault(key, value)

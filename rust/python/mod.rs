@@ -26,6 +26,8 @@ mod _core {
     /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
     #[pymodule_export]
     const CHUNK_LEN: usize = crate::state::chunk::CHUNK_LEN;
+    #[pymodule_export]
+    const STATE_FORMAT: u32 = crate::state::STATE_FORMAT;
 
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "Python's name for it")]

@@ -31,6 +31,10 @@ pub mod split;
 
 use crate::simd::Simd;
 
+/// What the bytes of coded state mean: trailing bits and their fingerprints, q8's codes, their order and their scales. State dicts carry it, and one of
+/// another format is refused. Whoever changes a meaning counts up; `tests/format.rs` notices.
+pub const STATE_FORMAT: u32 = 1;
+
 /// Elements between two prefetches, and the smallest piece that q8 codes: every chunk is a multiple of it.
 pub const BLOCK: usize = 64;
 
