@@ -118,7 +118,7 @@ aarch64-toolchain: ## install what aarch64 takes on Debian (root): Rust's librar
 
 # Linked statically: a dynamically linked program hangs at thread creation in this emulator. Few cases: it is slow. Tests of
 # the host (its memory maps, affinity, fork, lanes) are left out: there the emulator would be tested.
-AARCH64_TESTS := $(filter-out memory offload pool,$(basename $(notdir $(wildcard tests/*.rs))))
+AARCH64_TESTS := $(filter-out downloads memory offload pool,$(basename $(notdir $(wildcard tests/*.rs))))
 aarch64-test: export RUSTC = $(aarch64_rustc)
 aarch64-test: export PROPTEST_CASES ?= 8
 aarch64-test: ## the Rust tests of the arithmetic on NEON, emulated

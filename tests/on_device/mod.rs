@@ -1,0 +1,233 @@
+//! What the tests of the engine share: tensors with their weights and gradients on a device that is the host, and devices that fail or are watched.
+#![allow(dead_code, reason = "every test file uses a part of it")]
+
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread::{self, ThreadId},
+    time::Duration,
+};
+
+use stepwell::{
+    Error,
+    adam::Hyper,
+    device::{Device, Lane, Mark, Stream, host::HostDevice},
+    element::Dtype,
+    offload::{Engine, Update},
+    view::View,
+};
+
+use super::battery::{Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
+
+/// What ends soon or never.
+pub(crate) const SOON: Duration = Duration::from_secs(20);
+/// How long something is watched that must not happen.
+pub(crate) const WATCHED: Duration = Duration::from_millis(50);
+pub(crate) const STREAM: Stream = Stream(0);
+
+/// A tensor with its weight and its gradient on the device.
+pub(crate) struct OnDevice {
+    pub(crate) held: Held,
+    pub(crate) weight: Vec<u8>,
+    pub(crate) grad: Vec<u8>,
+}
+
+pub(crate) fn bytes(view: View) -> Vec<u8> {
+    let nbytes = view.numel() * view.dtype().size();
+    let from = std::ptr::with_exposed_provenance::<u8>(view.address());
+    // SAFETY: the view is of a tensor that the caller holds.
+    unsafe { std::slice::from_raw_parts(from, nbytes) }.to_vec()
+}
+
+impl OnDevice {
+    pub(crate) fn new(mut held: Held) -> Self {
+        let tensor = held.tensor();
+        let grad = bytes(tensor.grad.expect("a gradient"));
+        let weight = vec![0xa5; bytes(tensor.weight()).len()];
+        held.set_grad(|_| 0.0);
+        Self { held, weight, grad }
+    }
+
+    /// What the engine steps, once its gradient has come.
+    pub(crate) fn update(&mut self, index: usize, count: u64, hyper: Hyper) -> Update {
+        Update {
+            index,
+            tensor: self.held.tensor(),
+            weight: self.weight.as_mut_ptr().expose_provenance() as u64,
+            count,
+            hyper,
+        }
+    }
+
+    pub(crate) fn gradient(&mut self, index: usize) -> (usize, u64, View) {
+        let host = self.held.tensor().grad.expect("a gradient");
+        (index, self.grad.as_ptr().expose_provenance() as u64, host)
+    }
+
+    pub(crate) fn assert_uploaded(&mut self) {
+        let weight = bytes(self.held.tensor().weight());
+        assert!(self.weight == weight, "the device has another weight than the host: {:?}", self.held.layout);
+    }
+}
+
+/// Lets copies go on when a test ends, also where it fails: dropping an engine waits for them. Made after the engine, so dropped before it.
+pub(crate) struct Resumed<'a>(pub(crate) &'a HostDevice);
+
+impl Drop for Resumed<'_> {
+    fn drop(&mut self) {
+        self.0.pause(Lane::Download, false);
+        self.0.pause(Lane::Upload, false);
+    }
+}
+
+pub(crate) fn numels(all: &[OnDevice]) -> Vec<usize> {
+    all.iter().map(|one| one.held.numel).collect()
+}
+
+pub(crate) fn engine_on(device: Arc<dyn Device>, all: &[OnDevice], workers: usize) -> Engine {
+    Engine::on(device, &numels(all), pool_of(workers), widest()).expect("an engine")
+}
+
+pub(crate) fn host_device(all: &[OnDevice]) -> Arc<HostDevice> {
+    Arc::new(HostDevice::new(Engine::events(&numels(all))).expect("a device"))
+}
+
+pub(crate) fn take(engine: &Engine, all: &mut [OnDevice]) -> Result<(), Error> {
+    let gradients: Vec<_> = all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
+    // SAFETY: the tensors outlive the step, which every test waits for or drops the engine for.
+    unsafe { engine.take(&gradients, STREAM) }
+}
+
+/// What `call` returns, which waits for nothing; a test that hangs would not say why.
+pub(crate) fn at_once<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || sender.send(call()));
+    receiver.recv_timeout(SOON).expect("a call that waits for nothing")
+}
+
+pub(crate) fn submit(engine: &Engine, all: &mut [OnDevice], count: u64, hyper: Hyper) -> Result<(), Error> {
+    let updates = all.iter_mut().enumerate().map(|(index, one)| one.update(index, count, hyper)).collect();
+    // SAFETY: as in `take`.
+    unsafe { engine.submit(updates, STREAM) }
+}
+
+pub(crate) fn finish(engine: &Engine) {
+    assert!(engine.finish(STREAM, SOON).expect("a step that works"), "the step takes too long");
+    engine.drain().expect("copies that work");
+}
+
+pub(crate) fn split(numel: usize, seed: u64) -> OnDevice {
+    let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
+    let mut held = Held::random(layout, numel, 0, Spread::Ordinary, seed);
+    held.key = seed;
+    OnDevice::new(held)
+}
+
+pub(crate) fn stepped(one: &OnDevice, count: u64, hyper: &Hyper) -> Held {
+    let mut expected = one.held.moved(0);
+    for (index, pair) in one.grad.chunks_exact(2).enumerate() {
+        expected.grad.set_value(index, f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16));
+    }
+    expected.step(widest(), count, hyper);
+    expected
+}
+
+/// A host device whose streams may go on without waiting, as those of a GPU do on this side of the bus, and that fails when told to.
+pub(crate) struct Gated {
+    pub(crate) host: HostDevice,
+    pub(crate) streams_wait: AtomicBool,
+    pub(crate) uploads_fail: AtomicBool,
+    /// How many more copies to the host are taken.
+    pub(crate) downloads_left: AtomicUsize,
+    /// Whether the next panics, instead of failing.
+    pub(crate) panics: AtomicBool,
+    /// What was asked of it, and by whom.
+    pub(crate) calls: Mutex<Vec<(ThreadId, Call)>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Call {
+    Mark,
+    After(Lane),
+    Copy(Lane, u64),
+    Record(Lane, usize),
+}
+
+impl Gated {
+    pub(crate) fn new(all: &[OnDevice]) -> Self {
+        Self {
+            host: HostDevice::new(Engine::events(&numels(all))).expect("a device"),
+            streams_wait: AtomicBool::new(true),
+            uploads_fail: AtomicBool::new(false),
+            downloads_left: AtomicUsize::new(usize::MAX),
+            panics: AtomicBool::new(false),
+            calls: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn note(&self, call: Call) {
+        self.calls.lock().expect("no panic").push((thread::current().id(), call));
+    }
+}
+
+impl Device for Gated {
+    fn attach(&self) -> Result<(), Error> {
+        self.host.attach()
+    }
+
+    unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<(), Error> {
+        let fails = match lane {
+            Lane::Upload => self.uploads_fail.load(Ordering::Relaxed),
+            Lane::Download => {
+                let one_less = |left: usize| left.checked_sub(1);
+                self.downloads_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_err()
+            }
+        };
+        if fails {
+            assert!(!self.panics.load(Ordering::Relaxed), "the device is out of its mind");
+            return Err(Error::os("copy", std::io::Error::other("the bus is out of order")));
+        }
+        self.note(Call::Copy(lane, device));
+        // SAFETY: passed on.
+        unsafe { self.host.copy(lane, device, host, nbytes) }
+    }
+
+    fn record(&self, lane: Lane, event: usize) -> Result<(), Error> {
+        self.note(Call::Record(lane, event));
+        self.host.record(lane, event)
+    }
+
+    fn wait(&self, event: usize) -> Result<(), Error> {
+        self.host.wait(event)
+    }
+
+    fn mark(&self, stream: Stream) -> Result<Mark, Error> {
+        self.note(Call::Mark);
+        self.host.mark(stream)
+    }
+
+    fn order_lane_after(&self, lane: Lane, mark: Mark) -> Result<(), Error> {
+        self.note(Call::After(lane));
+        self.host.order_lane_after(lane, mark)
+    }
+
+    fn order_stream_after(&self, stream: Stream, event: usize) -> Result<(), Error> {
+        if self.streams_wait.load(Ordering::Relaxed) { self.host.order_stream_after(stream, event) } else { Ok(()) }
+    }
+
+    fn drain(&self) -> Result<(), Error> {
+        self.host.drain()
+    }
+
+    unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.host.pin(address, nbytes) }
+    }
+
+    fn unpin(&self, address: usize) {
+        self.host.unpin(address);
+    }
+}
