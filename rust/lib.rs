@@ -12,6 +12,7 @@ pub mod device;
 pub mod element;
 pub mod error;
 pub mod fp_env;
+pub mod free_memory;
 pub mod grad_stats;
 pub mod io_uring;
 pub mod isa;

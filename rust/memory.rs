@@ -3,6 +3,7 @@
 //! - MEM-1 A buffer is zeroed, and `nbytes` rounded up to a page is all it takes (no power of two); nothing is left to fault in later.
 //! - MEM-2 Worker `w` of `n` touches the `w`-th part first, so those pages lie on its NUMA node.
 //! - MEM-3 The pages before and after a buffer are not accessible: an overrun is a fault, not a corruption.
+//! - MEM-4 What is not free is refused before it is taken: the kernel grants it all the same, and kills the process that touches it.
 //!
 //! Cost: the kernel zeroes every page once, at the memory bandwidth of all workers; address space for one huge page and two pages beside it.
 
@@ -17,6 +18,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 
+use crate::free_memory::free_bytes;
 use crate::pool::Pool;
 use crate::{Error, Result};
 
@@ -45,11 +47,15 @@ impl Buffer {
     /// Maps `nbytes` of zeroed memory and faults it in on the workers of `pool`. Of zero bytes one page is held.
     ///
     /// # Errors
-    /// [`Error::Os`] where the system has no such memory, or does not let this process lock it (the message names `RLIMIT_MEMLOCK`);
+    /// [`Error::Os`] where there is not so much free memory, the system does not give it, or does not let this process lock it (the message names `RLIMIT_MEMLOCK`);
     /// [`Error::Value`] for a size beyond the address space.
     pub fn new(nbytes: usize, config: &BufferConfig, pool: &Pool) -> Result<Self> {
         let huge_page = huge_page_size();
-        let mapping = Mapping::new(nbytes, huge_page)?;
+        let reserved = Room::new(nbytes, huge_page)?;
+        if nbytes >= huge_page {
+            refuse_beyond(free_bytes(), nbytes)?;
+        }
+        let mapping = Mapping::new(&reserved)?;
         let room = mapping.len / huge_page * huge_page;
         if room > 0 {
             // Refused only by a kernel without huge pages; what was given is measured below.
@@ -97,6 +103,20 @@ pub fn huge_page_policy() -> Option<String> {
     fs::read_to_string(format!("{HUGE_PAGE_FOLDER}/enabled")).ok().map(|text| text.trim().to_owned())
 }
 
+/// Two processes may both be told that the same memory is free: this is for the user who asks for too much, not a reservation.
+fn refuse_beyond(free: Option<u64>, nbytes: usize) -> Result<()> {
+    match free {
+        Some(free) if nbytes as u64 > free => Err(Error::os(
+            format!(
+                "cannot take `{nbytes}` bytes of host memory, `{free}` are free; hint: moments of `q8` or `bf16` take less than fp32; \
+                 see `free -h` and the container's limit"
+            ),
+            Errno::NOMEM,
+        )),
+        _ => Ok(()),
+    }
+}
+
 fn huge_page_size() -> usize {
     fs::read_to_string(format!("{HUGE_PAGE_FOLDER}/hpage_pmd_size"))
         .ok()
@@ -118,6 +138,28 @@ fn warn_without_huge_pages(huge_page_bytes: usize, room: usize) {
     );
 }
 
+/// Whole pages, and the address space in which they can be aligned and have a page on each side.
+struct Room {
+    page: usize,
+    len: usize,
+    align: usize,
+    reservation_len: usize,
+}
+
+impl Room {
+    fn new(nbytes: usize, huge_page: usize) -> Result<Self> {
+        let page = rustix::param::page_size();
+        let sizes = || {
+            let len = nbytes.max(1).checked_next_multiple_of(page)?;
+            let align = if len >= huge_page { huge_page } else { page };
+            let reservation_len = len.checked_add(align)?.checked_add(page)?;
+            isize::try_from(reservation_len).ok()?;
+            Some(Self { page, len, align, reservation_len })
+        };
+        sizes().ok_or_else(|| Error::value(format!("buffer of `{nbytes}` bytes is beyond the address space")))
+    }
+}
+
 /// An accessible range of whole pages inside an inaccessible reservation.
 #[derive(Debug)]
 struct Mapping {
@@ -134,21 +176,11 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn new(nbytes: usize, huge_page: usize) -> Result<Self> {
-        let page = rustix::param::page_size();
-        let sizes = || {
-            let len = nbytes.max(1).checked_next_multiple_of(page)?;
-            let align = if len >= huge_page { huge_page } else { page };
-            let reservation_len = len.checked_add(align)?.checked_add(page)?;
-            isize::try_from(reservation_len).ok()?;
-            Some((len, align, reservation_len))
-        };
-        let (len, align, reservation_len) =
-            sizes().ok_or_else(|| Error::value(format!("buffer of `{nbytes}` bytes is beyond the address space")))?;
+    fn new(&Room { page, len, align, reservation_len }: &Room) -> Result<Self> {
         let refused = |errno: Errno| {
             Error::os(
                 format!(
-                    "cannot map `{nbytes}` bytes of host memory; hint: see `free -h`, `ulimit -v` and `sysctl vm.overcommit_memory`"
+                    "cannot map `{len}` bytes of host memory; hint: see `free -h`, `ulimit -v` and `sysctl vm.overcommit_memory`"
                 ),
                 errno,
             )
@@ -288,6 +320,13 @@ mod tests {
 7f0000200000-7f0000800000 rw-p 00000000 00:00 0 \nSize:               6144 kB\nAnonHugePages:      4096 kB\nVmFlags: rd wr\n\
 7f0000900000-7f0000a00000 ---p 00000000 00:00 0 \nSize:               1024 kB\n\
 7f0000a00000-7f0000b00000 ---p 00000000 00:00 0 \nAnonHugePages:      1024 kB\n";
+
+    #[test]
+    fn more_than_is_free_is_refused_with_both_numbers() {
+        let error = refuse_beyond(Some(4095), 4096).expect_err("more than is free").to_string();
+        assert!(error.contains("`4096`") && error.contains("`4095` are free") && error.contains("hint: "), "{error}");
+        assert!(refuse_beyond(Some(4096), 4096).is_ok() && refuse_beyond(None, usize::MAX).is_ok());
+    }
 
     #[test]
     fn smaps_entry_is_found_by_its_begin() {

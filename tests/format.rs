@@ -34,7 +34,7 @@ fn fixed() -> Held {
         }
     }
     for (index, weight) in held.param.slice_mut::<Bf16>().iter_mut().enumerate() {
-        *weight = Bf16(0x3c00 + (index * 11) as u16 | ((index % 3 == 0) as u16) << 15);
+        *weight = Bf16((0x3c00 + (index * 11) as u16) | (u16::from(index % 3 == 0) << 15));
     }
     for (index, low) in held.trailing.as_mut().expect("split").slice_mut::<i16>().iter_mut().enumerate() {
         *low = (index * 1103) as i16;

@@ -101,6 +101,9 @@ fn a_size_beyond_the_machine_is_an_error() {
     }
     let error = new(1 << 50).expect_err("too large");
     assert!(matches!(error, Error::Os { .. }) && error.to_string().contains("hint: "), "{error}");
+    // The kernel has the addresses, and would give pages until it kills.
+    let error = new(1 << 46).expect_err("too large");
+    assert!(matches!(error, Error::Os { .. }) && error.to_string().contains("are free"), "{error}");
 }
 
 #[test]

@@ -44,6 +44,7 @@ def test_json_has_what_the_findings_are_drawn_from():
         "cores",
         "NUMA",
         "huge pages",
+        "free memory",
         "memlock",
         "io_uring",
         "CUDA",
@@ -76,6 +77,7 @@ def host():
         "pool_cpus": [0, 1, 2, 3],
         "numa_nodes": [0],
         "huge_page_policy": "always [madvise] never",
+        "free_memory_bytes": 64 << 30,
         "memlock_limit_bytes": None,
         "io_uring": "available",
     }

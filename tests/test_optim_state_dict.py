@@ -122,7 +122,9 @@ def test_state_of_another_format_is_refused(dtype):
     optimizer = stepped(param, moments="q8")
     before = snapshot(optimizer)
     packed["param_groups"][0]["state_format"] += 1
-    with pytest.raises(ValueError, match="`state_format` of the loaded state dict is `2`, expected `1`: another version"):
+    with pytest.raises(
+        ValueError, match="`state_format` of the loaded state dict is `2`, expected `1`: another version"
+    ):
         optimizer.load_state_dict(packed)
     assert_same(before, snapshot(optimizer))
 

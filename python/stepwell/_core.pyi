@@ -5,7 +5,7 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Final, final
 
-__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
+__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "free_memory_bytes", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
 
 CHUNK_LEN: Final[int]
 """
@@ -341,6 +341,11 @@ def connect() -> None:
     """
     Sends the core's log records to Python's `logging`, under "stepwell", and remembers this process's affinity mask. Called
     once, by the package, before it imports torch.
+    """
+
+def free_memory_bytes() -> int | None:
+    """
+    Bytes of host memory that this process can still take: what the kernel estimates, and what its control groups leave. None where the system does not say.
     """
 
 def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | None = None) -> GradStats:

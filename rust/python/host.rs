@@ -7,7 +7,7 @@ use pyo3::{prelude::*, types::PyDict};
 use crate::{
     ceiling::{self, Streams},
     error::Result,
-    io_uring,
+    free_memory, io_uring,
     isa::Isa,
     memory::{self, Buffer, BufferConfig},
     pool::{self, Pool, PoolConfig},
@@ -157,6 +157,12 @@ pub(super) fn stream_ceiling(
         .map(|time| time.as_secs_f64())
 }
 
+/// Bytes of host memory that this process can still take: what the kernel estimates, and what its control groups leave. None where the system does not say.
+#[pyfunction]
+pub(super) fn free_memory_bytes() -> Option<u64> {
+    free_memory::free_bytes()
+}
+
 /// Chunks of a parameter of `numel` elements.
 #[pyfunction]
 pub(super) fn num_chunks(numel: usize) -> usize {
@@ -186,6 +192,7 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     info.set_item("pool_cpus", Pool::global()?.cpus())?;
     info.set_item("numa_nodes", topology.nodes())?;
     info.set_item("huge_page_policy", memory::huge_page_policy())?;
+    info.set_item("free_memory_bytes", free_memory::free_bytes())?;
     info.set_item("memlock_limit_bytes", memory::memlock_limit_bytes())?;
     info.set_item("io_uring", io_uring::probe().map_or_else(|error| error.to_string(), |()| "available".to_owned()))?;
     Ok(info)

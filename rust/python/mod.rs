@@ -17,7 +17,9 @@ mod _core {
         read_state, take_fingerprints, write_state,
     };
     #[pymodule_export]
-    use super::host::{PyBuffer, PyPool, build_info, connect, num_chunks, stream_ceiling, system_info};
+    use super::host::{
+        PyBuffer, PyPool, build_info, connect, free_memory_bytes, num_chunks, stream_ceiling, system_info,
+    };
     #[pymodule_export]
     use super::offload::PyOffloadEngine;
     #[pymodule_export]

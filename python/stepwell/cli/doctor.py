@@ -184,6 +184,15 @@ def _memory(system: dict[str, Any]) -> Iterator[Finding]:
             found=policy,
             meaning="state lies in huge pages where memory is not fragmented",
         )
+    free = system["free_memory_bytes"]
+    yield Finding(
+        topic="free memory",
+        status="ok" if free is not None else "note",
+        found="unknown" if free is None else f"{free / 2**30:,.1f} GiB",
+        meaning="state that takes more is refused"
+        if free is not None
+        else "state that takes more than there is ends in the kernel killing the process",
+    )
     limit = system["memlock_limit_bytes"]
     yield Finding(
         topic="memlock",

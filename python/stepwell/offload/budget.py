@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+
+from stepwell import _core
 
 __all__ = ["GIB", "announce"]
 
@@ -26,7 +27,7 @@ def announce(numel: int, *, state: int, pinned: int, limit: int | None, held: in
         ValueError: it is more than that.
     """
     most, what = limit, "are left of `host_bytes_max`"
-    if limit is None and (free := _free_bytes()) is not None:
+    if limit is None and (free := _core.free_memory_bytes()) is not None:
         most, what = free + held, "are free"
     if most is not None and pinned + state > most:
         raise ValueError(
@@ -40,12 +41,3 @@ def announce(numel: int, *, state: int, pinned: int, limit: int | None, held: in
         state / GIB,
         pinned / GIB,
     )
-
-
-def _free_bytes() -> int | None:
-    """Host memory that can be had without swapping, as the kernel estimates it; None if it does not."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)

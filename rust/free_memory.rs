@@ -1,0 +1,158 @@
+//! Host memory that can still be had: what the kernel estimates, and what the control groups of this process leave.
+//!
+//! Pages of files count as free: the kernel gives them up when memory is asked for. Swap does not: a step that swaps is not what anybody wants.
+//!
+//! Cost: a few small files are read, some 100 us.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+/// A version of the control groups: where its files are, and what they are called.
+struct Hierarchy {
+    /// Below `/sys/fs/cgroup`.
+    folder: &'static str,
+    /// The controller in `/proc/self/cgroup`.
+    controller: &'static str,
+    limit: &'static str,
+    used: &'static str,
+    /// Prefix of the names in `memory.stat` that count the groups below, too.
+    prefix: &'static str,
+}
+
+const HIERARCHIES: [Hierarchy; 2] = [
+    Hierarchy { folder: "", controller: "", limit: "memory.max", used: "memory.current", prefix: "" },
+    Hierarchy {
+        folder: "memory",
+        controller: "memory",
+        limit: "memory.limit_in_bytes",
+        used: "memory.usage_in_bytes",
+        prefix: "total_",
+    },
+];
+
+/// Bytes that this process can still take; `None` where the system does not say.
+#[must_use]
+pub fn free_bytes() -> Option<u64> {
+    free_bytes_of(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
+}
+
+fn free_bytes_of(proc: &Path, cgroups: &Path) -> Option<u64> {
+    let meminfo = fs::read_to_string(proc.join("meminfo")).ok();
+    let host = meminfo.and_then(|text| Some(number_after(&text, "MemAvailable:")? * 1024));
+    let membership = fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
+    let groups = HIERARCHIES.iter().flat_map(|hierarchy| {
+        let folder = cgroups.join(hierarchy.folder);
+        groups_of(hierarchy, &membership).filter_map(move |group| left_in(hierarchy, &folder.join(group)))
+    });
+    host.into_iter().chain(groups).min()
+}
+
+/// The group of this process in a hierarchy and those above it, relative to its root. In a container without a namespace for them, only the root is there.
+fn groups_of(hierarchy: &Hierarchy, membership: &str) -> impl Iterator<Item = PathBuf> {
+    let path = membership.lines().find_map(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let mut controllers = fields.next()?.split(',');
+        controllers.any(|name| name == hierarchy.controller).then(|| fields.next())?
+    });
+    let path = PathBuf::from(path.unwrap_or_default().trim_start_matches('/'));
+    path.ancestors().map(Path::to_owned).collect::<Vec<_>>().into_iter()
+}
+
+/// What the limit of a group leaves; `None` where it has none.
+fn left_in(hierarchy: &Hierarchy, group: &Path) -> Option<u64> {
+    let read = |name: &str| fs::read_to_string(group.join(name)).ok();
+    // `max`, or a number beyond every machine, is no limit.
+    let limit: u64 = read(hierarchy.limit)?.trim().parse().ok()?;
+    let used: u64 = read(hierarchy.used)?.trim().parse().ok()?;
+    let stat = read("memory.stat").unwrap_or_default();
+    let of_files = |name: &str| number_after(&stat, &format!("{}{name}", hierarchy.prefix)).unwrap_or(0);
+    let reclaimable = of_files("inactive_file") + of_files("active_file");
+    Some(limit.saturating_sub(used.saturating_sub(reclaimable)))
+}
+
+/// The number in the line that begins with the word `name`.
+fn number_after(text: &str, name: &str) -> Option<u64> {
+    text.lines().find_map(|line| {
+        let mut words = line.split_whitespace();
+        (words.next()? == name).then(|| words.next()?.parse().ok())?
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    /// A machine with 64 GiB free and these files of control groups.
+    fn free_with(membership: &str, files: &[(&str, String)]) -> Option<u64> {
+        let root = tempfile::tempdir().expect("a folder");
+        let write = |path: PathBuf, text: &str| {
+            fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
+            fs::write(path, text).expect("a file");
+        };
+        write(root.path().join("proc/meminfo"), "MemTotal: 99999999 kB\nMemAvailable:   67108864 kB\n");
+        write(root.path().join("proc/self/cgroup"), membership);
+        for (path, text) in files {
+            write(root.path().join("cgroup").join(path), text);
+        }
+        free_bytes_of(&root.path().join("proc"), &root.path().join("cgroup"))
+    }
+
+    fn bytes(gib: u64) -> String {
+        format!("{}\n", gib * GIB)
+    }
+
+    #[test]
+    fn without_a_limit_it_is_what_the_kernel_estimates() {
+        assert_eq!(free_with("0::/\n", &[]), Some(64 * GIB));
+        let unlimited = [("job/memory.max", "max\n".to_owned()), ("job/memory.current", bytes(1))];
+        assert_eq!(free_with("0::/job\n", &unlimited), Some(64 * GIB));
+    }
+
+    #[test]
+    fn a_limit_leaves_what_is_not_used_and_what_files_hold() {
+        let stat = format!("anon 5\ninactive_file {}\nactive_file {}\nfile 7\n", 3 * GIB, 2 * GIB);
+        let files = [("job/memory.max", bytes(16)), ("job/memory.current", bytes(9)), ("job/memory.stat", stat)];
+        assert_eq!(free_with("0::/job\n", &files), Some(12 * GIB));
+    }
+
+    #[test]
+    fn every_group_above_limits_too() {
+        let files = [
+            ("memory.max", bytes(60)),
+            ("memory.current", bytes(0)),
+            ("user/memory.max", bytes(8)),
+            ("user/memory.current", bytes(6)),
+            ("user/job/memory.max", bytes(32)),
+            ("user/job/memory.current", bytes(1)),
+        ];
+        assert_eq!(free_with("0::/user/job\n", &files), Some(2 * GIB));
+    }
+
+    #[test]
+    fn a_container_sees_its_own_group_as_the_root() {
+        let files = [("memory/memory.limit_in_bytes", bytes(8)), ("memory/memory.usage_in_bytes", bytes(9))];
+        assert_eq!(free_with("9:name=systemd:/\n4:cpu,memory:/docker/1234\n0::/\n", &files), Some(0));
+    }
+
+    #[test]
+    fn the_older_version_counts_the_groups_below() {
+        let stat = format!("inactive_file 1\ntotal_inactive_file {GIB}\ntotal_active_file 0\n");
+        let files = [
+            ("memory/job/memory.limit_in_bytes", bytes(8)),
+            ("memory/job/memory.usage_in_bytes", bytes(4)),
+            ("memory/job/memory.stat", stat),
+            ("memory/memory.limit_in_bytes", "9223372036854771712\n".to_owned()),
+            ("memory/memory.usage_in_bytes", bytes(4)),
+        ];
+        assert_eq!(free_with("4:memory:/job\n", &files), Some(5 * GIB));
+    }
+
+    #[test]
+    fn a_system_that_does_not_say_limits_nothing() {
+        assert_eq!(free_bytes_of(Path::new("/nonexistent"), Path::new("/nonexistent")), None);
+    }
+}
