@@ -46,6 +46,14 @@ def program_register(result, when):
         for target in (zenflow_utils.zenflow_optimizer_process, superoffload_utils.superoffload_optimizer_worker)
     ]
 
+    # Its constructor asks nobody for the vendor of the CPU; who asks afterwards is told.
+    optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(3))])
+    result["vendor"] = optimizer.cpu_vendor, "cpuinfo" in sys.modules
+    import cpuinfo
+
+    deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(3))])
+    result["cpuinfo"] = sys.modules["cpuinfo"] is cpuinfo and hasattr(cpuinfo, "get_cpu_info_json")
+
     # On another accelerator its own fused_adam stays.
     from deepspeed.ops.op_builder.builder import OpBuilder
 

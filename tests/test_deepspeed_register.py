@@ -34,6 +34,8 @@ def test_register_before_and_after_the_import(tmp_path, when):
     else:
         assert all(seam.found and not seam.filled for seam in result["unfilled"])
         assert [seam.name for seam in result["unfilled"]] == [seam.name for seam in result["report"]]
+    assert result["vendor"] == ("unknown", False)
+    assert result["cpuinfo"]
     assert not result["fused_adam on cuda"]
     unused = [seam for seam in result["report on cuda"] if not seam.filled]
     assert [seam.name for seam in unused] == ["op fused_adam", "step of FusedAdam"]

@@ -9,7 +9,17 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepwell.deepspeed import consolidation, cpu_adam, fused_adam, native, offload, optimizer_type, spawn, step_guard
+from stepwell.deepspeed import (
+    consolidation,
+    cpu_adam,
+    cpu_vendor,
+    fused_adam,
+    native,
+    offload,
+    optimizer_type,
+    spawn,
+    step_guard,
+)
 from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
 
@@ -40,6 +50,13 @@ _PLACES: tuple[Place, ...] = (
     NativeOp("op cpu_adam", "cpu_adam", cpu_adam),
     NativeOp("op fused_adam", "fused_adam", fused_adam, accelerator="cpu"),
     Attribute("op deepspeed_shm_comm, left out", "deepspeed.comm.torch", "build_shm_op", _without_shm, ()),
+    Attribute(
+        "making of DeepSpeedCPUAdam",
+        "deepspeed.ops.adam.cpu_adam",
+        "DeepSpeedCPUAdam.__init__",
+        cpu_vendor.not_asked,
+        ("self", "model_params"),
+    ),
     Attribute(
         "step of DeepSpeedCPUAdam",
         "deepspeed.ops.adam.cpu_adam",
