@@ -13,6 +13,10 @@ Elements per chunk: what a worker takes at a time, and what one fingerprint cove
 """
 
 STATE_FORMAT: Final[int]
+"""
+What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State dicts of another number are refused.
+"""
+
 __version__: Final[str]
 
 @final

@@ -404,7 +404,7 @@ class Adam(Optimizer):
 
         Per parameter: `step` (an int), `exp_avg` and `exp_avg_sq` (float32, shape of the parameter). float32 moments are
         those of the optimizer, as in `state_dict`; others are decoded copies. torch.optim.AdamW and DeepSpeedCPUAdam
-        load it. Masters of 16-bit parameters are left out, since those optimizers keep none.
+        load it, and every version of this class. Masters of 16-bit parameters are left out, since those optimizers keep none.
         """
         packed = self.state_dict()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -414,7 +414,10 @@ class Adam(Optimizer):
                 if isinstance(index, int) and state:
                     step = _state.step_of(state, f"parameter {index}")
                     decoded[index] = {"step": step, **_state.decode(self._host_side(params[index]), state)}
-        return {**packed, "state": decoded}
+        groups = [
+            {key: value for key, value in group.items() if key != "state_format"} for group in packed["param_groups"]
+        ]
+        return {**packed, "state": decoded, "param_groups": groups}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, of torch.optim.Adam(W) or of DeepSpeedCPUAdam.

@@ -28,6 +28,7 @@ mod _core {
     /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
     #[pymodule_export]
     const CHUNK_LEN: usize = crate::state::chunk::CHUNK_LEN;
+    /// What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State dicts of another number are refused.
     #[pymodule_export]
     const STATE_FORMAT: u32 = crate::state::STATE_FORMAT;
 
