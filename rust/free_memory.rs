@@ -1,6 +1,6 @@
 //! Host memory that can still be had: what the kernel estimates, and what the control groups of this process leave.
 //!
-//! Pages of files count as free: the kernel gives them up when memory is asked for. Swap does not: a step that swaps is not what anybody wants.
+//! Pages of files, reclaimable slabs and the cache of ZFS count as free: the kernel gives them up when memory is asked for. Swap does not: a step that swaps is not what anybody wants.
 //!
 //! Cost: a few small files are read, some 100 us.
 
@@ -40,13 +40,24 @@ pub fn free_bytes() -> Option<u64> {
 
 fn free_bytes_of(proc: &Path, cgroups: &Path) -> Option<u64> {
     let meminfo = fs::read_to_string(proc.join("meminfo")).ok();
-    let host = meminfo.and_then(|text| Some(number_after(&text, "MemAvailable:")? * 1024));
+    let host = meminfo.and_then(|text| Some(number_after(&text, "MemAvailable:")? * 1024 + reclaimable_of_zfs(proc)));
     let membership = fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
     let groups = HIERARCHIES.iter().flat_map(|hierarchy| {
         let folder = cgroups.join(hierarchy.folder);
         groups_of(hierarchy, &membership).filter_map(move |group| left_in(hierarchy, &folder.join(group)))
     });
     host.into_iter().chain(groups).min()
+}
+
+/// What ZFS holds in its cache beyond the least that it keeps: no part of the kernel's estimate.
+fn reclaimable_of_zfs(proc: &Path) -> u64 {
+    let text = fs::read_to_string(proc.join("spl/kstat/zfs/arcstats")).unwrap_or_default();
+    // Name, type, value.
+    let value = |name: &str| {
+        let line = text.lines().find(|line| line.split_whitespace().next() == Some(name))?;
+        line.split_whitespace().nth(2)?.parse::<u64>().ok()
+    };
+    value("size").unwrap_or(0).saturating_sub(value("c_min").unwrap_or(0))
 }
 
 /// The group of this process in a hierarchy and those above it, relative to its root. In a container without a namespace for them, only the root is there.
@@ -67,8 +78,8 @@ fn left_in(hierarchy: &Hierarchy, group: &Path) -> Option<u64> {
     let limit: u64 = read(hierarchy.limit)?.trim().parse().ok()?;
     let used: u64 = read(hierarchy.used)?.trim().parse().ok()?;
     let stat = read("memory.stat").unwrap_or_default();
-    let of_files = |name: &str| number_after(&stat, &format!("{}{name}", hierarchy.prefix)).unwrap_or(0);
-    let reclaimable = of_files("inactive_file") + of_files("active_file");
+    let counted = |name: &str| number_after(&stat, &format!("{}{name}", hierarchy.prefix)).unwrap_or(0);
+    let reclaimable = counted("inactive_file") + counted("active_file") + counted("slab_reclaimable");
     Some(limit.saturating_sub(used.saturating_sub(reclaimable)))
 }
 
@@ -114,9 +125,16 @@ mod tests {
 
     #[test]
     fn a_limit_leaves_what_is_not_used_and_what_files_hold() {
-        let stat = format!("anon 5\ninactive_file {}\nactive_file {}\nfile 7\n", 3 * GIB, 2 * GIB);
+        let stat =
+            format!("anon 5\ninactive_file {}\nactive_file {}\nfile 7\nslab_reclaimable {GIB}\n", 3 * GIB, 2 * GIB);
         let files = [("job/memory.max", bytes(16)), ("job/memory.current", bytes(9)), ("job/memory.stat", stat)];
-        assert_eq!(free_with("0::/job\n", &files), Some(12 * GIB));
+        assert_eq!(free_with("0::/job\n", &files), Some(13 * GIB));
+    }
+
+    #[test]
+    fn what_zfs_can_give_up_is_free() {
+        let stats = format!("9 1 0x01 147\nname type data\nhits 4 12\nc_min 4 {GIB}\nsize 4 {}\n", 5 * GIB);
+        assert_eq!(free_with("0::/\n", &[("../proc/spl/kstat/zfs/arcstats", stats)]), Some(68 * GIB));
     }
 
     #[test]

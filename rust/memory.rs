@@ -3,7 +3,7 @@
 //! - MEM-1 A buffer is zeroed, and `nbytes` rounded up to a page is all it takes (no power of two); nothing is left to fault in later.
 //! - MEM-2 Worker `w` of `n` touches the `w`-th part first, so those pages lie on its NUMA node.
 //! - MEM-3 The pages before and after a buffer are not accessible: an overrun is a fault, not a corruption.
-//! - MEM-4 What is not free is refused before it is taken: the kernel grants it all the same, and kills the process that touches it.
+//! - MEM-4 A buffer of megabytes that is more than what is free is refused before it is taken: the kernel grants it all the same, and kills the process that touches it.
 //!
 //! Cost: the kernel zeroes every page once, at the memory bandwidth of all workers; address space for one huge page and two pages beside it.
 
@@ -26,6 +26,9 @@ const HUGE_PAGE_FOLDER: &str = "/sys/kernel/mm/transparent_hugepage";
 
 /// Size of a transparent huge page where the kernel does not say.
 const HUGE_PAGE_BYTES_USUAL: usize = 2 << 20;
+
+/// From this size on, asking what is free costs less than faulting in.
+const CHECKED_BYTES_MIN: usize = 2 << 20;
 
 /// How a buffer is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,7 +55,7 @@ impl Buffer {
     pub fn new(nbytes: usize, config: &BufferConfig, pool: &Pool) -> Result<Self> {
         let huge_page = huge_page_size();
         let reserved = Room::new(nbytes, huge_page)?;
-        if nbytes >= huge_page {
+        if nbytes >= CHECKED_BYTES_MIN {
             refuse_beyond(free_bytes(), nbytes)?;
         }
         let mapping = Mapping::new(&reserved)?;

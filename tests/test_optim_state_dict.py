@@ -127,6 +127,9 @@ def test_state_of_another_format_is_refused(dtype):
     ):
         optimizer.load_state_dict(packed)
     assert_same(before, snapshot(optimizer))
+    # Whatever somebody has written into the living group, as DeepSpeed does.
+    optimizer.param_groups[0]["state_format"] += 1
+    assert optimizer.state_dict()["param_groups"][0]["state_format"] == stepwell._core.STATE_FORMAT
     # What the hint says: plain moments are of no format.
     decoded = stepped(param, moments="q8").decoded_state_dict()
     assert all("state_format" not in group for group in decoded["param_groups"])

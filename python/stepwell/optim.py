@@ -397,6 +397,9 @@ class Adam(Optimizer):
             for index, state in result["state"].items():
                 if isinstance(index, int) and index < len(params):
                     result["state"][index] = _state.packed(self._host_side(params[index]), state)
+        for group in result["param_groups"]:
+            # DeepSpeed copies all keys of a universal checkpoint's groups into living ones.
+            group["state_format"] = _core.STATE_FORMAT
         return result
 
     def decoded_state_dict(self) -> StateDict:
@@ -459,7 +462,7 @@ class Adam(Optimizer):
                     f"`state_format` of the loaded state dict is `{group['state_format']}`, expected `{_core.STATE_FORMAT}`: another "
                     "version of stepwell saved it. hint: load it with that version, and save `decoded_state_dict()`"
                 )
-            group.update({key: live[key] for key in _EXECUTION_KEYS})
+            group.update({key: live[key] for key in _EXECUTION_KEYS}, state_format=_core.STATE_FORMAT)
             for key, value in live.items():
                 group.setdefault(key, value)
             hyper_of(group, f"loaded group {index}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["not_asked"]
 
 _NAME = "cpuinfo"
+_LOCK = threading.RLock()
 
 
 class _KnowsNothing(ModuleType):
@@ -33,7 +35,7 @@ def not_asked(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _replaced():
+        with _LOCK, _replaced():
             original(self, *args, **kwargs)
 
     return construct

@@ -55,7 +55,6 @@ _PLACES: tuple[Place, ...] = (
         "deepspeed.ops.adam.cpu_adam",
         "DeepSpeedCPUAdam.__init__",
         cpu_vendor.not_asked,
-        ("self", "model_params"),
     ),
     Attribute(
         "step of DeepSpeedCPUAdam",
