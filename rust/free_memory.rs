@@ -40,7 +40,7 @@ pub fn free_bytes() -> Option<u64> {
 
 fn free_bytes_of(proc: &Path, cgroups: &Path) -> Option<u64> {
     let meminfo = fs::read_to_string(proc.join("meminfo")).ok();
-    let host = meminfo.and_then(|text| Some(number_after(&text, "MemAvailable:")? * 1024 + reclaimable_of_zfs(proc)));
+    let host = meminfo.and_then(|text| Some(number_in(&text, "MemAvailable:", 1)? * 1024 + reclaimable_of_zfs(proc)));
     let membership = fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
     let groups = HIERARCHIES.iter().flat_map(|hierarchy| {
         let folder = cgroups.join(hierarchy.folder);
@@ -53,11 +53,8 @@ fn free_bytes_of(proc: &Path, cgroups: &Path) -> Option<u64> {
 fn reclaimable_of_zfs(proc: &Path) -> u64 {
     let text = fs::read_to_string(proc.join("spl/kstat/zfs/arcstats")).unwrap_or_default();
     // Name, type, value.
-    let value = |name: &str| {
-        let line = text.lines().find(|line| line.split_whitespace().next() == Some(name))?;
-        line.split_whitespace().nth(2)?.parse::<u64>().ok()
-    };
-    value("size").unwrap_or(0).saturating_sub(value("c_min").unwrap_or(0))
+    let value = |name: &str| number_in(&text, name, 2).unwrap_or(0);
+    value("size").saturating_sub(value("c_min"))
 }
 
 /// The group of this process in a hierarchy and those above it, relative to its root. In a container without a namespace for them, only the root is there.
@@ -78,17 +75,15 @@ fn left_in(hierarchy: &Hierarchy, group: &Path) -> Option<u64> {
     let limit: u64 = read(hierarchy.limit)?.trim().parse().ok()?;
     let used: u64 = read(hierarchy.used)?.trim().parse().ok()?;
     let stat = read("memory.stat").unwrap_or_default();
-    let counted = |name: &str| number_after(&stat, &format!("{}{name}", hierarchy.prefix)).unwrap_or(0);
+    let counted = |name: &str| number_in(&stat, &format!("{}{name}", hierarchy.prefix), 1).unwrap_or(0);
     let reclaimable = counted("inactive_file") + counted("active_file") + counted("slab_reclaimable");
     Some(limit.saturating_sub(used.saturating_sub(reclaimable)))
 }
 
-/// The number in the line that begins with the word `name`.
-fn number_after(text: &str, name: &str) -> Option<u64> {
-    text.lines().find_map(|line| {
-        let mut words = line.split_whitespace();
-        (words.next()? == name).then(|| words.next()?.parse().ok())?
-    })
+/// The number that is word `index` of the line that begins with the word `name`, which is word 0.
+fn number_in(text: &str, name: &str, index: usize) -> Option<u64> {
+    let line = text.lines().find(|line| line.split_whitespace().next() == Some(name))?;
+    line.split_whitespace().nth(index)?.parse().ok()
 }
 
 #[cfg(test)]

@@ -54,11 +54,11 @@ impl Buffer {
     /// [`Error::Value`] for a size beyond the address space.
     pub fn new(nbytes: usize, config: &BufferConfig, pool: &Pool) -> Result<Self> {
         let huge_page = huge_page_size();
-        let reserved = Room::new(nbytes, huge_page)?;
+        let extent = Extent::new(nbytes, huge_page)?;
         if nbytes >= CHECKED_BYTES_MIN {
             refuse_beyond(free_bytes(), nbytes)?;
         }
-        let mapping = Mapping::new(&reserved)?;
+        let mapping = Mapping::new(&extent)?;
         let room = mapping.len / huge_page * huge_page;
         if room > 0 {
             // Refused only by a kernel without huge pages; what was given is measured below.
@@ -142,14 +142,14 @@ fn warn_without_huge_pages(huge_page_bytes: usize, room: usize) {
 }
 
 /// Whole pages, and the address space in which they can be aligned and have a page on each side.
-struct Room {
+struct Extent {
     page: usize,
     len: usize,
     align: usize,
     reservation_len: usize,
 }
 
-impl Room {
+impl Extent {
     fn new(nbytes: usize, huge_page: usize) -> Result<Self> {
         let page = rustix::param::page_size();
         let sizes = || {
@@ -179,7 +179,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn new(&Room { page, len, align, reservation_len }: &Room) -> Result<Self> {
+    fn new(&Extent { page, len, align, reservation_len }: &Extent) -> Result<Self> {
         let refused = |errno: Errno| {
             Error::os(
                 format!(
