@@ -14,14 +14,10 @@ use std::marker::PhantomData;
 
 use crate::{
     element::Lane,
+    prefetch::{self, LINE_BYTES},
     simd::{LANES, Simd},
     state::BLOCK,
 };
-
-/// How far ahead of the loads the lines are fetched, in elements. Measured: on 16 cores of a Xeon 384 to 1024 are equal, less is slower by up to a
-/// tenth. At 1024, four bytes each, a line and the one fetched fall into the same set of a small first cache: on two cores of an EPYC 128 to 384 are
-/// equal, more is slower by up to a tenth.
-pub const PREFETCH_AHEAD: usize = 384;
 
 /// Elements of the largest unit.
 const UNIT_LEN_MAX: usize = BLOCK;
@@ -30,9 +26,6 @@ const UNIT_LEN_MAX: usize = BLOCK;
 const fn is_unit(vectors: usize) -> bool {
     vectors == 1 || vectors.is_multiple_of(2) && vectors * LANES <= UNIT_LEN_MAX
 }
-
-/// Bytes of a cache line on every machine that we compile for.
-pub(crate) const LINE_BYTES: usize = 64;
 
 /// A stream of `len` elements, read from one place and written to the same or another.
 pub struct Cursor<'a, T> {
@@ -49,7 +42,7 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[must_use]
     pub fn in_place(elements: &'a mut [T]) -> Self {
         let to = elements.as_mut_ptr();
-        Self { from: to, to, len: elements.len(), streams: false, ahead: PREFETCH_AHEAD, memory: PhantomData }
+        Self { from: to, to, len: elements.len(), streams: false, ahead: prefetch::ahead(), memory: PhantomData }
     }
 
     /// Reads `from` and writes `to`, which must be as long.
@@ -65,7 +58,7 @@ impl<'a, T: Lane> Cursor<'a, T> {
             to: to.as_mut_ptr(),
             len: from.len(),
             streams,
-            ahead: PREFETCH_AHEAD,
+            ahead: prefetch::ahead(),
             memory: PhantomData,
         }
     }
@@ -167,17 +160,17 @@ impl<'a, T: Lane> Cursor<'a, T> {
         unsafe { self.to.add(at).write(value) };
     }
 
-    /// With lines fetched `ahead` elements before they are loaded, instead of [`PREFETCH_AHEAD`].
+    /// With lines fetched `ahead` elements before they are loaded, instead of [`prefetch::ahead`].
     #[must_use]
     pub fn fetched(self, ahead: usize) -> Self {
         Self { ahead, ..self }
     }
 
-    /// Asks for the lines of `count` elements that lie [`PREFETCH_AHEAD`] after `at`, or as far as was said; beyond the end it asks for nothing
+    /// Asks for the lines of `count` elements that lie [`prefetch::ahead`] after `at`, or as far as was said; beyond the end it asks for nothing
     /// that could fault.
     #[inline(always)]
     pub fn prefetch(&self, at: usize, count: usize) {
-        prefetch_lines(self.from, at + self.ahead, count);
+        prefetch::lines(self.from, at + self.ahead, count);
     }
 }
 
@@ -186,6 +179,7 @@ impl<'a, T: Lane> Cursor<'a, T> {
 pub struct Source<'a, T> {
     from: *const T,
     len: usize,
+    ahead: usize,
     memory: PhantomData<&'a [T]>,
 }
 
@@ -193,7 +187,7 @@ impl<'a, T: Lane> Source<'a, T> {
     /// Reads these elements.
     #[must_use]
     pub fn new(elements: &'a [T]) -> Self {
-        Self { from: elements.as_ptr(), len: elements.len(), memory: PhantomData }
+        Self { from: elements.as_ptr(), len: elements.len(), ahead: prefetch::ahead(), memory: PhantomData }
     }
 
     /// Elements.
@@ -227,7 +221,7 @@ impl<'a, T: Lane> Source<'a, T> {
     /// As [`Cursor::prefetch`].
     #[inline(always)]
     pub fn prefetch(&self, at: usize, count: usize) {
-        prefetch_lines(self.from, at + PREFETCH_AHEAD, count);
+        prefetch::lines(self.from, at + self.ahead, count);
     }
 }
 
@@ -289,31 +283,6 @@ unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(simd
             }
         }
     }
-}
-
-#[inline(always)]
-fn prefetch_lines<T>(from: *const T, at: usize, count: usize) {
-    let first = from.wrapping_add(at).cast::<u8>();
-    let mut offset = 0;
-    while offset < count * size_of::<T>() {
-        prefetch_line(first.wrapping_add(offset));
-        offset += LINE_BYTES;
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-fn prefetch_line(address: *const u8) {
-    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-    // SAFETY: a prefetch of any address, mapped or not, changes nothing but the cache; SSE is in the baseline.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast::<i8>()) };
-}
-
-#[cfg(target_arch = "aarch64")]
-#[inline(always)]
-fn prefetch_line(address: *const u8) {
-    // SAFETY: a prefetch of any address, mapped or not, changes nothing but the cache.
-    unsafe { std::arch::asm!("prfm pldl1keep, [{}]", in(reg) address, options(nostack, readonly, preserves_flags)) };
 }
 
 /// Orders streaming stores before whatever follows: call it on the thread that stored, before a slot is published.

@@ -20,6 +20,7 @@ pub mod memory;
 pub mod norm;
 pub mod offload;
 pub mod pool;
+pub mod prefetch;
 #[cfg(feature = "python")]
 mod python;
 pub mod simd;

@@ -21,12 +21,12 @@ use super::{
     tensor::AdamTensor,
 };
 use crate::{
-    cursor::LINE_BYTES,
     element::Dtype,
     error::{Error, Result},
     isa::Isa,
     memory::{Buffer, BufferConfig},
     pool::Pool,
+    prefetch::LINE_BYTES,
     state::{
         chunk::Chunk,
         slots::{Slot, Slots},
