@@ -60,6 +60,15 @@ def test_backward_that_raises_between_steps():
     assert_equal(ours, theirs)
 
 
+@pytest.fixture
+def heard_interrupts():
+    """Ctrl-C raises, also where the tests run in a shell's background, which has it ignored."""
+    kept = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, kept)
+
+
+@pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.parametrize("where", ["step", "synchronize", "forward", "state_dict"])
 def test_keyboard_interrupt_while_waiting(where):
     """Ctrl-C arrives while a large step runs: the call is left, the step goes on, and so does the training after it."""
