@@ -1,6 +1,7 @@
 //! One thread's time per kernel: in cache, where instructions count, and from DRAM, where bytes do.
 //!
-//! `cargo bench` measures; `cargo test --benches` runs each once. Against peers and on all cores: `stepwell bench adam`.
+//! `cargo bench` measures; `cargo test --benches` runs each once. Against peers and on all cores:
+//! `stepwell bench adam`.
 
 use std::hint::black_box;
 
@@ -9,15 +10,14 @@ use stepwell::{
     adam::{
         Hyper, Step, batch,
         kernel::update,
-        revocable::HostSlots,
         tensor::{AdamTensor, Beside},
     },
-    cursor::Cursor,
-    element::{Bf16, Dtype},
-    isa::Isa,
-    memory::{Buffer, BufferConfig},
-    norm,
-    pool::{Pool, PoolConfig},
+    grads::norm,
+    host::{
+        memory::{Buffer, BufferConfig},
+        pool::{Pool, PoolConfig},
+    },
+    simd::isa::Isa,
     state::{
         Moments,
         chunk::num_chunks,
@@ -27,7 +27,12 @@ use stepwell::{
         q8::{Coded, GROUP, Q8},
         split::{Fingerprint, Split},
     },
-    view::View,
+    stream::{
+        cursor::Cursor,
+        element::{Bf16, Dtype},
+        view::View,
+    },
+    tier::revocable::HostSlots,
 };
 
 /// Elements that stay in a core's own cache, and elements that do not fit into any.
@@ -71,7 +76,13 @@ fn step() -> Step {
     Step::new(&Hyper { lr: 1e-4, weight_decay: 0.01, grad_scale: 0.5, ..Hyper::default() }, 10)
 }
 
-fn fused<const Q: usize, M: Moments<Q>>(isa: Isa, grad: &[Bf16], high: &mut [Bf16], low: &mut [i16], moments: M) {
+fn fused<const Q: usize, M: Moments<Q>>(
+    isa: Isa,
+    grad: &[Bf16],
+    high: &mut [Bf16],
+    low: &mut [i16],
+    moments: M,
+) {
     let master = Split::new(Cursor::in_place(high), Cursor::in_place(low), false);
     update(isa, &step(), grad, master, moments, Dither::new(1, 10, 0));
 }
@@ -90,21 +101,35 @@ fn adam(criterion: &mut Criterion) {
                 let Arrays { grad, param, first, second, .. } = &mut arrays;
                 bencher.iter(|| {
                     let moments = Nearest::new(Cursor::in_place(first), Cursor::in_place(second));
-                    update(isa, &step(), grad, Plain(Cursor::in_place(param)), moments, Dither::new(1, 10, 0));
+                    update(
+                        isa,
+                        &step(),
+                        grad,
+                        Plain(Cursor::in_place(param)),
+                        moments,
+                        Dither::new(1, 10, 0),
+                    );
                 });
             });
             group.throughput(bytes(26));
             group.bench_function(id("split, fp32 moments"), |bencher| {
                 let Arrays { grad16, high, low, first, second, .. } = &mut arrays;
                 bencher.iter(|| {
-                    fused(isa, grad16, high, low, Nearest::new(Cursor::in_place(first), Cursor::in_place(second)));
+                    fused(
+                        isa,
+                        grad16,
+                        high,
+                        low,
+                        Nearest::new(Cursor::in_place(first), Cursor::in_place(second)),
+                    );
                 });
             });
             group.throughput(bytes(18));
             group.bench_function(id("split, bf16 moments"), |bencher| {
                 let Arrays { grad16, high, low, first16, second16, .. } = &mut arrays;
                 bencher.iter(|| {
-                    let moments = Stochastic::new(Cursor::in_place(first16), Cursor::in_place(second16));
+                    let moments =
+                        Stochastic::new(Cursor::in_place(first16), Cursor::in_place(second16));
                     fused(isa, grad16, high, low, moments);
                 });
             });
@@ -113,8 +138,12 @@ fn adam(criterion: &mut Criterion) {
                 let Arrays { grad16, high, low, codes, scales, .. } = &mut arrays;
                 let ([codes, codes_sq], [scales, scales_sq]) = (codes, scales);
                 bencher.iter(|| {
-                    let exp_avg = Coded { codes: Cursor::in_place(codes), scales: Cursor::in_place(scales) };
-                    let exp_avg_sq = Coded { codes: Cursor::in_place(codes_sq), scales: Cursor::in_place(scales_sq) };
+                    let exp_avg =
+                        Coded { codes: Cursor::in_place(codes), scales: Cursor::in_place(scales) };
+                    let exp_avg_sq = Coded {
+                        codes: Cursor::in_place(codes_sq),
+                        scales: Cursor::in_place(scales_sq),
+                    };
                     fused(isa, grad16, high, low, Q8 { exp_avg, exp_avg_sq });
                 });
             });
@@ -127,7 +156,8 @@ fn adam(criterion: &mut Criterion) {
 fn split_tensor(pool: &Pool, len: usize, with_fingerprints: bool) -> (AdamTensor, Vec<Buffer>) {
     let mut memory = Vec::new();
     let mut view = |dtype: Dtype, len: usize| {
-        let buffer = Buffer::new(len * dtype.size(), &BufferConfig::default(), pool).expect("memory");
+        let buffer =
+            Buffer::new(len * dtype.size(), &BufferConfig::default(), pool).expect("memory");
         let address = buffer.as_ptr().expose_provenance();
         memory.push(buffer);
         View::new(address, dtype, len).expect("a view")
@@ -142,13 +172,16 @@ fn split_tensor(pool: &Pool, len: usize, with_fingerprints: bool) -> (AdamTensor
     (AdamTensor::new(param, Some(grad), moments, &beside, 7).expect("a tensor"), memory)
 }
 
-/// A whole step in place and out of place: the second goes to a spare slot and back in turn, each time committed. And copying the state home.
+/// A whole step in place and out of place: the second goes to a spare slot and back in turn, each
+/// time committed. And copying the state home.
 fn slots(criterion: &mut Criterion) {
     let (_, len) = SIZES[1];
     let isa = Isa::available().last().expect("scalar is always there");
     let pool = Pool::new(&PoolConfig { threads: Some(1), cpus: None }).expect("a pool");
     let hyper = Hyper { lr: 1e-4, weight_decay: 0.01, grad_scale: 0.5, ..Hyper::default() };
-    for (name, with_fingerprints) in [("split, fp32 moments", false), ("split with fingerprints, fp32 moments", true)] {
+    for (name, with_fingerprints) in
+        [("split, fp32 moments", false), ("split with fingerprints, fp32 moments", true)]
+    {
         let (tensor, memory) = split_tensor(&pool, len, with_fingerprints);
         let mut slots = HostSlots::new(&[tensor], num_chunks(len), &pool).expect("slots");
         let mut group = criterion.benchmark_group(format!("slots/{name}"));
@@ -156,13 +189,16 @@ fn slots(criterion: &mut Criterion) {
         group.throughput(Throughput::Bytes((len * 26) as u64));
         group.bench_function("in place", |bencher| {
             // SAFETY: the tensor's memory is `memory`.
-            bencher.iter(|| unsafe { batch::step(&pool, isa, &[tensor], &[10], &hyper) }.expect("a step"));
+            bencher.iter(|| {
+                unsafe { batch::step(&pool, isa, &[tensor], &[10], &hyper) }.expect("a step")
+            });
         });
         group.bench_function("out of place", |bencher| {
             bencher.iter(|| {
                 let mut revocable = slots.begin();
                 // SAFETY: as above.
-                unsafe { revocable.step(&pool, isa, &[(0, tensor)], &[10], &hyper) }.expect("a step");
+                unsafe { revocable.step(&pool, isa, &[(0, tensor)], &[10], &hyper) }
+                    .expect("a step");
                 revocable.commit();
             });
         });
@@ -170,7 +206,8 @@ fn slots(criterion: &mut Criterion) {
             bencher.iter(|| {
                 let mut revocable = slots.begin();
                 // SAFETY: as above.
-                unsafe { revocable.step(&pool, isa, &[(0, tensor)], &[10], &hyper) }.expect("a step");
+                unsafe { revocable.step(&pool, isa, &[(0, tensor)], &[10], &hyper) }
+                    .expect("a step");
                 revocable.commit();
                 // SAFETY: as above.
                 unsafe { slots.settle(&pool, &[tensor]) }.expect("copies");
@@ -189,12 +226,16 @@ fn reads(criterion: &mut Criterion) {
             let mut group = criterion.benchmark_group(format!("read/{place}/{}", isa.name()));
             group.sample_size(20);
             group.throughput(Throughput::Bytes((len * 4) as u64));
-            group.bench_function("finite check", |bencher| bencher.iter(|| norm::magnitude(isa, black_box(&grad))));
+            group.bench_function("finite check", |bencher| {
+                bencher.iter(|| norm::magnitude(isa, black_box(&grad)))
+            });
             group.bench_function("finite check and norm", |bencher| {
                 bencher.iter(|| norm::magnitude_and_norm(isa, black_box(&grad), &mut sums));
             });
             group.throughput(Throughput::Bytes((len * 2) as u64));
-            group.bench_function("fingerprint", |bencher| bencher.iter(|| isa.run(Fingerprint(black_box(&high)))));
+            group.bench_function("fingerprint", |bencher| {
+                bencher.iter(|| isa.run(Fingerprint(black_box(&high))))
+            });
             group.finish();
         }
     }

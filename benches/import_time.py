@@ -18,7 +18,9 @@ print(between - start, time.perf_counter() - between)
 def main() -> None:
     torch_seconds, stepwell_seconds = [], []
     for _ in range(NUM_INTERPRETERS):
-        output = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True).stdout
+        output = subprocess.run(
+            [sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True
+        ).stdout
         first, second = map(float, output.split())
         torch_seconds.append(first)
         stepwell_seconds.append(second)

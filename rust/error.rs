@@ -1,6 +1,7 @@
 //! The one error type of the crate.
 //!
-//! Messages are lower-case fragments: the offending value in backticks, what was expected, then a hint.
+//! Messages are lower-case fragments: the offending value in backticks, what was expected, then a
+//! hint.
 
 use std::io;
 

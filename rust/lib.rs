@@ -5,27 +5,19 @@
     reason = "a kernel body must be inlined into its ISA's function to be compiled for it"
 )]
 
+// The layers, from the bottom: error, simd, host, stream, state, adam, grads, device, tier, offload,
+// python. Each uses only layers before it (`tests/layers.rs`).
 pub mod adam;
-pub mod ceiling;
-pub mod cursor;
 pub mod device;
-pub mod element;
 pub mod error;
-pub mod fp_env;
-pub mod free_memory;
-pub mod grad_stats;
-pub mod io_uring;
-pub mod isa;
-pub mod memory;
-pub mod norm;
+pub mod grads;
+pub mod host;
 pub mod offload;
-pub mod pool;
-pub mod prefetch;
 #[cfg(feature = "python")]
 mod python;
 pub mod simd;
 pub mod state;
-pub mod topology;
-pub mod view;
+pub mod stream;
+pub mod tier;
 
 pub use error::{Error, Result};

@@ -1,24 +1,21 @@
-//! The step's kernel: every gradient, master and codec of moments against a float64 oracle, and bit for bit across ISAs,
-//! splits, alignments, places and floating-point environments.
+//! The step's kernel: every gradient, master and codec of moments against a float64 oracle, and bit
+//! for bit across ISAs, splits, alignments, places and floating-point environments.
 
 mod battery;
 
 use std::ops::Range;
 
 use battery::{
-    Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, assert_follows, cases, counts, flushing_subnormals,
-    hypers, scaled, widest,
+    Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, assert_follows, cases, counts,
+    flushing_subnormals, hypers, scaled, widest,
 };
 use proptest::prelude::*;
 use stepwell::{
     adam::{Hyper, Step, kernel::update},
-    cursor::{Cursor, publish},
-    element::{Bf16, Dtype, Element, F16, Lane},
-    isa::Isa,
-    norm::NORM_BLOCK,
-    simd::LANES,
+    grads::norm::NORM_BLOCK,
+    simd::{LANES, isa::Isa},
     state::{
-        BLOCK, Master, Moments,
+        Master, Moments,
         chunk::CHUNK_LEN,
         dither::Dither,
         master::{Plain, Shadowed, WithWeightOut},
@@ -26,9 +23,15 @@ use stepwell::{
         q8::{Coded, GROUP, Q8},
         split::{Fingerprint, Split},
     },
+    stream::{
+        BLOCK,
+        cursor::{Cursor, publish},
+        element::{Bf16, Dtype, Element, F16, Lane},
+    },
 };
 
-/// Every master and every codec at least once: what the places of reading and writing are tested with.
+/// Every master and every codec at least once: what the places of reading and writing are tested
+/// with.
 fn pairs() -> [Layout; 8] {
     use Dtype::{BFloat16, Float16, Float32};
     [
@@ -43,7 +46,8 @@ fn pairs() -> [Layout; 8] {
     ]
 }
 
-/// One call of the kernel on the elements `range` of one chunk of [`pairs`], from one tensor's memory to another's or in place.
+/// One call of the kernel on the elements `range` of one chunk of [`pairs`], from one tensor's
+/// memory to another's or in place.
 struct Call<'a> {
     isa: Isa,
     step: Step,
@@ -90,7 +94,9 @@ impl Call<'_> {
             exp_avg_sq_scales: &mut to.exp_avg_sq_scales,
         };
         match (layout.param, layout.moments) {
-            (ParamKind::Float32, _) => self.nearest::<_, f32, f32>(grad, Plain(self.param::<f32>(param)), moments),
+            (ParamKind::Float32, _) => {
+                self.nearest::<_, f32, f32>(grad, Plain(self.param::<f32>(param)), moments)
+            }
             (ParamKind::Float32WithBf16, _) => {
                 let weight = self.beside::<Bf16>(|from| &from.weight_out, weight_out);
                 self.q8(grad, WithWeightOut::new(self.param(param), weight), moments);
@@ -100,8 +106,10 @@ impl Call<'_> {
                 self.stochastic(grad, WithWeightOut::new(self.param(param), weight), moments);
             }
             (ParamKind::Split, held_as) => {
-                // The pieces of a chunk share its fingerprint: `settle` is called before the first, `take_fingerprints` after the last.
-                let void = fingerprints.as_ref().expect("the layout has it").slice::<i32>().first() == Some(&0);
+                // The pieces of a chunk share its fingerprint: `settle` is called before the first,
+                // `take_fingerprints` after the last.
+                let void = fingerprints.as_ref().expect("the layout has it").slice::<i32>().first()
+                    == Some(&0);
                 let low = self.beside::<i16>(|from| &from.trailing, trailing);
                 let master = Split::new(self.param(param), low, void);
                 if held_as == MomentsKind::Q8 {
@@ -114,8 +122,12 @@ impl Call<'_> {
                 let full = self.beside::<f32>(|from| &from.master, master);
                 self.stochastic(grad, Shadowed::<F16>::new(full, self.param(param)), moments);
             }
-            (ParamKind::PlainBf16, _) => self.nearest::<_, Bf16, Bf16>(grad, Plain(self.param::<Bf16>(param)), moments),
-            (ParamKind::PlainF16, _) => self.nearest::<_, F16, F16>(grad, Plain(self.param::<F16>(param)), moments),
+            (ParamKind::PlainBf16, _) => {
+                self.nearest::<_, Bf16, Bf16>(grad, Plain(self.param::<Bf16>(param)), moments)
+            }
+            (ParamKind::PlainF16, _) => {
+                self.nearest::<_, F16, F16>(grad, Plain(self.param::<F16>(param)), moments)
+            }
         }
         publish();
     }
@@ -128,10 +140,22 @@ impl Call<'_> {
         key: u64,
     ) {
         let dither = Dither::new(key, self.step.count, self.range.start as u64);
-        update(self.isa, &self.step, &grad.slice::<G>()[self.range.clone()], master, moments, dither);
+        update(
+            self.isa,
+            &self.step,
+            &grad.slice::<G>()[self.range.clone()],
+            master,
+            moments,
+            dither,
+        );
     }
 
-    fn nearest<P: Master, G: Element, T: Element>(&self, grad: &Guarded, master: P, moments: HeldMoments<'_>) {
+    fn nearest<P: Master, G: Element, T: Element>(
+        &self,
+        grad: &Guarded,
+        master: P,
+        moments: HeldMoments<'_>,
+    ) {
         let exp_avg = self.cursor::<T>(|from| Some(&from.exp_avg), moments.exp_avg);
         let exp_avg_sq = self.cursor::<T>(|from| Some(&from.exp_avg_sq), moments.exp_avg_sq);
         self.update::<_, G>(grad, master, Nearest::new(exp_avg, exp_avg_sq), moments.key);
@@ -144,11 +168,16 @@ impl Call<'_> {
     }
 
     fn q8(&self, grad: &Guarded, master: impl Master, moments: HeldMoments<'_>) {
-        let of =
-            self.from.map(|from| [(&from.exp_avg, &from.exp_avg_scales), (&from.exp_avg_sq, &from.exp_avg_sq_scales)]);
+        let of = self.from.map(|from| {
+            [(&from.exp_avg, &from.exp_avg_scales), (&from.exp_avg_sq, &from.exp_avg_sq_scales)]
+        });
         let q8 = Q8 {
             exp_avg: self.coded(of.map(|of| of[0]), moments.exp_avg, moments.exp_avg_scales),
-            exp_avg_sq: self.coded(of.map(|of| of[1]), moments.exp_avg_sq, moments.exp_avg_sq_scales),
+            exp_avg_sq: self.coded(
+                of.map(|of| of[1]),
+                moments.exp_avg_sq,
+                moments.exp_avg_sq_scales,
+            ),
         };
         self.update::<_, Bf16>(grad, master, q8, moments.key);
     }
@@ -160,9 +189,11 @@ impl Call<'_> {
         scales: &'b mut Option<Guarded>,
     ) -> Coded<'b> {
         let end = self.range.end.next_multiple_of(BLOCK);
-        let (words, groups) = (self.range.start / 4..end / 4, self.range.start / GROUP..end / GROUP);
+        let (words, groups) =
+            (self.range.start / 4..end / 4, self.range.start / GROUP..end / GROUP);
         let codes = &mut codes.words_mut()[words.clone()];
-        let scales = &mut scales.as_mut().expect("q8 has scales").slice_mut::<Bf16>()[groups.clone()];
+        let scales =
+            &mut scales.as_mut().expect("q8 has scales").slice_mut::<Bf16>()[groups.clone()];
         match from {
             None => Coded { codes: Cursor::in_place(codes), scales: Cursor::in_place(scales) },
             Some((from, from_scales)) => {
@@ -216,7 +247,8 @@ fn sizes() -> impl Strategy<Value = usize> {
 proptest! {
     #![proptest_config(cases(256))]
 
-    /// Also that every ISA gives the same bits, wherever the memory lies, and touches nothing beside it.
+    /// Also that every ISA gives the same bits, wherever the memory lies, and touches nothing
+    /// beside it.
     #[test]
     fn every_kernel_follows_the_oracle(
         numel in sizes(),
@@ -342,13 +374,17 @@ fn every_size_at_every_offset() {
                 let mut after = before.moved(offset);
                 after.step(widest(), 3, &hyper);
                 after.assert_guards();
-                after.assert_same(&mut expected, &format!("{layout:?}, {numel} elements at {offset}"));
+                after.assert_same(
+                    &mut expected,
+                    &format!("{layout:?}, {numel} elements at {offset}"),
+                );
             }
         }
     }
 }
 
-/// Around a summation block and a whole chunk: the index within the parameter is what the rounding draws from.
+/// Around a summation block and a whole chunk: the index within the parameter is what the rounding
+/// draws from.
 #[test]
 fn large_sizes_follow_the_oracle() {
     for layout in Layout::states() {
@@ -367,14 +403,18 @@ fn large_sizes_follow_the_oracle() {
                         assert_follows(&mut before, &mut after, isa, 2, &hyper);
                         first = Some(after);
                     }
-                    Some(first) => after.assert_same(first, &format!("{layout:?}, {numel} elements on {}", isa.name())),
+                    Some(first) => after.assert_same(
+                        first,
+                        &format!("{layout:?}, {numel} elements on {}", isa.name()),
+                    ),
                 }
             }
         }
     }
 }
 
-/// A bf16 parameter with trailing bits is an fp32 parameter: bit for bit after 1,000 steps, when the gradients are equal.
+/// A bf16 parameter with trailing bits is an fp32 parameter: bit for bit after 1,000 steps, when
+/// the gradients are equal.
 #[test]
 fn a_split_master_steps_as_fp32() {
     const NUMEL: usize = 257;

@@ -1,10 +1,11 @@
-//! Steps over many tensors on a pool: the same bits for every pool, and nothing changed where a step is refused.
+//! Steps over many tensors on a pool: the same bits for every pool, and nothing changed where a
+//! step is refused.
 
 mod battery;
 
 use battery::{
-    Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, assert_follows, cases, flushing_subnormals, hypers,
-    is_hurried, pool, pool_of, widest,
+    Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, assert_follows, cases,
+    flushing_subnormals, hypers, is_hurried, pool, pool_of, widest,
 };
 use proptest::prelude::*;
 use stepwell::{
@@ -14,16 +15,23 @@ use stepwell::{
         batch::step,
         tensor::{AdamTensor, Beside, MasterLayout, MomentsLayout},
     },
-    element::Dtype,
-    grad_stats::grad_stats,
-    isa::Isa,
-    memory::{Buffer, BufferConfig},
-    pool::Pool,
+    grads::stats::grad_stats,
+    host::{
+        memory::{Buffer, BufferConfig},
+        pool::Pool,
+    },
+    simd::isa::Isa,
     state::{chunk::CHUNK_LEN, q8},
-    view::View,
+    stream::{element::Dtype, view::View},
 };
 
-fn step_all(pool: &Pool, isa: Isa, all: &mut [Held], counts: &[u64], hyper: &Hyper) -> Result<(), Error> {
+fn step_all(
+    pool: &Pool,
+    isa: Isa,
+    all: &mut [Held],
+    counts: &[u64],
+    hyper: &Hyper,
+) -> Result<(), Error> {
     let tensors: Vec<AdamTensor> = all.iter_mut().map(Held::tensor).collect();
     // SAFETY: the views are of `all`, which is lent.
     unsafe { step(pool, isa, &tensors, counts, hyper) }
@@ -41,7 +49,8 @@ fn mixed(spread: Spread) -> Vec<Held> {
         [CHUNK_LEN + 65, 2 * CHUNK_LEN, CHUNK_LEN - 1, 1, 0]
     };
     let state = |(index, layout): (usize, Layout)| {
-        let mut held = Held::random(layout, sizes[index % sizes.len()], index % 5, spread, index as u64);
+        let mut held =
+            Held::random(layout, sizes[index % sizes.len()], index % 5, spread, index as u64);
         held.key = index as u64;
         held
     };
@@ -74,7 +83,8 @@ fn threads_and_isas_do_not_show() {
 fn flush_to_zero_of_whoever_made_the_pool_does_not_show() {
     let mut draw = Draw::new(6);
     let numel = CHUNK_LEN + 100;
-    let mut tiny = || -> Vec<f32> { (0..numel).map(|_| draw.value(Spread::Ordinary) * 1e-38).collect() };
+    let mut tiny =
+        || -> Vec<f32> { (0..numel).map(|_| draw.value(Spread::Ordinary) * 1e-38).collect() };
     let (master, exp_avg, grad) = (tiny(), tiny(), tiny());
     let exp_avg_sq: Vec<f32> = tiny().into_iter().map(f32::abs).collect();
     let layouts = [MomentsKind::Float32, MomentsKind::Bf16, MomentsKind::Q8]
@@ -108,8 +118,8 @@ proptest! {
     }
 }
 
-/// What the rounding draws from: the element's index within the parameter, the key and the count. Not the weight, which this
-/// step's rounding does not reach.
+/// What the rounding draws from: the element's index within the parameter, the key and the count.
+/// Not the weight, which this step's rounding does not reach.
 #[test]
 fn roundings_differ_between_chunks_keys_and_steps() {
     for moments in [MomentsKind::Bf16, MomentsKind::Q8] {
@@ -118,7 +128,8 @@ fn roundings_differ_between_chunks_keys_and_steps() {
         let mut draw = Draw::new(8);
         let chunk = |values: Vec<f32>| [values.clone(), values].concat();
         let exp_avg = chunk(draw.values(Spread::Ordinary, CHUNK_LEN));
-        let exp_avg_sq = chunk(draw.values(Spread::Ordinary, CHUNK_LEN).into_iter().map(f32::abs).collect());
+        let exp_avg_sq =
+            chunk(draw.values(Spread::Ordinary, CHUNK_LEN).into_iter().map(f32::abs).collect());
         // Without gradient and decay, so that only the codec's rounding tells the chunks apart.
         let half = before.exp_avg.payload().len() / 2;
         before.write_moments(&exp_avg, &exp_avg_sq, 0);
@@ -141,7 +152,10 @@ fn roundings_differ_between_chunks_keys_and_steps() {
         let values = after.param.values();
         assert_eq!(values[..CHUNK_LEN], values[CHUNK_LEN..]);
         for (what, other) in [("key", stepped(2, 1)), ("count", stepped(1, 2))] {
-            assert!(other.exp_avg.payload() != after.exp_avg.payload(), "{moments:?}: another {what}, the same bits");
+            assert!(
+                other.exp_avg.payload() != after.exp_avg.payload(),
+                "{moments:?}: another {what}, the same bits"
+            );
             assert!(
                 other.exp_avg_sq.payload() != after.exp_avg_sq.payload(),
                 "{moments:?}: another {what}, the same bits"
@@ -155,9 +169,11 @@ fn roundings_differ_between_chunks_keys_and_steps() {
 #[test]
 fn counts_are_each_tensors_own() {
     let layout = Layout::new(ParamKind::Float32, MomentsKind::Float32, Dtype::Float32);
-    let tensors: Vec<Held> = (0..3).map(|seed| Held::random(layout, 50, 0, Spread::Ordinary, seed)).collect();
+    let tensors: Vec<Held> =
+        (0..3).map(|seed| Held::random(layout, 50, 0, Spread::Ordinary, seed)).collect();
     let mut together = moved(&tensors, 0);
-    step_all(pool(), widest(), &mut together, &[1, 10, 1000], &Hyper::default()).expect("a valid step");
+    step_all(pool(), widest(), &mut together, &[1, 10, 1000], &Hyper::default())
+        .expect("a valid step");
     for (index, count) in [1, 10, 1000].into_iter().enumerate() {
         let mut alone = tensors[index].moved(0);
         alone.step(widest(), count, &Hyper::default());
@@ -168,13 +184,19 @@ fn counts_are_each_tensors_own() {
 #[test]
 fn no_tensors_and_empty_tensors_are_fine() {
     step_all(pool(), widest(), &mut [], &[], &Hyper::default()).expect("nothing to do");
-    let mut empty: Vec<Held> = Layout::all().into_iter().map(|layout| Held::zeros(layout, 0, 0)).collect();
+    let mut empty: Vec<Held> =
+        Layout::all().into_iter().map(|layout| Held::zeros(layout, 0, 0)).collect();
     let counts = vec![1; empty.len()];
     step_all(pool(), widest(), &mut empty, &counts, &Hyper::default()).expect("nothing to do");
 }
 
-/// Calls a step that must be refused, and fails where it is not, where the message does not say why, or where a bit changed.
-fn assert_refused(all: &mut [Held], said: &[&str], call: impl FnOnce(&mut [AdamTensor]) -> Result<(), Error>) {
+/// Calls a step that must be refused, and fails where it is not, where the message does not say
+/// why, or where a bit changed.
+fn assert_refused(
+    all: &mut [Held],
+    said: &[&str],
+    call: impl FnOnce(&mut [AdamTensor]) -> Result<(), Error>,
+) {
     let before = moved(all, 0);
     let mut tensors: Vec<AdamTensor> = all.iter_mut().map(Held::tensor).collect();
     let error = call(&mut tensors).expect_err(&format!("must be refused: {said:?}"));
@@ -218,7 +240,14 @@ fn hyper_parameters_out_of_range_change_nothing() {
         }
     }
     // The edges of what is allowed are allowed.
-    let edge = Hyper { lr: -1.0, betas: (0.0, 0.0), eps: 0.0, weight_decay: -1.0, grad_scale: 0.0, ..Hyper::default() };
+    let edge = Hyper {
+        lr: -1.0,
+        betas: (0.0, 0.0),
+        eps: 0.0,
+        weight_decay: -1.0,
+        grad_scale: 0.0,
+        ..Hyper::default()
+    };
     step_all(pool(), widest(), &mut all, &counts, &edge).expect("a valid step");
 }
 
@@ -275,13 +304,15 @@ fn overlapping_memory_changes_nothing() {
                 assert_refused(&mut all, &["overlap", "hint"], |tensors| {
                     let (_, under) = tensors[tensor].written().nth(place).expect("counted");
                     let end = under.address() + under.dtype().size() * under.numel();
-                    let over = View::new((end - 4) / 4 * 4, Dtype::Float32, 1).expect("a valid view");
+                    let over =
+                        View::new((end - 4) / 4 * 4, Dtype::Float32, 1).expect("a valid view");
                     *(if is_grad {
                         tensors[last].grad.as_mut().expect("it has one")
                     } else {
                         &mut tensors[last].param
                     }) = over;
-                    // SAFETY: all views lie within the buffers of `all`, and a step that does not refuse runs on this thread alone.
+                    // SAFETY: all views lie within the buffers of `all`, and a step that does not
+                    // refuse runs on this thread alone.
                     unsafe { step(pool(), widest(), tensors, &counts, &Hyper::default()) }
                 });
             }
@@ -305,7 +336,10 @@ fn overlapping_memory_changes_nothing() {
 #[test]
 fn a_shared_gradient_is_fine() {
     let layout = Layout::new(ParamKind::Float32, MomentsKind::Float32, Dtype::Float32);
-    let mut all = [Held::random(layout, 64, 0, Spread::Ordinary, 1), Held::random(layout, 64, 0, Spread::Ordinary, 2)];
+    let mut all = [
+        Held::random(layout, 64, 0, Spread::Ordinary, 1),
+        Held::random(layout, 64, 0, Spread::Ordinary, 2),
+    ];
     let shared = all[0].grad.view();
     let mut expected = [all[0].moved(0), all[1].moved(0)];
     expected[1].grad = all[0].grad.moved(0);
@@ -316,17 +350,20 @@ fn a_shared_gradient_is_fine() {
     unsafe { step(pool(), widest(), &tensors, &[1, 1], &Hyper::default()) }.expect("a valid step");
     for (held, expected) in all.iter().zip(&expected) {
         assert!(
-            held.param.payload() == expected.param.payload() && held.exp_avg.payload() == expected.exp_avg.payload()
+            held.param.payload() == expected.param.payload()
+                && held.exp_avg.payload() == expected.exp_avg.payload()
         );
     }
 }
 
-/// A step reads and writes nothing before and behind its buffers: here there are pages that nobody may touch.
+/// A step reads and writes nothing before and behind its buffers: here there are pages that nobody
+/// may touch.
 #[test]
 fn a_step_stays_within_its_pages() {
     for layout in Layout::all() {
-        for (numel, isa) in
-            [1, 15, 16, 17, 63, 64, 65, 130].into_iter().flat_map(|numel| Isa::available().map(move |isa| (numel, isa)))
+        for (numel, isa) in [1, 15, 16, 17, 63, 64, 65, 130]
+            .into_iter()
+            .flat_map(|numel| Isa::available().map(move |isa| (numel, isa)))
         {
             let mut expected = Held::random(layout, numel, 0, Spread::Ordinary, numel as u64);
             let mut tensor = expected.tensor();
@@ -340,7 +377,10 @@ fn a_step_stays_within_its_pages() {
                 // SAFETY: both hold `nbytes` bytes, and nobody else has the page.
                 let address = unsafe {
                     let to = buffer.as_ptr().add(at);
-                    to.copy_from_nonoverlapping(std::ptr::with_exposed_provenance(view.address()), nbytes);
+                    to.copy_from_nonoverlapping(
+                        std::ptr::with_exposed_provenance(view.address()),
+                        nbytes,
+                    );
                     to.expose_provenance()
                 };
                 *view = View::new(address, view.dtype(), view.numel()).expect("a valid view");
@@ -353,9 +393,14 @@ fn a_step_stays_within_its_pages() {
                 to_edge(view);
             }
             match &mut tensor.master {
-                MasterLayout::Float32 { weight_out } => weight_out.iter_mut().for_each(&mut to_edge),
+                MasterLayout::Float32 { weight_out } => {
+                    weight_out.iter_mut().for_each(&mut to_edge)
+                }
                 MasterLayout::Split { trailing, fingerprints } => {
-                    [Some(trailing), fingerprints.as_mut()].into_iter().flatten().for_each(&mut to_edge)
+                    [Some(trailing), fingerprints.as_mut()]
+                        .into_iter()
+                        .flatten()
+                        .for_each(&mut to_edge)
                 }
                 MasterLayout::Shadowed { master } => to_edge(master),
                 MasterLayout::Plain16 => {}
@@ -367,13 +412,21 @@ fn a_step_stays_within_its_pages() {
             // SAFETY: the views are of `pages`, whole and apart.
             unsafe { step(pool(), isa, &[tensor], &[1], &Hyper::default()) }.expect("a valid step");
             // SAFETY: as above.
-            unsafe { grad_stats(pool(), isa, &[tensor.grad.expect("it has one")], true) }.expect("a gradient");
+            unsafe { grad_stats(pool(), isa, &[tensor.grad.expect("it has one")], true) }
+                .expect("a gradient");
             let nbytes = tensor.param.numel() * tensor.param.dtype().size();
             // SAFETY: the parameter's bytes, which nobody writes any more.
             let param = unsafe {
-                std::slice::from_raw_parts(std::ptr::with_exposed_provenance::<u8>(tensor.param.address()), nbytes)
+                std::slice::from_raw_parts(
+                    std::ptr::with_exposed_provenance::<u8>(tensor.param.address()),
+                    nbytes,
+                )
             };
-            assert!(param == expected.param.payload(), "{layout:?}, {numel} elements on {}", isa.name());
+            assert!(
+                param == expected.param.payload(),
+                "{layout:?}, {numel} elements on {}",
+                isa.name()
+            );
         }
     }
 }
@@ -434,11 +487,15 @@ fn layouts_are_found_and_misfits_are_named() {
             }
         }
         let grad = grad.map(|(dtype, numel)| memory.view(dtype, numel));
-        let moments = (memory.view(moments[0].0, moments[0].1), memory.view(moments[1].0, moments[1].1));
+        let moments =
+            (memory.view(moments[0].0, moments[0].1), memory.view(moments[1].0, moments[1].1));
         let param = memory.view(param, N);
         match AdamTensor::new(param, grad, moments, &given, 0) {
             Err(Error::Value(message)) => {
-                assert!(said.iter().all(|said| message.contains(said)), "`{message}` does not say {said:?}");
+                assert!(
+                    said.iter().all(|said| message.contains(said)),
+                    "`{message}` does not say {said:?}"
+                );
             }
             other => panic!("{other:?}, expected a refusal that says {said:?}"),
         }
@@ -499,9 +556,27 @@ fn layouts_are_found_and_misfits_are_named() {
     refuse(Float32, None, fp32, &[("weight_out", Float32, N)], &["weight_out", "`float32`"]);
     refuse(Float32, None, fp32, &[("weight_out", BFloat16, N + 1)], &["weight_out", "`71`"]);
     refuse(BFloat16, None, fp32, &[("fingerprints", Int32, 1)], &["trailing", "fingerprints"]);
-    refuse(BFloat16, None, fp32, &[("trailing", Int16, N - 1), ("fingerprints", Int32, 1)], &["trailing", "`69`"]);
-    refuse(BFloat16, None, fp32, &[("trailing", BFloat16, N), ("fingerprints", Int32, 1)], &["trailing", "`bfloat16`"]);
-    refuse(BFloat16, None, fp32, &[("trailing", Int16, N), ("fingerprints", Int32, 2)], &["fingerprints", "`2`"]);
+    refuse(
+        BFloat16,
+        None,
+        fp32,
+        &[("trailing", Int16, N - 1), ("fingerprints", Int32, 1)],
+        &["trailing", "`69`"],
+    );
+    refuse(
+        BFloat16,
+        None,
+        fp32,
+        &[("trailing", BFloat16, N), ("fingerprints", Int32, 1)],
+        &["trailing", "`bfloat16`"],
+    );
+    refuse(
+        BFloat16,
+        None,
+        fp32,
+        &[("trailing", Int16, N), ("fingerprints", Int32, 2)],
+        &["fingerprints", "`2`"],
+    );
     refuse(
         BFloat16,
         None,

@@ -1,24 +1,26 @@
-//! The codecs of the moments that round: nearness, no bias, decay, and every way in which a coarse code can blow an update up.
+//! The codecs of the moments that round: nearness, no bias, decay, and every way in which a coarse
+//! code can blow an update up.
 
 mod battery;
 
 use battery::{
-    Draw, Held, Layout, MomentsKind, ParamKind, Spread, assert_padding_is_zero, bf16_above, bf16_below, cases,
-    code_values, decoded, neighbours, scaled, widest,
+    Draw, Held, Layout, MomentsKind, ParamKind, Spread, assert_padding_is_zero, bf16_above,
+    bf16_below, cases, code_values, decoded, neighbours, scaled, widest,
 };
 use proptest::prelude::*;
 use stepwell::{
     adam::Hyper,
-    element::Dtype,
-    isa::Isa,
+    simd::isa::Isa,
     state::q8::{self, GROUP},
+    stream::element::Dtype,
 };
 
 /// Standard errors that a mean may be off by: one test in 500 million fails by chance.
 const STANDARD_ERRORS_MAX: f64 = 6.0;
 /// A probability is rounded to 16 bits, or to 15 in q8: off by half of the last one at most.
 const NOISE_STEP: f64 = 1.0 / (1 << 16) as f64;
-/// Roundings of fp32 on the way to a code and back: the scale's reciprocal, its product, and the decoded product.
+/// Roundings of fp32 on the way to a code and back: the scale's reciprocal, its product, and the
+/// decoded product.
 const ROUNDINGS: f64 = 4.0 / (1 << 24) as f64;
 
 const ROUNDING_CODECS: [MomentsKind; 2] = [MomentsKind::Bf16, MomentsKind::Q8];
@@ -42,7 +44,8 @@ fn brackets(held: &Held, index: usize, value: f32, is_second: bool) -> (f32, f32
         }
     } else {
         let (below, above) = (bf16_below(f64::from(value)), bf16_above(f64::from(value)));
-        let below = if is_second && value > 0.0 { below.max(f32::from_bits(0x1_0000)) } else { below };
+        let below =
+            if is_second && value > 0.0 { below.max(f32::from_bits(0x1_0000)) } else { below };
         (below, above.min(f32::from_bits(0x7f7f_0000)))
     }
 }
@@ -50,7 +53,8 @@ fn brackets(held: &Held, index: usize, value: f32, is_second: bool) -> (f32, f32
 proptest! {
     #![proptest_config(cases(128))]
 
-    /// What is decoded is one of the two codes around what was encoded; what lies on a code stays there.
+    /// What is decoded is one of the two codes around what was encoded; what lies on a code stays
+    /// there.
     #[test]
     fn a_moment_is_at_most_one_code_away(
         numel in 1_usize..200,
@@ -83,7 +87,8 @@ proptest! {
         }
     }
 
-    /// Padding of the last block is zero after every step, so that no later step reads anything else.
+    /// Padding of the last block is zero after every step, so that no later step reads anything
+    /// else.
     #[test]
     fn padding_stays_zero(numel in 1_usize..200, steps in 1_u64..4, seed: u64) {
         for isa in Isa::available() {
@@ -98,8 +103,8 @@ proptest! {
     }
 }
 
-/// At the values of the codes and right beside them, where a root that is a last place off would find another code: the same
-/// code on every ISA.
+/// At the values of the codes and right beside them, where a root that is a last place off would
+/// find another code: the same code on every ISA.
 #[test]
 fn codes_change_at_their_values_on_every_isa() {
     let (signed, unsigned) = (&code_values()[0][128..], &code_values()[1]);
@@ -107,16 +112,19 @@ fn codes_change_at_their_values_on_every_isa() {
         // The first of a group sets its scale; the others lie around a code's value under it.
         let places = 256 * (GROUP - 1);
         let numel = places / (GROUP - 1) * GROUP;
-        let largest = [decoded(signed[signed.len() - 1], unit), decoded(unsigned[unsigned.len() - 1], unit)];
+        let largest =
+            [decoded(signed[signed.len() - 1], unit), decoded(unsigned[unsigned.len() - 1], unit)];
         let mut scales = held(MomentsKind::Q8, GROUP);
         scales.write_moments(&[largest[0]; GROUP], &[largest[1]; GROUP], 0);
-        let scale = |scales: &Option<battery::Guarded>| scales.as_ref().expect("q8 has scales").value(0);
+        let scale =
+            |scales: &Option<battery::Guarded>| scales.as_ref().expect("q8 has scales").value(0);
         let scales = [scale(&scales.exp_avg_scales), scale(&scales.exp_avg_sq_scales)];
         let around = |values: &[f64], largest: f32, scale: f32| -> Vec<f32> {
             let value = |index: usize| {
                 let (group, place) = (index / GROUP, index % GROUP);
                 let at = decoded(values[group % values.len()], scale);
-                let near = f32::from_bits((at.to_bits() + place as u32).saturating_sub(GROUP as u32 / 2));
+                let near =
+                    f32::from_bits((at.to_bits() + place as u32).saturating_sub(GROUP as u32 / 2));
                 if place == 0 { largest } else { near.min(largest) }
             };
             (0..numel).map(value).collect()
@@ -133,18 +141,23 @@ fn codes_change_at_their_values_on_every_isa() {
             }
             let (first, second) = expected.read_moments();
             for index in 0..numel {
-                for (value, got, is_second) in
-                    [(exp_avg[index], first[index], false), (exp_avg_sq[index], second[index], true)]
-                {
+                for (value, got, is_second) in [
+                    (exp_avg[index], first[index], false),
+                    (exp_avg_sq[index], second[index], true),
+                ] {
                     let (below, above) = brackets(&expected, index, value, is_second);
-                    assert!(got == below || got == above, "{value:e} became {got:e}, not {below:e} or {above:e}");
+                    assert!(
+                        got == below || got == above,
+                        "{value:e} became {got:e}, not {below:e} or {above:e}"
+                    );
                 }
             }
         }
     }
 }
 
-/// Magnitudes that no code reaches have the largest, whichever way the draw goes: what it decodes to has to be finite.
+/// Magnitudes that no code reaches have the largest, whichever way the draw goes: what it decodes
+/// to has to be finite.
 #[test]
 fn what_no_code_reaches_has_the_largest() {
     for value in [3.39e38_f32, 3.4022e38, f32::MAX, f32::INFINITY] {
@@ -157,7 +170,8 @@ fn what_no_code_reaches_has_the_largest() {
                     let scale = scales.as_ref().expect("q8 has scales").value(0);
                     decoded(code_values()[moment][255], scale)
                 };
-                let (first_max, second_max) = (largest(&held.exp_avg_scales, 0), largest(&held.exp_avg_sq_scales, 1));
+                let (first_max, second_max) =
+                    (largest(&held.exp_avg_scales, 0), largest(&held.exp_avg_sq_scales, 1));
                 assert!(first_max.is_finite() && second_max.is_finite());
                 assert_eq!(
                     (first, second),
@@ -170,12 +184,14 @@ fn what_no_code_reaches_has_the_largest() {
     }
 }
 
-/// Magnitudes within a group: from the largest to 1/1000 of it, so that codes from the largest to the smallest are met.
+/// Magnitudes within a group: from the largest to 1/1000 of it, so that codes from the largest to
+/// the smallest are met.
 fn magnitude(index: usize) -> f64 {
     10_f64.powf(-3.0 * (index % GROUP) as f64 / (GROUP - 1) as f64)
 }
 
-/// The mean over many draws is the value: for every place in a group, from the smallest normal number to the largest.
+/// The mean over many draws is the value: for every place in a group, from the smallest normal
+/// number to the largest.
 #[test]
 fn rounding_is_unbiased() {
     const NUMEL: usize = 256 * GROUP;
@@ -184,11 +200,16 @@ fn rounding_is_unbiased() {
         for (unit, exponent) in [(0.77, 0), (0.613, -9), (0.9, -30), (0.51, 30), (0.8, 38)] {
             let unit = unit * 10_f64.powi(exponent);
             let exp_avg: Vec<f32> = (0..NUMEL)
-                .map(|index| (if index % 3 == 0 { -unit } else { unit } * magnitude(index % GROUP)) as f32)
+                .map(|index| {
+                    (if index % 3 == 0 { -unit } else { unit } * magnitude(index % GROUP)) as f32
+                })
                 .collect();
-            // 33 times the group's range in v is left to other tests: below the smallest code there is a bias on purpose.
-            let exp_avg_sq: Vec<f32> = (0..NUMEL).map(|index| (unit * magnitude(index)) as f32).collect();
-            // The signs repeat with the groups of three times 32, so each place is summed on its own.
+            // 33 times the group's range in v is left to other tests: below the smallest code there
+            // is a bias on purpose.
+            let exp_avg_sq: Vec<f32> =
+                (0..NUMEL).map(|index| (unit * magnitude(index)) as f32).collect();
+            // The signs repeat with the groups of three times 32, so each place is summed on its
+            // own.
             let period = 3 * GROUP;
             let mut sums = vec![[0.0_f64; 2]; period];
             let mut draws = vec![0_u32; period];
@@ -199,14 +220,16 @@ fn rounding_is_unbiased() {
                 let (first, second) = held.read_moments();
                 for index in 0..NUMEL {
                     sums[index % period][0] += f64::from(first[index]) - f64::from(exp_avg[index]);
-                    sums[index % period][1] += f64::from(second[index]) - f64::from(exp_avg_sq[index]);
+                    sums[index % period][1] +=
+                        f64::from(second[index]) - f64::from(exp_avg_sq[index]);
                     draws[index % period] += 1;
                 }
             }
             for place in 0..period {
                 for (is_second, value) in [(false, exp_avg[place]), (true, exp_avg_sq[place])] {
                     let (below, above) = brackets(&held, place, value, is_second);
-                    let (value, below, above) = (f64::from(value), f64::from(below), f64::from(above));
+                    let (value, below, above) =
+                        (f64::from(value), f64::from(below), f64::from(above));
                     let draws = f64::from(draws[place]);
                     // Of a number that is one of two.
                     let variance = (value - below).max(0.0) * (above - value).max(0.0);
@@ -228,13 +251,16 @@ fn rounding_is_unbiased() {
 fn roundings(moments: MomentsKind, numel: usize, key: u64, count: u64) -> (Vec<f64>, Vec<f64>) {
     let mut held = held(moments, numel);
     held.key = key;
-    // Half way between codes for q8 with scale 1 (the first of a group sets it), between neighbours for bf16.
+    // Half way between codes for q8 with scale 1 (the first of a group sets it), between neighbours
+    // for bf16.
     let [signed, unsigned] = code_values();
     let half_way = |values: &[f64], index: usize| {
         let largest = values[values.len() - 1] as f32;
         match (moments, index % GROUP) {
             (MomentsKind::Q8, 0) => largest,
-            (MomentsKind::Q8, _) => ((values[values.len() - 40] + values[values.len() - 41]) / 2.0) as f32,
+            (MomentsKind::Q8, _) => {
+                ((values[values.len() - 40] + values[values.len() - 41]) / 2.0) as f32
+            }
             _ => f32::from_bits(0x3f80_8000),
         }
     };
@@ -249,31 +275,50 @@ fn roundings(moments: MomentsKind, numel: usize, key: u64, count: u64) -> (Vec<f
     (ups(first, &exp_avg), ups(second, &exp_avg_sq))
 }
 
-/// Rounding errors have nothing to do with each other: not of the two moments, of neighbours, of steps, of parameters.
+/// Rounding errors have nothing to do with each other: not of the two moments, of neighbours, of
+/// steps, of parameters.
 #[test]
 fn roundings_are_independent() {
     let numel = scaled(1 << 16).next_multiple_of(GROUP).max(1 << 13);
     let uncorrelated = |what: &str, a: &[f64], b: &[f64]| {
         let sum: f64 = a.iter().zip(b).map(|(a, b)| a * b).sum();
         let standard_errors = sum / (a.len().min(b.len()) as f64).sqrt();
-        assert!(standard_errors.abs() <= STANDARD_ERRORS_MAX, "{what}: {standard_errors} standard errors");
+        assert!(
+            standard_errors.abs() <= STANDARD_ERRORS_MAX,
+            "{what}: {standard_errors} standard errors"
+        );
     };
     for moments in ROUNDING_CODECS {
         let (first, second) = roundings(moments, numel, 1, 1);
         let ones = vec![1.0; first.len()];
         for (name, ups) in [("exp_avg", &first), ("exp_avg_sq", &second)] {
-            uncorrelated(&format!("{moments:?}: {name} half way goes up as often as down"), ups, &ones);
+            uncorrelated(
+                &format!("{moments:?}: {name} half way goes up as often as down"),
+                ups,
+                &ones,
+            );
             for lag in [1, 2, 16, 31, 32, 64, 1024] {
-                uncorrelated(&format!("{moments:?}: {name} {lag} elements apart"), ups, &ups[lag..]);
+                uncorrelated(
+                    &format!("{moments:?}: {name} {lag} elements apart"),
+                    ups,
+                    &ups[lag..],
+                );
             }
         }
         uncorrelated(&format!("{moments:?}: both moments"), &first, &second);
-        for (what, key, count) in
-            [("steps", 1, 2), ("far steps", 1, 1 << 32), ("parameters", 2, 1), ("far keys", 1 << 63, 1)]
-        {
+        for (what, key, count) in [
+            ("steps", 1, 2),
+            ("far steps", 1, 1 << 32),
+            ("parameters", 2, 1),
+            ("far keys", 1 << 63, 1),
+        ] {
             let (other_first, other_second) = roundings(moments, numel, key, count);
             uncorrelated(&format!("{moments:?}: exp_avg of other {what}"), &first, &other_first);
-            uncorrelated(&format!("{moments:?}: exp_avg_sq of other {what}"), &second, &other_second);
+            uncorrelated(
+                &format!("{moments:?}: exp_avg_sq of other {what}"),
+                &second,
+                &other_second,
+            );
         }
         assert_eq!(roundings(moments, numel, 1, 1), (first, second), "the same draw again");
     }
@@ -285,14 +330,16 @@ const DECAY_STEPS: u64 = 5000;
 /// Means of `exp_avg_sq` over each group after [`DECAY_STEPS`], relative to its start.
 fn decayed(layout: Layout, groups: usize) -> Vec<f64> {
     let mut held = Held::zeros(layout, groups * GROUP, 0);
-    let start: Vec<f32> = (0..held.numel).map(|index| 1e-6 * magnitude(index).powf(0.5) as f32).collect();
+    let start: Vec<f32> =
+        (0..held.numel).map(|index| 1e-6 * magnitude(index).powf(0.5) as f32).collect();
     held.write_moments(&vec![0.0; held.numel], &start, 0);
     let (_, start) = held.read_moments();
     for count in 1..=DECAY_STEPS {
         held.step(widest(), count, &Hyper::default());
     }
     let (_, end) = held.read_moments();
-    let ratios: Vec<f64> = end.iter().zip(&start).map(|(end, start)| f64::from(*end) / f64::from(*start)).collect();
+    let ratios: Vec<f64> =
+        end.iter().zip(&start).map(|(end, start)| f64::from(*end) / f64::from(*start)).collect();
     ratios.chunks(GROUP).map(|group| group.iter().sum::<f64>() / GROUP as f64).collect()
 }
 
@@ -307,16 +354,21 @@ fn exp_avg_sq_decays_as_in_fp32() {
         let count = groups as f64;
         let mean = ratios.iter().sum::<f64>() / count;
         // Groups draw independently; elements of a group share their scale's history.
-        let variance = ratios.iter().map(|ratio| (ratio - mean).powi(2)).sum::<f64>() / (count - 1.0);
+        let variance =
+            ratios.iter().map(|ratio| (ratio - mean).powi(2)).sum::<f64>() / (count - 1.0);
         let standard_error = (variance / count).sqrt();
-        assert!(standard_error < 0.03 * expected, "{moments:?}: too few groups to tell: {standard_error}");
+        assert!(
+            standard_error < 0.03 * expected,
+            "{moments:?}: too few groups to tell: {standard_error}"
+        );
         assert!(
             (mean - expected).abs() <= STANDARD_ERRORS_MAX * standard_error,
             "{moments:?}: {mean} +- {standard_error} is left, {expected} of fp32"
         );
     }
     // What all this is for: rounded to nearest, it stands still.
-    let frozen = decayed(Layout::new(ParamKind::PlainBf16, MomentsKind::Nearest16, Dtype::BFloat16), 1)[0];
+    let frozen =
+        decayed(Layout::new(ParamKind::PlainBf16, MomentsKind::Nearest16, Dtype::BFloat16), 1)[0];
     assert_eq!(frozen, 1.0);
 }
 
@@ -324,7 +376,8 @@ fn exp_avg_sq_decays_as_in_fp32() {
 #[test]
 fn extremes_stay_nonzero_and_finite() {
     let tiny = [f32::from_bits(1), 1e-42, 1e-40, f32::MIN_POSITIVE, 1e-30, 1e-20];
-    let huge = [f32::MAX, f32::MAX.next_down(), 0.999 * f32::MAX, 0.99 * f32::MAX, 0.98 * f32::MAX, 3e38];
+    let huge =
+        [f32::MAX, f32::MAX.next_down(), 0.999 * f32::MAX, 0.99 * f32::MAX, 0.98 * f32::MAX, 3e38];
     for moments in ROUNDING_CODECS {
         for (of, beside) in tiny
             .iter()
@@ -332,23 +385,31 @@ fn extremes_stay_nonzero_and_finite() {
             .chain(huge.iter().map(|huge| (huge, 0.0)))
         {
             const NUMEL: usize = 64 * GROUP;
-            let exp_avg_sq: Vec<f32> = (0..NUMEL).map(|index| if index % GROUP == 5 { beside } else { *of }).collect();
+            let exp_avg_sq: Vec<f32> =
+                (0..NUMEL).map(|index| if index % GROUP == 5 { beside } else { *of }).collect();
             let exp_avg: Vec<f32> = exp_avg_sq.iter().map(|value| -value).collect();
             for count in 0..scaled(16) as u64 {
                 let mut held = held(moments, NUMEL);
                 held.write_moments(&exp_avg, &exp_avg_sq, count);
                 let (first, second) = held.read_moments();
-                assert!(first.iter().all(|value| value.is_finite()), "{moments:?}: {of:e} beside {beside:e} overflows");
+                assert!(
+                    first.iter().all(|value| value.is_finite()),
+                    "{moments:?}: {of:e} beside {beside:e} overflows"
+                );
                 for (got, value) in second.iter().zip(&exp_avg_sq) {
                     assert!(got.is_finite(), "{moments:?}: {value:e} overflows");
-                    assert!((*got > 0.0) == (*value > 0.0), "{moments:?}: {value:e} beside {beside:e} became {got:e}");
+                    assert!(
+                        (*got > 0.0) == (*value > 0.0),
+                        "{moments:?}: {value:e} beside {beside:e} became {got:e}"
+                    );
                 }
             }
         }
     }
 }
 
-/// A group of zeros decodes to zeros, and a zero in a group too: what has never had a gradient is never moved.
+/// A group of zeros decodes to zeros, and a zero in a group too: what has never had a gradient is
+/// never moved.
 #[test]
 fn zeros_are_exact() {
     for moments in ROUNDING_CODECS {
@@ -365,13 +426,18 @@ fn zeros_are_exact() {
             if index == alone {
                 assert!(master < 0.9 && first[index] > 0.0 && second[index] > 0.0);
             } else {
-                assert_eq!((master, first[index], second[index]), (1.0, 0.0, 0.0), "{moments:?}: element {index}");
+                assert_eq!(
+                    (master, first[index], second[index]),
+                    (1.0, 0.0, 0.0),
+                    "{moments:?}: element {index}"
+                );
             }
         }
     }
 }
 
-/// A NaN or an infinity that is let through (`propagate`) spoils its group of moments at most, and at once only its own weight.
+/// A NaN or an infinity that is let through (`propagate`) spoils its group of moments at most, and
+/// at once only its own weight.
 #[test]
 fn a_nonfinite_gradient_stays_in_its_group() {
     for moments in ROUNDING_CODECS {
@@ -392,14 +458,30 @@ fn a_nonfinite_gradient_stays_in_its_group() {
                 let (expected, got) = (clean.read_moments(), spoilt.read_moments());
                 let (expected_master, master) = (clean.read_master(), spoilt.read_master());
                 for index in (0..5 * GROUP).filter(|&index| !in_group(index)) {
-                    assert_eq!(got.0[index].to_bits(), expected.0[index].to_bits(), "exp_avg[{index}]");
-                    assert_eq!(got.1[index].to_bits(), expected.1[index].to_bits(), "exp_avg_sq[{index}]");
-                    assert_eq!(master[index].to_bits(), expected_master[index].to_bits(), "param[{index}]");
+                    assert_eq!(
+                        got.0[index].to_bits(),
+                        expected.0[index].to_bits(),
+                        "exp_avg[{index}]"
+                    );
+                    assert_eq!(
+                        got.1[index].to_bits(),
+                        expected.1[index].to_bits(),
+                        "exp_avg_sq[{index}]"
+                    );
+                    assert_eq!(
+                        master[index].to_bits(),
+                        expected_master[index].to_bits(),
+                        "param[{index}]"
+                    );
                 }
                 assert!(master[at].is_nan());
                 if count == 1 {
                     for index in (0..5 * GROUP).filter(|&index| index != at) {
-                        assert_eq!(master[index].to_bits(), expected_master[index].to_bits(), "param[{index}] at once");
+                        assert_eq!(
+                            master[index].to_bits(),
+                            expected_master[index].to_bits(),
+                            "param[{index}] at once"
+                        );
                     }
                 }
                 spoilt.grad.set_value(at, 0.1);
@@ -409,38 +491,38 @@ fn a_nonfinite_gradient_stays_in_its_group() {
     }
 }
 
-/// In bf16, an update within a group may be this many times the largest that fp32 has made in that group so far: by the
-/// moments' relative rounding.
+/// In bf16, an update within a group may be this many times the largest that fp32 has made in that
+/// group so far: by the moments' relative rounding.
 const BF16_GROWTH_MAX: f64 = 1.25;
 /// In q8, where the group is even.
 const Q8_GROWTH_MAX: f64 = 2.0;
-/// In q8, where magnitudes spread over 1,000 and more: moments of few codes walk at random between the lowest (5.1 was the most of
-/// 512 groups in 2,000 steps). A code of 0 of `exp_avg_sq` would come to thousands.
+/// In q8, where magnitudes spread over 1,000 and more: moments of few codes walk at random between
+/// the lowest (5.1 was the most of 512 groups in 2,000 steps). A code of 0 of `exp_avg_sq` would
+/// come to thousands.
 const Q8_SPREAD_GROWTH_MAX: f64 = 8.0;
-/// Beside it: what one code at the smallest scale of `exp_avg`, a normal number, moves at eps alone, with the first step's
-/// bias correction of 10. Below that, everything is as good as 0.
+/// Beside it: what one code at the smallest scale of `exp_avg`, a normal number, moves at eps
+/// alone, with the first step's bias correction of 10. Below that, everything is as good as 0.
 const SMALLEST_UPDATE: f64 = 1e-3 * 10.0 * f32::MIN_POSITIVE as f64 / 1e-8;
 
 /// Groups that broke published 8-bit codes: the update never grows beyond fp32's largest.
 #[test]
 fn updates_stay_bounded_in_odd_groups() {
-    /// The gradient of an element at a step, from its place in the group and a normally distributed number.
+    /// The gradient of an element at a step, from its place in the group and a normally distributed
+    /// number.
     type Gradient = fn(usize, u64, f64) -> f64;
     let patterns: [(&str, f64, Gradient); 8] = [
         ("uniform", Q8_GROWTH_MAX, |_, _, normal| normal),
         ("spread of 1000", Q8_SPREAD_GROWTH_MAX, |place, _, normal| magnitude(place) * normal),
         ("spread of 1000, one sign", Q8_SPREAD_GROWTH_MAX, |place, _, _| magnitude(place)),
-        ("spread of 1e6", Q8_SPREAD_GROWTH_MAX, |place, _, normal| magnitude(place).powi(2) * normal),
+        ("spread of 1e6", Q8_SPREAD_GROWTH_MAX, |place, _, normal| {
+            magnitude(place).powi(2) * normal
+        }),
         ("below 1e-8", Q8_GROWTH_MAX, |place, _, normal| 1e-9 * magnitude(place) * normal),
         ("below 1e-38", Q8_GROWTH_MAX, |place, _, normal| 1e-39 * magnitude(place) * normal),
         ("one of 32", Q8_GROWTH_MAX, |place, _, normal| if place == 3 { normal } else { 0.0 }),
-        (
-            "once in 50 steps",
-            Q8_GROWTH_MAX,
-            |place, step, normal| {
-                if step % 50 == (place % 7) as u64 { normal } else { 0.0 }
-            },
-        ),
+        ("once in 50 steps", Q8_GROWTH_MAX, |place, step, normal| {
+            if step % 50 == (place % 7) as u64 { normal } else { 0.0 }
+        }),
     ];
     let groups = scaled(16);
     for moments in ROUNDING_CODECS {
@@ -451,8 +533,9 @@ fn updates_stay_bounded_in_odd_groups() {
             let mut before = [vec![0.0_f32; groups * GROUP], vec![0.0; groups * GROUP]];
             let (mut growth_max, mut largest_so_far) = (0.0_f64, vec![0.0_f64; groups]);
             for step in 1..=200 {
-                let grads: Vec<f32> =
-                    (0..groups * GROUP).map(|index| gradient(index % GROUP, step, draw.normal()) as f32).collect();
+                let grads: Vec<f32> = (0..groups * GROUP)
+                    .map(|index| gradient(index % GROUP, step, draw.normal()) as f32)
+                    .collect();
                 let mut updates = [vec![], vec![]];
                 for (which, held) in [&mut full, &mut coded].into_iter().enumerate() {
                     held.set_grad(|index| grads[index]);
@@ -467,7 +550,10 @@ fn updates_stay_bounded_in_odd_groups() {
                 }
                 for group in 0..groups {
                     let largest = |updates: &[f64]| {
-                        updates[group * GROUP..(group + 1) * GROUP].iter().copied().fold(0.0, f64::max)
+                        updates[group * GROUP..(group + 1) * GROUP]
+                            .iter()
+                            .copied()
+                            .fold(0.0, f64::max)
                     };
                     largest_so_far[group] = largest_so_far[group].max(largest(&updates[0]));
                     let got = largest(&updates[1]);
@@ -476,7 +562,10 @@ fn updates_stay_bounded_in_odd_groups() {
                 }
             }
             let allowed = if moments == MomentsKind::Q8 { q8_growth_max } else { BF16_GROWTH_MAX };
-            assert!(growth_max <= allowed, "{moments:?}, {name}: {growth_max} times fp32's largest update");
+            assert!(
+                growth_max <= allowed,
+                "{moments:?}, {name}: {growth_max} times fp32's largest update"
+            );
         }
     }
 }
@@ -484,7 +573,9 @@ fn updates_stay_bounded_in_odd_groups() {
 /// Lengths of codes and scales are those of whole blocks.
 #[test]
 fn lengths_are_those_of_whole_blocks() {
-    for (numel, codes, scales) in [(0, 0, 0), (1, 64, 2), (64, 64, 2), (65, 128, 4), (1 << 20, 1 << 20, 1 << 15)] {
+    for (numel, codes, scales) in
+        [(0, 0, 0), (1, 64, 2), (64, 64, 2), (65, 128, 4), (1 << 20, 1 << 20, 1 << 15)]
+    {
         assert_eq!((q8::codes_len(numel), q8::scales_len(numel)), (codes, scales));
     }
 }

@@ -7,10 +7,17 @@ import sys
 import hypothesis
 import pytest
 
-# `--hypothesis-profile=thorough` searches; the default repeats the same examples, so that a run is the same run.
-hypothesis.settings.register_profile("default", max_examples=40, deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=1000)
-hypothesis.settings.register_profile("random", parent=hypothesis.settings.get_profile("default"), derandomize=False)
+# `--hypothesis-profile=thorough` searches; the default repeats the same examples, so that a run is
+# the same run.
+hypothesis.settings.register_profile(
+    "default", max_examples=40, deadline=None, derandomize=True, print_blob=True
+)
+hypothesis.settings.register_profile(
+    "thorough", parent=hypothesis.settings.get_profile("default"), max_examples=1000
+)
+hypothesis.settings.register_profile(
+    "random", parent=hypothesis.settings.get_profile("default"), derandomize=False
+)
 hypothesis.settings.load_profile("default")
 
 

@@ -4,16 +4,34 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deepspeed_engines import STEPS, configuration, initialize, partitions, perceptron, squared, train, vectors
+from deepspeed_engines import (
+    STEPS,
+    configuration,
+    initialize,
+    partitions,
+    perceptron,
+    squared,
+    train,
+    vectors,
+)
 
 CHECKPOINTS = {
     "AdamW, ZeRO-1": {"stage": 1},
     "AdamW, ZeRO-2": {},
     "AdamW, ZeRO-3": {"stage": 3},
     "fp32, ZeRO-2": {"optimizer": "StepwellAdamW"},
-    "fp32, ZeRO-3, sub-groups": {"optimizer": "StepwellAdamW", "stage": 3, "zero": {"sub_group_size": 3000}},
+    "fp32, ZeRO-3, sub-groups": {
+        "optimizer": "StepwellAdamW",
+        "stage": 3,
+        "zero": {"sub_group_size": 3000},
+    },
     "bf16, ZeRO-2": {"optimizer": "StepwellAdamW", "params": {"moments": "bf16"}},
-    "bf16, ZeRO-3": {"optimizer": "StepwellAdamW", "params": {"moments": "bf16"}, "stage": 3, "dtype": "bf16"},
+    "bf16, ZeRO-3": {
+        "optimizer": "StepwellAdamW",
+        "params": {"moments": "bf16"},
+        "stage": 3,
+        "dtype": "bf16",
+    },
     "q8, ZeRO-1": {"optimizer": "StepwellAdamW", "params": {"moments": "q8"}, "stage": 1},
     "q8, ZeRO-2": {"optimizer": "StepwellAdamW", "params": {"moments": "q8"}},
     "q8, ZeRO-3, sub-groups": {
@@ -77,7 +95,9 @@ def program_checkpoints(result, folder):
             continue
 
         universal = to_universal(saved, in_process=name != "q8, ZeRO-2")
-        engine = initialize(perceptron(seed=1), configuration(**options, checkpoint={"load_universal": True}))
+        engine = initialize(
+            perceptron(seed=1), configuration(**options, checkpoint={"load_universal": True})
+        )
         try:
             engine.load_checkpoint(saved, tag=universal)
         except ValueError as error:
@@ -96,7 +116,10 @@ def trained_further(engine):
     grads = []
     weight = engine.module[0].weight
     losses = train(
-        engine, vectors(STEPS, first=STEPS), squared, lambda: grads.append(safe_get_full_grad(weight).clone())
+        engine,
+        vectors(STEPS, first=STEPS),
+        squared,
+        lambda: grads.append(safe_get_full_grad(weight).clone()),
     )
     return losses, grads[0]
 
@@ -109,11 +132,16 @@ def consolidated(engine):
     for name, param in engine.module.named_parameters():
         values[name] = [
             utils.safe_get_full_fp32_param(param).clone(),
-            *(utils.safe_get_full_optimizer_state(param, key).clone() for key in ("exp_avg", "exp_avg_sq")),
+            *(
+                utils.safe_get_full_optimizer_state(param, key).clone()
+                for key in ("exp_avg", "exp_avg_sq")
+            ),
         ]
     param = engine.module[0].weight
     try:
-        utils.safe_set_full_optimizer_state(param, utils.safe_get_full_optimizer_state(param, "exp_avg"), "exp_avg")
+        utils.safe_set_full_optimizer_state(
+            param, utils.safe_get_full_optimizer_state(param, "exp_avg"), "exp_avg"
+        )
     except ValueError as error:
         values["set"] = str(error)
     return values
@@ -122,7 +150,13 @@ def consolidated(engine):
 def to_universal(saved, in_process):
     """Converts the latest checkpoint; returns the tag of the universal one."""
     tag = (Path(saved) / "latest").read_text().strip()
-    arguments = ["--input_folder", f"{saved}/{tag}", "--output_folder", f"{saved}/universal", "--inject_missing_state"]
+    arguments = [
+        "--input_folder",
+        f"{saved}/{tag}",
+        "--output_folder",
+        f"{saved}/universal",
+        "--inject_missing_state",
+    ]
     arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     if in_process:
         from deepspeed.checkpoint import ds_to_universal

@@ -27,7 +27,10 @@ def configuration(
         zero_optimization["offload_optimizer"] = {"device": offload}
     config = {
         "train_micro_batch_size_per_gpu": batch,
-        "optimizer": {"type": optimizer, "params": {"lr": LR, "weight_decay": 0.01} | (params or {})},
+        "optimizer": {
+            "type": optimizer,
+            "params": {"lr": LR, "weight_decay": 0.01} | (params or {}),
+        },
         "zero_optimization": zero_optimization,
         "gradient_clipping": clip,
         **more,
@@ -68,7 +71,9 @@ def initialize(model, config, **more):
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
-    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config, **more)[0]
+    return deepspeed.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, **more
+    )[0]
 
 
 def vectors(count, first=0, rank=0):
@@ -109,12 +114,17 @@ def train(engine, batches, loss_of, before_step=None):
 def partitions(engine):
     """The flat partitions that the optimizer steps, with their state."""
     zero = engine.optimizer
-    flats = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_partitioned_groups_flat
+    flats = (
+        getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_partitioned_groups_flat
+    )
     return [(flat.detach().clone(), copied(zero.optimizer.state[flat])) for flat in flats]
 
 
 def copied(state):
-    return {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
 
 
 def trained(config, *, model=perceptron, count=STEPS, loss_of=squared, batches=None, **more):

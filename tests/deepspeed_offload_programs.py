@@ -8,7 +8,15 @@ import sys
 from pathlib import Path
 
 import torch
-from deepspeed_engines import configuration, initialize, partitions, perceptron, squared, train, vectors
+from deepspeed_engines import (
+    configuration,
+    initialize,
+    partitions,
+    perceptron,
+    squared,
+    train,
+    vectors,
+)
 
 STEPS = 5
 
@@ -16,7 +24,11 @@ STEPS = 5
 def run(config, *, model=perceptron, steps=STEPS, rank=0, batches=None, **more):
     """What a run ends with: losses, norms, partitions."""
     engine = initialize(model(), config, **more)
-    batches = vectors(steps * config.get("gradient_accumulation_steps", 1), rank=rank) if batches is None else batches
+    batches = (
+        vectors(steps * config.get("gradient_accumulation_steps", 1), rank=rank)
+        if batches is None
+        else batches
+    )
     norms = []
     losses = []
     for batch in batches:
@@ -38,13 +50,18 @@ def both(config, **options):
     """A run on the engine, and one on DeepSpeed's path."""
     block = config.pop("stepwell", {})
     # Moments of a block change the optimizer's type, on either path.
-    return [run({**config, "stepwell": {**block, "engine": engine}}, **options) for engine in (True, False)]
+    return [
+        run({**config, "stepwell": {**block, "engine": engine}}, **options)
+        for engine in (True, False)
+    ]
 
 
 def wide(seed=0):
     """Large enough that a step in the background takes longer than what follows it."""
     torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(32, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 512, bias=False))
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 512, bias=False)
+    )
 
 
 def uneven(seed=0):
@@ -79,8 +96,12 @@ def paths(result):
         "overlap_comm": configuration(dtype="bf16", zero={"overlap_comm": True}),
         "accumulated": configuration(dtype="bf16", clip=0.1, gradient_accumulation_steps=3),
         "accumulated, ZeRO-1": configuration(dtype="bf16", stage=1, gradient_accumulation_steps=3),
-        "fp32 sums": configuration(dtype="bf16", gradient_accumulation_steps=3, data_types=fp32_sums),
-        "fp32 sums, ZeRO-1": configuration(dtype="bf16", stage=1, gradient_accumulation_steps=3, data_types=fp32_sums),
+        "fp32 sums": configuration(
+            dtype="bf16", gradient_accumulation_steps=3, data_types=fp32_sums
+        ),
+        "fp32 sums, ZeRO-1": configuration(
+            dtype="bf16", stage=1, gradient_accumulation_steps=3, data_types=fp32_sums
+        ),
         "aligned": configuration(dtype="bf16", zero={"parameter_alignment": True}),
         "gate step": configuration(dtype="bf16", stepwell={"gate": "step"}),
         "one thread": configuration(dtype="bf16", stepwell={"threads": 1}),
@@ -88,13 +109,19 @@ def paths(result):
         "q8": configuration(dtype="bf16", clip=0.1, stepwell={"moments": "q8"}),
         "bf16 moments": configuration(dtype="bf16", stepwell={"moments": "bf16"}),
         "split": configuration(
-            dtype="bf16", optimizer="StepwellAdamW", precision={"bf16_master_weights_and_grads": True}
+            dtype="bf16",
+            optimizer="StepwellAdamW",
+            precision={"bf16_master_weights_and_grads": True},
         ),
         "ZeRO-3": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 3000}),
         "ZeRO-3, fp32": configuration(stage=3),
         "ZeRO-3, accumulated": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=3),
-        "ZeRO-3, fp32 sums": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=3, data_types=fp32_sums),
-        "ZeRO-3, q8": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 3000}, stepwell={"moments": "q8"}),
+        "ZeRO-3, fp32 sums": configuration(
+            dtype="bf16", stage=3, gradient_accumulation_steps=3, data_types=fp32_sums
+        ),
+        "ZeRO-3, q8": configuration(
+            dtype="bf16", stage=3, zero={"sub_group_size": 3000}, stepwell={"moments": "q8"}
+        ),
         "ZeRO-3, clipped": configuration(dtype="bf16", stage=3, clip=0.1),
     }
     for name, config in cases.items():
@@ -102,7 +129,9 @@ def paths(result):
     result["waits"] = waited()
     result["wide"] = both(configuration(dtype="bf16", clip=1.0), model=wide, steps=4)
     groups = configuration(dtype="bf16")
-    result["groups"] = [with_groups({**groups, "stepwell": {"engine": engine}}) for engine in (True, False)]
+    result["groups"] = [
+        with_groups({**groups, "stepwell": {"engine": engine}}) for engine in (True, False)
+    ]
 
 
 def waited():
@@ -153,7 +182,9 @@ def fp16(result):
     for dtype in ("bf16", "fp32"):
         result[f"nonfinite, {dtype}"] = poisoned(configuration(dtype=dtype, clip=1.0))
     result["nonfinite, accumulated"] = poisoned(
-        configuration(dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"})
+        configuration(
+            dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}
+        )
     )
     unchecked = configuration(dtype="bf16", precision={"check_grad_overflow": False})
     try:
@@ -168,11 +199,21 @@ def grown(config):
     seen = []
     for batch in vectors(14):
         scale = engine.optimizer.loss_scale
-        before = engine.optimizer.overflow, [state.get("exp_avg") for _, state in partitions(engine)]
+        before = (
+            engine.optimizer.overflow,
+            [state.get("exp_avg") for _, state in partitions(engine)],
+        )
         train(engine, [batch], squared)
         norm = engine.get_global_grad_norm()
         after = [state.get("exp_avg") for _, state in partitions(engine)]
-        seen.append({"scale": scale, "norm": norm, "overflow": engine.optimizer.overflow, "m": (before[1], after)})
+        seen.append(
+            {
+                "scale": scale,
+                "norm": norm,
+                "overflow": engine.optimizer.overflow,
+                "m": (before[1], after),
+            }
+        )
     return seen
 
 
@@ -246,7 +287,8 @@ def access(result):
     result["reloaded"] = train(engine, [batch], squared)
     engine.destroy()
 
-    # A second backward after the one that was announced as the last, and a parameter without a gradient.
+    # A second backward after the one that was announced as the last, and a parameter without a
+    # gradient.
     engine = initialize(perceptron(), configuration(dtype="fp32"))
     for each in (batch, other):
         engine.backward(squared(engine, each))
@@ -262,7 +304,9 @@ def access(result):
     result["forked"] = []
     for _ in range(3):
         train(engine, [batch], squared)
-        result["forked"].append(utils.safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg").clone())
+        result["forked"].append(
+            utils.safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg").clone()
+        )
     engine.destroy()
 
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, clip=1e-3))
@@ -270,7 +314,11 @@ def access(result):
     engine.backward(squared(engine, batch))
     grad = utils.safe_get_full_grad(weight).clone()
     utils.safe_set_full_grad(weight, 2 * grad)
-    result["ZeRO-3 grad"] = grad, utils.safe_get_full_grad(weight).clone(), utils.safe_get_local_grad(weight).clone()
+    result["ZeRO-3 grad"] = (
+        grad,
+        utils.safe_get_full_grad(weight).clone(),
+        utils.safe_get_local_grad(weight).clone(),
+    )
     utils.safe_update_full_grad_vectorized([weight], lambda grad, _: torch.full_like(grad, 7.0))
     engine.step()
     moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
@@ -294,7 +342,9 @@ def checkpoints(result, folder):
             after = train(engine, vectors(3, first=3), squared), partitions(engine)
             engine.destroy()
             for engine_loads in (True, False):
-                engine = initialize(perceptron(seed=1), {**config, "stepwell": {"engine": engine_loads}})
+                engine = initialize(
+                    perceptron(seed=1), {**config, "stepwell": {"engine": engine_loads}}
+                )
                 engine.load_checkpoint(saved)
                 resumed = train(engine, vectors(3, first=3), squared), partitions(engine)
                 engine.destroy()
@@ -341,7 +391,9 @@ def program_offload_ranks(result):
         ),
         "q8": configuration(stepwell={"moments": "q8"}),
         "ZeRO-3": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=2),
-        "small buckets": configuration(dtype="bf16", zero={"reduce_bucket_size": 1000, "round_robin_gradients": True}),
+        "small buckets": configuration(
+            dtype="bf16", zero={"reduce_bucket_size": 1000, "round_robin_gradients": True}
+        ),
     }
     for name, config in cases.items():
         result[name] = both(config, rank=rank)
@@ -389,7 +441,9 @@ def options(result):
             initialize(perceptron(), configuration(stepwell=block))
         except ValueError as error:
             result[name] = str(error)
-    twice = configuration(optimizer="StepwellAdamW", params={"moments": "bf16"}, stepwell={"moments": "q8"})
+    twice = configuration(
+        optimizer="StepwellAdamW", params={"moments": "bf16"}, stepwell={"moments": "q8"}
+    )
     client = configuration(stepwell={"moments": "q8"})
     del client["optimizer"]
     for name, config in {"twice": twice, "client": client}.items():
@@ -400,7 +454,10 @@ def options(result):
         except ValueError as error:
             result[name] = str(error)
     nvme = configuration()
-    nvme["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": "/nonexistent"}
+    nvme["zero_optimization"]["offload_optimizer"] |= {
+        "device": "nvme",
+        "nvme_path": "/nonexistent",
+    }
     parameters = configuration(stage=3, zero={"offload_param": {"device": "cpu"}})
     for name, config in {
         "off": configuration(stepwell={"engine": False}),

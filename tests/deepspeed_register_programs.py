@@ -43,7 +43,10 @@ def program_register(result, when):
 
     result["targets"] = [
         pickle.loads(pickle.dumps(target)).__module__
-        for target in (zenflow_utils.zenflow_optimizer_process, superoffload_utils.superoffload_optimizer_worker)
+        for target in (
+            zenflow_utils.zenflow_optimizer_process,
+            superoffload_utils.superoffload_optimizer_worker,
+        )
     ]
 
     # Its constructor asks nobody for the vendor of the CPU; who asks afterwards is told.
@@ -102,7 +105,9 @@ def program_optimizer(result):
 
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    params = [torch.nn.Parameter(torch.randn(100, generator=generator).to(dtype)) for dtype in dtypes]
+    params = [
+        torch.nn.Parameter(torch.randn(100, generator=generator).to(dtype)) for dtype in dtypes
+    ]
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(params, lr=LR, weight_decay=0)
 
     def set_gradients():
@@ -110,7 +115,11 @@ def program_optimizer(result):
             param.grad = torch.randn(100, generator=generator).to(param.dtype)
 
     def everything():
-        return [tensor.clone() for p in params for tensor in (p.detach(), *list(optimizer.state[p].values())[1:])]
+        return [
+            tensor.clone()
+            for p in params
+            for tensor in (p.detach(), *list(optimizer.state[p].values())[1:])
+        ]
 
     set_gradients()
     optimizer.step()
@@ -148,7 +157,9 @@ def program_optimizer(result):
             fused.step()
         except ValueError as error:
             result["fused"] = str(error)
-            assert all(torch.equal(param, kept) for param, kept in zip(fused_params, before, strict=True))
+            assert all(
+                torch.equal(param, kept) for param, kept in zip(fused_params, before, strict=True)
+            )
         assert fused.state[fused_params[1]]["step"] == count
 
     stepwell.deepspeed.register(nonfinite="propagate")
@@ -195,7 +206,9 @@ def program_superoffload(result):
     )
 
     options = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False}
-    worker = SuperOffloadCPUOptimizer(optimizer_config=[options, options], max_grad_numel=5000, pin_memory=False)
+    worker = SuperOffloadCPUOptimizer(
+        optimizer_config=[options, options], max_grad_numel=5000, pin_memory=False
+    )
     generator = torch.Generator().manual_seed(0)
     params = [torch.randn(numel, generator=generator) * 0.05 for numel in (5000, 3000)]
     own = [torch.nn.Parameter(param.clone()) for param in params]
@@ -204,7 +217,9 @@ def program_superoffload(result):
     def ask(index, grad, rollback=False):
         worker.async_step(index, index, params[index], grad, rollback=rollback, lr=LR)
         deadline = time.monotonic() + 60
-        while (answer := worker.get_result(EventTypes.ROLLBACK if rollback else EventTypes.ADAM_STEP)) is None:
+        while (
+            answer := worker.get_result(EventTypes.ROLLBACK if rollback else EventTypes.ADAM_STEP)
+        ) is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert answer[TaskKeys.SUB_GROUP_ID] == index

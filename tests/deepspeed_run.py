@@ -1,7 +1,7 @@
 """Programs that the tests of DeepSpeed run in processes of their own: `python deepspeed_run.py PROGRAM RESULT_FILE OPTIONS`.
 
-A program is a function `program_NAME(result, **options)` in one of `MODULES`. Importing DeepSpeed takes seconds, so it makes
-many runs and puts what the tests look at into `result`.
+A program is a function `program_NAME(result, **options)` in one of `MODULES`. Importing DeepSpeed
+takes seconds, so it makes many runs and puts what the tests look at into `result`.
 """
 
 import importlib
@@ -25,7 +25,8 @@ MODULES = (
 def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
     """Runs a program in `ranks` processes. Returns what it saved; with several ranks, what each did.
 
-    An exception in the program is an AssertionError here, with what the program printed; so is anything that it compiled.
+    An exception in the program is an AssertionError here, with what the program printed; so is
+    anything that it compiled.
     """
     tmp_path.mkdir(parents=True, exist_ok=True)
     with socket.socket() as server:
@@ -56,7 +57,13 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
             command = [sys.executable, __file__, program, str(result), json.dumps(options)]
             processes.append(
                 (
-                    subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stdout),
+                    subprocess.Popen(
+                        command,
+                        env=variables,
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=stdout,
+                    ),
                     result,
                     output,
                 )
@@ -77,7 +84,11 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
 def main():
     program, path, options = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     modules = [importlib.import_module(module) for module in MODULES]
-    (function,) = (getattr(module, f"program_{program}") for module in modules if hasattr(module, f"program_{program}"))
+    (function,) = (
+        getattr(module, f"program_{program}")
+        for module in modules
+        if hasattr(module, f"program_{program}")
+    )
     result = {}
     function(result, **options)
     torch.save(result, path)

@@ -31,7 +31,9 @@ def program_curves(result):
         model = make()
         optimizer = cls(model.parameters(), lr=LR, weight_decay=0.01, **keywords)
         losses = []
-        batches, loss_of = (tokens(STEPS), next_token_loss) if make is llama else (vectors(STEPS), squared)
+        batches, loss_of = (
+            (tokens(STEPS), next_token_loss) if make is llama else (vectors(STEPS), squared)
+        )
         for batch in batches:
             loss = loss_of(model, batch)
             loss.backward()
@@ -50,25 +52,35 @@ def program_curves(result):
 
     for stage in (1, 2, 3):
         config = configuration(stage=stage)
-        result[f"llama ZeRO-{stage}"] = trained(config, model=llama, loss_of=next_token_loss, batches=tokens(STEPS))
+        result[f"llama ZeRO-{stage}"] = trained(
+            config, model=llama, loss_of=next_token_loss, batches=tokens(STEPS)
+        )
         result[f"ZeRO-{stage}"] = trained(configuration(stage=stage))
         ours = configuration(stage=stage, optimizer="StepwellAdamW")
         result[f"StepwellAdamW ZeRO-{stage}"] = trained(ours)
     clipped = configuration(clip=0.1)
-    result["llama, clipped"] = trained(clipped, model=llama, loss_of=next_token_loss, batches=tokens(STEPS))
+    result["llama, clipped"] = trained(
+        clipped, model=llama, loss_of=next_token_loss, batches=tokens(STEPS)
+    )
     result["StepwellAdam"] = trained(configuration(optimizer="StepwellAdam"))
-    result["Adam, adam_w_mode false"] = trained(configuration(optimizer="Adam", params={"adam_w_mode": False}))
+    result["Adam, adam_w_mode false"] = trained(
+        configuration(optimizer="Adam", params={"adam_w_mode": False})
+    )
     result["fused_adam"] = trained(configuration(stage=1, offload=None))
     result["fused_adam without ZeRO"] = train(
         initialize(perceptron(), configuration(stage=0, offload=None)), vectors(STEPS), squared
     )
     for moments in ("bf16", "q8"):
-        result[f"moments {moments}"] = trained(configuration(optimizer="StepwellAdamW", params={"moments": moments}))
+        result[f"moments {moments}"] = trained(
+            configuration(optimizer="StepwellAdamW", params={"moments": moments})
+        )
     client = perceptron()
     config = configuration()
     del config["optimizer"]
     result["client"] = trained(
-        config, model=lambda: client, optimizer=stepwell.AdamW(client.parameters(), lr=LR, weight_decay=0.01)
+        config,
+        model=lambda: client,
+        optimizer=stepwell.AdamW(client.parameters(), lr=LR, weight_decay=0.01),
     )
     sub_groups = configuration(stage=3, zero={"sub_group_size": 3000})
     result["sub-groups"] = trained(sub_groups)
@@ -81,7 +93,10 @@ def program_curves(result):
     import deepspeed
 
     engine = deepspeed.initialize(model=model, model_parameters=groups, config=two_groups)[0]
-    result["two groups"] = {"losses": train(engine, vectors(STEPS), squared), "partitions": partitions(engine)}
+    result["two groups"] = {
+        "losses": train(engine, vectors(STEPS), squared),
+        "partitions": partitions(engine),
+    }
 
     # 16-bit models
     masters = {"bf16_master_weights_and_grads": True}
@@ -91,7 +106,9 @@ def program_curves(result):
     for stage in (2, 3):
         for name, precision in (("masters", masters), ("states", states)):
             for optimizer in ("AdamW", "StepwellAdamW"):
-                config = configuration(stage=stage, dtype="bf16", precision=precision, optimizer=optimizer)
+                config = configuration(
+                    stage=stage, dtype="bf16", precision=precision, optimizer=optimizer
+                )
                 result[f"bf16 {name}, {optimizer}, ZeRO-{stage}"] = trained(config)
 
 
@@ -108,7 +125,9 @@ def program_fp16(result):
     for optimizer in ("AdamW", "StepwellAdamW"):
         for stage, masters in ((2, False), (3, False), (2, True)):
             precision = dynamic | ({"fp16_master_weights_and_grads": True} if masters else {})
-            config = configuration(stage=stage, dtype="fp16", optimizer=optimizer, precision=precision)
+            config = configuration(
+                stage=stage, dtype="fp16", optimizer=optimizer, precision=precision
+            )
             engine = initialize(perceptron(), config)
             before = partitions(engine)
             steps = []
@@ -116,7 +135,9 @@ def program_fp16(result):
                 scale = engine.optimizer.loss_scale
                 loss = train(engine, [batch], squared)[0]
                 after = partitions(engine)
-                changed = any(not torch.equal(new[0], old[0]) for new, old in zip(after, before, strict=True))
+                changed = any(
+                    not torch.equal(new[0], old[0]) for new, old in zip(after, before, strict=True)
+                )
                 counts = [int(state.get("step", 0)) for _, state in after]
                 steps.append(
                     {
@@ -189,7 +210,12 @@ def program_refusals(result):
         "zenflow": configuration(
             optimizer="StepwellAdamW",
             zero={
-                "zenflow": {"topk_ratio": 0.1, "select_strategy": "step", "select_interval": 4, "update_interval": 2}
+                "zenflow": {
+                    "topk_ratio": 0.1,
+                    "select_strategy": "step",
+                    "select_interval": 4,
+                    "update_interval": 2,
+                }
             },
         ),
         "super_offload": configuration(optimizer="StepwellAdamW", stage=3),
@@ -207,11 +233,17 @@ def program_refusals(result):
         ),
     }
     cases["super_offload"]["zero_optimization"]["offload_optimizer"]["super_offload"] = True
-    cases["nvme"]["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": "/nonexistent"}
+    cases["nvme"]["zero_optimization"]["offload_optimizer"] |= {
+        "device": "nvme",
+        "nvme_path": "/nonexistent",
+    }
     cases["ratio"]["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
     client = configuration(stage=3)
     del client["optimizer"]
-    client["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": "/nonexistent"}
+    client["zero_optimization"]["offload_optimizer"] |= {
+        "device": "nvme",
+        "nvme_path": "/nonexistent",
+    }
     cases["client"] = client
     for name, config in cases.items():
         model = perceptron()

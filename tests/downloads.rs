@@ -1,4 +1,5 @@
-//! Gradients on their way to the engine: handed to the device in order and by the engine's own thread, waited for, and whole or not at all.
+//! Gradients on their way to the engine: handed to the device in order and by the engine's own
+//! thread, waited for, and whole or not at all.
 
 mod battery;
 mod on_device;
@@ -10,14 +11,14 @@ use std::{
 
 use battery::Held;
 use on_device::{
-    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, at_once, bytes, engine_on, finish, host_device, split,
-    stepped, submit, take,
+    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, at_once, bytes, engine_on, finish,
+    host_device, split, stepped, submit, take,
 };
 use stepwell::{
     adam::Hyper,
     device::{Device, Lane},
     offload::{Engine, IN_FLIGHT},
-    view::View,
+    stream::view::View,
 };
 
 /// More tensors than the device is given copies at once, small ones.
@@ -27,12 +28,16 @@ fn many() -> Vec<OnDevice> {
 
 /// Takes and submits on another thread, in the order given, and waits for neither.
 fn step_at_once(engine: &Arc<Engine>, all: &mut [OnDevice], order: &[usize], count: u64) {
-    let gradients: Vec<_> = all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
-    let updates: Vec<_> = order.iter().map(|&index| all[index].update(index, count, Hyper::default())).collect();
+    let gradients: Vec<_> =
+        all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
+    let updates: Vec<_> =
+        order.iter().map(|&index| all[index].update(index, count, Hyper::default())).collect();
     let engine = Arc::clone(engine);
     // SAFETY: as in `take`.
-    at_once(move || unsafe { engine.take(&gradients, STREAM).and_then(|()| engine.submit(updates, STREAM)) })
-        .expect("a step");
+    at_once(move || unsafe {
+        engine.take(&gradients, STREAM).and_then(|()| engine.submit(updates, STREAM))
+    })
+    .expect("a step");
 }
 
 #[test]
@@ -41,16 +46,21 @@ fn nothing_is_stepped_before_the_device_has_been_given_its_copy() {
     let device = host_device(&all);
     let engine = Arc::new(engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 2));
     let _resumed = Resumed(&device);
-    // The first to be stepped are the last to be copied. In the second step their events are those of the first, and done.
+    // The first to be stepped are the last to be copied. In the second step their events are those
+    // of the first, and done.
     let order: Vec<usize> = (0..all.len()).rev().collect();
     for count in 1..=2 {
         for one in &mut all {
             one.grad.iter_mut().skip(1).step_by(2).for_each(|high| *high ^= 0x80);
         }
-        let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, count, &Hyper::default())).collect();
+        let mut expected: Vec<Held> =
+            all.iter().map(|one| stepped(one, count, &Hyper::default())).collect();
         device.pause(Lane::Download, true);
         step_at_once(&engine, &mut all, &order, count);
-        assert!(!engine.wait(order[0], &(0..1), STREAM, WATCHED).expect("no failure"), "stepped without its gradient");
+        assert!(
+            !engine.wait(order[0], &(0..1), STREAM, WATCHED).expect("no failure"),
+            "stepped without its gradient"
+        );
         device.pause(Lane::Download, false);
         finish(&engine);
         for (one, expected) in all.iter_mut().zip(&mut expected) {
@@ -78,9 +88,14 @@ fn parts_that_the_device_has_not_been_given_are_waited_for() {
     let updates = vec![all[0].update(0, 1, Hyper::default())];
     let stepping = Arc::clone(&engine);
     // SAFETY: as in `take`.
-    at_once(move || unsafe { stepping.take_part(&parts, STREAM).and_then(|()| stepping.submit(updates, STREAM)) })
-        .expect("a step");
-    assert!(!engine.wait(0, &(0..1), STREAM, WATCHED).expect("no failure"), "stepped without its gradient");
+    at_once(move || unsafe {
+        stepping.take_part(&parts, STREAM).and_then(|()| stepping.submit(updates, STREAM))
+    })
+    .expect("a step");
+    assert!(
+        !engine.wait(0, &(0..1), STREAM, WATCHED).expect("no failure"),
+        "stepped without its gradient"
+    );
     device.pause(Lane::Download, false);
     finish(&engine);
     all[0].held.assert_same(&mut expected, "parts");
@@ -94,14 +109,19 @@ fn gradients_may_be_written_when_they_are_released() {
     let _resumed = Resumed(&device.host);
     let order: Vec<usize> = (0..all.len()).collect();
     for count in 1..=2 {
-        let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, count, &Hyper::default())).collect();
+        let mut expected: Vec<Held> =
+            all.iter().map(|one| stepped(one, count, &Hyper::default())).collect();
         device.host.pause(Lane::Download, true);
         device.streams_wait.store(false, Ordering::Relaxed);
         device.calls.lock().expect("no panic").clear();
         step_at_once(&engine, &mut all, &order, count);
-        assert!(!engine.release(STREAM, WATCHED).expect("no failure"), "the device has not been given all copies");
+        assert!(
+            !engine.release(STREAM, WATCHED).expect("no failure"),
+            "the device has not been given all copies"
+        );
         let is_copy = |call: &Call| matches!(call, Call::Copy(Lane::Download, _));
-        let given = device.calls.lock().expect("no panic").iter().filter(|(_, call)| is_copy(call)).count();
+        let given =
+            device.calls.lock().expect("no panic").iter().filter(|(_, call)| is_copy(call)).count();
         assert!(given <= IN_FLIGHT, "`{given}` copies are with the device at once");
         device.streams_wait.store(true, Ordering::Relaxed);
         device.host.pause(Lane::Download, false);
@@ -117,8 +137,10 @@ fn gradients_may_be_written_when_they_are_released() {
 #[test]
 fn copies_are_handed_over_in_order_each_after_its_mark_and_by_the_engine() {
     let mut all = [split(30, 1)];
-    let sources: Vec<Vec<u8>> = (0..3 * IN_FLIGHT).map(|value| vec![value as u8; all[0].grad.len()]).collect();
-    let addresses: Vec<u64> = sources.iter().map(|source| source.as_ptr().expose_provenance() as u64).collect();
+    let sources: Vec<Vec<u8>> =
+        (0..3 * IN_FLIGHT).map(|value| vec![value as u8; all[0].grad.len()]).collect();
+    let addresses: Vec<u64> =
+        sources.iter().map(|source| source.as_ptr().expose_provenance() as u64).collect();
     let device = Arc::new(Gated::new(&all));
     let engine = Arc::new(engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1));
     let _resumed = Resumed(&device.host);
@@ -136,12 +158,14 @@ fn copies_are_handed_over_in_order_each_after_its_mark_and_by_the_engine() {
     engine.drain().expect("copies");
     assert_eq!(bytes(host), sources[sources.len() - 1], "the last copy is the one that counts");
     let calls = device.calls.lock().expect("no panic");
-    let by = |is_caller: bool| calls.iter().filter(move |(thread, _)| (*thread == caller) == is_caller);
+    let by =
+        |is_caller: bool| calls.iter().filter(move |(thread, _)| (*thread == caller) == is_caller);
     assert!(by(true).all(|(_, call)| *call == Call::Mark), "{calls:?}");
     assert_eq!(by(true).count(), sources.len());
     let handed_over: Vec<Call> = by(false).map(|&(_, call)| call).collect();
     let download = Lane::Download;
-    let each = |source| [Call::After(download), Call::Copy(download, source), Call::Record(download, 0)];
+    let each =
+        |source| [Call::After(download), Call::Copy(download, source), Call::Record(download, 0)];
     assert_eq!(handed_over, addresses.into_iter().flat_map(each).collect::<Vec<_>>());
     let issuer = by(false).next().map(|&(thread, _)| thread);
     assert!(by(false).all(|&(thread, _)| Some(thread) == issuer), "by one thread");
@@ -182,7 +206,10 @@ fn copies_that_have_failed_refuse_the_step() {
     assert!(engine.drain().expect_err("must fail").to_string().contains("out of order"));
     for refused in [take(&engine, &mut all), submit(&engine, &mut all, 1, Hyper::default())] {
         let message = refused.expect_err("must be refused").to_string();
-        assert!(message.contains("copies to the host have failed") && message.contains("out of order"), "{message}");
+        assert!(
+            message.contains("copies to the host have failed") && message.contains("out of order"),
+            "{message}"
+        );
     }
     assert!(!engine.is_busy());
     for (one, mut before) in all.iter_mut().zip(before) {
@@ -199,7 +226,8 @@ fn dropping_waits_for_gradients_that_nobody_has_submitted() {
     let engine = Arc::new(engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1));
     let _resumed = Resumed(&device);
     device.pause(Lane::Download, true);
-    let gradients: Vec<_> = all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
+    let gradients: Vec<_> =
+        all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
     let (sender, receiver) = mpsc::channel();
     let dropping = thread::spawn(move || {
         // SAFETY: as in `take`.
@@ -207,7 +235,10 @@ fn dropping_waits_for_gradients_that_nobody_has_submitted() {
         drop(engine);
         sender.send(()).expect("a receiver");
     });
-    assert!(receiver.recv_timeout(WATCHED).is_err(), "the memory may be freed, and copies are still to come");
+    assert!(
+        receiver.recv_timeout(WATCHED).is_err(),
+        "the memory may be freed, and copies are still to come"
+    );
     device.pause(Lane::Download, false);
     receiver.recv_timeout(SOON).expect("an end");
     dropping.join().expect("no panic");

@@ -4,10 +4,14 @@ mod battery;
 
 use battery::{SPECIALS, is_hurried};
 use stepwell::{
-    cursor::{Cursor, Source},
-    element::{Bf16, Element, F16},
-    isa::{Isa, Kernel},
-    simd::{LANES, Simd},
+    simd::{
+        LANES, Simd,
+        isa::{Isa, Kernel},
+    },
+    stream::{
+        cursor::{Cursor, Source},
+        element::{Bf16, Element, F16},
+    },
 };
 
 struct Widen<'a, T> {
@@ -22,7 +26,12 @@ impl<T: Element> Kernel for Widen<'_, T> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.to.len()).step_by(LANES) {
             let count = (self.to.len() - at).min(LANES);
-            self.to.store(simd, at, count, simd.bits(T::widen(simd, self.from.load(simd, at, count))));
+            self.to.store(
+                simd,
+                at,
+                count,
+                simd.bits(T::widen(simd, self.from.load(simd, at, count))),
+            );
         }
     }
 }
@@ -39,7 +48,12 @@ impl<T: Element> Kernel for Narrow<'_, T> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.to.len()).step_by(LANES) {
             let count = (self.to.len() - at).min(LANES);
-            self.to.store(simd, at, count, T::narrow(simd, simd.of_bits(self.from.load(simd, at, count))));
+            self.to.store(
+                simd,
+                at,
+                count,
+                T::narrow(simd, simd.of_bits(self.from.load(simd, at, count))),
+            );
         }
     }
 }
@@ -56,7 +70,8 @@ fn narrow<T: Element>(isa: Isa, from: &[f32]) -> Vec<T> {
     to
 }
 
-/// fp32 values at, half way between and right beside the neighbours of a 16-bit type, the specials, and a sweep over all bits.
+/// fp32 values at, half way between and right beside the neighbours of a 16-bit type, the specials,
+/// and a sweep over all bits.
 fn sweep(of_bits: impl Fn(u16) -> f32) -> Vec<f32> {
     let mut values: Vec<f32> = SPECIALS.iter().map(|&bits| f32::from_bits(bits)).collect();
     for bits in 0..u16::MAX {
@@ -83,8 +98,16 @@ fn every_16_bit_pattern_widens_exactly() {
         let bf16 = widen(isa, &patterns.clone().map(Bf16).collect::<Vec<_>>());
         let f16 = widen(isa, &patterns.clone().map(F16).collect::<Vec<_>>());
         for (bits, (bf16, f16)) in patterns.clone().zip(bf16.into_iter().zip(f16)) {
-            assert!(same(bf16, half::bf16::from_bits(bits).to_f32()), "bf16 {bits:#x} on {}: {bf16:e}", isa.name());
-            assert!(same(f16, half::f16::from_bits(bits).to_f32()), "fp16 {bits:#x} on {}: {f16:e}", isa.name());
+            assert!(
+                same(bf16, half::bf16::from_bits(bits).to_f32()),
+                "bf16 {bits:#x} on {}: {bf16:e}",
+                isa.name()
+            );
+            assert!(
+                same(f16, half::f16::from_bits(bits).to_f32()),
+                "fp16 {bits:#x} on {}: {f16:e}",
+                isa.name()
+            );
             assert!(same(Bf16(bits).to_f32(), bf16));
         }
     }
@@ -95,7 +118,8 @@ fn fp32_narrows_to_the_nearest_bf16() {
     let values = sweep(|bits| half::bf16::from_bits(bits).to_f32());
     for isa in Isa::available() {
         for (value, got) in values.iter().zip(narrow::<Bf16>(isa, &values)) {
-            let expected = if value.is_nan() { Bf16::NAN.0 } else { half::bf16::from_f32(*value).to_bits() };
+            let expected =
+                if value.is_nan() { Bf16::NAN.0 } else { half::bf16::from_f32(*value).to_bits() };
             assert_eq!(got.0, expected, "{value:e} ({:#x}) on {}", value.to_bits(), isa.name());
         }
     }
@@ -106,7 +130,8 @@ fn fp32_narrows_to_the_nearest_fp16() {
     let values = sweep(|bits| half::f16::from_bits(bits).to_f32());
     for isa in Isa::available() {
         for (value, got) in values.iter().zip(narrow::<F16>(isa, &values)) {
-            let expected = if value.is_nan() { F16::NAN.0 } else { half::f16::from_f32(*value).to_bits() };
+            let expected =
+                if value.is_nan() { F16::NAN.0 } else { half::f16::from_f32(*value).to_bits() };
             assert_eq!(got.0, expected, "{value:e} ({:#x}) on {}", value.to_bits(), isa.name());
         }
     }
@@ -118,7 +143,12 @@ fn fp32_passes_through() {
         let bits: Vec<u32> = SPECIALS.to_vec();
         let values: Vec<f32> = bits.iter().map(|&bits| f32::from_bits(bits)).collect();
         for passed in [widen(isa, &values), narrow::<f32>(isa, &values)] {
-            assert_eq!(passed.iter().map(|value| value.to_bits()).collect::<Vec<_>>(), bits, "{}", isa.name());
+            assert_eq!(
+                passed.iter().map(|value| value.to_bits()).collect::<Vec<_>>(),
+                bits,
+                "{}",
+                isa.name()
+            );
         }
     }
 }

@@ -3,8 +3,8 @@
 mod battery;
 
 use battery::{
-    Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, assert_padding_is_zero, cases, flushing_subnormals,
-    is_hurried, is_same, pool, pool_of, widest,
+    Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, assert_padding_is_zero, cases,
+    flushing_subnormals, is_hurried, is_same, pool, pool_of, widest,
 };
 use proptest::prelude::*;
 use stepwell::{
@@ -13,11 +13,10 @@ use stepwell::{
         exchange::{StateViews, read_state, write_state},
         tensor::AdamTensor,
     },
-    element::Dtype,
-    isa::Isa,
-    pool::Pool,
+    host::pool::Pool,
+    simd::isa::Isa,
     state::chunk::CHUNK_LEN,
-    view::View,
+    stream::{element::Dtype, view::View},
 };
 
 /// fp32 values of a master and both moments, in guarded memory.
@@ -63,8 +62,13 @@ impl Values {
 
     fn assert_same(&self, other: &Self, what: &str) {
         for (which, (ours, theirs)) in self.0.iter().zip(&other.0).enumerate() {
-            for (index, (ours, theirs)) in ours.slice::<f32>().iter().zip(theirs.slice::<f32>()).enumerate() {
-                assert!(is_same(*ours, *theirs), "{what}: {which}[{index}] is {ours:e} against {theirs:e}");
+            for (index, (ours, theirs)) in
+                ours.slice::<f32>().iter().zip(theirs.slice::<f32>()).enumerate()
+            {
+                assert!(
+                    is_same(*ours, *theirs),
+                    "{what}: {which}[{index}] is {ours:e} against {theirs:e}"
+                );
             }
         }
     }
@@ -79,7 +83,8 @@ fn is_exact(layout: Layout) -> (bool, bool) {
 proptest! {
     #![proptest_config(cases(64))]
 
-    /// What is held in full comes back as it was; the rest is what it was rounded to, and comes back as that from then on.
+    /// What is held in full comes back as it was; the rest is what it was rounded to, and comes
+    /// back as that from then on.
     #[test]
     fn states_come_back(
         numel in 0_usize..300,
@@ -213,7 +218,9 @@ fn views_that_do_not_fit_change_nothing() {
         let tensor = held.tensor();
         let mut values = Values::random(NUMEL, 0, Spread::Ordinary, 3);
         let values_before = values.0.each_ref().map(|values| values.moved(0));
-        let StateViews { master: Some(master), moments: Some((exp_avg, exp_avg_sq)) } = values.views() else {
+        let StateViews { master: Some(master), moments: Some((exp_avg, exp_avg_sq)) } =
+            values.views()
+        else {
             unreachable!("both are given")
         };
         let short = View::new(master.address(), Dtype::Float32, NUMEL - 1).expect("a valid view");
@@ -236,7 +243,9 @@ fn views_that_do_not_fit_change_nothing() {
                         read_state(pool(), widest(), tensor, views)
                     }
                 };
-                let Err(Error::Value(message)) = result else { panic!("{layout:?}: {result:?}, expected {said}") };
+                let Err(Error::Value(message)) = result else {
+                    panic!("{layout:?}: {result:?}, expected {said}")
+                };
                 assert!(message.contains(said), "`{message}` does not say {said}");
                 held.assert_untouched(&before, &message);
                 for (after, before) in values.0.iter().zip(&values_before) {
@@ -271,10 +280,14 @@ fn views_that_do_not_fit_change_nothing() {
     );
     let mut values = Values::zeros(NUMEL, 0);
     let StateViews { master, .. } = values.views();
-    let both = StateViews { master: None, moments: Some((master.expect("given"), master.expect("given"))) };
+    let both = StateViews {
+        master: None,
+        moments: Some((master.expect("given"), master.expect("given"))),
+    };
     let tensor = held.tensor();
     // SAFETY: as above.
-    let error = unsafe { read_state(pool(), widest(), &tensor, both) }.expect_err("two outputs in one place");
+    let error = unsafe { read_state(pool(), widest(), &tensor, both) }
+        .expect_err("two outputs in one place");
     assert!(error.to_string().contains("overlap"), "{error}");
     // SAFETY: as above.
     unsafe { write_state(pool(), widest(), &tensor, 1, both) }.expect("both moments of zeros");

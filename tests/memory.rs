@@ -3,8 +3,8 @@
 use std::slice;
 
 use stepwell::Error;
-use stepwell::memory::{Buffer, BufferConfig, huge_page_policy, memlock_limit_bytes};
-use stepwell::pool::{Pool, PoolConfig};
+use stepwell::host::memory::{Buffer, BufferConfig, huge_page_policy, memlock_limit_bytes};
+use stepwell::host::pool::{Pool, PoolConfig};
 
 const MIB: usize = 1 << 20;
 
@@ -33,14 +33,22 @@ fn map() -> Vec<(usize, usize, String)> {
 fn smaps_bytes(begin: usize, field: &str) -> usize {
     let text = std::fs::read_to_string("/proc/self/smaps").expect("smaps");
     let entry = text.split_once(&format!("\n{begin:x}-")).expect("an entry").1;
-    let value = entry.split_once(&format!("\n{field}:")).expect("a field").1.split_once("kB").expect("kB").0;
+    let value = entry
+        .split_once(&format!("\n{field}:"))
+        .expect("a field")
+        .1
+        .split_once("kB")
+        .expect("kB")
+        .0;
     value.trim().parse::<usize>().expect("a number") << 10
 }
 
 #[test]
 fn zeroed_writable_resident_and_of_exact_size() {
     let page = rustix::param::page_size();
-    for nbytes in [0, 1, page - 1, page, page + 1, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 9 * MIB + 5, 33 * MIB] {
+    for nbytes in
+        [0, 1, page - 1, page, page + 1, 2 * MIB - 1, 2 * MIB, 2 * MIB + 1, 9 * MIB + 5, 33 * MIB]
+    {
         let buffer = buffer(nbytes);
         assert_eq!(buffer.nbytes(), nbytes);
         let begin = buffer.as_ptr().addr();
@@ -65,7 +73,10 @@ fn neighbours_are_not_accessible() {
         let begin = buffer.as_ptr().addr();
         let end = begin + nbytes.next_multiple_of(page);
         for address in [begin - 1, end] {
-            let entry = map().into_iter().find(|entry| (entry.0..entry.1).contains(&address)).expect("reserved");
+            let entry = map()
+                .into_iter()
+                .find(|entry| (entry.0..entry.1).contains(&address))
+                .expect("reserved");
             assert_eq!(entry.2, "---p");
         }
     }
@@ -87,7 +98,9 @@ fn huge_pages_are_measured() {
     assert_eq!(buffer.huge_page_bytes(), smaps_bytes(buffer.as_ptr().addr(), "AnonHugePages"));
     match huge_page_policy() {
         // A fragmented machine may give fewer; none at all would be a mistake of ours.
-        Some(policy) if !policy.contains("[never]") => assert!(buffer.huge_page_bytes() > 0, "policy `{policy}`"),
+        Some(policy) if !policy.contains("[never]") => {
+            assert!(buffer.huge_page_bytes() > 0, "policy `{policy}`")
+        }
         _ => assert_eq!(buffer.huge_page_bytes(), 0),
     }
 }
@@ -97,7 +110,10 @@ fn a_size_beyond_the_machine_is_an_error() {
     let new = |nbytes| Buffer::new(nbytes, &BufferConfig::default(), &pool());
     for nbytes in [usize::MAX, usize::MAX / 2] {
         let error = new(nbytes).expect_err("too large");
-        assert!(matches!(error, Error::Value(_)) && error.to_string().contains(&format!("`{nbytes}`")), "{error}");
+        assert!(
+            matches!(error, Error::Value(_)) && error.to_string().contains(&format!("`{nbytes}`")),
+            "{error}"
+        );
     }
     let error = new(1 << 50).expect_err("too large");
     assert!(matches!(error, Error::Os { .. }) && error.to_string().contains("hint: "), "{error}");
@@ -108,7 +124,8 @@ fn a_size_beyond_the_machine_is_an_error() {
 
 #[test]
 fn locked_memory_is_locked() {
-    let buffer = Buffer::new(3000, &BufferConfig { lock: true }, &pool()).expect("one page may be locked");
+    let buffer =
+        Buffer::new(3000, &BufferConfig { lock: true }, &pool()).expect("one page may be locked");
     assert!(buffer.locked());
     assert_eq!(smaps_bytes(buffer.as_ptr().addr(), "Locked"), rustix::param::page_size());
 }
@@ -127,10 +144,17 @@ fn a_refused_lock_names_the_limit() {
     set_capabilities(None, mine).expect("capabilities can be given up");
 
     let nbytes = limit as usize + MIB;
-    let error = Buffer::new(nbytes, &BufferConfig { lock: true }, &pool()).expect_err("beyond the limit");
+    let error =
+        Buffer::new(nbytes, &BufferConfig { lock: true }, &pool()).expect_err("beyond the limit");
     let message = error.to_string();
     assert!(matches!(error, Error::Os { .. }), "{message}");
-    for part in ["RLIMIT_MEMLOCK", &format!("`{limit} bytes`"), &format!("`{nbytes}`"), "ulimit -l", "hint: "] {
+    for part in [
+        "RLIMIT_MEMLOCK",
+        &format!("`{limit} bytes`"),
+        &format!("`{nbytes}`"),
+        "ulimit -l",
+        "hint: ",
+    ] {
         assert!(message.contains(part), "no {part} in: {message}");
     }
 }

@@ -1,18 +1,25 @@
-//! Squared norm and finite check: against float64, and bit for bit however the gradient is cut, placed and shared out.
+//! Squared norm and finite check: against float64, and bit for bit however the gradient is cut,
+//! placed and shared out.
 
 mod battery;
 
-use battery::{Draw, Guarded, SPECIALS, Spread, cases, flushing_subnormals, is_hurried, pool, pool_of, widest};
+use battery::{
+    Draw, Guarded, SPECIALS, Spread, cases, flushing_subnormals, is_hurried, pool, pool_of, widest,
+};
 use proptest::prelude::*;
 use stepwell::{
     Error,
-    element::{Bf16, Dtype, F16},
-    grad_stats::{GradStats, grad_stats},
-    isa::Isa,
-    norm::{NORM_BLOCK, magnitude, magnitude_and_norm},
-    pool::Pool,
-    simd::LANES,
-    state::{BLOCK, chunk::CHUNK_LEN},
+    grads::{
+        norm::{NORM_BLOCK, magnitude, magnitude_and_norm},
+        stats::{GradStats, grad_stats},
+    },
+    host::pool::Pool,
+    simd::{LANES, isa::Isa},
+    state::chunk::CHUNK_LEN,
+    stream::{
+        BLOCK,
+        element::{Bf16, Dtype, F16},
+    },
 };
 
 /// Summation in float64 in another order: 2^-53 for each of at most 2^17 terms, all of one sign.
@@ -104,7 +111,8 @@ proptest! {
     }
 }
 
-/// At every position of a small gradient: a NaN counts more than an infinity, and that more than any finite number.
+/// At every position of a small gradient: a NaN counts more than an infinity, and that more than
+/// any finite number.
 #[test]
 fn one_bad_value_is_seen_wherever_it_is() {
     let bad = [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -f32::NAN, f32::from_bits(0x7f80_0001)];
@@ -115,10 +123,16 @@ fn one_bad_value_is_seen_wherever_it_is() {
                     let mut values = vec![f32::MAX; 150];
                     values[at] = bad;
                     if dtype == Dtype::Float16 {
-                        values.iter_mut().filter(|value| **value == f32::MAX).for_each(|value| *value = 65504.0);
+                        values
+                            .iter_mut()
+                            .filter(|value| **value == f32::MAX)
+                            .for_each(|value| *value = 65504.0);
                     }
                     if dtype == Dtype::BFloat16 {
-                        values.iter_mut().filter(|value| **value == f32::MAX).for_each(|value| *value = 3e38);
+                        values
+                            .iter_mut()
+                            .filter(|value| **value == f32::MAX)
+                            .for_each(|value| *value = 3e38);
                     }
                     let grad = grad(dtype, &values, 1);
                     let (alone, with_sums, sums) = measure(isa, &grad, 0..150);
@@ -139,7 +153,11 @@ fn one_bad_value_is_seen_wherever_it_is() {
 /// Several gradients on pools of every size: the same bits, the first bad one named.
 #[test]
 fn threads_do_not_show() {
-    let sizes = if is_hurried() { [NORM_BLOCK + 5, 0, 1, 300] } else { [3 * CHUNK_LEN + 77, 0, CHUNK_LEN, 300] };
+    let sizes = if is_hurried() {
+        [NORM_BLOCK + 5, 0, 1, 300]
+    } else {
+        [3 * CHUNK_LEN + 77, 0, CHUNK_LEN, 300]
+    };
     let mut draw = Draw::new(4);
     let mut grads: Vec<Guarded> = sizes
         .iter()
@@ -149,18 +167,30 @@ fn threads_do_not_show() {
     let expected = stats(pool(), Isa::Scalar, &mut grads, true);
     let values: Vec<f32> = grads.iter().flat_map(Guarded::values).collect();
     let sq_norm: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
-    assert!((expected.sq_norm - sq_norm).abs() <= SUM_ERROR * sq_norm, "{} against {sq_norm}", expected.sq_norm);
+    assert!(
+        (expected.sq_norm - sq_norm).abs() <= SUM_ERROR * sq_norm,
+        "{} against {sq_norm}",
+        expected.sq_norm
+    );
     assert_eq!(expected.absmax, values.iter().fold(0.0, |largest, value| value.abs().max(largest)));
     assert_eq!(expected.first_nonfinite, None);
     for threads in [1, 2, 3, 7] {
         let pool = pool_of(threads);
         for isa in Isa::available() {
             let got = stats(&pool, isa, &mut grads, true);
-            assert_eq!(got.sq_norm.to_bits(), expected.sq_norm.to_bits(), "{threads} threads, {}", isa.name());
+            assert_eq!(
+                got.sq_norm.to_bits(),
+                expected.sq_norm.to_bits(),
+                "{threads} threads, {}",
+                isa.name()
+            );
             assert_eq!(got, expected);
             let without = stats(&pool, isa, &mut grads, false);
             assert!(without.sq_norm.is_nan());
-            assert_eq!((without.absmax, without.first_nonfinite), (got.absmax, got.first_nonfinite));
+            assert_eq!(
+                (without.absmax, without.first_nonfinite),
+                (got.absmax, got.first_nonfinite)
+            );
         }
     }
     for (bad, at) in [(3, 299), (2, 0), (0, sizes[0] - 1), (0, 0)] {
@@ -183,7 +213,8 @@ fn nothing_has_no_norm() {
     }
 }
 
-/// Squares of subnormals are far from subnormal in float64, and flush-to-zero must not take them away.
+/// Squares of subnormals are far from subnormal in float64, and flush-to-zero must not take them
+/// away.
 #[test]
 fn flush_to_zero_does_not_show() {
     let values: Vec<f32> = SPECIALS
@@ -208,7 +239,11 @@ fn other_dtypes_are_refused() {
         let mut grads = [Guarded::zeros(Dtype::Float32, 4, 0), Guarded::zeros(dtype, 4, 0)];
         let views = [grads[0].view(), grads[1].view()];
         // SAFETY: the views are of this function's buffers.
-        let error = unsafe { grad_stats(pool(), widest(), &views, true) }.expect_err("not a gradient");
-        assert!(matches!(&error, Error::Value(message) if message.contains(dtype.name())), "{error}");
+        let error =
+            unsafe { grad_stats(pool(), widest(), &views, true) }.expect_err("not a gradient");
+        assert!(
+            matches!(&error, Error::Value(message) if message.contains(dtype.name())),
+            "{error}"
+        );
     }
 }

@@ -1,4 +1,5 @@
-//! The offload engine on the host as its device: the same bits as a step, in the right order, whole or not at all.
+//! The offload engine on the host as its device: the same bits as a step, in the right order, whole
+//! or not at all.
 
 mod battery;
 mod on_device;
@@ -10,16 +11,17 @@ use std::{
 
 use battery::{Draw, Held, Layout, Spread, is_hurried, pool_of, widest};
 use on_device::{
-    Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, engine_on, finish, host_device, split, stepped, submit, take,
+    Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, engine_on, finish, host_device, split,
+    stepped, submit, take,
 };
 use stepwell::{
     Error,
     adam::Hyper,
     device::{Device, Lane, host::HostDevice},
-    isa::Isa,
     offload::{Engine, SEGMENT_LEN, Update},
+    simd::isa::Isa,
     state::chunk::CHUNK_LEN,
-    view::View,
+    stream::view::View,
 };
 
 /// Tensors of every state, some of several segments.
@@ -31,7 +33,11 @@ fn mixed() -> Vec<Held> {
     };
     let state = |(index, layout): (usize, Layout)| {
         // One large tensor is enough.
-        let size = if index > 0 && index % sizes.len() == 0 { 2 * CHUNK_LEN + 1 } else { sizes[index % sizes.len()] };
+        let size = if index > 0 && index % sizes.len() == 0 {
+            2 * CHUNK_LEN + 1
+        } else {
+            sizes[index % sizes.len()]
+        };
         let mut held = Held::random(layout, size, 0, Spread::Ordinary, index as u64);
         held.key = index as u64;
         held
@@ -44,7 +50,8 @@ fn a_step_is_that_of_the_batch_for_every_layout() {
     let hyper = Hyper { weight_decay: 0.1, grad_scale: 0.5, ..Hyper::default() };
     for workers in [1, 3] {
         let mut expected = mixed();
-        let mut all: Vec<OnDevice> = expected.iter().map(|held| OnDevice::new(held.moved(0))).collect();
+        let mut all: Vec<OnDevice> =
+            expected.iter().map(|held| OnDevice::new(held.moved(0))).collect();
         let engine = engine_on(host_device(&all), &all, workers);
         for count in 1..=2 {
             take(&engine, &mut all).expect("gradients");
@@ -77,7 +84,8 @@ fn parts_of_a_gradient_are_waited_for_as_a_whole() {
     let (_, source, host) = all[0].gradient(0);
     let half = host.numel() / 2 + 7;
     let part = |begin: usize, end: usize| {
-        let view = View::new(host.address() + 2 * begin, host.dtype(), end - begin).expect("a view");
+        let view =
+            View::new(host.address() + 2 * begin, host.dtype(), end - begin).expect("a view");
         (source + 2 * begin as u64, view)
     };
     // SAFETY: as in `take`.
@@ -104,8 +112,14 @@ fn nothing_is_stepped_before_its_gradient_has_come() {
     unsafe { engine.take(&[second], STREAM) }.expect("a gradient");
     submit(&engine, &mut all, 1, hyper).expect("a step");
     let whole = |one: &OnDevice| 0..one.held.numel;
-    assert!(engine.wait(0, &whole(&all[0]), STREAM, SOON).expect("the first"), "its gradient was there");
-    assert!(!engine.wait(1, &whole(&all[1]), STREAM, WATCHED).expect("the second"), "its gradient was not");
+    assert!(
+        engine.wait(0, &whole(&all[0]), STREAM, SOON).expect("the first"),
+        "its gradient was there"
+    );
+    assert!(
+        !engine.wait(1, &whole(&all[1]), STREAM, WATCHED).expect("the second"),
+        "its gradient was not"
+    );
     assert!(engine.is_busy() && all[1].weight.iter().all(|&byte| byte == 0xa5));
     device.pause(Lane::Download, false);
     finish(&engine);
@@ -127,9 +141,14 @@ fn a_stream_waits_for_the_upload_itself() {
     let (sender, receiver) = mpsc::channel();
     let waiting = {
         let engine = Arc::clone(&engine);
-        thread::spawn(move || sender.send(engine.wait(0, &(5..6), STREAM, SOON)).expect("a receiver"))
+        thread::spawn(move || {
+            sender.send(engine.wait(0, &(5..6), STREAM, SOON)).expect("a receiver")
+        })
     };
-    assert!(receiver.recv_timeout(WATCHED).is_err(), "the weight is not there, and the stream went on");
+    assert!(
+        receiver.recv_timeout(WATCHED).is_err(),
+        "the weight is not there, and the stream went on"
+    );
     device.pause(Lane::Upload, false);
     assert!(receiver.recv_timeout(SOON).expect("an answer").expect("a step that works"));
     all[0].assert_uploaded();
@@ -151,7 +170,10 @@ fn a_weight_is_not_written_while_it_is_uploaded() {
     assert!(engine.finish(STREAM, SOON).expect("a step that works"));
     take(&engine, &mut all).expect("a gradient");
     submit(&engine, &mut all, 2, hyper).expect("a step");
-    assert!(!engine.finish(STREAM, WATCHED).expect("a step that works"), "the last weight is still on its way");
+    assert!(
+        !engine.finish(STREAM, WATCHED).expect("a step that works"),
+        "the last weight is still on its way"
+    );
     let mut now = all[0].held.moved(0);
     now.set_grad(|_| 0.0);
     let mut first = first;
@@ -172,21 +194,28 @@ fn what_is_refused_changes_nothing() {
     let hyper = Hyper::default();
     let refused = |updates: Vec<Update>, said: &str| {
         // SAFETY: as in `take`; it is refused.
-        let message = unsafe { engine.submit(updates, STREAM) }.expect_err("must be refused").to_string();
+        let message =
+            unsafe { engine.submit(updates, STREAM) }.expect_err("must be refused").to_string();
         assert!(message.contains(said), "{message}");
     };
     refused(vec![all[0].update(2, 1, hyper)], "tensor `2`");
     refused(vec![all[0].update(1, 1, hyper)], "elements");
     refused(vec![all[0].update(0, 1, hyper), all[0].update(0, 1, hyper)], "twice");
     refused(vec![all[0].update(0, 0, hyper)], "steps[0]");
-    refused(vec![all[1].update(1, 1, hyper), all[0].update(0, 1, Hyper { lr: f64::NAN, ..hyper })], "lr");
+    refused(
+        vec![all[1].update(1, 1, hyper), all[0].update(0, 1, Hyper { lr: f64::NAN, ..hyper })],
+        "lr",
+    );
     let mut without = all[0].update(0, 1, hyper);
     without.tensor.grad = None;
     refused(vec![without], "no grad");
     let mut overlapping = all[0].update(0, 1, hyper);
     overlapping.tensor.exp_avg = overlapping.tensor.exp_avg_sq;
     refused(vec![overlapping], "overlap");
-    assert!(engine.wait(7, &(0..1), STREAM, WATCHED).is_err() && engine.wait(1, &(3..11), STREAM, WATCHED).is_err());
+    assert!(
+        engine.wait(7, &(0..1), STREAM, WATCHED).is_err()
+            && engine.wait(1, &(3..11), STREAM, WATCHED).is_err()
+    );
     assert!(!engine.is_busy());
     for (one, before) in all.iter_mut().zip(before) {
         one.held.assert_same(&mut before.moved(0), "refused");
@@ -203,7 +232,9 @@ fn a_running_step_refuses_the_next() {
     device.pause(Lane::Download, true);
     take(&engine, &mut all).expect("a gradient");
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
-    for refused in [take(&engine, &mut all), submit(&engine, &mut all, 2, Hyper::default()), engine.drain()] {
+    for refused in
+        [take(&engine, &mut all), submit(&engine, &mut all, 2, Hyper::default()), engine.drain()]
+    {
         assert!(refused.expect_err("must be refused").to_string().contains("still running"));
     }
     device.pause(Lane::Download, false);
@@ -241,10 +272,14 @@ fn dropping_waits_for_the_step() {
 #[test]
 fn a_nonsense_device_is_refused() {
     for (name, said) in [("cuda", "cuda:N"), ("xpu:0", "xpu:0"), ("cuda:-", "cuda:-")] {
-        let Err(error) = Engine::new(name, &[1], pool_of(1), Isa::Scalar) else { panic!("`{name}` was taken") };
+        let Err(error) = Engine::new(name, &[1], pool_of(1), Isa::Scalar) else {
+            panic!("`{name}` was taken")
+        };
         assert!(matches!(&error, Error::Value(message) if message.contains(said)), "{error}");
     }
-    let Err(error) = Engine::new("cuda:4095", &[1], pool_of(1), Isa::Scalar) else { panic!("no such device") };
+    let Err(error) = Engine::new("cuda:4095", &[1], pool_of(1), Isa::Scalar) else {
+        panic!("no such device")
+    };
     assert!(matches!(error, Error::Os { .. }), "{error}");
 }
 

@@ -7,7 +7,8 @@ import torch
 from optim_cases import bits
 
 WIDTH = 96
-# So many elements take a worker some milliseconds; a forward that does not wait reads its weights microseconds after the step.
+# So many elements take a worker some milliseconds; a forward that does not wait reads its weights
+# microseconds after the step.
 BALLAST = 6 << 20
 
 
@@ -67,7 +68,10 @@ def pair(net=None, dtype=torch.float32, **options):
     plain = {name: value for name, value in options.items() if name not in ours}
     return (
         (net, stepwell.OffloadAdamW(net.named_parameters(), **{"lr": 1e-2, **options})),
-        (twin, stepwell.AdamW(twin.named_parameters(), **{"lr": 1e-2, "nonfinite": "skip", **plain})),
+        (
+            twin,
+            stepwell.AdamW(twin.named_parameters(), **{"lr": 1e-2, "nonfinite": "skip", **plain}),
+        ),
     )
 
 

@@ -23,7 +23,9 @@ def parameter(*shape, dtype=torch.float32):
 def bits(tensor):
     """The tensor as integers, so that equality is that of bits (NaN equals itself, 0 is not -0)."""
     tensor = tensor.detach().contiguous()
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).clone()
+    return tensor.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+    ).clone()
 
 
 def snapshot(optimizer):
@@ -61,7 +63,8 @@ class Oracle:
         self.exp_avg = torch.zeros_like(self.param)
         self.exp_avg_sq = torch.zeros_like(self.param)
         self.step_count = 0
-        # How much larger than their sum the gradient and the L2 decay were, at worst: what rounding is multiplied with.
+        # How much larger than their sum the gradient and the L2 decay were, at worst: what rounding
+        # is multiplied with.
         self.cancellation = torch.ones_like(self.param)
 
     def step(self, grad, *, lr, betas, eps, weight_decay, decoupled=True, maximize=False):
@@ -72,7 +75,9 @@ class Oracle:
         else:
             decayed = grad + weight_decay * self.param
             summands = grad.abs() + (weight_decay * self.param).abs()
-            self.cancellation = torch.maximum(self.cancellation, (summands / decayed.abs()).nan_to_num(1.0))
+            self.cancellation = torch.maximum(
+                self.cancellation, (summands / decayed.abs()).nan_to_num(1.0)
+            )
             grad = decayed
         self.exp_avg = betas[0] * self.exp_avg + (1 - betas[0]) * grad
         self.exp_avg_sq = betas[1] * self.exp_avg_sq + (1 - betas[1]) * grad.square()

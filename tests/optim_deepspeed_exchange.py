@@ -30,7 +30,9 @@ def exchange(moments, decoded):
     assert returned.state[back]["step"] == 4
     if moments == "fp32":
         for name in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(bits(returned.state[back][name]), bits(reference.state[theirs][name]))
+            assert torch.equal(
+                bits(returned.state[back][name]), bits(reference.state[theirs][name])
+            )
     back.grad = torch.randn(1000)
     returned.step()
 

@@ -48,7 +48,9 @@ class Ranks:
         self.starts += 1
         store = self.folder / f"store{self.starts}"
         self.processes = [
-            context.Process(target=_serve, args=(rank, self.world_size, store, tasks, self.results), daemon=True)
+            context.Process(
+                target=_serve, args=(rank, self.world_size, store, tasks, self.results), daemon=True
+            )
             for rank, tasks in enumerate(self.tasks)
         ]
         for process in self.processes:
@@ -67,7 +69,9 @@ class Ranks:
                 rank, failure, value = self.results.get(timeout=RANK_SECONDS_MAX)
             except queue.Empty:
                 self.stop()
-                raise AssertionError(f"a rank hangs or has died; others said: {failures or 'nothing'}") from None
+                raise AssertionError(
+                    f"a rank hangs or has died; others said: {failures or 'nothing'}"
+                ) from None
             returned[rank] = value
             if failure:
                 failures.append(f"rank {rank}: {failure}")

@@ -1,4 +1,5 @@
-//! The pool: every index once, stealing, panics, concurrent and nested callers, fork, pinning, joining. Every test has a time limit.
+//! The pool: every index once, stealing, panics, concurrent and nested callers, fork, pinning,
+//! joining. Every test has a time limit.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -12,12 +13,13 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use rustix::thread::{CpuSet, gettid, sched_getaffinity, sched_setaffinity};
 use stepwell::Error;
-use stepwell::pool::{Pool, PoolConfig};
+use stepwell::host::pool::{Pool, PoolConfig};
 
 const TIME_LIMIT: Duration = Duration::from_secs(60);
 
-/// Runs a body on a thread of its own and fails when it takes too long: a hang must be a failure. One body at a time: a thread that
-/// begins or ends holds a lock of the standard library, and a child that is forked meanwhile starts no thread any more. That is a test's doing, not a pool's.
+/// Runs a body on a thread of its own and fails when it takes too long: a hang must be a failure.
+/// One body at a time: a thread that begins or ends holds a lock of the standard library, and a
+/// child that is forked meanwhile starts no thread any more. That is a test's doing, not a pool's.
 fn within_time_limit(body: impl FnOnce() + Send + 'static) {
     static ALONE: Mutex<()> = Mutex::new(());
     let (done, wait) = mpsc::channel();
@@ -40,10 +42,12 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// Runs a body in a forked child, which a signal ends when it takes too long, and fails unless it returns true.
+/// Runs a body in a forked child, which a signal ends when it takes too long, and fails unless it
+/// returns true.
 fn in_forked_child(body: impl FnOnce() -> bool) {
-    // SAFETY: the child runs `body` and leaves by `_exit`: it touches no lock that another thread of the parent may have held at the fork,
-    // but those that are fork-safe (the allocator's) or under test (the pool's).
+    // SAFETY: the child runs `body` and leaves by `_exit`: it touches no lock that another thread
+    // of the parent may have held at the fork, but those that are fork-safe (the allocator's) or
+    // under test (the pool's).
     let child = unsafe { libc::fork() };
     assert!(child >= 0, "cannot fork");
     if child == 0 {
@@ -60,7 +64,11 @@ fn in_forked_child(body: impl FnOnce() -> bool) {
     let mut status = 0;
     // SAFETY: waits for the child made above; `status` is this frame's.
     assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    assert!(!libc::WIFSIGNALED(status), "child ended by signal {} (14: it hung)", libc::WTERMSIG(status));
+    assert!(
+        !libc::WIFSIGNALED(status),
+        "child ended by signal {} (14: it hung)",
+        libc::WTERMSIG(status)
+    );
     assert_eq!(libc::WEXITSTATUS(status), 0, "child failed (1: wrong result, 2: panic)");
 }
 
@@ -78,7 +86,10 @@ fn runs_each_once(pool: &Pool, counters: &[AtomicU32]) -> bool {
     pool.run(counters.len(), &|i| {
         counters[i].fetch_add(1, Ordering::Relaxed);
     });
-    counters.iter().zip(before).all(|(counter, before)| counter.load(Ordering::Relaxed) == before + 1)
+    counters
+        .iter()
+        .zip(before)
+        .all(|(counter, before)| counter.load(Ordering::Relaxed) == before + 1)
 }
 
 fn allowed_cpus() -> Vec<usize> {
@@ -87,7 +98,11 @@ fn allowed_cpus() -> Vec<usize> {
 }
 
 fn message(payload: &(dyn Any + Send)) -> &str {
-    payload.downcast_ref::<&str>().copied().or(payload.downcast_ref::<String>().map(String::as_str)).unwrap_or("?")
+    payload
+        .downcast_ref::<&str>()
+        .copied()
+        .or(payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("?")
 }
 
 #[test]
@@ -129,7 +144,8 @@ fn results_of_tasks_are_visible_to_the_caller() {
         let mut data = vec![0_u64; 4096];
         for round in 1..200 {
             let begin = SharedPtr(data.as_mut_ptr());
-            // SAFETY: every index is written by one task, and the caller reads after `run` has returned.
+            // SAFETY: every index is written by one task, and the caller reads after `run` has
+            // returned.
             pool.run(data.len(), &|i| unsafe { begin.at(i).write(round * i as u64) });
             assert!(data.iter().enumerate().all(|(i, &value)| value == round * i as u64));
         }
@@ -168,7 +184,10 @@ fn each_worker_runs_its_own() {
             for _ in 0..2_000 {
                 let counters = counters(threads);
                 pool.run_on_each_worker(&|worker| {
-                    assert_eq!(thread::current().name(), Some(format!("stepwell-{worker}").as_str()));
+                    assert_eq!(
+                        thread::current().name(),
+                        Some(format!("stepwell-{worker}").as_str())
+                    );
                     counters[worker].fetch_add(1, Ordering::Relaxed);
                 });
                 assert!(counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 1));
@@ -185,7 +204,9 @@ fn others_take_over_a_share_that_is_stuck() {
         let done = AtomicUsize::new(0);
         pool.run(tasks, &|i| {
             if i == 0 {
-                wait_until("the rest of the stuck worker's share", || done.load(Ordering::Relaxed) == tasks - 1);
+                wait_until("the rest of the stuck worker's share", || {
+                    done.load(Ordering::Relaxed) == tasks - 1
+                });
             }
             done.fetch_add(1, Ordering::Relaxed);
         });
@@ -210,8 +231,14 @@ fn a_panic_reaches_the_caller_after_all_tasks() {
             }))
             .expect_err("the panic is carried over");
             assert_eq!(message(&*payload), "task 0 failed");
-            assert!(counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 1), "no task is left out");
-            assert!(runs_each_once(&pool, &counters), "the pool goes on, and the panic is not reported twice");
+            assert!(
+                counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 1),
+                "no task is left out"
+            );
+            assert!(
+                runs_each_once(&pool, &counters),
+                "the pool goes on, and the panic is not reported twice"
+            );
         }
     });
 }
@@ -240,7 +267,9 @@ fn concurrent_callers_take_turns() {
                                 jobs_in_flight.lock().expect("lock").remove(&caller);
                             }
                         });
-                        assert!(counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 1));
+                        assert!(
+                            counters.iter().all(|counter| counter.load(Ordering::Relaxed) == 1)
+                        );
                     }
                 });
             }
@@ -307,7 +336,8 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
                                     sums.iter().all(|sum| sum.load(Ordering::Relaxed) == first)
                                         && runs_each_once(&pool, &sums)
                                         && runs_each_once(&other, &sums)
-                                        && Pool::global().is_ok_and(|global| runs_each_once(global, &sums))
+                                        && Pool::global()
+                                            .is_ok_and(|global| runs_each_once(global, &sums))
                                 });
                             }
                         });
@@ -431,7 +461,8 @@ fn a_mask_of_one_cpu_gives_one_worker() {
                 let pool = Pool::new(&PoolConfig::default()).expect("pool");
                 assert_eq!(pool.cpus(), [cpu]);
                 assert!(runs_each_once(&pool, &counters(100)));
-                let several = Pool::new(&PoolConfig { threads: Some(4), cpus: None }).expect("pool");
+                let several =
+                    Pool::new(&PoolConfig { threads: Some(4), cpus: None }).expect("pool");
                 assert_eq!(several.cpus(), [cpu; 4]);
                 assert!(runs_each_once(&several, &counters(100)));
             })
@@ -446,7 +477,8 @@ fn a_list_of_cpus_is_taken_as_it_is() {
     within_time_limit(|| {
         let mut cpus = allowed_cpus();
         cpus.reverse();
-        let pool = Pool::new(&PoolConfig { threads: None, cpus: Some(cpus.clone()) }).expect("pool");
+        let pool =
+            Pool::new(&PoolConfig { threads: None, cpus: Some(cpus.clone()) }).expect("pool");
         assert_eq!(pool.cpus(), cpus);
         pool.run_on_each_worker(&|worker| assert_eq!(allowed_cpus(), [cpus[worker]]));
     });
@@ -465,7 +497,10 @@ fn bad_configurations_are_value_errors() {
             (Some(2), Some(vec![cpu]), "`2`"),
         ] {
             let error = Pool::new(&PoolConfig { threads, cpus }).expect_err("bad");
-            assert!(matches!(error, Error::Value(_)) && error.to_string().contains(names), "{error}");
+            assert!(
+                matches!(error, Error::Value(_)) && error.to_string().contains(names),
+                "{error}"
+            );
         }
     });
 }
@@ -514,7 +549,11 @@ fn idle_workers_sleep_and_dropping_joins_them() {
         assert!(runs_each_once(&pool, &counters(100)), "they wake up");
         wait_until("all workers asleep again", asleep);
         drop(pool);
-        assert_eq!(LEFT.load(Ordering::SeqCst), 4, "joined: they have ended, not only been told to");
+        assert_eq!(
+            LEFT.load(Ordering::SeqCst),
+            4,
+            "joined: they have ended, not only been told to"
+        );
     });
 }
 

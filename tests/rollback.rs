@@ -3,25 +3,33 @@
 mod battery;
 
 use battery::{
-    Draw, Held, Layout, MomentsKind, ParamKind, Spread, cases, flushing_subnormals, is_hurried, pool, pool_of, widest,
+    Draw, Held, Layout, MomentsKind, ParamKind, Spread, cases, flushing_subnormals, is_hurried,
+    pool, pool_of, widest,
 };
 use proptest::prelude::*;
 use stepwell::{
     Error,
     adam::{Hyper, rollback::rollback},
-    element::Dtype,
-    isa::Isa,
-    pool::Pool,
+    host::pool::Pool,
+    simd::isa::Isa,
     state::chunk::CHUNK_LEN,
+    stream::element::Dtype,
 };
 
-const PLAIN: Layout = Layout { param: ParamKind::Float32, moments: MomentsKind::Float32, grad: Dtype::Float32 };
+const PLAIN: Layout =
+    Layout { param: ParamKind::Float32, moments: MomentsKind::Float32, grad: Dtype::Float32 };
 
-/// Units in the last place of the largest number that was added up on the way that what comes back may be off by: the
-/// roundings of the step (at most 4 each) and of the inverse.
+/// Units in the last place of the largest number that was added up on the way that what comes back
+/// may be off by: the roundings of the step (at most 4 each) and of the inverse.
 const RESTORED_ULPS_MAX: f64 = 8.0;
 
-fn undo_on(pool: &Pool, isa: Isa, all: &mut [Held], counts: &[u64], hyper: &Hyper) -> Result<(), Error> {
+fn undo_on(
+    pool: &Pool,
+    isa: Isa,
+    all: &mut [Held],
+    counts: &[u64],
+    hyper: &Hyper,
+) -> Result<(), Error> {
     let tensors: Vec<_> = all.iter_mut().map(Held::tensor).collect();
     // SAFETY: the views are of `all`, which is lent.
     unsafe { rollback(pool, isa, &tensors, counts, hyper) }
@@ -64,16 +72,20 @@ fn usual() -> impl Strategy<Value = Hyper> {
         prop_oneof![Just(1.0), Just(0.25), 1e-3..10.0],
         any::<[bool; 3]>(),
     )
-        .prop_map(|(lr, betas, eps, weight_decay, grad_scale, [decoupled, bias_correction, maximize])| Hyper {
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            decoupled,
-            bias_correction,
-            maximize,
-            grad_scale,
-        })
+        .prop_map(
+            |(lr, betas, eps, weight_decay, grad_scale, [decoupled, bias_correction, maximize])| {
+                Hyper {
+                    lr,
+                    betas,
+                    eps,
+                    weight_decay,
+                    decoupled,
+                    bias_correction,
+                    maximize,
+                    grad_scale,
+                }
+            },
+        )
 }
 
 proptest! {
@@ -87,7 +99,8 @@ proptest! {
         let stepped = held.moved(0);
         let undone = undo(&mut held, steps + 1, &hyper);
         if undone.is_err() && !hyper.decoupled && hyper.weight_decay != 0.0 {
-            // The gradient includes the weight, whose last places an update that was much larger has taken with it.
+            // The gradient includes the weight, whose last places an update that was much larger
+            // has taken with it.
             held.assert_untouched(&stepped, "refused");
             return Ok(());
         }
@@ -161,7 +174,8 @@ fn one_tensor_that_cannot_be_undone_keeps_all() {
     all.iter_mut().for_each(|held| held.step(widest(), 3, &hyper));
     all[2].grad.set_value(numel - 1, f32::NAN);
     let before: Vec<Held> = all.iter().map(|held| held.moved(0)).collect();
-    let error = undo_on(&pool_of(2), widest(), &mut all, &[3, 3, 3], &hyper).expect_err("must be refused");
+    let error =
+        undo_on(&pool_of(2), widest(), &mut all, &[3, 3, 3], &hyper).expect_err("must be refused");
     assert!(error.to_string().contains("`1` elements"), "{error}");
     for (after, before) in all.iter().zip(&before) {
         after.assert_untouched(before, "refused");
@@ -204,21 +218,25 @@ fn other_layouts_and_bad_arguments_are_refused() {
     let mut held = trained(70, 1, &hyper, 5);
     let before = held.moved(0);
     let mut tensor = held.tensor();
-    for (tensors, counts, said) in [(vec![tensor], vec![1, 2], "steps"), (vec![tensor, tensor], vec![1, 1], "overlap")]
+    for (tensors, counts, said) in
+        [(vec![tensor], vec![1, 2], "steps"), (vec![tensor, tensor], vec![1, 1], "overlap")]
     {
         // SAFETY: the views are of `held`.
-        let error = unsafe { rollback(pool(), widest(), &tensors, &counts, &hyper) }.expect_err("must be refused");
+        let error = unsafe { rollback(pool(), widest(), &tensors, &counts, &hyper) }
+            .expect_err("must be refused");
         assert!(error.to_string().contains(said), "{error}");
     }
     tensor.grad = None;
     // SAFETY: as above.
-    let error = unsafe { rollback(pool(), widest(), &[tensor], &[1], &hyper) }.expect_err("must be refused");
+    let error = unsafe { rollback(pool(), widest(), &[tensor], &[1], &hyper) }
+        .expect_err("must be refused");
     assert!(error.to_string().contains("tensor 0 has no grad"), "{error}");
     held.assert_untouched(&before, "refused");
     undo_on(pool(), widest(), &mut [], &[], &hyper).expect("nothing to undo");
 }
 
-/// Neither threads nor ISA nor flush-to-zero, also where `exp_avg_sq` is subnormal, or 0, or the weight is subnormal.
+/// Neither threads nor ISA nor flush-to-zero, also where `exp_avg_sq` is subnormal, or 0, or the
+/// weight is subnormal.
 #[test]
 fn machines_do_not_show() {
     let numel = if is_hurried() { 3000 } else { 2 * CHUNK_LEN + 5 };
@@ -227,14 +245,17 @@ fn machines_do_not_show() {
     {
         let hyper = Hyper { lr, weight_decay: 0.1, ..Hyper::default() };
         let mut draw = Draw::new(6);
-        let mut values = |unit: f32| -> Vec<f32> { (0..numel).map(|_| draw.value(Spread::Ordinary) * unit).collect() };
+        let mut values = |unit: f32| -> Vec<f32> {
+            (0..numel).map(|_| draw.value(Spread::Ordinary) * unit).collect()
+        };
         let (master, grads) = (values(master_unit), values(grad_unit));
         let mut stepped = Held::zeros(PLAIN, numel, 0);
         stepped.write_master(&master);
         stepped.set_grad(|index| grads[index]);
         stepped.step(widest(), 1, &hyper);
         let mut expected = stepped.moved(0);
-        undo_on(&pool_of(1), Isa::Scalar, std::slice::from_mut(&mut expected), &[1], &hyper).expect("can be undone");
+        undo_on(&pool_of(1), Isa::Scalar, std::slice::from_mut(&mut expected), &[1], &hyper)
+            .expect("can be undone");
         for workers in [1, 3] {
             for isa in Isa::available() {
                 let mut undone = stepped.moved(3);
@@ -245,10 +266,19 @@ fn machines_do_not_show() {
             let mut flushed = stepped.moved(0);
             let mut result = None;
             flushing_subnormals(|| {
-                result = Some(undo_on(&pool_of(workers), widest(), std::slice::from_mut(&mut flushed), &[1], &hyper));
+                result = Some(undo_on(
+                    &pool_of(workers),
+                    widest(),
+                    std::slice::from_mut(&mut flushed),
+                    &[1],
+                    &hyper,
+                ));
             });
             result.expect("called").expect("can be undone");
-            flushed.assert_same(&mut expected, &format!("{workers} workers with flush-to-zero, {lr:e}"));
+            flushed.assert_same(
+                &mut expected,
+                &format!("{workers} workers with flush-to-zero, {lr:e}"),
+            );
         }
     }
 }

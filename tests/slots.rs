@@ -1,23 +1,21 @@
-//! Steps out of place: committed, the bits of steps in place; reverted, none at all; refused, nothing changed.
+//! Steps out of place: committed, the bits of steps in place; reverted, none at all; refused,
+//! nothing changed.
 
 mod battery;
 
 use battery::{
-    Draw, Held, Layout, MomentsKind, ParamKind, Spread, cases, hypers, is_hurried, pool, pool_of, scaled, widest,
+    Draw, Held, Layout, MomentsKind, ParamKind, Spread, cases, hypers, is_hurried, pool, pool_of,
+    scaled, widest,
 };
 use proptest::prelude::*;
 use stepwell::{
     Error,
-    adam::{
-        Hyper,
-        revocable::{HostSlots, Revocable},
-        tensor::AdamTensor,
-    },
-    element::Dtype,
-    isa::Isa,
-    pool::Pool,
+    adam::{Hyper, tensor::AdamTensor},
+    host::pool::Pool,
+    simd::isa::Isa,
     state::chunk::{CHUNK_LEN, num_chunks},
-    view::View,
+    stream::{element::Dtype, view::View},
+    tier::revocable::{HostSlots, Revocable},
 };
 
 fn tensors(all: &mut [Held]) -> Vec<AdamTensor> {
@@ -41,8 +39,10 @@ fn step(
     counts: &[u64],
     hyper: &Hyper,
 ) -> Result<(), Error> {
-    let tensors: Vec<(usize, AdamTensor)> = numbers.iter().map(|&number| (number, all[number].tensor())).collect();
-    // SAFETY: the views are of `all`, which is lent; nobody reads what is away before it is settled but to see that it is as it was.
+    let tensors: Vec<(usize, AdamTensor)> =
+        numbers.iter().map(|&number| (number, all[number].tensor())).collect();
+    // SAFETY: the views are of `all`, which is lent; nobody reads what is away before it is settled
+    // but to see that it is as it was.
     unsafe { revocable.step(pool, isa, &tensors, counts, hyper) }
 }
 
@@ -55,7 +55,10 @@ fn settle(slots: &mut HostSlots, pool: &Pool, all: &mut [Held]) {
 
 fn assert_equal(all: &[Held], expected: &[Held], what: &str) {
     for (held, expected) in all.iter().zip(expected) {
-        held.assert_untouched(expected, &format!("{what}: {:?}, {} elements", held.layout, held.numel));
+        held.assert_untouched(
+            expected,
+            &format!("{what}: {:?}, {} elements", held.layout, held.numel),
+        );
         held.assert_guards();
     }
 }
@@ -80,12 +83,18 @@ fn a_committed_step_is_one_in_place_and_a_reverted_step_is_none() {
             for count in 1..=3 {
                 // Both ways: home to spare when the count is odd, and back when it is even.
                 let mut revocable = slots.begin();
-                step(&mut revocable, (pool(), widest()), &mut all, &[0], &[count], &other).expect("a step");
+                step(&mut revocable, (pool(), widest()), &mut all, &[0], &[count], &other)
+                    .expect("a step");
                 revocable.revert();
                 let mut revocable = slots.begin();
-                step(&mut revocable, (pool(), widest()), &mut all, &[0], &[count], &hyper).expect("a step");
+                step(&mut revocable, (pool(), widest()), &mut all, &[0], &[count], &hyper)
+                    .expect("a step");
                 if count == 1 {
-                    assert_equal(&all, &before, "the old bits stand until the commit, and reverted steps left none");
+                    assert_equal(
+                        &all,
+                        &before,
+                        "the old bits stand until the commit, and reverted steps left none",
+                    );
                 }
                 revocable.commit();
                 assert_eq!(slots.away(), if count % 2 == 1 { chunks } else { 0 });
@@ -112,7 +121,11 @@ fn a_committed_step_is_one_in_place_and_a_reverted_step_is_none() {
 
 /// Tensors of every state and some sizes.
 fn mixed(seed: u64) -> Vec<Held> {
-    let sizes = if is_hurried() { [CHUNK_LEN + 65, 70, 1, 0, 33] } else { [2 * CHUNK_LEN + 65, 70, CHUNK_LEN, 0, 33] };
+    let sizes = if is_hurried() {
+        [CHUNK_LEN + 65, 70, 1, 0, 33]
+    } else {
+        [2 * CHUNK_LEN + 65, 70, CHUNK_LEN, 0, 33]
+    };
     let state = |(index, layout): (usize, Layout)| {
         let mut held = Held::random(
             layout,
@@ -131,7 +144,8 @@ fn mixed(seed: u64) -> Vec<Held> {
 fn threads_and_isas_do_not_show() {
     let before = mixed(1);
     let numbers: Vec<usize> = (0..before.len()).collect();
-    let counts = |first: u64| -> Vec<u64> { numbers.iter().map(|&number| first + number as u64).collect() };
+    let counts =
+        |first: u64| -> Vec<u64> { numbers.iter().map(|&number| first + number as u64).collect() };
     let hyper = Hyper { weight_decay: 0.1, ..Hyper::default() };
     for isa in Isa::available() {
         let mut expected = moved(&before, 0);
@@ -147,7 +161,8 @@ fn threads_and_isas_do_not_show() {
             let mut slots = slots_for(&mut all, spares);
             for first in [1, 2, 3] {
                 let mut revocable = slots.begin();
-                step(&mut revocable, (&pool, isa), &mut all, &numbers, &counts(first), &hyper).expect("a step");
+                step(&mut revocable, (&pool, isa), &mut all, &numbers, &counts(first), &hyper)
+                    .expect("a step");
                 revocable.commit();
             }
             assert_eq!(slots.away(), spares);
@@ -160,7 +175,8 @@ fn threads_and_isas_do_not_show() {
 proptest! {
     #![proptest_config(cases(24))]
 
-    /// Any sequence of commits, reverts, refusals and settlings of any tensors is the sequence of the committed steps in place.
+    /// Any sequence of commits, reverts, refusals and settlings of any tensors is the sequence of
+    /// the committed steps in place.
     #[test]
     fn any_sequence_follows_the_model(hyper in hypers(), seed: u64, share in 0_usize..=4) {
         let mut draw = Draw::new(seed);
@@ -227,7 +243,8 @@ fn split(numel: usize, seed: u64) -> Held {
     Held::random(layout, numel, 0, Spread::Ordinary, seed)
 }
 
-/// A step that must be refused says why, changes nothing, and leaves what was stepped before it to commit.
+/// A step that must be refused says why, changes nothing, and leaves what was stepped before it to
+/// commit.
 #[test]
 fn what_is_refused_changes_nothing() {
     let hyper = Hyper::default();
@@ -242,9 +259,13 @@ fn what_is_refused_changes_nothing() {
     let spoils: [(&[&str], Spoil); 7] = [
         (&["`2` chunks", "`1` of 3", "hint"], |_, _, _| {}),
         (&["tensor `3`", "3"], |tensors, _, _| tensors[0].0 = 3),
-        (&["tensor 2", "`131072 elements: param bfloat16", "70 elements"], |tensors, _, _| tensors[0].0 = 2),
+        (&["tensor 2", "`131072 elements: param bfloat16", "70 elements"], |tensors, _, _| {
+            tensors[0].0 = 2
+        }),
         (&["fingerprints"], |tensors, _, _| {
-            let stepwell::adam::tensor::MasterLayout::Split { fingerprints, .. } = &mut tensors[0].1.master else {
+            let stepwell::adam::tensor::MasterLayout::Split { fingerprints, .. } =
+                &mut tensors[0].1.master
+            else {
                 panic!("it is split")
             };
             *fingerprints = None;
@@ -258,15 +279,24 @@ fn what_is_refused_changes_nothing() {
     ];
     let mut revocable = slots.begin();
     step(&mut revocable, (pool(), widest()), &mut all, &[1], &[1], &hyper).expect("two spares");
-    let error = step(&mut revocable, (pool(), widest()), &mut all, &[1], &[2], &hyper).expect_err("stepped already");
-    assert!(error.to_string().contains("chunk `0` of tensor `1` is to be stepped twice"), "{error}");
+    let error = step(&mut revocable, (pool(), widest()), &mut all, &[1], &[2], &hyper)
+        .expect_err("stepped already");
+    assert!(
+        error.to_string().contains("chunk `0` of tensor `1` is to be stepped twice"),
+        "{error}"
+    );
     for (said, spoil) in spoils {
         let (mut tensors, mut counts, mut hyper) = (vec![(0, all[0].tensor())], vec![1], hyper);
         spoil(&mut tensors, &mut counts, &mut hyper);
         // SAFETY: the views are of `all`.
         let refused = unsafe { revocable.step(pool(), widest(), &tensors, &counts, &hyper) };
-        let Err(Error::Value(message)) = refused else { panic!("{refused:?}, expected what says {said:?}") };
-        assert!(said.iter().all(|said| message.contains(said)), "`{message}` does not say {said:?}");
+        let Err(Error::Value(message)) = refused else {
+            panic!("{refused:?}, expected what says {said:?}")
+        };
+        assert!(
+            said.iter().all(|said| message.contains(said)),
+            "`{message}` does not say {said:?}"
+        );
         assert_equal(&all, &before, &message);
     }
     revocable.commit();
@@ -281,7 +311,8 @@ fn what_is_refused_changes_nothing() {
         assert!(error.to_string().contains(said), "{error}");
     }
     let mut given = tensors(&mut all);
-    given[0].param = View::new(given[1].exp_avg.address(), Dtype::BFloat16, given[0].param.numel()).expect("a view");
+    given[0].param = View::new(given[1].exp_avg.address(), Dtype::BFloat16, given[0].param.numel())
+        .expect("a view");
     // SAFETY: as above.
     let error = unsafe { slots.settle(pool(), &given) }.expect_err("overlapping tensors");
     assert!(error.to_string().contains("overlap"), "{error}");
@@ -300,12 +331,14 @@ fn slots_that_do_not_fit_into_memory_are_refused() {
 #[test]
 fn without_tensors_or_spares_there_is_nothing_to_do() {
     let mut slots = slots_for(&mut [], 3);
-    step(&mut slots.begin(), (pool(), widest()), &mut [], &[], &[], &Hyper::default()).expect("nothing");
+    step(&mut slots.begin(), (pool(), widest()), &mut [], &[], &[], &Hyper::default())
+        .expect("nothing");
     settle(&mut slots, pool(), &mut []);
     let mut all = [split(0, 1)];
     let mut slots = slots_for(&mut all, 0);
     let mut revocable = slots.begin();
-    step(&mut revocable, (pool(), widest()), &mut all, &[0], &[1], &Hyper::default()).expect("nothing");
+    step(&mut revocable, (pool(), widest()), &mut all, &[0], &[1], &Hyper::default())
+        .expect("nothing");
     revocable.commit();
     settle(&mut slots, pool(), &mut all);
 }

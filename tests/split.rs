@@ -1,21 +1,28 @@
-//! 16-bit parameters with an exact master: the split in halves, and what happens when someone else writes the parameter.
+//! 16-bit parameters with an exact master: the split in halves, and what happens when someone else
+//! writes the parameter.
 
 mod battery;
 
-use battery::{Draw, Held, Layout, MomentsKind, ParamKind, SPECIALS, Spread, cases, is_hurried, is_same, pool, widest};
+use battery::{
+    Draw, Held, Layout, MomentsKind, ParamKind, SPECIALS, Spread, cases, is_hurried, is_same, pool,
+    widest,
+};
 use proptest::prelude::*;
 use stepwell::{
     adam::{Hyper, batch::step, exchange::take_fingerprints, tensor::MasterLayout},
-    element::{Bf16, Dtype, F16},
-    isa::{Isa, Kernel},
-    simd::{LANES, Simd},
+    simd::{
+        LANES, Simd,
+        isa::{Isa, Kernel},
+    },
     state::{
         chunk::CHUNK_LEN,
         split::{Fingerprint, join, split},
     },
+    stream::element::{Bf16, Dtype, F16},
 };
 
-/// Splits and joins the bits `begin + i * stride` for i in 0..count; the first that do not come back.
+/// Splits and joins the bits `begin + i * stride` for i in 0..count; the first that do not come
+/// back.
 struct RoundTrip {
     begin: u32,
     stride: u32,
@@ -27,7 +34,8 @@ impl Kernel for RoundTrip {
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) -> Option<u32> {
-        let lane: [u32; LANES] = std::array::from_fn(|lane| self.begin.wrapping_add(lane as u32 * self.stride));
+        let lane: [u32; LANES] =
+            std::array::from_fn(|lane| self.begin.wrapping_add(lane as u32 * self.stride));
         // SAFETY: `lane` holds LANES words.
         let mut bits = unsafe { simd.load_u32(lane.as_ptr()) };
         for _ in 0..self.count.div_ceil(LANES as u64) {
@@ -113,8 +121,8 @@ proptest! {
         }
     }
 
-    /// What the user wrote wins, for the whole chunk; what nobody wrote stays exact. A step goes on from there, and only
-    /// then do the trailing bits count again.
+    /// What the user wrote wins, for the whole chunk; what nobody wrote stays exact. A step goes on
+    /// from there, and only then do the trailing bits count again.
     #[test]
     fn what_someone_else_writes_wins(
         numel in prop_oneof![1_usize..200, CHUNK_LEN + 1..CHUNK_LEN + 100],
@@ -164,8 +172,11 @@ proptest! {
 #[test]
 fn a_fingerprint_sees_every_single_change() {
     let isa = widest();
-    let lens: &[usize] =
-        if is_hurried() { &[1, 2, 77, 1000] } else { &[1, 2, 16, 17, 63, 64, 65, 127, 1000, CHUNK_LEN] };
+    let lens: &[usize] = if is_hurried() {
+        &[1, 2, 77, 1000]
+    } else {
+        &[1, 2, 16, 17, 63, 64, 65, 127, 1000, CHUNK_LEN]
+    };
     for &len in lens {
         let mut values = bf16s(len as u64, len);
         let before = isa.run(Fingerprint(&values));
@@ -180,15 +191,18 @@ fn a_fingerprint_sees_every_single_change() {
     }
 }
 
-/// What people do to weights, which is anything but random: no two of some ten thousand such parameters look alike.
+/// What people do to weights, which is anything but random: no two of some ten thousand such
+/// parameters look alike.
 #[test]
 fn a_fingerprint_tells_structured_parameters_apart() {
     const LEN: usize = 1 << 11;
     let isa = widest();
     let mut draw = Draw::new(12);
-    let random: Vec<Bf16> = (0..LEN).map(|_| Bf16(half::bf16::from_f64(draw.normal()).to_bits())).collect();
+    let random: Vec<Bf16> =
+        (0..LEN).map(|_| Bf16(half::bf16::from_f64(draw.normal()).to_bits())).collect();
     // Zeros, ones and twos, whose patterns differ in a few of their upper bits.
-    let few: Vec<Bf16> = (0..LEN).map(|index| Bf16([0, 0x3f80, 0x4000][index * index % 3])).collect();
+    let few: Vec<Bf16> =
+        (0..LEN).map(|index| Bf16([0, 0x3f80, 0x4000][index * index % 3])).collect();
     let mut seen = std::collections::HashMap::new();
     let mut see = |what: String, values: Vec<Bf16>| {
         let fingerprint = isa.run(Fingerprint(&values));
@@ -272,7 +286,8 @@ fn stale_bits_never_make_a_nan() {
     }
 }
 
-/// A state of zeros is a fresh one: a fingerprint of 0 fits no parameter, whatever the trailing bits.
+/// A state of zeros is a fresh one: a fingerprint of 0 fits no parameter, whatever the trailing
+/// bits.
 #[test]
 fn a_fingerprint_of_zero_is_void() {
     let mut held = split_of(100);
@@ -283,7 +298,8 @@ fn a_fingerprint_of_zero_is_void() {
     assert_eq!(held.read_master(), held.param.values());
 }
 
-/// Beside a separate master, every element is judged alone: one that is not its rounded master was written by someone else.
+/// Beside a separate master, every element is judged alone: one that is not its rounded master was
+/// written by someone else.
 #[test]
 fn a_shadowed_parameter_wins_where_it_was_written() {
     let isa = widest();
@@ -299,7 +315,8 @@ fn a_shadowed_parameter_wins_where_it_was_written() {
     let read = held.read_master();
     for (index, value) in read.into_iter().enumerate() {
         let written = writes.iter().find(|(at, _)| *at == index);
-        let expected = written.map_or(exact[index], |(_, bits)| half::f16::from_bits(*bits).to_f32());
+        let expected =
+            written.map_or(exact[index], |(_, bits)| half::f16::from_bits(*bits).to_f32());
         assert!(is_same(value, expected), "element {index}: {value:e}, expected {expected:e}");
     }
     // The same value again is nobody's write: the master keeps what the parameter cannot hold.
@@ -309,7 +326,8 @@ fn a_shadowed_parameter_wins_where_it_was_written() {
     assert_ne!(exact[5], held.param.value(5), "the master holds more than the parameter");
 }
 
-/// Who alone writes the parameter leaves fingerprints out of the steps, and takes them when somebody else comes.
+/// Who alone writes the parameter leaves fingerprints out of the steps, and takes them when
+/// somebody else comes.
 #[test]
 fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
     let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
@@ -321,7 +339,9 @@ fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
     for count in 1..=3 {
         looked_at.step(widest(), count, &hyper);
         let mut tensor = alone.tensor();
-        let MasterLayout::Split { fingerprints, .. } = &mut tensor.master else { panic!("a split master") };
+        let MasterLayout::Split { fingerprints, .. } = &mut tensor.master else {
+            panic!("a split master")
+        };
         *fingerprints = None;
         // SAFETY: the views are of `alone`, which nobody else has.
         unsafe { step(pool(), widest(), &[tensor], &[count], &hyper) }.expect("a valid step");
@@ -338,6 +358,8 @@ fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
     let mut without = tensor;
     without.master = MasterLayout::Plain16;
     // SAFETY: it is refused.
-    let message = unsafe { take_fingerprints(pool(), widest(), &without) }.expect_err("must be refused").to_string();
+    let message = unsafe { take_fingerprints(pool(), widest(), &without) }
+        .expect_err("must be refused")
+        .to_string();
     assert!(message.contains("fingerprints"), "{message}");
 }

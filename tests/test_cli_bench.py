@@ -19,15 +19,22 @@ TIMEOUT = 110
 def stepwell(*arguments, cwd, **environment):
     command = [sys.executable, "-m", "stepwell", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
+        command,
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
     )
 
 
-# ---- pairs -----------------------------------------------------------------------------------------------------------------
+# ---- pairs ----
 
 
 def test_a_ratio_is_taken_pair_by_pair():
-    # The machine slowed down threefold between the pairs: of unpaired medians nothing would be left to say.
+    # The machine slowed down threefold between the pairs: of unpaired medians nothing would be left
+    # to say.
     ours = [1.0, 3.0, 1.0, 3.0, 1.0]
     ratio = _pairs.ratio([2.0 * seconds for seconds in ours], ours)
     assert (ratio.median, ratio.low, ratio.high, ratio.verdict) == (2.0, 2.0, 2.0, "faster")
@@ -52,10 +59,14 @@ def test_every_round_runs_everyone_once_from_another_start():
     contenders = {name: {"pass": lambda name=name: calls.append(name)} for name in "abc"}
     seconds = _pairs.interleave(contenders, repeats=3)
     assert "".join(calls) == "cababcbcacab"
-    assert {name: len(passes["pass"]) for name, passes in seconds.items()} == {"a": 3, "b": 3, "c": 3}
+    assert {name: len(passes["pass"]) for name, passes in seconds.items()} == {
+        "a": 3,
+        "b": 3,
+        "c": 3,
+    }
 
 
-# ---- cases -----------------------------------------------------------------------------------------------------------------
+# ---- cases ----
 
 
 def test_memory_holds_the_same_values_in_every_dtype():
@@ -87,7 +98,9 @@ def test_a_result_that_differs_from_the_peer_s_is_not_timed():
         _check(replace(case, ours=replace(case.ours, prepare=prepare)), 1000)
 
 
-def test_without_matplotlib_the_numbers_are_written_and_the_plot_is_missed(tmp_path, monkeypatch, capsys):
+def test_without_matplotlib_the_numbers_are_written_and_the_plot_is_missed(
+    tmp_path, monkeypatch, capsys
+):
     from rich.console import Console
 
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
@@ -97,7 +110,7 @@ def test_without_matplotlib_the_numbers_are_written_and_the_plot_is_missed(tmp_p
     assert "hint: pip install 'stepwell[plot]'" in capsys.readouterr().out
 
 
-# ---- commands --------------------------------------------------------------------------------------------------------------
+# ---- commands ----
 
 
 @pytest.mark.slow
@@ -105,7 +118,11 @@ def test_bench_adam_without_a_compiler(tmp_path):
     pytest.importorskip("matplotlib")
     arguments = ["--numel", "65536", "--repeats", "3", "--threads", "1", "--out", "out"]
     empty = tmp_path / "ext"
-    environment = {"PATH": "/nonexistent", "TORCH_EXTENSIONS_DIR": str(empty), "CXX": "/nonexistent/c++"}
+    environment = {
+        "PATH": "/nonexistent",
+        "TORCH_EXTENSIONS_DIR": str(empty),
+        "CXX": "/nonexistent/c++",
+    }
     result = stepwell("bench", "adam", *arguments, cwd=tmp_path, **environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "without DeepSpeedCPUAdam" in result.stdout
@@ -123,7 +140,9 @@ def test_bench_adam_without_a_compiler(tmp_path):
         assert all(difference <= case["tolerance"] for difference in case["difference"].values())
         for one in case["contenders"]:
             assert one["ns_per_param"] == pytest.approx(one["seconds"] / 65536 * 1e9)
-            assert one["gb_per_second"] == pytest.approx(one["bytes_per_param"] / one["ns_per_param"])
+            assert one["gb_per_second"] == pytest.approx(
+                one["bytes_per_param"] / one["ns_per_param"]
+            )
         for peer in peers:
             assert peer["ratio"]["low"] <= peer["ratio"]["median"] <= peer["ratio"]["high"]
     assert (tmp_path / "out" / "bench_adam.png").read_bytes().startswith(b"\x89PNG")
@@ -144,7 +163,10 @@ def test_bench_codec(tmp_path):
     report = json.loads((tmp_path / "out" / "bench_codec.json").read_text())
     keys = [(error["moments"], error["how"], error["step"]) for error in report["errors"]]
     assert keys == [
-        (moments, how, step) for moments in ("bf16", "q8") for how in ("once", "tracked") for step in (2, 4)
+        (moments, how, step)
+        for moments in ("bf16", "q8")
+        for how in ("once", "tracked")
+        for step in (2, 4)
     ]
     # Something was rounded, and sanely: 8 bits of mantissa, 8 bits in all.
     bounds = {"bf16": (1e-4, 1e-2), "q8": (1e-3, 1e-1)}
@@ -156,14 +178,25 @@ def test_bench_codec(tmp_path):
     assert {len(losses) for losses in report["losses"].values()} == {4}
 
 
-# ---- offload ---------------------------------------------------------------------------------------------------------------
+# ---- offload ----
 
 
 def test_offload_is_held_against_the_bound(tmp_path):
     pytest.importorskip("transformers")
     # A width of its own: what a piped table is cut to must not hide a column.
     ended = stepwell(
-        *("bench", "offload", "--size", "tiny", "--sequence-length", "16", "--steps", "3", "--accumulation", "2"),
+        *(
+            "bench",
+            "offload",
+            "--size",
+            "tiny",
+            "--sequence-length",
+            "16",
+            "--steps",
+            "3",
+            "--accumulation",
+            "2",
+        ),
         *("--case", "stepwell", "--case", "torch", "--out", str(tmp_path)),
         cwd=tmp_path,
         CUDA_VISIBLE_DEVICES="",
@@ -176,10 +209,15 @@ def test_offload_is_held_against_the_bound(tmp_path):
     alone = report["forward_backward_seconds"]
     ours, torch_alone = report["cases"]
     assert ours["num_params"] == 4983040
-    assert ours["bound_seconds"] == pytest.approx(alone + 26 * 4983040 / report["memory_gb_per_second"] / 1e9)
-    assert ours["breakdown"]["bytes_downloaded"] == ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
+    assert ours["bound_seconds"] == pytest.approx(
+        alone + 26 * 4983040 / report["memory_gb_per_second"] / 1e9
+    )
+    assert (
+        ours["breakdown"]["bytes_downloaded"] == ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
+    )
     assert "bound_seconds" not in torch_alone
-    # The same weights, text and arithmetic, up to the rounding of the gradients' norm and of the masters' sums.
+    # The same weights, text and arithmetic, up to the rounding of the gradients' norm and of the
+    # masters' sums.
     assert ours["losses"][0] == torch_alone["losses"][0]
     assert ours["losses"] == pytest.approx(torch_alone["losses"], rel=1e-3)
     assert (tmp_path / "bench_offload.png").stat().st_size > 0

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("deepspeed")
 pytest.importorskip("transformers")
 
-# Of losses near 5. Both runs round alike; a sum in another order moves a bf16 weight by one ulp here and there.
+# Of losses near 5. Both runs round alike; a sum in another order moves a bf16 weight by one ulp
+# here and there.
 DISTANCE_MAX = 0.02
 
 
@@ -34,7 +35,9 @@ def demo(cwd, *arguments):
         "out",
         *arguments,
     ]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110, check=False
+    )
 
 
 @pytest.mark.slow

@@ -27,7 +27,12 @@ def test_every_command_has_a_help():
 def doctor_json(**environment):
     command = [sys.executable, "-m", "stepwell", "doctor", "--json"]
     result = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     # stdout holds the object and nothing else, whatever DeepSpeed has to say.
     return result.returncode, json.loads(result.stdout)
@@ -36,7 +41,15 @@ def doctor_json(**environment):
 def test_json_has_what_the_findings_are_drawn_from():
     code, report = doctor_json()
     assert code == (1 if report["status"] == "broken" else 0)
-    assert list(report) == ["status", "findings", "versions", "system", "build", "cuda", "deepspeed"]
+    assert list(report) == [
+        "status",
+        "findings",
+        "versions",
+        "system",
+        "build",
+        "cuda",
+        "deepspeed",
+    ]
     assert report["versions"]["stepwell"] == _core.__version__
     assert report["system"]["isa"] in report["system"]["isas_available"]
     assert {finding["topic"] for finding in report["findings"]} >= {
@@ -92,7 +105,11 @@ def run_with(monkeypatch, host, deepspeed=None):
 
 
 def test_a_machine_that_lacks_something_gets_a_warning_with_a_hint(monkeypatch, host):
-    host |= {"huge_page_policy": "always madvise [never]", "pool_cpus": [2], "io_uring": "Operation not permitted"}
+    host |= {
+        "huge_page_policy": "always madvise [never]",
+        "pool_cpus": [2],
+        "io_uring": "Operation not permitted",
+    }
     result = run_with(monkeypatch, host)
     assert result.exit_code == 0
     assert "always madvise [never]" in result.output
@@ -106,6 +123,8 @@ def test_a_seam_that_is_missing_is_broken(monkeypatch, host):
     result = run_with(monkeypatch, host, {"seams": [seam], "error": None})
     assert result.exit_code == 1
     assert "`OpBuilder` has gone" in result.output
-    result = run_with(monkeypatch, host, {"seams": [], "error": "ImportError: deepspeed `0.1` lacks everything"})
+    result = run_with(
+        monkeypatch, host, {"seams": [], "error": "ImportError: deepspeed `0.1` lacks everything"}
+    )
     assert result.exit_code == 1
     assert "lacks everything" in result.output

@@ -14,9 +14,8 @@ import pytest
 TIMEOUT = 100  # seconds of one command: several of them import torch and DeepSpeed on few cores
 
 SHOW = """
-import json, sys
-print(json.dumps([sys.argv, sys.path, __name__, __file__, repr(__spec__) if __spec__ is None else __spec__.name]))
-assert sys.modules["__main__"].__dict__ is globals()
+import json, sys print(json.dumps([sys.argv, sys.path, __name__, __file__, repr(__spec__) if
+__spec__ is None else __spec__.name])) assert sys.modules["__main__"].__dict__ is globals()
 """
 
 SPAWN = """
@@ -37,20 +36,21 @@ if __name__ == "__main__":
 """
 
 RANK = """
-import json, os, sys
-import deepspeed, torch, torch.distributed as dist
-from deepspeed.ops.op_builder.builder import OpBuilder
-dist.init_process_group("gloo")
-ranks = torch.tensor([2.0 ** dist.get_rank()])
-dist.all_reduce(ranks)
-seen = json.dumps([dist.get_rank(), ranks.item(), sys.argv, OpBuilder._loaded_ops["cpu_adam"].__name__])
-os.write(1, f"RANK {seen}\\n".encode())  # one write: the other rank's line must not come between
+import json, os, sys import deepspeed, torch, torch.distributed as dist from
+deepspeed.ops.op_builder.builder import OpBuilder dist.init_process_group("gloo") ranks =
+torch.tensor([2.0 ** dist.get_rank()]) dist.all_reduce(ranks) seen = json.dumps([dist.get_rank(),
+ranks.item(), sys.argv, OpBuilder._loaded_ops["cpu_adam"].__name__]) os.write(1, f"RANK
+{seen}\\n".encode())  # one write: the other rank's line must not come between
 dist.destroy_process_group()
 """
 
 
 def execute(*command, cwd, **environment):
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "LOCAL_", "WORLD_"))}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("RANK", "LOCAL_", "WORLD_"))
+    }
     with subprocess.Popen(
         command,
         cwd=cwd,
@@ -146,12 +146,17 @@ def test_two_ranks_under_a_launcher(tmp_path, form):
         arguments = ["--master_port", str(29600 + os.getpid() % 1000), *arguments]
     (tmp_path / "rank.py").write_text(RANK)
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    result = execute(program, *arguments, cwd=tmp_path, PATH=path, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
+    result = execute(
+        program, *arguments, cwd=tmp_path, PATH=path, OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu"
+    )
     seen = sorted(
-        json.loads(line.removeprefix("RANK ")) for line in result.stdout.splitlines() if line.startswith("RANK ")
+        json.loads(line.removeprefix("RANK "))
+        for line in result.stdout.splitlines()
+        if line.startswith("RANK ")
     )
     # As `deepspeed rank.py` does, unless it is told --no_local_rank.
     given = [[f"--local_rank={rank}"] if form == "deepspeed --module" else [] for rank in range(2)]
     assert seen == [
-        [rank, 3.0, ["rank.py", *given[rank], "--lr", "3"], "stepwell.deepspeed.cpu_adam"] for rank in range(2)
+        [rank, 3.0, ["rank.py", *given[rank], "--lr", "3"], "stepwell.deepspeed.cpu_adam"]
+        for rank in range(2)
     ], result.stdout + result.stderr

@@ -18,7 +18,9 @@ OURS = tuple(name for name in NAMES if not name.startswith("AdamW"))
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
-    return deepspeed_run.run("checkpoints", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved"))
+    return deepspeed_run.run(
+        "checkpoints", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved")
+    )
 
 
 def assert_same_partitions(ours, theirs):
@@ -29,7 +31,11 @@ def assert_same_partitions(ours, theirs):
         for key, value in state.items():
             expected = other_state[key]
             assert type(value) is type(expected), key
-            assert torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected, key
+            assert (
+                torch.equal(value, expected)
+                if isinstance(value, torch.Tensor)
+                else value == expected
+            ), key
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,7 +56,9 @@ def merged(partitions, moments):
 
 def flattened(consolidated):
     tensors = [values for values in consolidated.values() if isinstance(values, list)]
-    return [torch.cat([tensor.flatten() for tensor in column]) for column in zip(*tensors, strict=True)]
+    return [
+        torch.cat([tensor.flatten() for tensor in column]) for column in zip(*tensors, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,7 +90,9 @@ def test_safe_get_full_grad(runs, name):
     scale = 2.0**8 if "fp16" in name else 1.0
     # float16 gradients of a scaled loss are rounded at another place.
     rtol = 1e-2 if "fp16" in name else 0.0
-    torch.testing.assert_close(grad.float() / scale, model[0].weight.grad.float(), rtol=rtol, atol=1e-4 * rtol)
+    torch.testing.assert_close(
+        grad.float() / scale, model[0].weight.grad.float(), rtol=rtol, atol=1e-4 * rtol
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,7 +115,9 @@ def test_zero_to_fp32(runs, name):
 @pytest.mark.parametrize("name", deepspeed_checkpoint_programs.UNIVERSAL)
 def test_universal_checkpoints(runs, name):
     run = runs[name]
-    for (flat, state), (loaded, loaded_state) in zip(run["partitions"], run["universal partitions"], strict=True):
+    for (flat, state), (loaded, loaded_state) in zip(
+        run["partitions"], run["universal partitions"], strict=True
+    ):
         assert torch.equal(flat, loaded)
         assert int(loaded_state["step"]) == int(state["step"]) == deepspeed_engines.STEPS
         if name.startswith("q8"):
@@ -117,7 +129,9 @@ def test_universal_checkpoints(runs, name):
             assert_same_partitions([(flat, state)], [(loaded, loaded_state)])
     if name.startswith("q8"):
         assert run["universal"] != run["after"]
-        torch.testing.assert_close(torch.tensor(run["universal"]), torch.tensor(run["after"]), rtol=1e-2, atol=0)
+        torch.testing.assert_close(
+            torch.tensor(run["universal"]), torch.tensor(run["after"]), rtol=1e-2, atol=0
+        )
     else:
         # bf16 is rounded stochastically, by the number of the step: as if never stopped.
         assert run["universal"] == run["after"]

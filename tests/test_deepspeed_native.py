@@ -8,11 +8,13 @@ import torch
 from deepspeed_tensors import HYPER, OPTIMIZER, assert_unchanged, tensors, update
 from stepwell.deepspeed import cpu_adam, fused_adam, native, step_guard
 
-# One fp32 rounding of each of p, m and v per step, and ours of the bias corrections against torch's.
+# One fp32 rounding of each of p, m and v per step, and ours of the bias corrections against
+# torch's.
 FP32_RTOL = 2e-6
 # Where terms of up to .2 cancel, a rounding of theirs remains.
 FP32_ATOL = 2e-8
-# A stored 16-bit value is rounded to nearest from a result that differs by FP32_RTOL: at most one unit in the last place.
+# A stored 16-bit value is rounded to nearest from a result that differs by FP32_RTOL: at most one
+# unit in the last place.
 ULP_RTOL = {torch.float32: FP32_RTOL, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
@@ -45,7 +47,9 @@ def refused_and_unchanged(quad, match):
     with pytest.raises(ValueError, match=match) as caught:
         yield
     assert "hint: " in str(caught.value)
-    assert_unchanged([tensor.contiguous() for tensor in quad], [tensor.contiguous() for tensor in before])
+    assert_unchanged(
+        [tensor.contiguous() for tensor in quad], [tensor.contiguous() for tensor in before]
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,9 @@ def refused_and_unchanged(quad, match):
 def test_update_is_adam(dtype, moments, decoupled, bias_correction):
     cpu_adam.create_adam(OPTIMIZER, 1e-3, 0.9, 0.999, 1e-8, 0, decoupled, False)
     quad = tensors(dtype=dtype, moments=moments)
-    expected = reference(7, quad, decoupled=decoupled, **(HYPER | {"bias_correction": bias_correction}))
+    expected = reference(
+        7, quad, decoupled=decoupled, **(HYPER | {"bias_correction": bias_correction})
+    )
     assert update(7, quad, bias_correction=bias_correction) == 0
     for ours, theirs in zip(quad, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=ULP_RTOL[ours.dtype], atol=FP32_ATOL)
@@ -100,12 +106,27 @@ def test_a_gradient_of_any_strides():
 
 WRONG = {
     "numel": (lambda quad: quad.__setitem__(1, quad[1][:-1]), "`grad` has `999` elements"),
-    "moment numel": (lambda quad: quad.__setitem__(3, quad[3][:10]), "`exp_avg_sq` has `10` elements"),
-    "grad dtype": (lambda quad: quad.__setitem__(1, quad[1].bfloat16()), "`grad` is `torch.bfloat16`"),
-    "param dtype": (lambda quad: quad.__setitem__(0, quad[0].double()), "`param` is `torch.float64`"),
-    "moment dtype": (lambda quad: quad.__setitem__(2, quad[2].half()), "the moments of a `torch.float32`"),
+    "moment numel": (
+        lambda quad: quad.__setitem__(3, quad[3][:10]),
+        "`exp_avg_sq` has `10` elements",
+    ),
+    "grad dtype": (
+        lambda quad: quad.__setitem__(1, quad[1].bfloat16()),
+        "`grad` is `torch.bfloat16`",
+    ),
+    "param dtype": (
+        lambda quad: quad.__setitem__(0, quad[0].double()),
+        "`param` is `torch.float64`",
+    ),
+    "moment dtype": (
+        lambda quad: quad.__setitem__(2, quad[2].half()),
+        "the moments of a `torch.float32`",
+    ),
     "device": (lambda quad: quad.__setitem__(0, quad[0].to("meta")), "`param` is on `meta`"),
-    "sparse": (lambda quad: quad.__setitem__(1, quad[1].to_sparse()), "`grad` is `torch.sparse_coo`"),
+    "sparse": (
+        lambda quad: quad.__setitem__(1, quad[1].to_sparse()),
+        "`grad` is `torch.sparse_coo`",
+    ),
     "none": (lambda quad: quad.__setitem__(1, None), "`grad` is `NoneType`"),
 }
 
@@ -193,7 +214,8 @@ def test_a_refused_update_is_rolled_back_by_doing_nothing():
     assert_unchanged(quad, kept)
     assert cpu_adam.adam_rollback(OPTIMIZER, 2, *HYPER.values(), *quad) == 0
     assert_unchanged(quad, kept)
-    # What was refused is forgotten with its rollback: the update before is a real one, and has another gradient.
+    # What was refused is forgotten with its rollback: the update before is a real one, and has
+    # another gradient.
     with pytest.raises(ValueError, match="cannot be undone"):
         cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
     assert_unchanged(quad, kept)
@@ -219,7 +241,9 @@ def test_fused_is_all_or_nothing():
     numbers = (1e-3, 0.9, 0.999, 1e-8, 4, 1, 1, 0.01)
 
     def step(quads):
-        grads_first = [list(column) for column in zip(*((g, p, m, v) for p, g, m, v in quads), strict=True)]
+        grads_first = [
+            list(column) for column in zip(*((g, p, m, v) for p, g, m, v in quads), strict=True)
+        ]
         fused_adam.multi_tensor_adam(2048, torch.zeros(1, dtype=torch.int), grads_first, *numbers)
 
     step(quads)
@@ -231,7 +255,7 @@ def test_fused_is_all_or_nothing():
         step(quads)
 
 
-# ---- steps of an optimizer ---------------------------------------------------------------------------------------------
+# ---- steps of an optimizer ----
 
 
 class CountingFirst(torch.optim.Optimizer):
@@ -247,11 +271,18 @@ class CountingFirst(torch.optim.Optimizer):
             for index, param in enumerate(group["params"]):
                 state = self.state[param]
                 if not state:
-                    state |= {"step": 0, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+                    state |= {
+                        "step": 0,
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
                 state["step"] += 1
                 if index == self.fails_at:
                     raise KeyboardInterrupt
-                update(state["step"], [param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"]])
+                update(
+                    state["step"],
+                    [param.detach(), param.grad, state["exp_avg"], state["exp_avg_sq"]],
+                )
 
 
 def counting_first(num_params=3):
@@ -266,7 +297,9 @@ def test_a_step_with_one_bad_gradient_updates_and_counts_nothing():
     optimizer.step()
     good = params[2].grad.clone()
     params[2].grad[7] = math.nan
-    values = [tensor for p in params for tensor in (p.detach(), *list(optimizer.state[p].values())[1:])]
+    values = [
+        tensor for p in params for tensor in (p.detach(), *list(optimizer.state[p].values())[1:])
+    ]
     with refused_and_unchanged(values, "not finite"):
         optimizer.step()
     assert [optimizer.state[param]["step"] for param in params] == [1, 1, 1]
@@ -285,7 +318,9 @@ def test_an_interrupted_step_counts_what_was_applied(steps_before):
     optimizer.fails_at = 1
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
-    steps = [optimizer.state[param].get("step", 0) if param in optimizer.state else 0 for param in params]
+    steps = [
+        optimizer.state[param].get("step", 0) if param in optimizer.state else 0 for param in params
+    ]
     assert steps == [steps_before + 1, steps_before, steps_before]
 
 

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("offload")
-    return deepspeed_run.run("offload", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved"))
+    return deepspeed_run.run(
+        "offload", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved")
+    )
 
 
 def assert_same_partitions(ours, theirs):
@@ -28,7 +30,11 @@ def assert_same_partitions(ours, theirs):
         for key, value in state.items():
             expected = other_state[key]
             assert type(value) is type(expected), key
-            assert torch.equal(value, expected) if isinstance(value, torch.Tensor) else value == expected, key
+            assert (
+                torch.equal(value, expected)
+                if isinstance(value, torch.Tensor)
+                else value == expected
+            ), key
 
 
 def assert_same_runs(ours, theirs):
@@ -38,12 +44,14 @@ def assert_same_runs(ours, theirs):
     assert ours["losses"] == theirs["losses"]
     # ZeRO-3 sums squares in float32.
     rtol = 1e-6 if ours["class"].endswith("Stage3") else 0.0
-    torch.testing.assert_close(torch.tensor(ours["norms"]), torch.tensor(theirs["norms"]), rtol=rtol, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(ours["norms"]), torch.tensor(theirs["norms"]), rtol=rtol, atol=0
+    )
     assert ours["skipped"] == theirs["skipped"]
     assert_same_partitions(ours["partitions"], theirs["partitions"])
 
 
-# ---- one rank ------------------------------------------------------------------------------------------------------------
+# ---- one rank ----
 
 
 @pytest.fixture
@@ -87,14 +95,20 @@ def test_zero_3_clips(paths):
     ours, theirs = paths["ZeRO-3, clipped"]
     assert ours["class"] == "OffloadZeroOptimizerStage3"
     # Its norm differs in the last bit.
-    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=1e-3, atol=0
+    )
     assert ours["losses"] != paths["ZeRO-3"][0]["losses"]
 
 
 def test_runs_differ_where_they_should(paths):
     ours = {name: runs[0]["losses"] for name, runs in paths.items() if name != "waits"}
-    assert ours["ZeRO-2"] == ours["ZeRO-1"] == ours["gate step"] == ours["one thread"] == ours["split"]
-    for one, other in itertools.combinations(("ZeRO-2", "clipped", "Adam", "q8", "bf16 moments", "accumulated"), 2):
+    assert (
+        ours["ZeRO-2"] == ours["ZeRO-1"] == ours["gate step"] == ours["one thread"] == ours["split"]
+    )
+    for one, other in itertools.combinations(
+        ("ZeRO-2", "clipped", "Adam", "q8", "bf16 moments", "accumulated"), 2
+    ):
         assert ours[one] != ours[other]
     assert ours["accumulated, ZeRO-1"] != ours["fp32 sums, ZeRO-1"]
     assert paths["q8"][0]["base"] == "StepwellAdamW"
@@ -111,12 +125,15 @@ def test_groups(paths):
 def test_forwards_wait_for_their_own_weights(paths):
     calls, message = paths["waits"]
     # Weight and bias of a layer at a time.
-    assert [sorted(call) for call in calls] == [[(0, 0, 2048), (0, 2048, 64)], [(0, 2112, 2048), (0, 4160, 32)]]
+    assert [sorted(call) for call in calls] == [
+        [(0, 0, 2048), (0, 2048, 64)],
+        [(0, 2112, 2048), (0, 4160, 32)],
+    ]
     assert message.startswith("parameter `0.weight` has a gradient, but no forward")
     assert "hint: engine.optimizer.synchronize()" in message
 
 
-# ---- gradients that are not finite -----------------------------------------------------------------------------------------
+# ---- gradients that are not finite ----
 
 
 @pytest.fixture
@@ -142,18 +159,23 @@ def test_gradients_are_unscaled_by_the_scale_that_they_have(fp16, name):
     for step in applied:
         (before,), (after,) = step["m"]
         grad = (after - (0.9 * before if before is not None else 0.0)) / 0.1
-        # Also in the steps by which the scale grows. The moments are float32, and differences of such.
+        # Also in the steps by which the scale grows. The moments are float32, and differences of
+        # such.
         torch.testing.assert_close(grad.norm(), step["norm"], rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name", ["nonfinite, bf16", "nonfinite, fp32", "nonfinite, accumulated", "nonfinite, ZeRO-3"])
+@pytest.mark.parametrize(
+    "name", ["nonfinite, bf16", "nonfinite, fp32", "nonfinite, accumulated", "nonfinite, ZeRO-3"]
+)
 def test_a_nonfinite_gradient_skips_the_step(fp16, name):
     run = fp16[name]
     assert run["norm"] == math.inf
     assert run["skipped"] == 1
     (before, weights), (after, weights_after) = run["before"], run["after"]
     assert_same_partitions(before, after)
-    assert all(torch.equal(weight, kept) for weight, kept in zip(weights, weights_after, strict=True))
+    assert all(
+        torch.equal(weight, kept) for weight, kept in zip(weights, weights_after, strict=True)
+    )
     assert torch.tensor(run["losses"]).isfinite().all()
     assert run["steps"] == [5]
 
@@ -162,7 +184,7 @@ def test_a_nonfinite_gradient_for_which_deepspeed_does_not_look_is_refused(fp16)
     assert "a gradient is not finite; nothing was changed. hint: " in fp16["unchecked"]
 
 
-# ---- what others read and write --------------------------------------------------------------------------------------------
+# ---- what others read and write ----
 
 
 @pytest.fixture
@@ -189,7 +211,9 @@ def test_safe_get_and_set_under_zero_3(access):
     moment, norm, numel = access["ZeRO-3 set"]
     # Clipped by the norm of what was set.
     assert norm > 7 * numel**0.5
-    torch.testing.assert_close(moment, torch.full_like(moment, float(0.1 * 7 * 1e-3 / norm)), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        moment, torch.full_like(moment, float(0.1 * 7 * 1e-3 / norm)), rtol=1e-3, atol=0
+    )
 
 
 def test_reading_at_once_after_a_step(access):
@@ -204,7 +228,9 @@ def test_gradients_of_every_backward_are_applied_once(access):
     flat, state = access["two backwards"][0]
     summed = access["two backwards, sum"]
     # m = (1 - beta1) * gradient, of a sum of two.
-    torch.testing.assert_close(state["exp_avg"][: summed.numel()], 0.1 * summed, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        state["exp_avg"][: summed.numel()], 0.1 * summed, rtol=1e-5, atol=1e-8
+    )
     assert flat.isfinite().all()
 
 
@@ -215,7 +241,7 @@ def test_no_gradient_is_a_gradient_of_zeros(access):
     assert torch.equal(third, first / 4)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------------
+# ---- checkpoints ----
 
 
 @pytest.fixture
@@ -237,7 +263,7 @@ def test_checkpoints_are_read_without_stepwell(checkpoints):
     assert keys == "['exp_avg', 'exp_avg_sq', 'step']"
 
 
-# ---- ranks, options --------------------------------------------------------------------------------------------------------
+# ---- ranks, options ----
 
 
 def test_two_ranks(tmp_path):
@@ -279,8 +305,16 @@ def test_options(runs):
         "no offload": ("DeepSpeedZeroOptimizer", "FusedAdam", None),
         "ZeRO-3": ("OffloadZeroOptimizerStage3", "DeepSpeedCPUAdam", None),
         "ZeRO-3, q8": ("OffloadZeroOptimizerStage3", "StepwellAdamW", None),
-        "parameters": ("DeepSpeedZeroOptimizer_Stage3", "DeepSpeedCPUAdam", "parameters are offloaded"),
-        "other version": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", "reduce_ipg_grads` takes `self, dtype`"),
+        "parameters": (
+            "DeepSpeedZeroOptimizer_Stage3",
+            "DeepSpeedCPUAdam",
+            "parameters are offloaded",
+        ),
+        "other version": (
+            "DeepSpeedZeroOptimizer",
+            "DeepSpeedCPUAdam",
+            "reduce_ipg_grads` takes `self, dtype`",
+        ),
     }
     for name, (cls, base, part) in paths.items():
         found_cls, found_base, lines = result[f"path, {name}"]

@@ -36,7 +36,8 @@ def test_partitions_are_rounded_independently(moments):
         key = "exp_avg_codes" if moments == "q8" else "exp_avg"
         return [optimizer.state[param][key] for param in params]
 
-    # Each partition is the first parameter of its step. Plain AdamW would give equal ones equal roundings.
+    # Each partition is the first parameter of its step. Plain AdamW would give equal ones equal
+    # roundings.
     assert torch.equal(*states(stepwell.AdamW))
     first, second = states(StepwellAdamW)
     assert not torch.equal(first, second)

@@ -33,7 +33,9 @@ def test_register_before_and_after_the_import(tmp_path, when):
         assert not result["imported"]
     else:
         assert all(seam.found and not seam.filled for seam in result["unfilled"])
-        assert [seam.name for seam in result["unfilled"]] == [seam.name for seam in result["report"]]
+        assert [seam.name for seam in result["unfilled"]] == [
+            seam.name for seam in result["report"]
+        ]
     assert result["vendor"] == ("unknown", False)
     assert result["cpuinfo"]
     assert not result["fused_adam on cuda"]
@@ -51,7 +53,10 @@ def test_deepspeed_alone_would_compile(tmp_path):
 @slow
 def test_a_changed_seam_is_named_and_nothing_is_filled(tmp_path):
     result = deepspeed_run.run("changed_seam", tmp_path, timeout=PROGRAM_TIMEOUT)
-    assert "step_subgroup` takes `self, closure, subgroup_id`, expected self, subgroup_id, closure" in result["error"]
+    assert (
+        "step_subgroup` takes `self, closure, subgroup_id`, expected self, subgroup_id, closure"
+        in result["error"]
+    )
     assert "_configure_basic_optimizer` does not exist" in result["error"]
     assert f"expected {stepwell.deepspeed.VERSIONS}" in result["error"]
     assert "hint: " in result["error"]
@@ -84,9 +89,17 @@ for attempt in range(2):
         print(error)
 print(stepwell.deepspeed.seam_report())
 """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     first, second, report = done.stdout.strip().split("\n")
     assert first == second
@@ -137,7 +150,9 @@ def test_deepspeed_cpu_adam_steps_as_a_whole(tmp_path):
 def test_after_import(tmp_path, monkeypatch):
     (tmp_path / "imported_later.py").write_text("import imported_later.inner")
     (tmp_path / "imported_later").mkdir()
-    (tmp_path / "imported_later" / "__init__.py").write_text("value = 1\nfrom imported_later import inner")
+    (tmp_path / "imported_later" / "__init__.py").write_text(
+        "value = 1\nfrom imported_later import inner"
+    )
     (tmp_path / "imported_later" / "inner.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
@@ -166,7 +181,7 @@ def test_after_import(tmp_path, monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-# ---- against DeepSpeed's own op ----------------------------------------------------------------------------------------
+# ---- against DeepSpeed's own op ----
 
 BUILD_TIMEOUT = 900
 # As in test_deepspeed_training: the same steps, rounded elsewhere.
@@ -187,12 +202,16 @@ def built_ops():
 def test_curves_of_deepspeeds_own_op(tmp_path):
     folder = built_ops()
     if not (folder / "cpu_adam.so").exists() and not os.environ.get("STEPWELL_TEST_COMPILE"):
-        pytest.skip(f"DeepSpeed's own cpu_adam is not built ({folder}); STEPWELL_TEST_COMPILE=1 builds it, in minutes")
+        pytest.skip(
+            f"DeepSpeed's own cpu_adam is not built ({folder}); STEPWELL_TEST_COMPILE=1 builds it, in minutes"
+        )
     # ninja is a Python package as well.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {"PATH": path, "TORCH_EXTENSIONS_DIR": str(folder.parent)}
     try:
-        result = deepspeed_run.run("native", tmp_path, timeout=BUILD_TIMEOUT, environment=environment)
+        result = deepspeed_run.run(
+            "native", tmp_path, timeout=BUILD_TIMEOUT, environment=environment
+        )
     finally:
         # A build that was killed leaves it, and the next build would wait for it forever.
         (folder / "lock").unlink(missing_ok=True)

@@ -11,7 +11,8 @@ import torch
 PROGRAM_TIMEOUT = 240
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PROGRAM_TIMEOUT + 60)]
 
-# Losses of a few steps that differ in how each step is rounded (fused multiply-add or not; order of sums over partitions).
+# Losses of a few steps that differ in how each step is rounded (fused multiply-add or not; order of
+# sums over partitions).
 ROUNDING_RTOL = 2e-5
 # Losses of STEPS steps with moments of 8 significant bits and 8-bit codes.
 CODEC_RTOL = {"bf16": 2e-2, "q8": 2e-2}
@@ -51,7 +52,9 @@ def test_both_optimizers_take_the_same_steps(curves, stage):
     theirs, ours = curves[f"ZeRO-{stage}"], curves[f"StepwellAdamW ZeRO-{stage}"]
     assert ours["optimizer"] == "StepwellAdamW"
     assert ours["losses"] == theirs["losses"]
-    for (flat, state), (other, other_state) in zip(ours["partitions"], theirs["partitions"], strict=True):
+    for (flat, state), (other, other_state) in zip(
+        ours["partitions"], theirs["partitions"], strict=True
+    ):
         assert torch.equal(flat, other)
         assert torch.equal(state["exp_avg_sq"], other_state["exp_avg_sq"])
         assert int(state["step"]) == other_state["step"] == deepspeed_engines.STEPS
@@ -102,8 +105,11 @@ def test_bf16_with_fp32_masters(curves):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_bf16_masters(curves, stage):
-    # DeepSpeed's: no master, so small updates are lost. Ours: the master is whole, so it is the same run as with fp32 ones.
-    theirs, ours = (curves[f"bf16 masters, {name}, ZeRO-{stage}"] for name in ("AdamW", "StepwellAdamW"))
+    # DeepSpeed's: no master, so small updates are lost. Ours: the master is whole, so it is the
+    # same run as with fp32 ones.
+    theirs, ours = (
+        curves[f"bf16 masters, {name}, ZeRO-{stage}"] for name in ("AdamW", "StepwellAdamW")
+    )
     flat, state = theirs["partitions"][0]
     assert (flat.dtype, state["exp_avg"].dtype) == (torch.bfloat16, torch.float32)
     assert_same_curve(theirs, curves["bf16"]["losses"], BF16_RTOL)
@@ -122,7 +128,7 @@ def test_bf16_optimizer_states(curves, optimizer, stage):
     assert_same_curve(run, curves["bf16"]["losses"], BF16_RTOL)
 
 
-# ---- fp16 --------------------------------------------------------------------------------------------------------------
+# ---- fp16 ----
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +152,7 @@ def test_fp16_with_dynamic_loss_scale(fp16, optimizer, stage, masters):
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
-# ---- ZenFlow -----------------------------------------------------------------------------------------------------------
+# ---- ZenFlow ----
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -163,20 +169,24 @@ def test_zenflow(tmp_path, overlap):
             os.kill(result["pid"], 0)
 
 
-# ---- ranks, refusals ---------------------------------------------------------------------------------------------------
+# ---- ranks, refusals ----
 
 
 def test_two_ranks_follow_torch(tmp_path):
     ranks = deepspeed_run.run("two_ranks", tmp_path, timeout=PROGRAM_TIMEOUT, ranks=2)
 
     def flat(name):
-        return torch.cat([rank[name]["partitions"][0][0] for rank in ranks])[: len(ranks[0]["torch"])]
+        return torch.cat([rank[name]["partitions"][0][0] for rank in ranks])[
+            : len(ranks[0]["torch"])
+        ]
 
     expected = ranks[0]["torch"]
     # As for losses; an element near 0 is as far off as its neighbours.
     torch.testing.assert_close(flat("AdamW"), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(flat("fp32"), flat("AdamW"))
-    assert (flat("q8") - expected).abs().mean() < CODEC_RTOL["q8"] * deepspeed_engines.LR * deepspeed_engines.STEPS
+    assert (flat("q8") - expected).abs().mean() < CODEC_RTOL[
+        "q8"
+    ] * deepspeed_engines.LR * deepspeed_engines.STEPS
     assert not torch.equal(flat("q8"), flat("fp32"))
 
 

@@ -79,13 +79,18 @@ def zenflow_running():
 def test_zenflow_steps_in_its_process(zenflow_running):
     # Ahead of what is waited for, as ZenFlow runs, each with options of its own.
     steps = [
-        {"now_state": state, "step": step, "lr": lr} for state, step, lr in ((0, 1, 1e-3), (1, 2, 1e-4), (0, 3, 1e-2))
+        {"now_state": state, "step": step, "lr": lr}
+        for state, step, lr in ((0, 1, 1e-3), (1, 2, 1e-4), (0, 3, 1e-2))
     ]
     process, control, groups, own = zenflow_running(submitted=steps)
     for group in own:
         moments = [[torch.zeros(1000), torch.zeros(1000)] for _ in range(2)]
         for each in steps:
-            update(each["step"], [group[0], group[1 + each["now_state"]], *moments[each["now_state"]]], lr=each["lr"])
+            update(
+                each["step"],
+                [group[0], group[1 + each["now_state"]], *moments[each["now_state"]]],
+                lr=each["lr"],
+            )
     for _ in steps:
         assert zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
     assert not zenflow.zenflow_adam_wait(control.data_ptr(), 0.0)
@@ -202,7 +207,9 @@ def test_zenflow_refuses_what_does_not_fit():
     handle = zenflow.zenflow_adam_create(OPTIMIZER, [])
     param, grad, m, v = tensors()
     with pytest.raises(ValueError, match="is not contiguous"):
-        zenflow.zenflow_adam_register_group(handle, param, grad, grad, m, torch.zeros(2000)[::2], v, v, None)
+        zenflow.zenflow_adam_register_group(
+            handle, param, grad, grad, m, torch.zeros(2000)[::2], v, v, None
+        )
     with pytest.raises(ValueError, match="`stale` is"):
         zenflow.zenflow_adam_register_group(handle, param, grad, grad, m, m, v, v, param[:5])
     zenflow.zenflow_adam_destroy(handle)

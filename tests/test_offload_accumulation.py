@@ -48,7 +48,9 @@ def test_gradients_in_pieces_through_few_slots(monkeypatch):
     run(*ours)
     run(*theirs)
     assert_equal(ours, theirs)
-    assert ours[1].timing["bytes_downloaded"] == 3 * sum(param.nbytes for param in ours[0].parameters())
+    assert ours[1].timing["bytes_downloaded"] == 3 * sum(
+        param.nbytes for param in ours[0].parameters()
+    )
 
 
 def test_gradients_are_freed_and_whoever_reads_one_is_told():
@@ -56,7 +58,9 @@ def test_gradients_are_freed_and_whoever_reads_one_is_told():
     train(net, optimizer, 1)
     optimizer.zero_grad()
     loss_of(net, 1).backward()
-    assert all(param.grad.untyped_storage().nbytes() == param.itemsize for param in net.parameters())
+    assert all(
+        param.grad.untyped_storage().nbytes() == param.itemsize for param in net.parameters()
+    )
     assert all(param.grad.isnan().all() for param in net.parameters())
     with pytest.raises(RuntimeError, match="single memory location"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -133,7 +137,9 @@ def test_grad_scaler_is_refused():
     before = [bits(param) for param in net.parameters()]
     with pytest.raises((ValueError, RuntimeError)):
         scaler.step(optimizer)
-    assert all(torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -23,14 +23,20 @@ def _deterministic():
 def net(dtype):
     torch.manual_seed(0)
     blocks = [
-        torch.nn.Sequential(torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.GELU(), torch.nn.Linear(2 * WIDTH, WIDTH))
+        torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 2 * WIDTH), torch.nn.GELU(), torch.nn.Linear(2 * WIDTH, WIDTH)
+        )
         for _ in range(4)
     ]
-    return torch.nn.Sequential(torch.nn.Embedding(512, WIDTH), *blocks, torch.nn.LayerNorm(WIDTH)).to(DEVICE, dtype)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(512, WIDTH), *blocks, torch.nn.LayerNorm(WIDTH)
+    ).to(DEVICE, dtype)
 
 
 def backward(model, seed):
-    tokens = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    tokens = torch.randint(0, 512, (4, 32), generator=torch.Generator().manual_seed(seed)).to(
+        DEVICE
+    )
     loss = (model(tokens).float() - 1).square().mean()
     loss.backward()
     return loss.detach()
@@ -56,11 +62,14 @@ MODES = [
 
 @pytest.mark.parametrize("moments", ["fp32", "q8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("mode", MODES, ids=["untold", "told", "told, gate=step", "accumulate=host"])
+@pytest.mark.parametrize(
+    "mode", MODES, ids=["untold", "told", "told, gate=step", "accumulate=host"]
+)
 def test_every_mode_gives_the_bits_of_waiting(mode, dtype, moments):
     options = {"lr": 1e-3, "moments": moments, "clip_norm": 0.05}
     model = net(dtype)
-    # Sums of two are the same wherever they are made; norms are not, so no clipping where that is the host.
+    # Sums of two are the same wherever they are made; norms are not, so no clipping where that is
+    # the host.
     reference = {**options, "clip_norm": mode.get("clip_norm", 0.05), "gate": "step"}
     expected = train(model, stepwell.OffloadAdamW(model.named_parameters(), **reference))
     model = net(dtype)
@@ -107,7 +116,10 @@ def test_gradients_may_be_written_and_freed_right_after_the_step():
         del garbage
     optimizer.synchronize()
     reference.synchronize()
-    assert all(torch.equal(param, twin) for param, twin in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(param, twin)
+        for param, twin in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 @pytest.mark.gpu

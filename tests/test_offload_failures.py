@@ -11,7 +11,17 @@ import weakref
 import pytest
 import stepwell
 import torch
-from offload_cases import WIDTH, Net, assert_equal, batch, loss_of, pair, reversed_params, small, train
+from offload_cases import (
+    WIDTH,
+    Net,
+    assert_equal,
+    batch,
+    loss_of,
+    pair,
+    reversed_params,
+    small,
+    train,
+)
 from optim_cases import bits
 
 SECONDS_MAX = 60
@@ -96,7 +106,9 @@ def test_keyboard_interrupt_while_waiting(where):
         "forward": lambda: net(batch(0, width=WIDTH)),
         "state_dict": optimizer.state_dict,
     }
-    interrupt = threading.Timer(0.002, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    interrupt = threading.Timer(
+        0.002, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+    )
     with pytest.raises(KeyboardInterrupt):
         interrupt.start()
         calls[where]()
@@ -116,7 +128,8 @@ def test_keyboard_interrupt_while_waiting(where):
 
 
 def test_keyboard_interrupt_from_a_timer():
-    # Wherever in the loop they land, each step is whole: parameters follow the number of steps counted.
+    # Wherever in the loop they land, each step is whole: parameters follow the number of steps
+    # counted.
     out = run_program(
         """
         import signal, sys
@@ -147,12 +160,10 @@ def test_keyboard_interrupt_from_a_timer():
                     optimizer.step()
             except KeyboardInterrupt:
                 pass
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        optimizer.synchronize()
-        count = float(optimizer.state[param]["step"])
-        assert count >= 2
-        assert torch.allclose(param.detach(), torch.full_like(param, -count), rtol=1e-4), (param[0], param[-1], count)
-        print("whole")
+        signal.setitimer(signal.ITIMER_REAL, 0) optimizer.synchronize() count =
+        float(optimizer.state[param]["step"]) assert count >= 2 assert
+        torch.allclose(param.detach(), torch.full_like(param, -count), rtol=1e-4), (param[0],
+        param[-1], count) print("whole")
         """
     )
     assert out == "whole\n"
@@ -184,15 +195,21 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
     assert_equal((net, optimizer), (twin, reference))
 
 
-# ---- models that move ----------------------------------------------------------------------------------------------------
+# ---- models that move ----
 
 
 @pytest.mark.parametrize(
     ("move", "message"),
     [
-        (lambda net: net.to(torch.float16), r"is `torch.float16`.*expected a contiguous `torch.float32`"),
+        (
+            lambda net: net.to(torch.float16),
+            r"is `torch.float16`.*expected a contiguous `torch.float32`",
+        ),
         (lambda net: setattr(net[0].weight, "data", torch.zeros(3, 3)), r"of `\(3, 3\)`"),
-        (lambda net: setattr(net[0].weight, "data", net[0].weight.data.t().contiguous().t()), "contiguous"),
+        (
+            lambda net: setattr(net[0].weight, "data", net[0].weight.data.t().contiguous().t()),
+            "contiguous",
+        ),
     ],
     ids=["dtype", "shape", "strides"],
 )
@@ -201,18 +218,24 @@ def test_moved_model_is_refused(move, message, told):
     net, optimizer = pair(**told)[0]
     train(net, optimizer, 2)
     optimizer.synchronize()
-    before = {param: {key: bits(value) for key, value in state.items()} for param, state in optimizer.state.items()}
+    before = {
+        param: {key: bits(value) for key, value in state.items()}
+        for param, state in optimizer.state.items()
+    }
     move(net)
     for param in net.parameters():
         param.grad = torch.zeros_like(param)
     with pytest.raises(ValueError, match=message + r"(.|\n)*hint"):
         optimizer.step()
     for param, state in before.items():
-        assert all(torch.equal(bits(optimizer.state[param][key]), value) for key, value in state.items())
+        assert all(
+            torch.equal(bits(optimizer.state[param][key]), value) for key, value in state.items()
+        )
 
 
 def test_memory_may_be_swapped_while_weights_are_on_their_way():
-    # Not synchronized: what the model has afterwards is of no step, but nothing is written to memory that was freed.
+    # Not synchronized: what the model has afterwards is of no step, but nothing is written to
+    # memory that was freed.
     for _ in range(2):
         net = Net()
         optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1)
@@ -301,7 +324,7 @@ def test_exit_while_a_step_runs():
     assert run_program(program, str(__file__.rpartition("/")[0])) == "exits\n"
 
 
-# ---- fork ----------------------------------------------------------------------------------------------------------------
+# ---- fork ----
 
 
 def test_forked_child_is_told_and_the_parent_goes_on():
@@ -353,7 +376,9 @@ def test_data_loader_workers_do_not_disturb_it():
     for net, optimizer in (ours, theirs):
         for epoch in range(2):
             # Workers are forked while a step runs.
-            for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="fork"):
+            for x in torch.utils.data.DataLoader(
+                Data(), batch_size=4, num_workers=1, multiprocessing_context="fork"
+            ):
                 optimizer.zero_grad()
                 net(x + epoch).square().sum().backward()
                 optimizer.step()

@@ -1,7 +1,8 @@
 """What waits for new weights: a model under gate="module" computes what it computes under gate="step".
 
-Weights are large and stepped in the reverse order of the forward by one worker, so that a forward that does not wait reads what was
-there before, by a margin of milliseconds; `test_the_tests_would_notice` breaks the gate and sees them fail.
+Weights are large and stepped in the reverse order of the forward by one worker, so that a forward
+that does not wait reads what was there before, by a margin of milliseconds;
+`test_the_tests_would_notice` breaks the gate and sees them fail.
 """
 
 import pytest
@@ -71,7 +72,11 @@ class Branches(torch.nn.Module):
     def forward(self, x):
         self.forwards += 1
         one, two = (self.one, self.two) if self.forwards % 2 else (self.two, self.one)
-        return two(torch.tanh(one(x))).sum() + self.net.last.weight[:4].sum() + self.net.last.bias.sum()
+        return (
+            two(torch.tanh(one(x))).sum()
+            + self.net.last.weight[:4].sum()
+            + self.net.last.bias.sum()
+        )
 
 
 def train_step(net, optimizer, step):
@@ -125,7 +130,11 @@ def state_dict(net, optimizer):
 
 
 def state_dict_of_a_submodule(net, optimizer):
-    return [value.double().sum().item() for module in net.children() for value in module.state_dict().values()]
+    return [
+        value.double().sum().item()
+        for module in net.children()
+        for value in module.state_dict().values()
+    ]
 
 
 def synchronize(net, optimizer):
@@ -173,7 +182,8 @@ def test_models_wait(model):
 
 
 @pytest.mark.parametrize(
-    ("model", "read"), [(model, nothing) for model in MODELS] + [(Net, second_call), (Net, evaluation)]
+    ("model", "read"),
+    [(model, nothing) for model in MODELS] + [(Net, second_call), (Net, evaluation)],
 )
 def test_the_tests_would_notice(monkeypatch, model, read):
     monkeypatch.setattr(Gate, "enter", lambda self, module: self._called.add(id(module)))
@@ -212,7 +222,9 @@ def test_read_that_no_module_makes_raises_in_the_backward():
     optimizer = stepwell.OffloadAdamW(reversed_params(net), threads=1)
     for step in range(3):
         train_step(net, optimizer, step)
-    with pytest.raises(ValueError, match=r"no forward of a module that holds it has waited(.|\n)*synchronize"):
+    with pytest.raises(
+        ValueError, match=r"no forward of a module that holds it has waited(.|\n)*synchronize"
+    ):
         net.first.weight.norm().backward()
     optimizer.synchronize()
     net.first.weight.norm().backward()
@@ -234,7 +246,10 @@ def test_two_models_and_two_optimizers():
     def alternate(gate):
         torch.manual_seed(0)
         nets = [Net(1 << 20), Net(1 << 20)]
-        optimizers = [stepwell.OffloadAdamW(reversed_params(net), lr=1e-2, threads=1, gate=gate) for net in nets]
+        optimizers = [
+            stepwell.OffloadAdamW(reversed_params(net), lr=1e-2, threads=1, gate=gate)
+            for net in nets
+        ]
         losses = []
         for step in range(6):
             losses.append(train_step(nets[step % 2], optimizers[step % 2], step))
@@ -255,7 +270,7 @@ def test_hooks_go_with_the_optimizer():
     assert not net._load_state_dict_pre_hooks
 
 
-# ---- torch.compile -------------------------------------------------------------------------------------------------------
+# ---- torch.compile ----
 
 
 @pytest.fixture

@@ -61,9 +61,9 @@ def test_clipping_is_that_of_torch_without_a_pass(mode):
         reference.step()
         assert optimizer.grad_norm == pytest.approx(expected.item(), rel=1e-6)
         # Not scaled in place: what was accumulated is what stays.
-        assert torch.nn.utils.get_total_norm([p.grad for p in net.parameters()]).item() == pytest.approx(
-            optimizer.grad_norm
-        )
+        assert torch.nn.utils.get_total_norm(
+            [p.grad for p in net.parameters()]
+        ).item() == pytest.approx(optimizer.grad_norm)
     optimizer.synchronize()
     for param, expected in zip(net.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(param, expected)
@@ -84,7 +84,7 @@ def test_clipping_by_others_is_seen(mode):
     assert ours[1].grad_norm == pytest.approx(0.1, rel=1e-4)
 
 
-# ---- accumulation --------------------------------------------------------------------------------------------------------
+# ---- accumulation ----
 
 
 def _accumulate(net, optimizer, how, steps=3):
@@ -134,7 +134,7 @@ def test_gradient_of_a_backward_that_was_dropped_is_not_stepped():
     assert_equal(ours, theirs)
 
 
-# ---- which parameters ----------------------------------------------------------------------------------------------------
+# ---- which parameters ----
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -168,7 +168,9 @@ def test_step_without_any_gradient_does_nothing():
     net, optimizer = pair()[0]
     before = [bits(param) for param in net.parameters()]
     optimizer.step()
-    assert all(torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True)
+    )
     assert not optimizer.state
 
 
@@ -179,7 +181,13 @@ def test_groups_may_differ_and_be_added_while_training():
         torch.nn.init.ones_(extra.weight)
         torch.nn.init.ones_(extra.bias)
         train(net, optimizer, 2)
-        group = {"lr": 1e-3, "betas": (0.5, 0.9), "eps": 1e-4, "weight_decay": 0.3, "maximize": True}
+        group = {
+            "lr": 1e-3,
+            "betas": (0.5, 0.9),
+            "eps": 1e-4,
+            "weight_decay": 0.3,
+            "maximize": True,
+        }
         optimizer.add_param_group({"params": list(extra.named_parameters()), **group})
         net.append(extra)
         train(net, optimizer, 3)
@@ -203,7 +211,7 @@ def test_empty_and_scalar_parameters():
     assert_equal(ours, theirs)
 
 
-# ---- what it is used with ------------------------------------------------------------------------------------------------
+# ---- what it is used with ----
 
 
 @pytest.mark.parametrize(
@@ -231,7 +239,9 @@ def test_closure():
         return loss
 
     for _ in range(3):
-        one, other = (optimizer.step(partial(closure, net, optimizer)) for net, optimizer in (ours, theirs))
+        one, other = (
+            optimizer.step(partial(closure, net, optimizer)) for net, optimizer in (ours, theirs)
+        )
         assert one == other
     assert_equal(ours, theirs)
 
@@ -309,7 +319,7 @@ def test_autocast_with_float32_parameters():
     assert_equal(ours, theirs)
 
 
-# ---- gradients that are not finite ---------------------------------------------------------------------------------------
+# ---- gradients that are not finite ----
 
 
 @pytest.mark.parametrize("special", SPECIALS, ids=str)
@@ -335,7 +345,9 @@ def test_nonfinite_gradient_raises_where_asked_for():
     train(*theirs, 2)
     loss_of(ours[0], 2).backward()
     ours[0][0].weight.grad[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=r"norm of the gradients is `nan`; nothing was changed(.|\n)*hint"):
+    with pytest.raises(
+        ValueError, match=r"norm of the gradients is `nan`; nothing was changed(.|\n)*hint"
+    ):
         ours[1].step()
     assert_equal(ours, theirs)
     train(*ours, 1, first=2)
@@ -343,7 +355,7 @@ def test_nonfinite_gradient_raises_where_asked_for():
     assert_equal(ours, theirs)
 
 
-# ---- who else touches parameters -----------------------------------------------------------------------------------------
+# ---- who else touches parameters ----
 
 
 def _load(net, values):
@@ -366,11 +378,15 @@ def _data(net, values):
         param.data.copy_(values[name])
 
 
-@pytest.mark.parametrize("write", [_load, _copy, _swap, _data], ids=["load_state_dict", "copy_", "data=", "data.copy_"])
+@pytest.mark.parametrize(
+    "write", [_load, _copy, _swap, _data], ids=["load_state_dict", "copy_", "data=", "data.copy_"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_what_was_written_between_steps_is_stepped(dtype, write):
     ours, theirs = pair(dtype=dtype)
-    values = {name: torch.randn(param.shape).to(dtype) for name, param in ours[0].named_parameters()}
+    values = {
+        name: torch.randn(param.shape).to(dtype) for name, param in ours[0].named_parameters()
+    }
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 2)
         if net is ours[0] and write is not _load:
@@ -384,7 +400,9 @@ def test_what_was_written_between_steps_is_stepped(dtype, write):
 
 
 @pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
+    "duplicate",
+    [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))],
+    ids=["deepcopy", "pickle"],
 )
 def test_copies_of_the_model_are_on_their_own(duplicate):
     (net, optimizer), _ = pair(accumulation_steps=1)
@@ -396,7 +414,9 @@ def test_copies_of_the_model_are_on_their_own(duplicate):
     before = [bits(param) for param in net.parameters()]
     reference = stepwell.OffloadAdamW(twin.parameters(), lr=1e-2)
     train(twin, reference, 2)
-    assert all(torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True))
+    assert all(
+        torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True)
+    )
 
 
 def test_saved_model_is_the_stepped_one():
@@ -410,7 +430,7 @@ def test_saved_model_is_the_stepped_one():
         assert torch.equal(bits(value), bits(theirs[0].get_parameter(name)))
 
 
-# ---- what it tells -------------------------------------------------------------------------------------------------------
+# ---- what it tells ----
 
 
 def test_timing_and_bytes():
@@ -425,7 +445,11 @@ def test_timing_and_bytes():
         *("bytes_downloaded", "bytes_uploaded"),
     }
     assert all(value >= 0 for value in timing.values())
-    assert timing["bytes_downloaded"] == timing["bytes_uploaded"] == sum(p.nbytes for p in net.parameters())
+    assert (
+        timing["bytes_downloaded"]
+        == timing["bytes_uploaded"]
+        == sum(p.nbytes for p in net.parameters())
+    )
 
 
 def test_memory_is_announced_and_bounded(caplog):

@@ -29,7 +29,7 @@ def ranks(tmp_path_factory):
     ranks.stop()
 
 
-# ---- what runs on the ranks --------------------------------------------------------------------------------------------------
+# ---- what runs on the ranks ----
 
 
 def make_net(dtype=torch.float32, seed=0):
@@ -69,7 +69,9 @@ def train_on_both_batches(net, optimizer, steps, clip_norm=None):
         optimizer.zero_grad()
         for rank in range(dist.get_world_size()):
             (net(batch(step, rank)).square().mean() / dist.get_world_size()).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm or torch.inf).item())
+        norms.append(
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip_norm or torch.inf).item()
+        )
         optimizer.step()
     return norms
 
@@ -80,7 +82,9 @@ def local_snapshot(optimizer):
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
             for name, value in {"param": param.detach(), **optimizer.state[param]}.items():
-                result[index, name] = bits(value.to_local() if isinstance(value, DTensor) else value)
+                result[index, name] = bits(
+                    value.to_local() if isinstance(value, DTensor) else value
+                )
     return result
 
 
@@ -89,7 +93,8 @@ def full(tensor):
 
 
 def ddp_trains_as_one(told, order):
-    # Ranks begin with different weights: DDP makes them those of rank 0, also behind the back of an optimizer that is there.
+    # Ranks begin with different weights: DDP makes them those of rank 0, also behind the back of an
+    # optimizer that is there.
     net = make_net(seed=dist.get_rank())
     whole = make_net(seed=0)
     options = {"lr": 1e-2, "clip_norm": 0.05, "accumulation_steps": told}
@@ -104,7 +109,9 @@ def ddp_trains_as_one(told, order):
         norms.append(optimizer.grad_norm)
     assert optimizer._gate.is_open
     reference = stepwell.AdamW(whole.parameters(), lr=1e-2)
-    assert norms == pytest.approx(train_on_both_batches(whole, reference, 4, clip_norm=0.05), rel=1e-4)
+    assert norms == pytest.approx(
+        train_on_both_batches(whole, reference, 4, clip_norm=0.05), rel=1e-4
+    )
     assert min(norms) > 0.05
     optimizer.synchronize()
     for param, expected in zip(net.parameters(), whole.parameters(), strict=True):
@@ -145,7 +152,9 @@ def fsdp_trains_as_one(reshard, clip_norm):
         train(net, optimizer, 1, first=step)
         norms.append(optimizer.grad_norm)
     # The norm is that of all shards, on every rank.
-    assert norms == pytest.approx(train_on_both_batches(whole, reference, 4, clip_norm=clip_norm), rel=1e-4)
+    assert norms == pytest.approx(
+        train_on_both_batches(whole, reference, 4, clip_norm=clip_norm), rel=1e-4
+    )
     for mine, expected in zip(net.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(full(mine), expected.detach())
     return norms
@@ -170,7 +179,9 @@ def shards_step_as_the_whole(dtype, moments):
         if moments == "fp32":
             assert torch.equal(bits(full(mine)), bits(expected))
             for name in ("exp_avg", "exp_avg_sq"):
-                assert torch.equal(bits(full(optimizer.state[mine][name])), bits(reference.state[expected][name]))
+                assert torch.equal(
+                    bits(full(optimizer.state[mine][name])), bits(reference.state[expected][name])
+                )
         else:
             # The noise of a piece is its own.
             torch.testing.assert_close(full(mine), expected.detach(), rtol=0.05, atol=0.01)
@@ -204,7 +215,9 @@ def checkpoint_resumes(folder, dtype, moments):
     model_state, optimizer_state = get_state_dict(resumed_net, resumed)
     assert all(state["step"] == 0 for state in resumed.state.values())
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(
+        resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
     assert_same(local_snapshot(optimizer), local_snapshot(resumed))
     assert train(net, optimizer, 2, first=3) == train(resumed_net, resumed, 2, first=3)
     assert_same(local_snapshot(optimizer), local_snapshot(resumed))
@@ -250,12 +263,16 @@ def error_on_one_rank():
     if dist.get_rank() == 0:
         optimizer.param_groups[0]["lr"] = -1.0
     before = local_snapshot(optimizer)
-    with pytest.raises(ValueError, match="lr") if dist.get_rank() == 0 else pytest.raises(ValueError, match="another"):
+    with (
+        pytest.raises(ValueError, match="lr")
+        if dist.get_rank() == 0
+        else pytest.raises(ValueError, match="another")
+    ):
         optimizer.step()
     assert_same(before, local_snapshot(optimizer))
 
 
-# ---- the tests ---------------------------------------------------------------------------------------------------------------
+# ---- the tests ----
 
 
 @pytest.mark.parametrize("told", [None, 1], ids=["untold", "told"])

@@ -36,7 +36,9 @@ def test_resuming_is_as_if_never_stopped(dtype, moments, order, used):
     with torch.no_grad():
         for param in resumed_net.parameters():
             param.zero_()
-    resumed = stepwell.OffloadAdamW(resumed_net.named_parameters(), lr=0.5, moments=moments, clip_norm=1.0)
+    resumed = stepwell.OffloadAdamW(
+        resumed_net.named_parameters(), lr=0.5, moments=moments, clip_norm=1.0
+    )
     if used:
         train(resumed_net, resumed, 2)
     if order == "optimizer-first":
@@ -115,9 +117,14 @@ def test_state_of_other_parameters_is_refused():
     packed = copy.deepcopy(optimizer.state_dict())
     packed["state"][0]["exp_avg"] = torch.zeros(3)
     before = {key: bits(value) for key, value in optimizer.state[net[0].weight].items()}
-    with pytest.raises(ValueError, match=r"`exp_avg` in the loaded state of parameter `0.weight`(.|\n)*hint"):
+    with pytest.raises(
+        ValueError, match=r"`exp_avg` in the loaded state of parameter `0.weight`(.|\n)*hint"
+    ):
         optimizer.load_state_dict(packed)
-    assert all(torch.equal(bits(value), before[key]) for key, value in optimizer.state[net[0].weight].items())
+    assert all(
+        torch.equal(bits(value), before[key])
+        for key, value in optimizer.state[net[0].weight].items()
+    )
     train(net, optimizer, 1)
 
 
@@ -127,7 +134,9 @@ def test_distributed_checkpoint_resumes_exactly(tmp_path, dtype, moments):
     net, optimizer = pair(dtype=dtype, moments=moments, seed=5)[0]
     train(net, optimizer, 3)
     model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True
+    )
     resumed_net = small(dtype)
     resumed = stepwell.OffloadAdamW(resumed_net.named_parameters(), lr=1e-2, moments=moments)
     with torch.no_grad():
@@ -137,8 +146,12 @@ def test_distributed_checkpoint_resumes_exactly(tmp_path, dtype, moments):
     model_state, optimizer_state = get_state_dict(resumed_net, resumed)
     assert len(resumed.state) == 6
     assert all(state["step"] == 0 for state in resumed.state.values())
-    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True)
-    set_state_dict(resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    dcp.load(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True
+    )
+    set_state_dict(
+        resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
     assert resumed.param_groups[0]["seed"] == 5
     assert_equal((net, optimizer), (resumed_net, resumed))
     assert train(net, optimizer, 2, first=3) == train(resumed_net, resumed, 2, first=3)

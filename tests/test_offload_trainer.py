@@ -41,7 +41,9 @@ def llama(dtype):
     return transformers.LlamaForCausalLM(config).to(dtype)
 
 
-def trainer_of(folder, kind=stepwell.OffloadAdamW, dtype=torch.float32, folded=True, options=None, **arguments):
+def trainer_of(
+    folder, kind=stepwell.OffloadAdamW, dtype=torch.float32, folded=True, options=None, **arguments
+):
     model = llama(dtype)
     optimizer = kind(model.named_parameters(), lr=1e-2, weight_decay=0.0, **(options or {}))
     arguments = {
@@ -85,7 +87,9 @@ KIND_IDS = ["fp32", "fp32-autocast", "pure-bf16"]
 
 @pytest.mark.parametrize(("dtype", "bf16"), KINDS, ids=KIND_IDS)
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulation_steps": 2}, {"accumulate": "host"}], ids=["untold", "told", "host"]
+    "options",
+    [{}, {"accumulation_steps": 2}, {"accumulate": "host"}],
+    ids=["untold", "told", "host"],
 )
 def test_clips_and_logs_as_trainer_does(tmp_path, dtype, bf16, options):
     trainer, optimizer = trainer_of(tmp_path, dtype=dtype, bf16=bf16, options=options)
@@ -101,7 +105,9 @@ def test_clips_and_logs_as_trainer_does(tmp_path, dtype, bf16, options):
     theirs.train()
     assert logged(trainer, "loss") == pytest.approx(logged(theirs, "loss"), rel=1e-2)
     # torch's norm of bfloat16 gradients is rounded to bfloat16.
-    assert norms == pytest.approx(logged(theirs, "grad_norm"), rel=1e-2 if dtype == torch.bfloat16 else 1e-3)
+    assert norms == pytest.approx(
+        logged(theirs, "grad_norm"), rel=1e-2 if dtype == torch.bfloat16 else 1e-3
+    )
 
 
 @pytest.mark.parametrize("told", [None, 2], ids=["untold", "told"])
@@ -115,7 +121,10 @@ def test_trainers_own_clipping_is_stepped_bit_for_bit(tmp_path, told):
     optimizer.synchronize()
     assert logged(trainer, "loss") == logged(theirs, "loss")
     assert logged(trainer, "grad_norm") == logged(theirs, "grad_norm")
-    assert all(torch.equal(one, other) for one, other in zip(params_of(trainer), params_of(theirs), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(params_of(trainer), params_of(theirs), strict=True)
+    )
 
 
 def test_no_clipping_is_no_clipping(tmp_path):
@@ -127,7 +136,13 @@ def test_no_clipping_is_no_clipping(tmp_path):
 
 @pytest.mark.parametrize(("dtype", "bf16"), KINDS, ids=KIND_IDS)
 def test_resumes_from_its_checkpoint_bit_for_bit(tmp_path, dtype, bf16):
-    options = {"dtype": dtype, "bf16": bf16, "save_strategy": "steps", "save_steps": 3, "options": {"moments": "q8"}}
+    options = {
+        "dtype": dtype,
+        "bf16": bf16,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "options": {"moments": "q8"},
+    }
     whole, optimizer = trainer_of(tmp_path / "whole", **options)
     whole.train()
     resumed, resumed_optimizer = trainer_of(tmp_path / "resumed", **options)
@@ -136,14 +151,19 @@ def test_resumes_from_its_checkpoint_bit_for_bit(tmp_path, dtype, bf16):
     resumed_optimizer.state_dict()
     assert logged(resumed, "loss")[-3:] == logged(whole, "loss")[-3:]
     assert logged(resumed, "grad_norm")[-3:] == logged(whole, "grad_norm")[-3:]
-    assert all(torch.equal(one, other) for one, other in zip(params_of(resumed), params_of(whole), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(params_of(resumed), params_of(whole), strict=True)
+    )
     for one, other in zip(optimizer.state.values(), resumed_optimizer.state.values(), strict=True):
         assert all(torch.equal(bits(one[name]), bits(other[name])) for name in one)
 
 
 def test_evaluates_and_saves_what_was_stepped(tmp_path):
     def run(gate):
-        trainer, _ = trainer_of(tmp_path / gate, eval_strategy="steps", eval_steps=2, options={"gate": gate})
+        trainer, _ = trainer_of(
+            tmp_path / gate, eval_strategy="steps", eval_steps=2, options={"gate": gate}
+        )
         trainer.train()
         trainer.save_model(str(tmp_path / gate))
         saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / gate)

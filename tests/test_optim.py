@@ -7,13 +7,40 @@ import pytest
 import stepwell
 import torch
 from hypothesis import strategies as st
-from optim_cases import CODECS, DTYPES, LAYOUT_IDS, LAYOUTS, Oracle, bits, master, parameter, stepped
+from optim_cases import (
+    CODECS,
+    DTYPES,
+    LAYOUT_IDS,
+    LAYOUTS,
+    Oracle,
+    bits,
+    master,
+    parameter,
+    stepped,
+)
 from stepwell import _core
 
-# float32 arithmetic against float64: some ulps of the parameter per step, and some ulps of the update.
+# float32 arithmetic against float64: some ulps of the parameter per step, and some ulps of the
+# update.
 ULPS = 8 * 2**-24
 # Elements around which kernels and chunks change their ways.
-BOUNDARIES = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, _core.CHUNK_LEN - 1, _core.CHUNK_LEN, _core.CHUNK_LEN + 1]
+BOUNDARIES = [
+    0,
+    1,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    129,
+    _core.CHUNK_LEN - 1,
+    _core.CHUNK_LEN,
+    _core.CHUNK_LEN + 1,
+]
 
 sizes = st.one_of(st.integers(0, 300), st.sampled_from(BOUNDARIES))
 hypers = st.fixed_dictionaries(
@@ -34,7 +61,9 @@ def tolerance(oracle, steps, lr):
 
 
 @hypothesis.given(
-    kinds=st.lists(st.tuples(sizes, st.sampled_from(DTYPES), st.sampled_from(DTYPES)), min_size=1, max_size=3),
+    kinds=st.lists(
+        st.tuples(sizes, st.sampled_from(DTYPES), st.sampled_from(DTYPES)), min_size=1, max_size=3
+    ),
     hyper=hypers,
     decoupled=st.booleans(),
     steps=st.integers(1, 5),
@@ -64,7 +93,13 @@ def test_masters_follow_the_float64_oracle(kinds, hyper, decoupled, steps, seed)
         assert optimizer.state[param]["step"] == steps
 
 
-@hypothesis.given(size=sizes, hyper=hypers, decoupled=st.booleans(), steps=st.integers(1, 20), foreach=st.booleans())
+@hypothesis.given(
+    size=sizes,
+    hyper=hypers,
+    decoupled=st.booleans(),
+    steps=st.integers(1, 20),
+    foreach=st.booleans(),
+)
 def test_float32_agrees_with_torch(size, hyper, decoupled, steps, foreach):
     torch.manual_seed(size)
     ours, theirs = (torch.nn.Parameter(torch.full((size,), 0.5)) for _ in range(2))
@@ -77,7 +112,9 @@ def test_float32_agrees_with_torch(size, hyper, decoupled, steps, foreach):
         optimizer.step()
         reference.step()
     # Both round each step: twice the bound against float64.
-    torch.testing.assert_close(ours, theirs, rtol=2 * steps * ULPS, atol=2 * steps * ULPS * 20 * hyper["lr"])
+    torch.testing.assert_close(
+        ours, theirs, rtol=2 * steps * ULPS, atol=2 * steps * ULPS * 20 * hyper["lr"]
+    )
     for name in ("exp_avg", "exp_avg_sq"):
         expected = reference.state[theirs][name]
         torch.testing.assert_close(optimizer.state[ours][name], expected, rtol=1e-5, atol=1e-6)
@@ -124,7 +161,8 @@ def test_rounded_moments_stay_near_the_oracle(dtype, moments, error_max):
         oracle.step(param.grad, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
         optimizer.step()
     moved, expected = master(optimizer, param).double() - start, oracle.param - start
-    # Relative L2 error of what 50 steps have done. Unbiased rounding averages out; a wrong decay or scale does not.
+    # Relative L2 error of what 50 steps have done. Unbiased rounding averages out; a wrong decay or
+    # scale does not.
     assert (moved - expected).norm() / expected.norm() < error_max
 
 
@@ -140,7 +178,8 @@ def test_rounding_depends_on_seed_and_parameter_alone(moments):
         optimizer.step()
         optimizer.step()
         return [
-            bits(optimizer.state[param].get("exp_avg", optimizer.state[param].get("exp_avg_codes"))) for param in params
+            bits(optimizer.state[param].get("exp_avg", optimizer.state[param].get("exp_avg_codes")))
+            for param in params
         ]
 
     first, second = moment(seed=1, count=2)
@@ -160,7 +199,11 @@ def test_rounding_depends_on_seed_and_parameter_alone(moments):
     ids=["transposed", "channels-last", "sliced"],
 )
 def test_strides_do_not_matter(dtype, moments, strided):
-    place = strided().to(dtype) if strided().is_contiguous() else torch.empty_like(strided(), dtype=dtype)
+    place = (
+        strided().to(dtype)
+        if strided().is_contiguous()
+        else torch.empty_like(strided(), dtype=dtype)
+    )
     outside = torch.zeros(12, 10, dtype=dtype) if place.shape == (6, 3) else None
     if outside is not None:
         place = outside[::2, 1:9:3]

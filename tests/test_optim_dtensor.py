@@ -31,7 +31,7 @@ def ranks(tmp_path_factory):
     ranks.stop()
 
 
-# ---- what runs on the ranks --------------------------------------------------------------------------------------------------
+# ---- what runs on the ranks ----
 
 
 def make_net(dtype, shard):
@@ -47,7 +47,9 @@ def train(net, optimizer, steps, first=0):
     dtype = next(net.parameters()).dtype
     for step in range(first, first + steps):
         optimizer.zero_grad()
-        net(torch.linspace(-1, 1, 24, dtype=dtype).view(4, 6) + 0.1 * step).square().sum().backward()
+        net(
+            torch.linspace(-1, 1, 24, dtype=dtype).view(4, 6) + 0.1 * step
+        ).square().sum().backward()
         optimizer.step()
 
 
@@ -57,7 +59,9 @@ def local_snapshot(optimizer):
     for group in optimizer.param_groups:
         for index, param in enumerate(group["params"]):
             for name, value in {"param": param.detach(), **optimizer.state[param]}.items():
-                result[index, name] = bits(value.to_local() if isinstance(value, DTensor) else value)
+                result[index, name] = bits(
+                    value.to_local() if isinstance(value, DTensor) else value
+                )
     return result
 
 
@@ -67,7 +71,9 @@ def full(tensor):
 
 def trains_as_unsharded(dtype, moments):
     sharded, whole = make_net(dtype, shard=True), make_net(dtype, shard=False)
-    optimizers = [stepwell.AdamW(net.parameters(), lr=1e-2, moments=moments) for net in (sharded, whole)]
+    optimizers = [
+        stepwell.AdamW(net.parameters(), lr=1e-2, moments=moments) for net in (sharded, whole)
+    ]
     for _ in range(5):
         # Not by a backward pass: it may round otherwise where tensors lie otherwise.
         for mine, expected in zip(sharded.parameters(), whole.parameters(), strict=True):
@@ -103,7 +109,11 @@ def row_layout(moments):
     optimizer = stepwell.AdamW(net.parameters(), moments=moments)
     train(net, optimizer, 1)
     state = optimizer.state[net.first.weight]
-    return {name: (tuple(value.shape), str(value.dtype)) for name, value in state.items() if name != "step"}
+    return {
+        name: (tuple(value.shape), str(value.dtype))
+        for name, value in state.items()
+        if name != "step"
+    }
 
 
 def checkpoint_resumes(folder, dtype, moments):
@@ -122,7 +132,9 @@ def checkpoint_resumes(folder, dtype, moments):
     assert all(state["step"] == 0 for state in resumed.state.values())
     assert len(resumed.state) == 6
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
-    set_state_dict(resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    set_state_dict(
+        resumed_net, resumed, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
     assert_same(local_snapshot(optimizer), local_snapshot(resumed))
     assert resumed.param_groups[0]["seed"] == 5
     assert resumed.param_groups[0]["lr"] == 1e-2
@@ -149,12 +161,16 @@ def full_state_dict_round_trip(moments):
     net = make_net(torch.bfloat16, shard=True)
     optimizer = stepwell.AdamW(net.parameters(), moments=moments)
     train(net, optimizer, 2)
-    packed = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(full_state_dict=True))
+    packed = get_optimizer_state_dict(
+        net, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
     packed = [packed if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(packed)
     other_net = make_net(torch.bfloat16, shard=True)
     other = stepwell.AdamW(other_net.parameters(), moments=moments)
-    set_optimizer_state_dict(other_net, other, packed[0], options=StateDictOptions(full_state_dict=True))
+    set_optimizer_state_dict(
+        other_net, other, packed[0], options=StateDictOptions(full_state_dict=True)
+    )
     mine, theirs = local_snapshot(optimizer), local_snapshot(other)
     state_keys = {key for key in mine if key[1] != "param"}
     assert_same({key: mine[key] for key in state_keys}, {key: theirs[key] for key in state_keys})
@@ -171,7 +187,9 @@ def torch_state_is_converted(moments):
         moment, expected = decoded[index]["exp_avg"], reference.state[param]["exp_avg"]
         assert isinstance(moment, DTensor)
         assert moment.placements == param.placements
-        torch.testing.assert_close(full(moment), full(expected), rtol=0.1, atol=1e-4 if moments != "fp32" else 0.0)
+        torch.testing.assert_close(
+            full(moment), full(expected), rtol=0.1, atol=1e-4 if moments != "fp32" else 0.0
+        )
         assert optimizer.state[param]["step"] == 3
     train(net, optimizer, 1)
 
@@ -209,7 +227,11 @@ def error_on_one_rank():
     if dist.get_rank() == 0:
         optimizer.param_groups[0]["lr"] = -1.0
     before = local_snapshot(optimizer)
-    with pytest.raises(ValueError, match="lr") if dist.get_rank() == 0 else pytest.raises(ValueError, match="another"):
+    with (
+        pytest.raises(ValueError, match="lr")
+        if dist.get_rank() == 0
+        else pytest.raises(ValueError, match="another")
+    ):
         optimizer.step()
     assert_same(before, local_snapshot(optimizer))
 
@@ -254,7 +276,8 @@ def partial_gradient_is_summed():
     param = torch.nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
     from torch.distributed.tensor import Partial
 
-    # As tensor parallelism leaves it: the sum over the ranks is 1, each rank alone has another sign.
+    # As tensor parallelism leaves it: the sum over the ranks is 1, each rank alone has another
+    # sign.
     mine = torch.full((3,), 2.0 if dist.get_rank() == 0 else -1.0)
     param.grad = DTensor.from_local(mine, mesh, [Partial("sum")], run_check=False)
     stepwell.AdamW([param], lr=0.1).step()
@@ -272,7 +295,7 @@ def version_of_the_shard_is_bumped():
     assert param.to_local()._version > versions[1]
 
 
-# ---- the tests ---------------------------------------------------------------------------------------------------------------
+# ---- the tests ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

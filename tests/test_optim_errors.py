@@ -25,7 +25,7 @@ def assert_refused(optimizer, pattern):
     assert groups == [dict(group, params=None) for group in optimizer.param_groups]
 
 
-# ---- gradients that are not finite -----------------------------------------------------------------------------------------
+# ---- gradients that are not finite ----
 
 
 @pytest.mark.parametrize("special", SPECIALS, ids=str)
@@ -34,11 +34,15 @@ def assert_refused(optimizer, pattern):
 def test_nonfinite_gradient_changes_nothing(dtype, moments, started, special):
     first, second = parameter(70_000, dtype=dtype), parameter(3, 5, dtype=dtype)
     # Different groups: the first must not be stepped before the second is looked at.
-    optimizer = stepwell.AdamW([{"params": [first]}, {"params": [second], "lr": 1e-4}], moments=moments)
+    optimizer = stepwell.AdamW(
+        [{"params": [first]}, {"params": [second], "lr": 1e-4}], moments=moments
+    )
     if started:
         optimizer.step()
     second.grad[1, 2] = special
-    assert_refused(optimizer, r"group 1, index 0, shape \(3, 5\)\) is not finite; nothing was changed")
+    assert_refused(
+        optimizer, r"group 1, index 0, shape \(3, 5\)\) is not finite; nothing was changed"
+    )
     assert started or not optimizer.state
 
 
@@ -89,7 +93,7 @@ def test_propagate_does_not_read_gradients_twice(monkeypatch):
     optimizer.step()
 
 
-# ---- parameters and gradients ------------------------------------------------------------------------------------------------
+# ---- parameters and gradients ----
 
 
 def _sparse_gradient():
@@ -122,11 +126,17 @@ def _with_grad_dtype(dtype):
     ("make", "pattern"),
     [
         (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.float64)), "float64.*torch.float32"),
-        (lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)), "complex64.*view_as_real"),
+        (
+            lambda: torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)),
+            "complex64.*view_as_real",
+        ),
         (lambda: torch.nn.Parameter(torch.ones(3, device="meta")), "`meta`.*to_empty"),
         (lambda: torch.nn.Parameter(torch.eye(3).to_sparse()), "sparse.*dense"),
         (lambda: torch.nn.Parameter(torch.ones(1).expand(3)), "more than once.*clone"),
-        (lambda: torch.nn.Parameter(torch.ones(9).as_strided((3, 3), (1, 1))), "more than once.*clone"),
+        (
+            lambda: torch.nn.Parameter(torch.ones(9).as_strided((3, 3), (1, 1))),
+            "more than once.*clone",
+        ),
         (lambda: torch.nn.LazyLinear(3).weight, "uninitialized.*run the model"),
     ],
     ids=["float64", "complex", "meta", "sparse", "expanded", "interleaved", "lazy"],
@@ -199,7 +209,9 @@ def test_parameters_that_share_memory(make):
         stepwell.AdamW(params)
     # The same, arrived at later.
     late = [torch.nn.Parameter(part.detach().clone()) for part in params]
-    optimizer = stepwell.AdamW([{"params": [param], "lr": rate} for param, rate in zip(late, (0.1, 0.2), strict=True)])
+    optimizer = stepwell.AdamW(
+        [{"params": [param], "lr": rate} for param, rate in zip(late, (0.1, 0.2), strict=True)]
+    )
     for param, alias in zip(late, params, strict=True):
         param.grad = torch.ones_like(param)
         param.data = alias.data
@@ -208,7 +220,11 @@ def test_parameters_that_share_memory(make):
 
 def test_disjoint_parts_of_one_storage_are_welcome():
     whole = torch.zeros(4, 6)
-    params = [torch.nn.Parameter(whole[:, :2]), torch.nn.Parameter(whole[:, 2:]), torch.nn.Parameter(torch.zeros(2))]
+    params = [
+        torch.nn.Parameter(whole[:, :2]),
+        torch.nn.Parameter(whole[:, 2:]),
+        torch.nn.Parameter(torch.zeros(2)),
+    ]
     for param in params:
         param.grad = torch.ones_like(param)
     stepwell.AdamW(params, lr=1.0, weight_decay=0.0, eps=0.0).step()
@@ -234,7 +250,9 @@ def test_state_that_two_parameters_share():
 
 
 @pytest.mark.parametrize(
-    "value", [torch.zeros(4, dtype=torch.float64), torch.zeros(5), None, 3.0], ids=["dtype", "size", "none", "number"]
+    "value",
+    [torch.zeros(4, dtype=torch.float64), torch.zeros(5), None, 3.0],
+    ids=["dtype", "size", "none", "number"],
 )
 def test_state_that_does_not_fit(value):
     param = parameter(4)
@@ -244,12 +262,18 @@ def test_state_that_does_not_fit(value):
         optimizer.step()
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------------
+# ---- options ----
 
 
 BAD_OPTIONS = [
-    *(({key: value}, key) for key, value in itertools.product(["lr", "eps", "weight_decay"], [-1.0, *SPECIALS])),
-    *(({"betas": betas}, "betas") for betas in [(1.0, 0.9), (0.9, -0.1), (0.9,), (float("nan"), 0.9)]),
+    *(
+        ({key: value}, key)
+        for key, value in itertools.product(["lr", "eps", "weight_decay"], [-1.0, *SPECIALS])
+    ),
+    *(
+        ({"betas": betas}, "betas")
+        for betas in [(1.0, 0.9), (0.9, -0.1), (0.9,), (float("nan"), 0.9)]
+    ),
     ({"lr": torch.ones(2)}, "lr"),
     ({"amsgrad": True}, "amsgrad.*torch.optim.AdamW"),
     ({"capturable": True}, "capturable.*torch.optim.AdamW"),
@@ -257,7 +281,9 @@ BAD_OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("option", "pattern"), BAD_OPTIONS, ids=lambda value: re.sub(r"\W+", "-", str(value)))
+@pytest.mark.parametrize(
+    ("option", "pattern"), BAD_OPTIONS, ids=lambda value: re.sub(r"\W+", "-", str(value))
+)
 def test_bad_option(option, pattern):
     param, other = parameter(3), parameter(3)
     with pytest.raises(ValueError, match=pattern):
@@ -285,16 +311,16 @@ def test_optimizer_wide_options_are_refused_in_a_group():
         stepwell.AdamW([{"params": [parameter(3)], "moments": "q8"}])
 
 
-# ---- interrupts ------------------------------------------------------------------------------------------------------------
+# ---- interrupts ----
 
 INTERRUPTED_PROGRAM = """
 import os, signal, sys
 import torch, stepwell
 from stepwell import _core
 
-params = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(8)]
-optimizer = stepwell.AdamW([{"params": [param], "lr": 1e-3 * (1 + index)} for index, param in enumerate(params)], betas=(0.9, 0.9999))
-for param in params:
+params = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(8)] optimizer =
+stepwell.AdamW([{"params": [param], "lr": 1e-3 * (1 + index)} for index, param in
+enumerate(params)], betas=(0.9, 0.9999)) for param in params:
     param.grad = torch.ones_like(param)
 optimizer.step()
 interrupts = 0
@@ -331,6 +357,10 @@ print("whole")
 
 def test_ctrl_c_never_comes_between_two_groups():
     process = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_PROGRAM], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", INTERRUPTED_PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert (process.stdout, process.returncode) == ("whole\n", 0), process.stderr

@@ -36,7 +36,9 @@ def test_threads_step_different_optimizers(moments):
         except Exception as error:  # noqa: BLE001 - asserted on below
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(optimizer,), daemon=True) for optimizer in together]
+    threads = [
+        threading.Thread(target=run, args=(optimizer,), daemon=True) for optimizer in together
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -82,7 +84,11 @@ print("forked")
 @pytest.mark.parametrize("before", ["used", "unused"])
 def test_steps_go_on_in_a_forked_child(before):
     process = subprocess.run(
-        [sys.executable, "-c", FORK_PROGRAM, before], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FORK_PROGRAM, before],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (process.stdout, process.returncode) == ("forked\n", 0), process.stderr
 
@@ -90,9 +96,13 @@ def test_steps_go_on_in_a_forked_child(before):
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_platforms_get_a_clear_import_error(platform):
     program = f"import sys; sys.platform = {platform!r}; import stepwell"
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert process.returncode != 0
-    assert f"ImportError: stepwell runs on Linux only, this is `{platform}`. hint: " in process.stderr
+    assert (
+        f"ImportError: stepwell runs on Linux only, this is `{platform}`. hint: " in process.stderr
+    )
     assert "torch/" not in process.stderr, "refused before torch is imported"
 
 
@@ -101,7 +111,14 @@ def test_import_brings_no_framework_but_torch():
     modules = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     ).stdout.split()
-    assert not {"deepspeed", "transformers", "rich", "typer", "matplotlib", "torch.distributed.tensor"} & set(modules)
+    assert not {
+        "deepspeed",
+        "transformers",
+        "rich",
+        "typer",
+        "matplotlib",
+        "torch.distributed.tensor",
+    } & set(modules)
 
 
 def test_public_names():

@@ -12,7 +12,8 @@ import stepwell
 import torch
 from optim_cases import CODECS, LAYOUT_IDS, LAYOUTS, assert_same, bits, parameter, snapshot, stepped
 
-# Relative error of one moment after one rounding: bf16 has 8 bits, q8's neighbours are 1/16 of the value apart at most, where values are large.
+# Relative error of one moment after one rounding: bf16 has 8 bits, q8's neighbours are 1/16 of the
+# value apart at most, where values are large.
 CODEC_ERROR = {"fp32": 0.0, "bf16": 2.0**-7, "q8": 0.05}
 
 
@@ -38,7 +39,9 @@ def test_resuming_is_as_if_never_stopped(dtype, moments, order):
     params = [parameter(70_001, dtype=dtype), parameter(3, 5, dtype=dtype)]
     optimizer = stepwell.AdamW(params, moments=moments, seed=7)
     advance(optimizer, 4, seed=1)
-    checkpoint = saved_and_loaded({"params": [p.detach() for p in params], "optimizer": optimizer.state_dict()})
+    checkpoint = saved_and_loaded(
+        {"params": [p.detach() for p in params], "optimizer": optimizer.state_dict()}
+    )
 
     fresh = [parameter(*param.shape, dtype=dtype) for param in params]
     resumed = stepwell.AdamW(fresh, lr=0.5, moments=moments)
@@ -72,7 +75,9 @@ def test_loading_its_own_state_keeps_its_memory():
     param = parameter(1 << 19, dtype=torch.bfloat16)
     optimizer = stepped(param, moments="q8", steps=1)
     packed = optimizer.state_dict()
-    addresses = {name: value.data_ptr() for name, value in packed["state"][0].items() if name != "step"}
+    addresses = {
+        name: value.data_ptr() for name, value in packed["state"][0].items() if name != "step"
+    }
     packed["state"][0]["step"].fill_(5)
     optimizer.load_state_dict(packed)
     state = optimizer.state[param]
@@ -88,7 +93,10 @@ def test_swapped_state_is_not_overwritten_while_it_is_read():
     expected = [bits(packed["state"][index]["exp_avg"]) for index in (1, 0)]
     packed["state"] = {0: packed["state"][1], 1: packed["state"][0]}
     optimizer.load_state_dict(packed)
-    assert all(torch.equal(bits(optimizer.state[p]["exp_avg"]), e) for p, e in zip(params, expected, strict=True))
+    assert all(
+        torch.equal(bits(optimizer.state[p]["exp_avg"]), e)
+        for p, e in zip(params, expected, strict=True)
+    )
     advance(optimizer, 1, seed=1)
 
 
@@ -101,7 +109,8 @@ def test_codecs_convert_into_each_other(source, target, dtype):
     other = stepwell.AdamW([param], moments=target)
     other.load_state_dict(optimizer.state_dict())
     assert (
-        other.state[param].keys() == stepped(parameter(1, dtype=dtype), moments=target).state_dict()["state"][0].keys()
+        other.state[param].keys()
+        == stepped(parameter(1, dtype=dtype), moments=target).state_dict()["state"][0].keys()
     )
     assert other.state[param]["step"] == 10
     ours, theirs = (o.decoded_state_dict()["state"][0] for o in (other, optimizer))
@@ -111,7 +120,9 @@ def test_codecs_convert_into_each_other(source, target, dtype):
         assert error <= (0.0 if source == target else CODEC_ERROR[target])
         if target == "fp32" or source == target:
             assert torch.equal(bits(ours[name]), bits(theirs[name]))
-    assert ((ours["exp_avg_sq"] > 0) | (theirs["exp_avg_sq"] == 0)).all(), "a moment above 0 was coded to 0"
+    assert ((ours["exp_avg_sq"] > 0) | (theirs["exp_avg_sq"] == 0)).all(), (
+        "a moment above 0 was coded to 0"
+    )
     advance(other, 2, seed=1)
 
 
@@ -123,7 +134,8 @@ def test_state_of_another_format_is_refused(dtype):
     before = snapshot(optimizer)
     packed["param_groups"][0]["state_format"] += 1
     with pytest.raises(
-        ValueError, match="`state_format` of the loaded state dict is `2`, expected `1`: another version"
+        ValueError,
+        match="`state_format` of the loaded state dict is `2`, expected `1`: another version",
     ):
         optimizer.load_state_dict(packed)
     assert_same(before, snapshot(optimizer))
@@ -153,11 +165,12 @@ def test_conversion_is_reproducible_and_unbiased(moments):
     if moments != "fp32":
         assert not torch.equal(bits(first), bits(other))
     expected = exact.state_dict()["state"][0]["exp_avg"]
-    # The mean of 20,000 errors, each within a step of the code, is some hundred times smaller than one.
+    # The mean of 20,000 errors, each within a step of the code, is some hundred times smaller than
+    # one.
     assert (first - expected).mean().abs() < expected.abs().max() * 2.0**-7 / 30
 
 
-# ---- torch.optim.AdamW -----------------------------------------------------------------------------------------------------
+# ---- torch.optim.AdamW ----
 
 
 @pytest.mark.parametrize("decoded", [False, True])
@@ -167,7 +180,9 @@ def test_to_torch_and_back_exactly(decoded, foreach):
     optimizer = stepped(ours, lr=0.02, betas=(0.8, 0.99), weight_decay=0.3)
     reference = torch.optim.AdamW([theirs], foreach=foreach)
     theirs.data.copy_(ours.data)
-    reference.load_state_dict(copy.deepcopy(optimizer.decoded_state_dict() if decoded else optimizer.state_dict()))
+    reference.load_state_dict(
+        copy.deepcopy(optimizer.decoded_state_dict() if decoded else optimizer.state_dict())
+    )
     for name in ("exp_avg", "exp_avg_sq", "step"):
         assert torch.equal(bits(reference.state[theirs][name]), bits(optimizer.state[ours][name]))
     for one in (optimizer, reference):
@@ -199,7 +214,8 @@ def test_torchs_adam_with_l2_decay(fused):
 @pytest.mark.parametrize("moments", CODECS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_torchs_state_of_16_bit_parameters(dtype, moments):
-    # torch holds the moments in the parameter's dtype and has no master: they are taken at their values.
+    # torch holds the moments in the parameter's dtype and has no master: they are taken at their
+    # values.
     theirs, ours = parameter(500, dtype=dtype), parameter(500, dtype=dtype)
     reference = torch.optim.AdamW([theirs])
     advance(reference, 3, seed=1)
@@ -227,17 +243,20 @@ def test_master_bits_that_torch_has_cast_are_left_behind(caplog):
     advance(returned, 1, seed=1)
 
 
-# ---- DeepSpeedCPUAdam ------------------------------------------------------------------------------------------------------
+# ---- DeepSpeedCPUAdam ----
 
 
 @pytest.mark.compiler
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_to_deepspeed_and_back():
-    # On DeepSpeed's own compiled op, in a process of its own: in this one another test may have filled its place. Building
-    # it takes minutes, once: it stays in torch's extension folder.
+    # On DeepSpeed's own compiled op, in a process of its own: in this one another test may have
+    # filled its place. Building it takes minutes, once: it stays in torch's extension folder.
     pytest.importorskip("deepspeed", reason="exchanges state with DeepSpeedCPUAdam")
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    env = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
     program = Path(__file__).with_name("optim_deepspeed_exchange.py")
     process = subprocess.run(
         [sys.executable, program], env=env, capture_output=True, text=True, timeout=880, check=False
@@ -262,7 +281,8 @@ def test_deepspeeds_integer_step_and_group_keys():
     assert optimizer.state[param]["step"] == 3
     param.grad = torch.ones(4)
     optimizer.step()
-    # Without bias correction the update is lr * m / sqrt(v); and `maximize`, which the dict does not have, stays.
+    # Without bias correction the update is lr * m / sqrt(v); and `maximize`, which the dict does
+    # not have, stays.
     m, v = 0.9 * 1 + 0.1 * -1, 1.0
     torch.testing.assert_close(param.detach(), torch.full((4,), -0.1 * m / v))
     packed = optimizer.decoded_state_dict()
@@ -270,7 +290,7 @@ def test_deepspeeds_integer_step_and_group_keys():
     assert group.keys() <= packed["param_groups"][0].keys()
 
 
-# ---- what does not fit -----------------------------------------------------------------------------------------------------
+# ---- what does not fit ----
 
 
 def _spoilt(**changes):

@@ -7,7 +7,16 @@ import pickle
 import pytest
 import stepwell
 import torch
-from optim_cases import LAYOUT_IDS, LAYOUTS, SPECIALS, assert_same, bits, parameter, snapshot, stepped
+from optim_cases import (
+    LAYOUT_IDS,
+    LAYOUTS,
+    SPECIALS,
+    assert_same,
+    bits,
+    parameter,
+    snapshot,
+    stepped,
+)
 
 
 def model():
@@ -62,11 +71,17 @@ def test_hooks_run_around_the_step():
     seen = []
     optimizer = stepwell.AdamW([parameter(3)])
     optimizer.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("pre", len(opt.state))))
-    optimizer.register_step_post_hook(lambda opt, args, kwargs: seen.append(("post", len(opt.state))))
-    optimizer.register_state_dict_post_hook(lambda opt, packed: seen.append(("packed", len(packed["state"]))))
+    optimizer.register_step_post_hook(
+        lambda opt, args, kwargs: seen.append(("post", len(opt.state)))
+    )
+    optimizer.register_state_dict_post_hook(
+        lambda opt, packed: seen.append(("packed", len(packed["state"])))
+    )
     optimizer.step()
     loads = stepwell.AdamW([parameter(3)])
-    loads.register_load_state_dict_pre_hook(lambda opt, packed: seen.append(("load", type(packed["state"][0]))))
+    loads.register_load_state_dict_pre_hook(
+        lambda opt, packed: seen.append(("load", type(packed["state"][0])))
+    )
     loads.register_load_state_dict_post_hook(lambda opt: seen.append(("loaded", len(opt.state))))
     loads.load_state_dict(optimizer.state_dict())
     assert seen == [("pre", 0), ("post", 1), ("packed", 1), ("load", dict), ("loaded", 1)]
@@ -83,7 +98,9 @@ def _saved(value):
     return torch.load(stream, weights_only=False)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, _pickled, _saved], ids=["deepcopy", "pickle", "torch.save"]
+)
 @pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
 def test_copies_go_on_alike_and_apart(duplicate, dtype, moments):
     param = parameter(1000, dtype=dtype)
@@ -154,7 +171,9 @@ def test_named_parameters_are_kept_in_the_state_dict():
     net = model()
     optimizer = stepwell.AdamW(net.named_parameters())
     train(net, optimizer, 1)
-    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [name for name, _ in net.named_parameters()]
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == [
+        name for name, _ in net.named_parameters()
+    ]
 
 
 @pytest.mark.parametrize("fused", [True, False, None])
@@ -164,7 +183,7 @@ def test_foreach_and_fused_are_accepted(foreach, fused):
     stepwell.AdamW([param], foreach=foreach, fused=fused).step()
 
 
-# ---- torch.amp.GradScaler ------------------------------------------------------------------------------------------------
+# ---- torch.amp.GradScaler ----
 
 
 def _scaled_run(kind, poison_at=None, unscale=False, **options):
@@ -189,7 +208,9 @@ def _scaled_run(kind, poison_at=None, unscale=False, **options):
 @pytest.mark.parametrize("nonfinite", ["raise", "skip", "propagate"])
 def test_grad_scaler_works_as_with_torchs_fused_adamw(poison_at, unscale, nonfinite):
     ours, optimizer, scale = _scaled_run(stepwell.AdamW, poison_at, unscale, nonfinite=nonfinite)
-    theirs, reference, expected_scale = _scaled_run(torch.optim.AdamW, poison_at, unscale, fused=True)
+    theirs, reference, expected_scale = _scaled_run(
+        torch.optim.AdamW, poison_at, unscale, fused=True
+    )
     assert scale == expected_scale
     assert optimizer.skipped_steps == (poison_at is not None)
     for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -32,7 +32,13 @@ def _write_by_numpy(param, values):
     param.detach().view(torch.int16).numpy()[...] = values.view(torch.int16).numpy()
 
 
-WRITES = [_load_state_dict, _swap, _fill_in_place, _write_by_numpy, lambda param, values: param.data.copy_(values)]
+WRITES = [
+    _load_state_dict,
+    _swap,
+    _fill_in_place,
+    _write_by_numpy,
+    lambda param, values: param.data.copy_(values),
+]
 WRITE_IDS = ["load_state_dict", "data=", "copy_", "numpy", "data.copy_"]
 
 
@@ -41,7 +47,8 @@ def assert_is_master_of(now, values):
     if values.dtype == torch.bfloat16:
         assert torch.equal(now, values.float())
     else:
-        # Where the very value was written that the parameter had, nobody can tell, and the master keeps its exact bits.
+        # Where the very value was written that the parameter had, nobody can tell, and the master
+        # keeps its exact bits.
         assert torch.equal(now.to(values.dtype), values)
         assert (now != values.float()).sum() <= NUMEL // 100
 
@@ -87,7 +94,9 @@ def test_one_written_element_is_enough(dtype, where):
     chunk = where // _core.CHUNK_LEN
     other = 1 - chunk
     elsewhere = slice(other * _core.CHUNK_LEN, (other + 1) * _core.CHUNK_LEN)
-    assert not torch.equal(now[elsewhere], param[elsewhere].float()), "the other chunk keeps its exact master"
+    assert not torch.equal(now[elsewhere], param[elsewhere].float()), (
+        "the other chunk keeps its exact master"
+    )
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
@@ -137,8 +146,14 @@ def test_module_may_change_its_dtype(start, end):
         for param, old in zip(module.parameters(), before, strict=True):
             assert param.isfinite().all()
             assert (param - old).abs().max() < 1e-2
-            expected = {torch.bfloat16: {"trailing", "fingerprints"}, torch.float16: {"master"}, torch.float32: set()}
-            assert optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_sq"} | expected[dtype]
+            expected = {
+                torch.bfloat16: {"trailing", "fingerprints"},
+                torch.float16: {"master"},
+                torch.float32: set(),
+            }
+            assert (
+                optimizer.state[param].keys() == {"step", "exp_avg", "exp_avg_sq"} | expected[dtype]
+            )
 
 
 @pytest.mark.parametrize("move", ["param", "grad", "state"])

@@ -39,7 +39,9 @@ def run(*command, cwd=ROOT, env=None, timeout_s=120):
         text=True,
         check=False,
     )
-    assert process.returncode == 0, f"{command} exited {process.returncode}:\n{process.stdout}\n{process.stderr}"
+    assert process.returncode == 0, (
+        f"{command} exited {process.returncode}:\n{process.stdout}\n{process.stderr}"
+    )
     return process.stdout
 
 
@@ -95,8 +97,9 @@ def unpacked(wheel, tmp_path_factory):
 def fresh(wheel, tmp_path_factory):
     """A new virtual environment with the wheel in it: its `bin` folder and an environment whose PATH has only that.
 
-    pip, torch and the rest are lent by the running interpreter (all its packages except stepwell itself), so that nothing
-    is fetched and pip still checks the wheel's requirements against what is there.
+    pip, torch and the rest are lent by the running interpreter (all its packages except stepwell
+    itself), so that nothing is fetched and pip still checks the wheel's requirements against what
+    is there.
     """
     folder = tmp_path_factory.mktemp("fresh")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
@@ -106,17 +109,31 @@ def fresh(wheel, tmp_path_factory):
         if not entry.name.startswith("stepwell"):
             (lent / entry.name).symlink_to(entry)
     bin_folder = folder / "venv" / "bin"
-    site = run(bin_folder / "python", "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip()
+    site = run(
+        bin_folder / "python", "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    ).strip()
     (Path(site) / "lent.pth").write_text(f"{lent}\n")
     env = {"PATH": str(bin_folder), "HOME": str(folder), "LANG": "C.UTF-8"}
     found = {tool for tool in BUILD_TOOLS if shutil.which(tool, path=env["PATH"])}
     assert not found
-    run(bin_folder / "python", "-m", "pip", "install", "--no-index", "--no-cache-dir", wheel, cwd=folder, env=env)
+    run(
+        bin_folder / "python",
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-cache-dir",
+        wheel,
+        cwd=folder,
+        env=env,
+    )
     return bin_folder, env
 
 
 def test_wheel_is_tagged_for_every_python_and_glibc_it_serves(unpacked):
-    headers = email.parser.Parser().parsestr((unpacked / f"stepwell-{VERSION}.dist-info" / "WHEEL").read_text())
+    headers = email.parser.Parser().parsestr(
+        (unpacked / f"stepwell-{VERSION}.dist-info" / "WHEEL").read_text()
+    )
     assert headers["Tag"] == TAG
     assert headers["Root-Is-Purelib"] == "false"
 
@@ -131,7 +148,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel, unpacked):
 
 
 def test_wheel_metadata_is_complete(unpacked):
-    metadata = email.parser.Parser().parsestr((unpacked / f"stepwell-{VERSION}.dist-info" / "METADATA").read_text())
+    metadata = email.parser.Parser().parsestr(
+        (unpacked / f"stepwell-{VERSION}.dist-info" / "METADATA").read_text()
+    )
     assert metadata["Name"] == "stepwell"
     assert metadata["Version"] == VERSION
     assert metadata["License-Expression"] == "Apache-2.0"
@@ -178,7 +197,8 @@ try:
     core.TensorView(address=64, dtype="float31", numel=1)
 except ValueError as error:
     message = str(error)
-print(json.dumps({"version": core.__version__, "params": sorted(set(arrays[0])), "message": message}))
+print(json.dumps({"version": core.__version__, "params": sorted(set(arrays[0])), "message":
+message}))
 """
 
 
@@ -187,7 +207,9 @@ def test_one_extension_steps_on_every_python(unpacked, minor):
     interpreter = other_interpreters().get(f"3.{minor}")
     if interpreter is None:
         pytest.skip(f"no CPython 3.{minor} on this machine")
-    result = json.loads(run(interpreter, "-c", CORE_PROGRAM, unpacked / "stepwell" / "_core.abi3.so"))
+    result = json.loads(
+        run(interpreter, "-c", CORE_PROGRAM, unpacked / "stepwell" / "_core.abi3.so")
+    )
     # The first bias-corrected step is lr * sign(grad), exactly: every number is a power of two.
     assert result["params"] == [0.75]
     assert result["version"] == VERSION
@@ -195,30 +217,30 @@ def test_one_extension_steps_on_every_python(unpacked, minor):
 
 
 FRESH_PROGRAM = """
-import json, sys, time
-import torch
-before = set(sys.modules)
-start = time.perf_counter()
-import stepwell
-import_s = time.perf_counter() - start
-imported = sorted({name.split(".")[0] for name in set(sys.modules) - before})
-ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 1001)) for _ in range(2))
-for param, optimizer in [(ours, stepwell.AdamW([ours], lr=1e-2)), (theirs, torch.optim.AdamW([theirs], lr=1e-2))]:
+import json, sys, time import torch before = set(sys.modules) start = time.perf_counter() import
+stepwell import_s = time.perf_counter() - start imported = sorted({name.split(".")[0] for name in
+set(sys.modules) - before}) ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 1001)) for _ in
+range(2)) for param, optimizer in [(ours, stepwell.AdamW([ours], lr=1e-2)), (theirs,
+torch.optim.AdamW([theirs], lr=1e-2))]:
     param.square().sum().backward()
     optimizer.step()
-torch.testing.assert_close(ours, theirs)
-print(json.dumps({"import_s": import_s, "imported": imported, "file": stepwell.__file__, "version": stepwell.__version__}))
+torch.testing.assert_close(ours, theirs) print(json.dumps({"import_s": import_s, "imported":
+imported, "file": stepwell.__file__, "version": stepwell.__version__}))
 """
 
 
 def test_wheel_steps_in_a_fresh_environment_without_a_compiler(fresh):
     bin_folder, env = fresh
-    result = json.loads(run(bin_folder / "python", "-I", "-W", "error", "-c", FRESH_PROGRAM, cwd="/", env=env))
+    result = json.loads(
+        run(bin_folder / "python", "-I", "-W", "error", "-c", FRESH_PROGRAM, cwd="/", env=env)
+    )
     assert Path(result["file"]).is_relative_to(bin_folder.parent)
     assert result["version"] == VERSION
     # `import torch` alone is allowed to be slow; benches/import_time.py measures what we add to it.
     print(f"import stepwell: {result['import_s']:.3f} s beyond torch")
-    assert not {"deepspeed", "matplotlib", "rich", "transformers", "typer"} & set(result["imported"])
+    assert not {"deepspeed", "matplotlib", "rich", "transformers", "typer"} & set(
+        result["imported"]
+    )
 
 
 def test_doctor_answers_in_a_fresh_environment(fresh):
@@ -242,21 +264,43 @@ def test_sdist_holds_the_sources(sdist):
     rust = {str(path.relative_to(ROOT)) for path in (ROOT / "rust").rglob("*.rs")}
     wanted = {"Cargo.toml", "Cargo.lock", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md"}
     assert wanted | rust | {f"python/{name}" for name in package_files()} <= files
-    assert not {name for name in files if name.endswith(".so") or name.startswith(("target/", ".venv/"))}
+    assert not {
+        name for name in files if name.endswith(".so") or name.startswith(("target/", ".venv/"))
+    }
 
 
 def test_source_installs(sdist, tmp_path):
     if shutil.which("cargo") is None:
         pytest.skip("building from source needs `cargo`")
-    # Not optimised: whether all sources are there shows in a tenth of the time. Dependencies are compiled once; the package
-    # anew, since cargo goes by the age of the files and all those of an archive are of 1980 or so.
+    # Not optimised: whether all sources are there shows in a tenth of the time. Dependencies are
+    # compiled once; the package anew, since cargo goes by the age of the files and all those of an
+    # archive are of 1980 or so.
     target = ROOT / "target" / "sdist"
     run("cargo", "clean", "--quiet", "--package", "stepwell", "--target-dir", target)
     env = {**os.environ, "CARGO_TARGET_DIR": str(target), "MATURIN_PEP517_ARGS": "--profile dev"}
-    options = ["--no-deps", "--no-build-isolation", "--no-cache-dir", "--quiet", "--target", tmp_path]
-    run(sys.executable, "-m", "pip", "install", *options, sdist, cwd="/", env=env, timeout_s=BUILD_SECONDS_MAX)
+    options = [
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-cache-dir",
+        "--quiet",
+        "--target",
+        tmp_path,
+    ]
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        sdist,
+        cwd="/",
+        env=env,
+        timeout_s=BUILD_SECONDS_MAX,
+    )
     program = "import stepwell, stepwell._core as core; print(core.__version__, stepwell.__file__, core.__file__)"
-    output = run(sys.executable, "-c", program, cwd="/", env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    output = run(
+        sys.executable, "-c", program, cwd="/", env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
     version, *files = output.split()
     assert version == VERSION
     assert all(Path(file).is_relative_to(tmp_path) for file in files)

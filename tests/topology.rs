@@ -6,8 +6,8 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use stepwell::Error;
-use stepwell::pool::{PoolConfig, RankShare, choose_cpus};
-use stepwell::topology::{CoreKind, Topology, format_cpu_list, parse_cpu_list};
+use stepwell::host::pool::{PoolConfig, RankShare, choose_cpus};
+use stepwell::host::topology::{CoreKind, Topology, format_cpu_list, parse_cpu_list};
 use tempfile::TempDir;
 
 /// A `/sys` made of files.
@@ -40,10 +40,12 @@ fn kinds(topology: &Topology) -> Vec<CoreKind> {
 }
 
 fn choose(topology: &Topology, allowed: &[usize], threads: Option<usize>) -> Vec<usize> {
-    choose_cpus(topology, allowed, &PoolConfig { threads, cpus: None }, RankShare::WHOLE).expect("CPUs")
+    choose_cpus(topology, allowed, &PoolConfig { threads, cpus: None }, RankShare::WHOLE)
+        .expect("CPUs")
 }
 
-/// Two nodes of two cores with two hardware threads each, numbered as servers do: siblings are 4 apart, nodes alternate.
+/// Two nodes of two cores with two hardware threads each, numbered as servers do: siblings are 4
+/// apart, nodes alternate.
 fn server() -> Fixture {
     let fixture = Fixture::new(&[
         ("devices/system/cpu/online", "0-7"),
@@ -78,7 +80,11 @@ fn a_server_with_two_nodes() {
     let all: Vec<usize> = (0..8).collect();
     assert_eq!(choose(&topology, &all, None), [0, 2, 1, 3], "one per core, node by node");
     assert_eq!(choose(&topology, &all, Some(3)), [0, 2, 1]);
-    assert_eq!(choose(&topology, &all, Some(6)), [0, 2, 1, 3, 4, 6], "then the second hardware threads");
+    assert_eq!(
+        choose(&topology, &all, Some(6)),
+        [0, 2, 1, 3, 4, 6],
+        "then the second hardware threads"
+    );
     assert_eq!(choose(&topology, &[7, 3, 4], None), [4, 3], "the allowed ones only");
     assert_eq!(choose(&topology, &[5], Some(3)), [5, 5, 5]);
 }
@@ -116,7 +122,8 @@ fn nothing_to_read_is_one_node_of_performance_cores() {
     assert_eq!(choose(&topology, &[3, 1, 2], None), [1, 2, 3]);
 
     // No list of CPUs, but folders; a sibling list that cannot be; no nodes.
-    let fixture = Fixture::new(&[("devices/system/cpu/cpufreq/x", ""), ("devices/system/cpu/cpuidle/x", "")]);
+    let fixture =
+        Fixture::new(&[("devices/system/cpu/cpufreq/x", ""), ("devices/system/cpu/cpuidle/x", "")]);
     fixture.cpu_file(0, "topology/core_cpus_list", "nonsense");
     fixture.cpu_file(1, "topology/core_cpus_list", "2-3");
     fixture.cpu_file(2, "topology/thread_siblings_list", "2-3");
@@ -199,14 +206,17 @@ fn cpu_lists() {
     assert_eq!(parse_cpu_list("0-3,8\n"), Some(vec![0, 1, 2, 3, 8]));
     assert_eq!(parse_cpu_list("8,0-2,1"), Some(vec![0, 1, 2, 8]));
     assert_eq!(parse_cpu_list("\n"), Some(vec![]));
-    for text in ["3-1", "-1", "1-", "+1", "a", "1,,2", "1-2-3", "0-99999999", "99999999999999999999", ","] {
+    for text in
+        ["3-1", "-1", "1-", "+1", "a", "1,,2", "1-2-3", "0-99999999", "99999999999999999999", ","]
+    {
         assert_eq!(parse_cpu_list(text), None, "{text}");
     }
     assert_eq!(format_cpu_list(&[3, 1, 0, 8, 2, 8]), "0-3,8");
     assert_eq!(format_cpu_list(&[]), "");
 }
 
-/// A machine: per core its kind, node and number of hardware threads, with CPUs numbered in any order; and an allowed set.
+/// A machine: per core its kind, node and number of hardware threads, with CPUs numbered in any
+/// order; and an allowed set.
 fn machine() -> impl Strategy<Value = (Topology, Vec<usize>)> {
     prop::collection::vec((any::<bool>(), 0_usize..3, 1_usize..3), 1..12)
         .prop_flat_map(|cores| {
@@ -216,7 +226,8 @@ fn machine() -> impl Strategy<Value = (Topology, Vec<usize>)> {
             (Just(cores), ids, allowed)
         })
         .prop_map(|(cores, ids, allowed)| {
-            let fixture = Fixture::new(&[("devices/system/cpu/online", &format!("0-{}", ids.len() - 1))]);
+            let fixture =
+                Fixture::new(&[("devices/system/cpu/online", &format!("0-{}", ids.len() - 1))]);
             let mut ids_left = ids.into_iter();
             let mut nodes = vec![Vec::new(); 3];
             for (small, node, num_threads) in cores {
@@ -228,10 +239,17 @@ fn machine() -> impl Strategy<Value = (Topology, Vec<usize>)> {
                 nodes[node].extend(siblings);
             }
             for (node, cpus) in nodes.iter().enumerate() {
-                fixture.file(&format!("devices/system/node/node{node}/cpulist"), &format_cpu_list(cpus));
+                fixture.file(
+                    &format!("devices/system/node/node{node}/cpulist"),
+                    &format_cpu_list(cpus),
+                );
             }
-            let mut allowed: Vec<usize> =
-                allowed.iter().enumerate().filter(|(_, allowed)| **allowed).map(|(cpu, _)| cpu).collect();
+            let mut allowed: Vec<usize> = allowed
+                .iter()
+                .enumerate()
+                .filter(|(_, allowed)| **allowed)
+                .map(|(cpu, _)| cpu)
+                .collect();
             if allowed.is_empty() {
                 allowed.push(0);
             }

@@ -26,7 +26,8 @@ logging.getLogger("stepwell").addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> ModuleType:
-    # `stepwell.deepspeed` without an import of its own, and without its cost for who does not use it.
+    # `stepwell.deepspeed` without an import of its own, and without its cost for who does not use
+    # it.
     if name == "deepspeed":
         return import_module("stepwell.deepspeed")
     raise AttributeError(f"module `stepwell` has no attribute `{name}`")

@@ -36,12 +36,18 @@ def hyper_of(group: dict[str, Any], where: str) -> Hyper:
     """
     for key in ("lr", "eps", "weight_decay"):
         if isinstance(group[key], torch.Tensor) and group[key].numel() != 1:
-            raise ValueError(f"`{key}` of {where} has the shape `{tuple(group[key].shape)}`, expected one number")
+            raise ValueError(
+                f"`{key}` of {where} has the shape `{tuple(group[key].shape)}`, expected one number"
+            )
         if not 0.0 <= float(group[key]) < math.inf:
-            raise ValueError(f"`{key}` of {where} is `{group[key]}`, expected a finite number, 0 or more")
+            raise ValueError(
+                f"`{key}` of {where} is `{group[key]}`, expected a finite number, 0 or more"
+            )
     betas = tuple(float(beta) for beta in group["betas"])
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
-        raise ValueError(f"`betas` of {where} is `{group['betas']}`, expected two numbers from 0 to below 1")
+        raise ValueError(
+            f"`betas` of {where} is `{group['betas']}`, expected two numbers from 0 to below 1"
+        )
     if group["amsgrad"]:
         raise ValueError(
             f"`amsgrad` of {where} is set, which is not supported. hint: use torch.optim.AdamW(amsgrad=True)"

@@ -31,7 +31,9 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: str) -> torch.Tensor:
     """`grad` sharded as `param` is: tensor parallelism leaves gradients of replicated parameters as partial sums."""
     if is_dtensor(param) != is_dtensor(grad):
-        raise ValueError(f"only one of {label} and its gradient is a DTensor. hint: distribute both alike")
+        raise ValueError(
+            f"only one of {label} and its gradient is a DTensor. hint: distribute both alike"
+        )
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
     return grad
@@ -40,16 +42,20 @@ def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: str) -> torch.Ten
 class Operand:
     """A parameter of a step: `take` its gradient, `bind` its state, step `tensor`, call what `write_backs` has.
 
-    Tensors that do not lie as the core reads them (see `is_run`) are copied for each step, and written back after it.
+    Tensors that do not lie as the core reads them (see `is_run`) are copied for each step, and
+    written back after it.
 
     Attributes:
         param: the parameter.
         label: names it in errors.
-        grad_view: its gradient, this rank's piece, as the core reads it. Valid from `take` to `release`.
+        grad_view: its gradient, this rank's piece, as the core reads it. Valid from `take` to
+            `release`.
         tensor: what the core steps; None where this rank's piece is empty. Valid after `bind`.
         write_backs: calls that finish the step, in any order. Valid from `bind` to `release`.
-        moved: whether memory that a step writes lies elsewhere than when the caller last cleared this.
-        is_exclusive: whether steps alone write the parameter, so that they need not look whether it is still theirs.
+        moved: whether memory that a step writes lies elsewhere than when the caller last cleared
+            this.
+        is_exclusive: whether steps alone write the parameter, so that they need not look whether it
+            is still theirs.
     """
 
     def __init__(self, param: torch.Tensor, label: str) -> None:
@@ -118,7 +124,11 @@ class Operand:
 
     def bind(self, state: State, moments: str, key: Callable[[], int]) -> None:
         """Makes `tensor` of the parameter, the gradient taken and `state`, unless it is the same as for the last step."""
-        if self._is_bound and self._is_bound_exclusively == self.is_exclusive and self._holds(state):
+        if (
+            self._is_bound
+            and self._is_bound_exclusively == self.is_exclusive
+            and self._holds(state)
+        ):
             return
         if not self._runs or not self._holds(state):
             self.moved = True

@@ -1,9 +1,10 @@
 """DTensor parameters: their local pieces, state that is sharded like them, and agreement between their ranks.
 
-A q8 code or a fingerprint belongs to a *piece* of a parameter, not to one of its elements, so it cannot be laid out as the
-parameter is. Each piece gets a row: a tensor of shape (pieces along dim 0, ..., pieces along dim n - 1, row length)
-with the parameter's own placements. A checkpoint then saves every rank's row, and loads it only where the parameter is cut into
-the same pieces: another cut has another shape, which torch.distributed.checkpoint refuses.
+A q8 code or a fingerprint belongs to a *piece* of a parameter, not to one of its elements, so it
+cannot be laid out as the parameter is. Each piece gets a row: a tensor of shape (pieces along dim
+0, ..., pieces along dim n - 1, row length) with the parameter's own placements. A checkpoint then
+saves every rank's row, and loads it only where the parameter is cut into the same pieces: another
+cut has another shape, which torch.distributed.checkpoint refuses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-__all__ = ["agree", "check_placements", "is_dtensor", "like", "local", "longest_piece", "meshes", "piece_index", "rows"]
+__all__ = [
+    "agree",
+    "check_placements",
+    "is_dtensor",
+    "like",
+    "local",
+    "longest_piece",
+    "meshes",
+    "piece_index",
+    "rows",
+]
 
 
 _PLAIN = (torch.nn.Parameter, torch.Tensor)
@@ -86,14 +97,17 @@ def longest_piece(param: torch.Tensor) -> int:
     """The number of elements of the longest piece of `param`."""
     if not is_dtensor(param):
         return param.numel()
-    return math.prod(-(-size // count) for size, count in zip(param.shape, _pieces(param), strict=True))
+    return math.prod(
+        -(-size // count) for size, count in zip(param.shape, _pieces(param), strict=True)
+    )
 
 
 def _wrap(piece: torch.Tensor, param: DTensor, shape: Sequence[int]) -> torch.Tensor:
     """A DTensor of `shape`, placed as `param`, whose local tensor is `piece` itself.
 
-    Not `DTensor.from_local`, which moves the piece to the mesh's device: the mesh of a model on an accelerator names that
-    device, while FSDP2 keeps the pieces of its offloaded parameters on the CPU, by this same constructor.
+    Not `DTensor.from_local`, which moves the piece to the mesh's device: the mesh of a model on an
+    accelerator names that device, while FSDP2 keeps the pieces of its offloaded parameters on the
+    CPU, by this same constructor.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -137,6 +151,8 @@ def agree(meshes: Sequence[DeviceMesh], flags: list[bool]) -> list[bool]:
 
     for mesh in meshes:
         mine = torch.tensor(flags, dtype=torch.float32, device=mesh.device_type)
-        anyone = DTensor.from_local(mine, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
+        anyone = DTensor.from_local(
+            mine, mesh, [Partial("max")] * mesh.ndim, run_check=False
+        ).full_tensor()
         flags = [value > 0 for value in anyone.tolist()]
     return flags

@@ -1,7 +1,8 @@
 """The state of one parameter: what it consists of, where it lies, and its way from one form into another.
 
-Moments come in three codecs, the master in one form per parameter dtype (ARCHITECTURE.md). Elements are counted in the
-row-major order of the parameter, or of this rank's piece of it, whatever its strides are.
+Moments come in three codecs, the master in one form per parameter dtype (ARCHITECTURE.md). Elements
+are counted in the row-major order of the parameter, or of this rank's piece of it, whatever its
+strides are.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ _MOMENTS = {
 }
 _MASTERS = {
     torch.float32: (),
-    torch.bfloat16: (_Part("trailing", torch.int16), _Part(FINGERPRINTS, torch.int32, _core.num_chunks)),
+    torch.bfloat16: (
+        _Part("trailing", torch.int16),
+        _Part(FINGERPRINTS, torch.int32, _core.num_chunks),
+    ),
     torch.float16: (_Part("master", torch.float32),),
 }
 _PARTS = {part.name: part for parts in (*_MOMENTS.values(), *_MASTERS.values()) for part in parts}
@@ -107,7 +111,11 @@ def _part(param: torch.Tensor, part: _Part) -> torch.Tensor:
 
 
 def _shape(param: torch.Tensor, part: _Part) -> list[int]:
-    return list(param.shape) if part.length is None else row_shape(param, part.length(longest_piece(param)))
+    return (
+        list(param.shape)
+        if part.length is None
+        else row_shape(param, part.length(longest_piece(param)))
+    )
 
 
 def _placement(tensor: DTensor) -> tuple[object, object]:
@@ -121,7 +129,11 @@ def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
     if value.dtype != part.dtype:
         return f"is `{value.dtype}`, expected `{part.dtype}`"
     if is_dtensor(param) != is_dtensor(value):
-        return "is a DTensor, expected a plain tensor" if is_dtensor(value) else "is a plain tensor, expected a DTensor"
+        return (
+            "is a DTensor, expected a plain tensor"
+            if is_dtensor(value)
+            else "is a plain tensor, expected a DTensor"
+        )
     if list(value.shape) != _shape(param, part):
         return f"has the shape `{tuple(value.shape)}`, expected `{tuple(_shape(param, part))}`"
     if is_dtensor(param) and is_dtensor(value) and _placement(param) != _placement(value):
@@ -140,7 +152,9 @@ def nbytes(param: torch.Tensor, moments: str) -> int:
     """Bytes of the state of `param`, this rank's piece of it, beside `step`."""
     numel = local(param).numel()
     parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
-    return sum((part.length(numel) if part.length else numel) * part.dtype.itemsize for part in parts)
+    return sum(
+        (part.length(numel) if part.length else numel) * part.dtype.itemsize for part in parts
+    )
 
 
 def new(param: torch.Tensor, moments: str) -> State:
@@ -239,13 +253,18 @@ def decode(param: torch.Tensor, state: State) -> State:
     piece = local(param)
     decoded = {name: torch.empty(piece.shape) for name in ("exp_avg", "exp_avg_sq")}
     if piece.numel() > 0:
-        # The codec of the moments does not look at the parameter: memory that is never touched stands for it.
+        # The codec of the moments does not look at the parameter: memory that is never touched
+        # stands for it.
         tensor = adam_tensor(torch.empty(piece.numel()), _moment_runs(state, "q8"))
-        _core.read_state(tensor, exp_avg=view(decoded["exp_avg"]), exp_avg_sq=view(decoded["exp_avg_sq"]))
+        _core.read_state(
+            tensor, exp_avg=view(decoded["exp_avg"]), exp_avg_sq=view(decoded["exp_avg_sq"])
+        )
     return {name: like(param, moment) for name, moment in decoded.items()}
 
 
-def _encode(param: torch.Tensor, state: State, moments: str, *, key: int, step: int, decoded: State) -> None:
+def _encode(
+    param: torch.Tensor, state: State, moments: str, *, key: int, step: int, decoded: State
+) -> None:
     """Writes float32 moments into the parts of `state`. What has to be rounded is rounded without bias."""
     piece = local(param)
     if piece.numel() == 0:
@@ -259,25 +278,32 @@ def _encode(param: torch.Tensor, state: State, moments: str, *, key: int, step: 
 def _copy(param: torch.Tensor, part: _Part, value: torch.Tensor, current: State) -> torch.Tensor:
     """`value` in memory of our own; the tensor of `current` itself if it is its memory already."""
     own: torch.Tensor | None = current.get(part.name)
-    if own is not None and _problem(param, part, own) is None and local(own).data_ptr() == local(value).data_ptr():
+    if (
+        own is not None
+        and _problem(param, part, own) is None
+        and local(own).data_ptr() == local(value).data_ptr()
+    ):
         return own
     copy = _part(param, part)
     local(copy).copy_(local(value))
     return copy
 
 
-def convert(param: torch.Tensor, loaded: State, moments: str, *, key: int, current: State, label: str) -> State:
+def convert(
+    param: torch.Tensor, loaded: State, moments: str, *, key: int, current: State, label: str
+) -> State:
     """State for `param` from loaded state: ours in any codec, torch.optim.AdamW's or DeepSpeedCPUAdam's.
 
-    What is held in the same form is copied bit for bit. The master of another dtype is left behind: the parameter is what
-    the user has loaded into it.
+    What is held in the same form is copied bit for bit. The master of another dtype is left behind:
+    the parameter is what the user has loaded into it.
 
     Args:
         param: the parameter.
         loaded: its loaded state. It is only read.
         moments: the codec to convert to.
         key: decorrelates the rounding (see `key_of`).
-        current: the state that the parameter has now: what `loaded` shares with it is kept, not copied.
+        current: the state that the parameter has now: what `loaded` shares with it is kept, not
+            copied.
         label: names the parameter in errors.
 
     Raises:
@@ -308,12 +334,17 @@ def convert(param: torch.Tensor, loaded: State, moments: str, *, key: int, curre
             state[part.name] = _part(param, part)
         elif problem := _problem(param, part, loaded[part.name]):
             _LOGGER.warning(
-                "`%s` in the loaded state of %s %s: the parameter is its own master", part.name, label, problem
+                "`%s` in the loaded state of %s %s: the parameter is its own master",
+                part.name,
+                label,
+                problem,
             )
             state[part.name] = _part(param, part)
         else:
             state[part.name] = _copy(param, part, loaded[part.name], current)
-    return state | {name: value for name, value in loaded.items() if name not in _PARTS and name != "step"}
+    return state | {
+        name: value for name, value in loaded.items() if name not in _PARTS and name != "step"
+    }
 
 
 def _to_cpu(value: object) -> object:
@@ -324,7 +355,9 @@ def _float_parts(loaded: State) -> tuple[_Part, ...]:
     """The parts of moments that are held as they are, in the floating-point type that `loaded` has them in."""
     values = ((part, loaded.get(part.name)) for part in _MOMENTS["fp32"])
     return tuple(
-        part._replace(dtype=value.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else part
+        part._replace(dtype=value.dtype)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else part
         for part, value in values
     )
 
@@ -338,7 +371,10 @@ class _Shielded:
 
 def shield(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """A state dict whose state torch passes on as it is; a pre-hook of `load_state_dict`."""
-    return {**state_dict, "state": {key: _Shielded(value) for key, value in state_dict["state"].items()}}
+    return {
+        **state_dict,
+        "state": {key: _Shielded(value) for key, value in state_dict["state"].items()},
+    }
 
 
 def unshielded(value: Any) -> Any:

@@ -46,7 +46,11 @@ def view(tensor: torch.Tensor, numel: int | None = None) -> _core.TensorView:
 def is_run(tensor: torch.Tensor) -> bool:
     """Whether the elements of `tensor` lie one after the other, in row-major order, as they read."""
     # A lazily negated tensor holds the opposite of what it reads; a lazy zero holds nothing.
-    return tensor.is_contiguous() and not tensor.is_neg() and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    return (
+        tensor.is_contiguous()
+        and not tensor.is_neg()
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    )
 
 
 def _check_strided(tensor: torch.Tensor, what: str, hint: str) -> None:
@@ -61,7 +65,9 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
     `on_device`: it need not lie in host memory, but in one run.
     """
     if torch.nn.parameter.is_lazy(param):
-        raise ValueError(f"{label} is uninitialized. hint: run the model once before making the optimizer")
+        raise ValueError(
+            f"{label} is uninitialized. hint: run the model once before making the optimizer"
+        )
     check_placements(param, label)
     _check_strided(param, label, "make the parameter dense")
     piece = local(param)
@@ -92,7 +98,9 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
             f"{label} has no memory of its own (`{type(param).__name__}`), expected a plain tensor. hint: unwrap it"
         )
     if _overlaps_itself(piece):
-        raise ValueError(f"{label} holds the same element more than once (an expanded tensor). hint: parameter.clone()")
+        raise ValueError(
+            f"{label} holds the same element more than once (an expanded tensor). hint: parameter.clone()"
+        )
 
 
 def check_grad(param: torch.Tensor, grad: torch.Tensor, label: str) -> None:
@@ -140,7 +148,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte, and the byte behind the last, that `tensor` reaches."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    reach = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize
 
 
@@ -176,7 +186,9 @@ class Written:
             still_open = [other for other in still_open if other[1] > begin]
             for _, _, other_label, other in still_open:
                 # Dense tensors whose spans overlap share memory; columns of one matrix may not.
-                if (tensor.is_contiguous() and other.is_contiguous()) or _share_an_element(tensor, other):
+                if (tensor.is_contiguous() and other.is_contiguous()) or _share_an_element(
+                    tensor, other
+                ):
                     raise ValueError(
                         f"{label} shares memory with {other_label}. "
                         "hint: give each its own memory (.clone()), or pass a tied parameter once"
@@ -190,7 +202,10 @@ class Written:
         if grad.numel() == 0:
             return
         begin, end = _span(grad)
-        # The last run that begins before the gradient ends: runs are disjoint, so no earlier one reaches further.
+        # The last run that begins before the gradient ends: runs are disjoint, so no earlier one
+        # reaches further.
         index = bisect_left(self._runs, (end,)) - 1
         if index >= 0 and self._runs[index][1] > begin:
-            raise ValueError(f"the gradient of {label} shares memory with {self._runs[index][2]}. hint: grad.clone()")
+            raise ValueError(
+                f"the gradient of {label} shares memory with {self._runs[index][2]}. hint: grad.clone()"
+            )

@@ -51,7 +51,9 @@ class Update(NamedTuple):
     """Of the stochastic rounding."""
 
 
-def _nonfinite_message(updates: list[Update], stats: _core.GradStats | None, grad_scale: float) -> str:
+def _nonfinite_message(
+    updates: list[Update], stats: _core.GradStats | None, grad_scale: float
+) -> str:
     """What a step with a non-finite gradient raises."""
     index = None if stats is None else stats.first_nonfinite
     if index is not None:
@@ -66,15 +68,18 @@ def _nonfinite_message(updates: list[Update], stats: _core.GradStats | None, gra
 class Adam(Optimizer):
     """Adam over parameters in host memory: torch.optim.Adam's algorithm and interface, stepped by the Rust core.
 
-    Each step is one pass over the memory of each parameter, its gradient and its state, on all cores. Beside a float32
-    parameter only its moments are kept. A bfloat16 parameter has an exact float32 master, of which it is the upper half and
-    16 trailing bits are state; a float16 parameter has a float32 master. Whoever writes to a parameter between two steps
-    (`load_state_dict`, `copy_`, `.data`) sets its master to what was written. Models may mix these dtypes; a gradient
-    is float32, bfloat16 or float16, whatever its parameter is. DTensor parameters (FSDP2 with `CPUOffloadPolicy`) have
-    DTensor state, and a step works on the local shards.
+    Each step is one pass over the memory of each parameter, its gradient and its state, on all
+    cores. Beside a float32 parameter only its moments are kept. A bfloat16 parameter has an exact
+    float32 master, of which it is the upper half and 16 trailing bits are state; a float16
+    parameter has a float32 master. Whoever writes to a parameter between two steps
+    (`load_state_dict`, `copy_`, `.data`) sets its master to what was written. Models may mix these
+    dtypes; a gradient is float32, bfloat16 or float16, whatever its parameter is. DTensor
+    parameters (FSDP2 with `CPUOffloadPolicy`) have DTensor state, and a step works on the local
+    shards.
 
-    A step is applied to all parameters or, if it raises, to none. A step at lr 0 with all gradients 0 that would be the
-    first only makes the state and is not counted: so torch.distributed.checkpoint makes room for what it loads.
+    A step is applied to all parameters or, if it raises, to none. A step at lr 0 with all gradients
+    0 that would be the first only makes the state and is not counted: so
+    torch.distributed.checkpoint makes room for what it loads.
 
     Every keyword up to `maximize`, `seed` excepted, may be set per parameter group.
 
@@ -84,13 +89,16 @@ class Adam(Optimizer):
         betas: decay of the moments per step.
         eps: added to the root of the second moment.
         weight_decay: added to the gradient, times the parameter (see `decoupled_weight_decay`).
-        decoupled_weight_decay: whether `lr * weight_decay * parameter` is taken off the parameter instead, as AdamW does.
+        decoupled_weight_decay: whether `lr * weight_decay * parameter` is taken off the parameter
+            instead, as AdamW does.
         maximize: whether to go up the gradient.
-        moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4, rounded stochastically)
-            or "q8" (2.1, 8-bit codes with a scale per group, rounded stochastically).
-        nonfinite: what a NaN or an infinity in any gradient does: "raise" a ValueError, "skip" the step and count it in
-            `skipped_steps`, or "propagate" as in torch, which saves reading the gradients once more. With DTensor parameters
-            every rank does as the rank that found it.
+        moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4,
+            rounded stochastically) or "q8" (2.1, 8-bit codes with a scale per group, rounded
+            stochastically).
+        nonfinite: what a NaN or an infinity in any gradient does: "raise" a ValueError, "skip" the
+            step and count it in `skipped_steps`, or "propagate" as in torch, which saves reading
+            the gradients once more. With DTensor parameters every rank does as the rank that found
+            it.
         seed: of the stochastic rounding. Equal seeds give equal bits.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
@@ -99,10 +107,12 @@ class Adam(Optimizer):
         differentiable: not supported.
 
     Raises:
-        ValueError: an option or a parameter that no step could work with; what to do instead is in the message.
+        ValueError: an option or a parameter that no step could work with; what to do instead is in
+            the message.
     """
 
-    # torch.amp.GradScaler leaves unscaling to us, and sets the attributes `grad_scale` and `found_inf`.
+    # torch.amp.GradScaler leaves unscaling to us, and sets the attributes `grad_scale` and
+    # `found_inf`.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -125,9 +135,13 @@ class Adam(Optimizer):
         differentiable: bool = False,
     ) -> None:
         if moments not in _state.MOMENTS:
-            raise ValueError(f"`moments` is `{moments}`, expected one of {', '.join(_state.MOMENTS)}")
+            raise ValueError(
+                f"`moments` is `{moments}`, expected one of {', '.join(_state.MOMENTS)}"
+            )
         if nonfinite not in _NONFINITE:
-            raise ValueError(f"`nonfinite` is `{nonfinite}`, expected one of {', '.join(_NONFINITE)}")
+            raise ValueError(
+                f"`nonfinite` is `{nonfinite}`, expected one of {', '.join(_NONFINITE)}"
+            )
         self._moments: Moments = moments
         self._nonfinite: Nonfinite = nonfinite
         self._operands: dict[torch.Tensor, Operand] = {}
@@ -145,7 +159,8 @@ class Adam(Optimizer):
             "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
-            # Keys beyond torch's. DeepSpeedCPUAdam needs the first; the others make a resumed run the same run.
+            # Keys beyond torch's. DeepSpeedCPUAdam needs the first; the others make a resumed run
+            # the same run.
             "bias_correction": True,
             "seed": seed,
             "skipped_steps": 0,
@@ -154,17 +169,20 @@ class Adam(Optimizer):
         hyper_of(defaults, "the optimizer")
         super().__init__(params, defaults)
 
-    # ---- parameters and their groups -----------------------------------------------------------------------------------
+    # ---- parameters and their groups ----
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch's optimizers do.
 
         Raises:
-            ValueError: an option or a parameter of the group that no step could work with; the group is not added.
+            ValueError: an option or a parameter of the group that no step could work with; the
+                group is not added.
         """
         for key in ("moments", "nonfinite"):
             if key in param_group:
-                raise ValueError(f"`{key}` is set for a parameter group, expected for the optimizer as a whole")
+                raise ValueError(
+                    f"`{key}` is set for a parameter group, expected for the optimizer as a whole"
+                )
         super().add_param_group(param_group)
         try:
             index = len(self.param_groups) - 1
@@ -208,7 +226,7 @@ class Adam(Optimizer):
         """Steps that a non-finite gradient kept from being applied, under nonfinite="skip" or a GradScaler."""
         return max(int(group["skipped_steps"]) for group in self.param_groups)
 
-    # ---- the step ------------------------------------------------------------------------------------------------------
+    # ---- the step ----
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -227,8 +245,9 @@ class Adam(Optimizer):
             The loss that `closure` returned, or None.
 
         Raises:
-            ValueError: a gradient is not finite (unless `nonfinite` says otherwise), or a parameter, gradient, option or state
-                cannot be worked with. No parameter and no state was changed.
+            ValueError: a gradient is not finite (unless `nonfinite` says otherwise), or a
+                parameter, gradient, option or state cannot be worked with. No parameter and no
+                state was changed.
         """
         loss = None
         if closure is not None:
@@ -246,7 +265,9 @@ class Adam(Optimizer):
         if found_inf is not None and float(found_inf) > 0:
             self._count_skipped()
             return
-        may_initialize = all(group["lr"] == 0 for group in self.param_groups) and not any(self.state.values())
+        may_initialize = all(group["lr"] == 0 for group in self.param_groups) and not any(
+            self.state.values()
+        )
         must_inspect = may_initialize or self._nonfinite != "propagate"
         updates: list[Update] = []
         grad_scale = 1.0
@@ -261,18 +282,27 @@ class Adam(Optimizer):
                 )
         except ValueError as caught:
             error = caught
-        is_nonfinite = stats is not None and not (stats.finite and stats.absmax * grad_scale <= _FLOAT32_MAX)
+        is_nonfinite = stats is not None and not (
+            stats.finite and stats.absmax * grad_scale <= _FLOAT32_MAX
+        )
         is_nonzero = stats is not None and stats.absmax != 0
         is_refused = error is not None
         if must_inspect:
-            # Ranks that share parameters step together or not at all, so each hears of the others' errors.
+            # Ranks that share parameters step together or not at all, so each hears of the others'
+            # errors.
             if self._meshes is None:
-                self._meshes = meshes(param for group in self.param_groups for param in group["params"])
-            is_refused, is_nonfinite, is_nonzero = agree(self._meshes, [is_refused, is_nonfinite, is_nonzero])
+                self._meshes = meshes(
+                    param for group in self.param_groups for param in group["params"]
+                )
+            is_refused, is_nonfinite, is_nonzero = agree(
+                self._meshes, [is_refused, is_nonfinite, is_nonzero]
+            )
         if error is not None:
             raise error
         if is_refused:
-            raise ValueError("another rank could not step, and nothing was changed. hint: its own error says why")
+            raise ValueError(
+                "another rank could not step, and nothing was changed. hint: its own error says why"
+            )
         if is_nonfinite and self._nonfinite != "propagate":
             if self._nonfinite == "raise":
                 raise ValueError(_nonfinite_message(updates, stats, grad_scale))
@@ -289,7 +319,9 @@ class Adam(Optimizer):
         if scale is None:
             return 1.0
         if not 0.0 < float(scale) < math.inf:
-            raise ValueError(f"`grad_scale` is `{float(scale)}`, expected a positive number. hint: GradScaler sets it")
+            raise ValueError(
+                f"`grad_scale` is `{float(scale)}`, expected a positive number. hint: GradScaler sets it"
+            )
         return 1.0 / float(scale)
 
     def _count_skipped(self) -> None:
@@ -305,7 +337,9 @@ class Adam(Optimizer):
         """
         updates = []
         labels = None
-        hypers = [hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)]
+        hypers = [
+            hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)
+        ]
         params = (
             (hyper, group, param)
             for hyper, group in zip(hypers, self.param_groups, strict=True)
@@ -371,7 +405,9 @@ class Adam(Optimizer):
             states.append(state)
         return states
 
-    def _commit(self, updates: list[Update], states: list[_state.State], calls: list[partial[Any]]) -> None:
+    def _commit(
+        self, updates: list[Update], states: list[_state.State], calls: list[partial[Any]]
+    ) -> None:
         """Makes the calls that step, counts the updates, and tells autograd."""
         if states:
             calls.append(partial(torch._foreach_add_, [state["step"] for state in states], 1))
@@ -381,15 +417,17 @@ class Adam(Optimizer):
             torch.autograd.graph.increment_version(update.param)
             if is_dtensor(update.param):
                 torch.autograd.graph.increment_version(local(update.param))
-        # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come between two of these calls.
+        # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
+        # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
 
-    # ---- state dicts ---------------------------------------------------------------------------------------------------
+    # ---- state dicts ----
 
     def state_dict(self) -> StateDict:
         """The state dict, as torch's optimizers have it; its tensors are those of the optimizer.
 
-        With moments="fp32", torch.optim.AdamW and DeepSpeedCPUAdam load it; see `decoded_state_dict` for the others.
+        With moments="fp32", torch.optim.AdamW and DeepSpeedCPUAdam load it; see
+        `decoded_state_dict` for the others.
         """
         result = super().state_dict()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -405,9 +443,10 @@ class Adam(Optimizer):
     def decoded_state_dict(self) -> StateDict:
         """The state dict with plain Adam moments, whatever `moments` is, for other optimizers and for tools.
 
-        Per parameter: `step` (an int), `exp_avg` and `exp_avg_sq` (float32, shape of the parameter). float32 moments are
-        those of the optimizer, as in `state_dict`; others are decoded copies. torch.optim.AdamW and DeepSpeedCPUAdam
-        load it, and every version of this class. Masters of 16-bit parameters are left out, since those optimizers keep none.
+        Per parameter: `step` (an int), `exp_avg` and `exp_avg_sq` (float32, shape of the
+        parameter). float32 moments are those of the optimizer, as in `state_dict`; others are
+        decoded copies. torch.optim.AdamW and DeepSpeedCPUAdam load it, and every version of this
+        class. Masters of 16-bit parameters are left out, since those optimizers keep none.
         """
         packed = self.state_dict()
         params = list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -416,18 +455,23 @@ class Adam(Optimizer):
             for index, state in packed["state"].items():
                 if isinstance(index, int) and state:
                     step = _state.step_of(state, f"parameter {index}")
-                    decoded[index] = {"step": step, **_state.decode(self._host_side(params[index]), state)}
+                    decoded[index] = {
+                        "step": step,
+                        **_state.decode(self._host_side(params[index]), state),
+                    }
         groups = [
-            {key: value for key, value in group.items() if key != "state_format"} for group in packed["param_groups"]
+            {key: value for key, value in group.items() if key != "state_format"}
+            for group in packed["param_groups"]
         ]
         return {**packed, "state": decoded, "param_groups": groups}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, of torch.optim.Adam(W) or of DeepSpeedCPUAdam.
 
-        Moments are converted to this optimizer's codec; what is held in the same form is copied bit for bit, so that a
-        resumed run is the run that was interrupted. `foreach`, `fused`, `capturable` and `differentiable` stay as they
-        are. The dict's tensors are copied, except those that are this optimizer's own.
+        Moments are converted to this optimizer's codec; what is held in the same form is copied bit
+        for bit, so that a resumed run is the run that was interrupted. `foreach`, `fused`,
+        `capturable` and `differentiable` stay as they are. The dict's tensors are copied, except
+        those that are this optimizer's own.
 
         Args:
             state_dict: an optimizer state dict over the same parameters.
@@ -445,7 +489,8 @@ class Adam(Optimizer):
         return {**super().__getstate__(), "_moments": self._moments, "_nonfinite": self._nonfinite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch calls this on an empty object to unpickle it, and on a living one at the end of `load_state_dict`.
+        # torch calls this on an empty object to unpickle it, and on a living one at the end of
+        # `load_state_dict`.
         if self.__dict__:
             self._complete(state["param_groups"])
             state = {**state, "state": self._convert(state["state"], state["param_groups"])}
@@ -462,7 +507,9 @@ class Adam(Optimizer):
                     f"`state_format` of the loaded state dict is `{group['state_format']}`, expected `{_core.STATE_FORMAT}`: another "
                     "version of stepwell saved it. hint: load it with that version, and save `decoded_state_dict()`"
                 )
-            group.update({key: live[key] for key in _EXECUTION_KEYS}, state_format=_core.STATE_FORMAT)
+            group.update(
+                {key: live[key] for key in _EXECUTION_KEYS}, state_format=_core.STATE_FORMAT
+            )
             for key, value in live.items():
                 group.setdefault(key, value)
             hyper_of(group, f"loaded group {index}")
@@ -473,7 +520,8 @@ class Adam(Optimizer):
         labels = dict(self._labelled())
         params = ((param, group["seed"]) for group in groups for param in group["params"])
         converted = defaultdict(
-            dict, {key: _state.unshielded(value) for key, value in loaded.items() if key not in labels}
+            dict,
+            {key: _state.unshielded(value) for key, value in loaded.items() if key not in labels},
         )
         for index, (param, seed) in enumerate(params):
             source = _state.unshielded(loaded.get(param, {}))

@@ -1,8 +1,9 @@
 //! Many parameters at once: validates, splits them into chunks, and runs the chunks on the pool.
 //!
-//! A chunk never crosses a parameter, so what it computes depends on nothing but its own elements and their index within
-//! the parameter: the result is the same for every pool (S1). All checks come before the first write (S2). Where a chunk is read and where it is written
-//! is the [`Route`] of each of its views: here the same, in [`super::revocable`] two slots.
+//! A chunk never crosses a parameter, so what it computes depends on nothing but its own elements
+//! and their index within the parameter: the result is the same for every pool (S1). All checks
+//! come before the first write (S2). Where a chunk is read and where it is written is the [`Route`]
+//! of each of its views: here the same, in [`super::revocable`] two slots.
 
 use super::{
     Hyper, Step,
@@ -10,11 +11,9 @@ use super::{
     tensor::{AdamTensor, MasterLayout, MomentsLayout},
 };
 use crate::{
-    cursor::publish,
-    element::{Bf16, Dtype, Element, F16},
     error::{Error, Result},
-    isa::Isa,
-    pool::Pool,
+    host::pool::Pool,
+    simd::isa::Isa,
     state::{
         Master,
         chunk::{CHUNK_LEN, Chunk},
@@ -24,18 +23,29 @@ use crate::{
         q8::{Coded, Q8},
         split::{Fingerprint, Split},
     },
-    view::{Route, View, check_disjoint},
+    stream::{
+        cursor::publish,
+        element::{Bf16, Dtype, Element, F16},
+        view::{Route, View, check_disjoint},
+    },
 };
 
-/// Steps every tensor once, in place; `counts[i]` is the number of this update of tensor `i`, from 1.
+/// Steps every tensor once, in place; `counts[i]` is the number of this update of tensor `i`, from
+/// 1.
 ///
 /// # Safety
 /// The memory of all views is alive, and nobody else uses it during the call.
 ///
 /// # Errors
-/// [`Error::Value`], before anything is changed, for hyper-parameters out of range, a tensor without gradient, a count of
-/// 0, or memory that overlaps.
-pub unsafe fn step(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<()> {
+/// [`Error::Value`], before anything is changed, for hyper-parameters out of range, a tensor
+/// without gradient, a count of 0, or memory that overlaps.
+pub unsafe fn step(
+    pool: &Pool,
+    isa: Isa,
+    tensors: &[AdamTensor],
+    counts: &[u64],
+    hyper: &Hyper,
+) -> Result<()> {
     let grads = check(tensors, counts, hyper)?;
     let home = |chunk: Chunk| in_place(&tensors[chunk.tensor].chunk(chunk.index));
     // SAFETY: the caller vouches for the memory; views are disjoint, as checked.
@@ -44,10 +54,13 @@ pub unsafe fn step(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[u64]
 }
 
 /// All checks of a call. Returns the gradients.
-pub(super) fn check(tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<Vec<View>> {
+pub(crate) fn check(tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<Vec<View>> {
     hyper.validate()?;
     let grads = grads_of(tensors, counts)?;
-    check_disjoint(tensors.iter().flat_map(AdamTensor::written), grads.iter().map(|&grad| ("grad", grad)))?;
+    check_disjoint(
+        tensors.iter().flat_map(AdamTensor::written),
+        grads.iter().map(|&grad| ("grad", grad)),
+    )?;
     Ok(grads)
 }
 
@@ -55,7 +68,7 @@ pub(super) fn check(tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Re
 ///
 /// # Safety
 /// As [`step_chunk`], for every chunk; what different chunks read and write is disjoint.
-pub(super) unsafe fn step_all(
+pub(crate) unsafe fn step_all(
     pool: &Pool,
     isa: Isa,
     grads: &[View],
@@ -73,30 +86,45 @@ pub(super) unsafe fn step_all(
 }
 
 /// The route of a state that is written where it is read.
-pub(super) fn in_place(state: &AdamTensor) -> AdamTensor<Route> {
+pub(crate) fn in_place(state: &AdamTensor) -> AdamTensor<Route> {
     state.map(|_, view| Route { from: view, to: view })
 }
 
 /// The gradients of a call's tensors, with the counts checked on the way.
 pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<View>> {
     if tensors.len() != counts.len() {
-        return Err(Error::value(format!("steps has `{}` numbers, expected {}", counts.len(), tensors.len())));
+        return Err(Error::value(format!(
+            "steps has `{}` numbers, expected {}",
+            counts.len(),
+            tensors.len()
+        )));
     }
     if let Some(tensor) = counts.iter().position(|&count| count == 0) {
-        return Err(Error::value(format!("steps[{tensor}] is `0`, expected the number of this update, from 1")));
+        return Err(Error::value(format!(
+            "steps[{tensor}] is `0`, expected the number of this update, from 1"
+        )));
     }
     let grad = |(index, tensor): (usize, &AdamTensor)| {
-        tensor.grad.ok_or_else(|| Error::value(format!("tensor {index} has no grad, expected one to step with")))
+        tensor.grad.ok_or_else(|| {
+            Error::value(format!("tensor {index} has no grad, expected one to step with"))
+        })
     };
     tensors.iter().enumerate().map(grad).collect()
 }
 
-/// Steps one chunk of a tensor with the same chunk of its gradient. `state` is the chunk's ([`AdamTensor::chunk`]): read in one slot, and written to
-/// the same or another. What is written to another is published.
+/// Steps one chunk of a tensor with the same chunk of its gradient. `state` is the chunk's
+/// ([`AdamTensor::chunk`]): read in one slot, and written to the same or another. What is written
+/// to another is published.
 ///
 /// # Safety
 /// The memory of the state and the gradient is alive, and nobody else uses this chunk of it.
-pub(crate) unsafe fn step_chunk(isa: Isa, state: &AdamTensor<Route>, grad: View, step: &Step, chunk: Chunk) {
+pub(crate) unsafe fn step_chunk(
+    isa: Isa,
+    state: &AdamTensor<Route>,
+    grad: View,
+    step: &Step,
+    chunk: Chunk,
+) {
     let range = chunk.range(grad.numel());
     let dither = Dither::new(state.key, step.count, range.start as u64);
     let grad = grad.part(range);
@@ -115,7 +143,13 @@ pub(crate) unsafe fn step_chunk(isa: Isa, state: &AdamTensor<Route>, grad: View,
 
 /// # Safety
 /// As [`step_chunk`]; `grad` is the chunk's, and `G` its dtype.
-unsafe fn step_master<G: Element>(isa: Isa, state: &AdamTensor<Route>, grad: View, step: &Step, dither: Dither) {
+unsafe fn step_master<G: Element>(
+    isa: Isa,
+    state: &AdamTensor<Route>,
+    grad: View,
+    step: &Step,
+    dither: Dither,
+) {
     // SAFETY: the caller vouches for the chunk's memory; each route is borrowed once.
     unsafe {
         let grad = grad.slice::<G>(0..grad.numel());
@@ -134,7 +168,9 @@ unsafe fn step_master<G: Element>(isa: Isa, state: &AdamTensor<Route>, grad: Vie
                 }
             },
             MasterLayout::Split { .. } => {
-                with_split(isa, state, true, |master| step_moments(isa, state, grad, step, master, dither));
+                with_split(isa, state, true, |master| {
+                    step_moments(isa, state, grad, step, master, dither)
+                });
             }
             MasterLayout::Shadowed { master } => {
                 let master = Shadowed::new(master.cursor(), state.param.cursor::<F16>());
@@ -153,26 +189,36 @@ unsafe fn step_master<G: Element>(isa: Isa, state: &AdamTensor<Route>, grad: Vie
     }
 }
 
-/// Lends a chunk of a split master, void where the parameter is not what the fingerprint was taken of. If the body
-/// rewrites the chunk, the fingerprint is taken anew: only then do parameter and trailing bits belong together again. Without fingerprints they always do.
+/// Lends a chunk of a split master, void where the parameter is not what the fingerprint was taken
+/// of. If the body rewrites the chunk, the fingerprint is taken anew: only then do parameter and
+/// trailing bits belong together again. Without fingerprints they always do.
 ///
 /// # Safety
 /// As [`step_chunk`].
 ///
 /// # Panics
 /// If the master is not split.
-pub(super) unsafe fn with_split(isa: Isa, state: &AdamTensor<Route>, rewrites: bool, body: impl FnOnce(Split<'_>)) {
+pub(super) unsafe fn with_split(
+    isa: Isa,
+    state: &AdamTensor<Route>,
+    rewrites: bool,
+    body: impl FnOnce(Split<'_>),
+) {
     let MasterLayout::Split { trailing, fingerprints } = state.master else {
         unreachable!("only called for split masters")
     };
-    // SAFETY: the caller vouches for the chunk's memory; every borrow of it ends before the next begins.
+    // SAFETY: the caller vouches for the chunk's memory; every borrow of it ends before the next
+    // begins.
     unsafe {
-        let fingerprint_of = |high: View| isa.run(Fingerprint(high.slice(0..high.numel()))).cast_signed();
-        let is_void = |known: Route| fingerprint_of(state.param.from) != known.from.slice::<i32>(0..1)[0];
+        let fingerprint_of =
+            |high: View| isa.run(Fingerprint(high.slice(0..high.numel()))).cast_signed();
+        let is_void =
+            |known: Route| fingerprint_of(state.param.from) != known.from.slice::<i32>(0..1)[0];
         let void = fingerprints.is_some_and(is_void);
         let mut high = state.param.cursor();
         if fingerprints.is_some() {
-            // These are in the cache now. Those of the next chunk, which are read as fast as they come before its arithmetic begins, had better be.
+            // These are in the cache now. Those of the next chunk, which are read as fast as they
+            // come before its arithmetic begins, had better be.
             high = high.fetched(CHUNK_LEN);
         }
         body(Split::new(high, trailing.cursor(), void));
@@ -229,7 +275,10 @@ pub(super) unsafe fn q8<'a>(state: &AdamTensor<Route>) -> Q8<'a> {
     unsafe {
         Q8 {
             exp_avg: Coded { codes: state.exp_avg.words(), scales: exp_avg_scales.cursor() },
-            exp_avg_sq: Coded { codes: state.exp_avg_sq.words(), scales: exp_avg_sq_scales.cursor() },
+            exp_avg_sq: Coded {
+                codes: state.exp_avg_sq.words(),
+                scales: exp_avg_sq_scales.cursor(),
+            },
         }
     }
 }

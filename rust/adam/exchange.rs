@@ -1,15 +1,14 @@
-//! A tensor's state in fp32 and back: what state dicts, checkpoints and consolidation tools exchange.
+//! A tensor's state in fp32 and back: what state dicts, checkpoints and consolidation tools
+//! exchange.
 
 use super::{
     batch::{in_place, nearest, q8, stochastic, with_split},
     tensor::{AdamTensor, MasterLayout, MomentsLayout},
 };
 use crate::{
-    cursor::{Cursor, Source},
-    element::{Bf16, Dtype, F16},
     error::{Error, Result},
-    isa::Isa,
-    pool::Pool,
+    host::pool::Pool,
+    simd::isa::Isa,
     state::{
         Master, Moments,
         chunk::Chunk,
@@ -18,7 +17,11 @@ use crate::{
         master::{Plain, Shadowed, WithWeightOut},
         split::Fingerprint,
     },
-    view::{Route, View, check_disjoint},
+    stream::{
+        cursor::{Cursor, Source},
+        element::{Bf16, Dtype, F16},
+        view::{Route, View, check_disjoint},
+    },
 };
 
 /// fp32 values that a state is decoded into or encoded from; each may be left out.
@@ -37,9 +40,9 @@ impl StateViews {
             ("exp_avg", self.moments.map(|(exp_avg, _)| exp_avg)),
             ("exp_avg_sq", self.moments.map(|(_, exp_avg_sq)| exp_avg_sq)),
         ];
-        named
-            .into_iter()
-            .try_for_each(|(name, view)| view.map_or(Ok(()), |view| view.expect(name, &[Dtype::Float32], numel)))
+        named.into_iter().try_for_each(|(name, view)| {
+            view.map_or(Ok(()), |view| view.expect(name, &[Dtype::Float32], numel))
+        })
     }
 
     fn views(&self) -> impl Iterator<Item = (&'static str, View)> {
@@ -80,14 +83,21 @@ pub unsafe fn read_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, to: StateVi
     Ok(())
 }
 
-/// Encodes fp32 values into a tensor's state; a master also writes the 16-bit parameter. `count` seeds the rounding.
+/// Encodes fp32 values into a tensor's state; a master also writes the 16-bit parameter. `count`
+/// seeds the rounding.
 ///
 /// # Safety
 /// As [`super::batch::step`].
 ///
 /// # Errors
 /// [`crate::Error::Value`] for views of another dtype or size, or that overlap.
-pub unsafe fn write_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, count: u64, from: StateViews) -> Result<()> {
+pub unsafe fn write_state(
+    pool: &Pool,
+    isa: Isa,
+    tensor: &AdamTensor,
+    count: u64,
+    from: StateViews,
+) -> Result<()> {
     from.check(tensor.param.numel())?;
     check_disjoint(tensor.written(), from.views())?;
     let chunks = Chunk::all([tensor.param.numel()].into_iter());
@@ -111,8 +121,8 @@ pub unsafe fn write_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, count: u64
     Ok(())
 }
 
-/// Takes the fingerprints of a split parameter whose trailing bits belong to it, as they do where it was stepped without fingerprints.
-/// Reads 2 B per parameter.
+/// Takes the fingerprints of a split parameter whose trailing bits belong to it, as they do where
+/// it was stepped without fingerprints. Reads 2 B per parameter.
 ///
 /// # Safety
 /// As [`super::batch::step`].
@@ -121,7 +131,9 @@ pub unsafe fn write_state(pool: &Pool, isa: Isa, tensor: &AdamTensor, count: u64
 /// [`crate::Error::Value`] for a tensor without fingerprints.
 pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> Result<()> {
     let MasterLayout::Split { fingerprints: Some(fingerprints), .. } = tensor.master else {
-        return Err(Error::value("the tensor has no fingerprints, expected a bfloat16 parameter with them"));
+        return Err(Error::value(
+            "the tensor has no fingerprints, expected a bfloat16 parameter with them",
+        ));
     };
     let chunks = Chunk::all([tensor.param.numel()].into_iter());
     pool.run(chunks.len(), &|task| {
@@ -129,7 +141,8 @@ pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> R
         // SAFETY: the caller vouches for the memory; chunks are disjoint.
         unsafe {
             let high = tensor.param.slice::<Bf16>(chunk.range(tensor.param.numel()));
-            fingerprints.slice_mut::<i32>(task..task + 1)[0] = isa.run(Fingerprint(high)).cast_signed();
+            fingerprints.slice_mut::<i32>(task..task + 1)[0] =
+                isa.run(Fingerprint(high)).cast_signed();
         }
     });
     Ok(())
@@ -181,7 +194,10 @@ struct ReadMomentsInto<'a> {
 
 impl MomentsVisitor for ReadMomentsInto<'_> {
     fn visit<const Q: usize, M: Moments<Q>>(self, moments: M) {
-        self.isa.run((ReadMoments { moments, exp_avg: self.exp_avg, exp_avg_sq: self.exp_avg_sq }, [(); Q]));
+        self.isa.run((
+            ReadMoments { moments, exp_avg: self.exp_avg, exp_avg_sq: self.exp_avg_sq },
+            [(); Q],
+        ));
     }
 }
 
@@ -205,12 +221,20 @@ unsafe fn with_master<V: MasterVisitor>(isa: Isa, state: &AdamTensor<Route>, vis
     // SAFETY: the caller vouches for the chunk's memory; each route is borrowed once.
     unsafe {
         match state.master {
-            MasterLayout::Float32 { weight_out: None } => visitor.visit(Plain(state.param.cursor::<f32>())),
-            MasterLayout::Float32 { weight_out: Some(weight) } => match weight.to.dtype() {
-                Dtype::Float16 => visitor.visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<F16>())),
-                _ => visitor.visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<Bf16>())),
-            },
-            MasterLayout::Split { .. } => with_split(isa, state, V::REWRITES, |master| visitor.visit(master)),
+            MasterLayout::Float32 { weight_out: None } => {
+                visitor.visit(Plain(state.param.cursor::<f32>()))
+            }
+            MasterLayout::Float32 { weight_out: Some(weight) } => {
+                match weight.to.dtype() {
+                    Dtype::Float16 => visitor
+                        .visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<F16>())),
+                    _ => visitor
+                        .visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<Bf16>())),
+                }
+            }
+            MasterLayout::Split { .. } => {
+                with_split(isa, state, V::REWRITES, |master| visitor.visit(master))
+            }
             MasterLayout::Shadowed { master } => {
                 visitor.visit(Shadowed::new(master.cursor(), state.param.cursor::<F16>()));
             }

@@ -11,16 +11,22 @@
 //! p     = fma(-lr / (1 - beta1^t), m / denom, p * (1 - lr * weight_decay))
 //! ```
 //!
-//! A unit of elements is loaded whole, computed, and stored whole, which is right in place and out of place. The tail runs
-//! the same unit with fewer lanes loaded and stored; the lanes behind them compute on zeros and stay zeros.
+//! A unit of elements is loaded whole, computed, and stored whole, which is right in place and out
+//! of place. The tail runs the same unit with fewer lanes loaded and stored; the lanes behind them
+//! compute on zeros and stay zeros.
 
 use crate::{
     adam::Step,
-    cursor::Source,
-    element::{Element, widen},
-    isa::{Isa, Kernel},
-    simd::{LANES, Simd},
-    state::{BLOCK, Master, MomentLanes, Moments, decode_unit, dither::Dither, each_vector, encode_unit},
+    simd::{
+        LANES, Simd,
+        isa::{Isa, Kernel},
+    },
+    state::{Master, MomentLanes, Moments, decode_unit, dither::Dither, each_vector, encode_unit},
+    stream::{
+        BLOCK,
+        cursor::Source,
+        element::{Element, widen},
+    },
 };
 
 /// The scalars of a step in all lanes.
@@ -99,20 +105,28 @@ struct Coded<S: Simd, M: Moments<Q>, const Q: usize> {
 impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M> {
     /// Steps `at..at + count`, a unit but at the tail; zeros behind them.
     #[inline(always)]
-    fn step<S: Simd>(&self, simd: S, step: &StepLanes<S>, at: usize, count: usize) -> Stepped<S, M, Q> {
+    fn step<S: Simd>(
+        &self,
+        simd: S,
+        step: &StepLanes<S>,
+        at: usize,
+        count: usize,
+    ) -> Stepped<S, M, Q> {
         let mut moments = decode_unit::<S, M, Q>(simd, &self.moments.load(simd, at, count));
         let mut master: [S::F; Q] = self.master.load(simd, at, count);
         let grad = widen::<S, G, Q>(simd, self.grad.load_unit(simd, at, count));
         let MomentLanes { exp_avg, exp_avg_sq } = &mut moments;
         for i in 0..Q {
-            (master[i], exp_avg[i], exp_avg_sq[i]) = step.update(simd, master[i], grad[i], exp_avg[i], exp_avg_sq[i]);
+            (master[i], exp_avg[i], exp_avg_sq[i]) =
+                step.update(simd, master[i], grad[i], exp_avg[i], exp_avg_sq[i]);
         }
         let measure = M::measure(simd, &mut moments);
         Stepped { at, master, moments, measure }
     }
 
-    /// [`Self::step`] of the unit at `at` and [`Self::encode`] of the one before, vector by vector: one fills the pauses of the other. It is one
-    /// piece without a branch, or the compiler would part them.
+    /// [`Self::step`] of the unit at `at` and [`Self::encode`] of the one before, vector by vector:
+    /// one fills the pauses of the other. It is one piece without a branch, or the compiler would
+    /// part them.
     #[inline(always)]
     fn step_and_encode<S: Simd>(
         &self,
@@ -135,7 +149,8 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
             (master[I], moments.exp_avg[I], moments.exp_avg_sq[I]) =
                 step.update(simd, master[I], grad[I], exp_avg, exp_avg_sq);
             let MomentLanes { exp_avg, exp_avg_sq } = &before.moments;
-            (first[I], second[I]) = M::encode::<S, I>(simd, &measure, exp_avg[I], exp_avg_sq[I], noise[I]);
+            (first[I], second[I]) =
+                M::encode::<S, I>(simd, &measure, exp_avg[I], exp_avg_sq[I], noise[I]);
         });
         let coded = Coded { at: before.at, exp_avg: first, exp_avg_sq: second, measure };
         let measure = M::measure(simd, &mut moments);
@@ -145,13 +160,22 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
     #[inline(always)]
     fn encode<S: Simd>(&self, simd: S, stepped: Stepped<S, M, Q>) -> Coded<S, M, Q> {
         let Stepped { at, moments, measure, .. } = stepped;
-        let (exp_avg, exp_avg_sq) = encode_unit::<S, M, Q>(simd, &moments, &measure, &self.noise(simd, at));
+        let (exp_avg, exp_avg_sq) =
+            encode_unit::<S, M, Q>(simd, &moments, &measure, &self.noise(simd, at));
         Coded { at, exp_avg, exp_avg_sq, measure }
     }
 
-    /// Writes the masters of `at..at + count`, and moments, of as many elements: with one branch, behind all arithmetic.
+    /// Writes the masters of `at..at + count`, and moments, of as many elements: with one branch,
+    /// behind all arithmetic.
     #[inline(always)]
-    fn store<S: Simd>(&self, simd: S, at: usize, count: usize, master: [S::F; Q], coded: Coded<S, M, Q>) {
+    fn store<S: Simd>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        master: [S::F; Q],
+        coded: Coded<S, M, Q>,
+    ) {
         if self.streams && count == Q * LANES {
             self.master.store::<S, Q, true>(simd, at, count, master);
             self.store_moments::<S, true>(simd, count, coded);
@@ -162,7 +186,12 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
     }
 
     #[inline(always)]
-    fn store_moments<S: Simd, const STREAM: bool>(&self, simd: S, count: usize, coded: Coded<S, M, Q>) {
+    fn store_moments<S: Simd, const STREAM: bool>(
+        &self,
+        simd: S,
+        count: usize,
+        coded: Coded<S, M, Q>,
+    ) {
         let Coded { at, exp_avg, exp_avg_sq, measure } = coded;
         self.moments.store::<S, STREAM>(simd, at, count, exp_avg, exp_avg_sq, measure);
     }
@@ -198,7 +227,8 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Update<'_, Q, G, P, M
         self.store(simd, at, count, master, coded);
     }
 
-    /// As [`Self::blocks`] for units of a whole block, whose measure takes long: the next is stepped before it is needed.
+    /// As [`Self::blocks`] for units of a whole block, whose measure takes long: the next is
+    /// stepped before it is needed.
     #[inline(always)]
     fn blocks_pipelined<S: Simd>(&self, simd: S, step: &StepLanes<S>, blocks: usize) {
         if blocks == 0 {
@@ -242,7 +272,7 @@ impl<const Q: usize, G: Element, P: Master, M: Moments<Q>> Kernel for Update<'_,
 
 /// Steps the elements of `grad` with the master and moments of the same elements, in one pass.
 ///
-/// Out of place, the caller publishes what was stored ([`crate::cursor::publish`]).
+/// Out of place, the caller publishes what was stored ([`crate::stream::cursor::publish`]).
 ///
 /// # Panics
 /// If the lengths differ.

@@ -1,17 +1,19 @@
 //! Adam and AdamW: one pass from gradient to weight.
 //!
-//! [`kernel`] holds the arithmetic, written once; [`batch`] splits the parameters of a step into chunks and runs them on
-//! the pool; [`revocable`] steps out of place, so that a step can be taken back; [`exchange`] converts a state to fp32 and back; [`rollback`] undoes a plain
-//! fp32 step by arithmetic; [`mod@reference`] is the naive float64 oracle of the tests.
+//! [`kernel`] holds the arithmetic, written once; [`batch`] splits the parameters of a step into
+//! chunks and runs them on the pool; [`revocable`] steps out of place, so that a step can be taken
+//! back; [`exchange`] converts a state to fp32 and back; [`rollback`] undoes a plain fp32 step by
+//! arithmetic; [`mod@reference`] is the naive float64 oracle of the tests.
 //!
-//! Cost per parameter, fp32 moments: fp32 reads 16 B and writes 12 B; `split` with a bf16 gradient reads 14 B and writes
-//! 12 B; `q8` reads 8.1 B and writes 6.1 B, scales included.
+//! Cost per parameter, fp32 moments: fp32 reads 16 B and writes 12 B; `split` with a bf16 gradient
+//! reads 14 B and writes 12 B; `q8` reads 8.1 B and writes 6.1 B, scales included.
 
 pub mod batch;
+pub mod ceiling;
 pub mod exchange;
 pub mod kernel;
 pub mod reference;
-pub mod revocable;
+
 pub mod rollback;
 pub mod tensor;
 
@@ -19,7 +21,7 @@ use std::hint::black_box;
 
 use crate::{
     error::{Error, Result},
-    fp_env::StandardFpEnv,
+    simd::fp_env::StandardFpEnv,
 };
 
 /// What a step does, as torch's optimizers name it.
@@ -33,7 +35,8 @@ pub struct Hyper {
     pub eps: f64,
     /// Strength of the weight decay.
     pub weight_decay: f64,
-    /// Decay the weight itself (AdamW: Loshchilov and Hutter, 2019, algorithm 2) instead of the gradient (Adam with L2).
+    /// Decay the weight itself (AdamW: Loshchilov and Hutter, 2019, algorithm 2) instead of the
+    /// gradient (Adam with L2).
     pub decoupled: bool,
     /// Correct the moments for their start at zero (Kingma and Ba, 2015, section 3).
     pub bias_correction: bool,
@@ -76,7 +79,9 @@ impl Hyper {
         ];
         match checks.into_iter().find(|(holds, ..)| !holds) {
             None => Ok(()),
-            Some((_, name, value, expected)) => Err(Error::value(format!("{name} is `{value}`, expected {expected}"))),
+            Some((_, name, value, expected)) => {
+                Err(Error::value(format!("{name} is `{value}`, expected {expected}")))
+            }
         }
     }
 }
@@ -89,7 +94,8 @@ pub struct Step {
     pub(crate) grad_scale: f32,
     /// `1 - lr * weight_decay`, or 1.
     pub(crate) weight_keep: f32,
-    /// The L2 term, and whether there is one: 0 times an infinite weight must not make the gradient a NaN.
+    /// The L2 term, and whether there is one: 0 times an infinite weight must not make the gradient
+    /// a NaN.
     pub(crate) l2: f32,
     pub(crate) has_l2: bool,
     pub(crate) beta1: f32,
@@ -108,13 +114,15 @@ impl Step {
     #[must_use]
     pub fn new(hyper: &Hyper, count: u64) -> Self {
         let _standard = StandardFpEnv::enter();
-        // Kept between the two writes of the control register, which arithmetic alone is not ordered with.
+        // Kept between the two writes of the control register, which arithmetic alone is not
+        // ordered with.
         black_box(Self::derive(&black_box(*hyper), count))
     }
 
     fn derive(hyper: &Hyper, count: u64) -> Self {
         let Hyper { lr, betas: (beta1, beta2), eps, weight_decay, .. } = *hyper;
-        let correction = |beta: f64| if hyper.bias_correction { 1.0 - beta.powf(count as f64) } else { 1.0 };
+        let correction =
+            |beta: f64| if hyper.bias_correction { 1.0 - beta.powf(count as f64) } else { 1.0 };
         let has_l2 = !hyper.decoupled && weight_decay != 0.0;
         Self {
             count,

@@ -1,4 +1,5 @@
-//! Adam(W) in float64, one element at a time, as the papers write it: the oracle that the kernels are tested against.
+//! Adam(W) in float64, one element at a time, as the papers write it: the oracle that the kernels
+//! are tested against.
 //!
 //! Shares nothing with the kernel but [`Hyper`].
 
@@ -24,7 +25,8 @@ pub fn update(hyper: &Hyper, count: u64, element: Element64, grad: f64) -> Eleme
         grad = -grad;
     }
     let mut master = element.master;
-    // As torch has it: an infinite weight stays infinite, and does not become 0 * infinity where there is no decay.
+    // As torch has it: an infinite weight stays infinite, and does not become 0 * infinity where
+    // there is no decay.
     if hyper.decoupled {
         master *= 1.0 - hyper.lr * hyper.weight_decay;
     } else if hyper.weight_decay != 0.0 {
@@ -38,5 +40,9 @@ pub fn update(hyper: &Hyper, count: u64, element: Element64, grad: f64) -> Eleme
         (1.0, 1.0)
     };
     let (mean, variance) = (exp_avg / correction1, exp_avg_sq / correction2);
-    Element64 { master: master - hyper.lr * mean / (variance.sqrt() + hyper.eps), exp_avg, exp_avg_sq }
+    Element64 {
+        master: master - hyper.lr * mean / (variance.sqrt() + hyper.eps),
+        exp_avg,
+        exp_avg_sq,
+    }
 }

@@ -1,10 +1,13 @@
-//! Undoing a step of plain fp32 parameters with fp32 moments, by inverse arithmetic, where that is possible.
+//! Undoing a step of plain fp32 parameters with fp32 moments, by inverse arithmetic, where that is
+//! possible.
 //!
-//! The inverse is computed in double precision and rounded, then stepped forward again with the kernel itself: if what
-//! comes out is not what stands there, to within [`ROLLBACK_ULPS_MAX`] roundings of what was added up, the step cannot be undone
-//! (a gradient that is not finite, another gradient or count than that of the step, moments that underflowed), and nothing
-//! is changed. What is restored is the state before the step but for its rounding: about a unit in the last place of the larger
-//! of a moment before and after. For undoing to the bit, step out of place and keep the old slot.
+//! The inverse is computed in double precision and rounded, then stepped forward again with the
+//! kernel itself: if what comes out is not what stands there, to within [`ROLLBACK_ULPS_MAX`]
+//! roundings of what was added up, the step cannot be undone (a gradient that is not finite,
+//! another gradient or count than that of the step, moments that underflowed), and nothing is
+//! changed. What is restored is the state before the step but for its rounding: about a unit in the
+//! last place of the larger of a moment before and after. For undoing to the bit, step out of place
+//! and keep the old slot.
 
 use std::{
     hint::black_box,
@@ -18,17 +21,15 @@ use super::{
     tensor::{AdamTensor, MasterLayout, MomentsLayout},
 };
 use crate::{
-    cursor::Cursor,
-    element::Dtype,
     error::{Error, Result},
-    fp_env::StandardFpEnv,
-    isa::Isa,
-    pool::Pool,
+    host::pool::Pool,
+    simd::{fp_env::StandardFpEnv, isa::Isa},
     state::{chunk::Chunk, dither::Dither, master::Plain, moments::Nearest},
-    view::check_disjoint,
+    stream::{cursor::Cursor, element::Dtype, view::check_disjoint},
 };
 
-/// How far the undone and repeated step may lie from what stands there: the roundings of one forward and one inverse step.
+/// How far the undone and repeated step may lie from what stands there: the roundings of one
+/// forward and one inverse step.
 pub const ROLLBACK_ULPS_MAX: f64 = 4.0;
 
 /// The coefficients of a step in double precision.
@@ -71,13 +72,14 @@ impl Inverse {
         let grad = f64::from(grad) * self.grad_scale + self.l2 * before;
         let exp_avg = (m - f64::from(self.step.one_minus_beta1) * grad) / self.beta1;
         let exp_avg_sq = (v - f64::from(self.step.one_minus_beta2) * grad * grad) / self.beta2;
-        // The rounding of the step may leave a little less than nothing; much less does not step forward to v again.
+        // The rounding of the step may leave a little less than nothing; much less does not step
+        // forward to v again.
         (before as f32, exp_avg as f32, exp_avg_sq.max(0.0) as f32)
     }
 }
 
-/// Whether `again`, the undone and repeated step, is what stands there: to within the rounding of the largest magnitude that
-/// was added up on the way.
+/// Whether `again`, the undone and repeated step, is what stands there: to within the rounding of
+/// the largest magnitude that was added up on the way.
 fn is_repeated(again: f32, stands: f32, before: f32, added: f32) -> bool {
     let largest = f64::from(stands.abs().max(before.abs()).max(added.abs()));
     let unit = (largest * f64::from(f32::EPSILON)).max(f64::from(f32::from_bits(1)));
@@ -91,12 +93,21 @@ fn is_repeated(again: f32, stands: f32, before: f32, added: f32) -> bool {
 /// The memory of all views is alive, and nobody else uses it during the call.
 ///
 /// # Errors
-/// [`Error::Value`], with nothing changed: as [`super::batch::step`], for other layouts than plain fp32, and where a step
-/// cannot be undone.
-pub unsafe fn rollback(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<()> {
+/// [`Error::Value`], with nothing changed: as [`super::batch::step`], for other layouts than plain
+/// fp32, and where a step cannot be undone.
+pub unsafe fn rollback(
+    pool: &Pool,
+    isa: Isa,
+    tensors: &[AdamTensor],
+    counts: &[u64],
+    hyper: &Hyper,
+) -> Result<()> {
     hyper.validate()?;
     let grads = grads_of(tensors, counts)?;
-    check_disjoint(tensors.iter().flat_map(AdamTensor::written), grads.iter().map(|&grad| ("grad", grad)))?;
+    check_disjoint(
+        tensors.iter().flat_map(AdamTensor::written),
+        grads.iter().map(|&grad| ("grad", grad)),
+    )?;
     for (index, (tensor, grad)) in tensors.iter().zip(&grads).enumerate() {
         let is_plain = matches!(tensor.master, MasterLayout::Float32 { weight_out: None })
             && tensor.moments == MomentsLayout::Float32
@@ -121,7 +132,8 @@ pub unsafe fn rollback(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[
             let chunk = chunks[task];
             let (tensor, grad) = (&tensors[chunk.tensor], grads[chunk.tensor]);
             let range = chunk.range(tensor.param.numel());
-            // SAFETY: the caller vouches for the memory; views are disjoint, as checked, and so are chunks.
+            // SAFETY: the caller vouches for the memory; views are disjoint, as checked, and so are
+            // chunks.
             let (param, grad, exp_avg, exp_avg_sq) = unsafe {
                 (
                     tensor.param.slice_mut::<f32>(range.clone()),
@@ -131,7 +143,15 @@ pub unsafe fn rollback(pool: &Pool, isa: Isa, tensors: &[AdamTensor], counts: &[
                 )
             };
             lost.fetch_add(
-                rollback_chunk(isa, &inverses[chunk.tensor], apply, param, grad, exp_avg, exp_avg_sq),
+                rollback_chunk(
+                    isa,
+                    &inverses[chunk.tensor],
+                    apply,
+                    param,
+                    grad,
+                    exp_avg,
+                    exp_avg_sq,
+                ),
                 Ordering::Relaxed,
             );
         });
@@ -173,7 +193,8 @@ fn rollback_chunk(
             continue;
         }
         let before = (p, m, v);
-        let moments = Nearest::new(Cursor::in_place(&mut m[..len]), Cursor::in_place(&mut v[..len]));
+        let moments =
+            Nearest::new(Cursor::in_place(&mut m[..len]), Cursor::in_place(&mut v[..len]));
         let master = Plain(Cursor::in_place(&mut p[..len]));
         update(isa, &inverse.step, &grad[piece.clone()], master, moments, Dither::new(0, 1, 0));
         lost += piece

@@ -1,18 +1,19 @@
 //! One parameter of a step: where its weight and state are, and in which layout.
 //!
-//! The layout follows from the dtypes of what is given ([`MasterLayout`], [`MomentsLayout`]); everything is checked here, once, so that a step has
-//! nothing left to refuse but gradients and overlaps.
+//! The layout follows from the dtypes of what is given ([`MasterLayout`], [`MomentsLayout`]);
+//! everything is checked here, once, so that a step has nothing left to refuse but gradients and
+//! overlaps.
 //!
-//! What is said of one view can be said of what stands for it (`V`): a step of a chunk takes the [`Route`](crate::view::Route) of each.
+//! What is said of one view can be said of what stands for it (`V`): a step of a chunk takes the
+//! [`Route`](crate::stream::view::Route) of each.
 
 use crate::{
-    element::Dtype,
     error::{Error, Result},
     state::{
         chunk::{CHUNK_LEN, num_chunks},
         q8,
     },
-    view::View,
+    stream::{element::Dtype, view::View},
 };
 
 /// Where a parameter's master is.
@@ -27,8 +28,8 @@ pub enum MasterLayout<V = View> {
     Split {
         /// 16 bits per element.
         trailing: V,
-        /// 32 bits per chunk, which tell whether the parameter is what the trailing bits belong to. Without: whoever made this
-        /// vouches that steps alone write the parameter.
+        /// 32 bits per chunk, which tell whether the parameter is what the trailing bits belong to.
+        /// Without: whoever made this vouches that steps alone write the parameter.
         fingerprints: Option<V>,
     },
     /// An fp16 parameter beside its fp32 master.
@@ -122,7 +123,8 @@ impl AdamTensor {
         grad.expect("grad", dtypes, self.param.numel())
     }
 
-    /// What the model computes with: the 16-bit copy of an fp32 master where there is one, else the parameter.
+    /// What the model computes with: the 16-bit copy of an fp32 master where there is one, else the
+    /// parameter.
     #[must_use]
     pub fn weight(&self) -> View {
         match self.master {
@@ -145,10 +147,11 @@ impl AdamTensor {
 }
 
 impl<V: Copy> AdamTensor<V> {
-    /// The same layout of what `of` makes of each view that a step writes, one after the other; it is told how many elements of the parameter one of
-    /// the view's stands for.
-    pub(super) fn map<U>(&self, mut of: impl FnMut(usize, V) -> U) -> AdamTensor<U> {
-        let [param, exp_avg, exp_avg_sq] = [self.param, self.exp_avg, self.exp_avg_sq].map(|view| of(1, view));
+    /// The same layout of what `of` makes of each view that a step writes, one after the other; it
+    /// is told how many elements of the parameter one of the view's stands for.
+    pub(crate) fn map<U>(&self, mut of: impl FnMut(usize, V) -> U) -> AdamTensor<U> {
+        let [param, exp_avg, exp_avg_sq] =
+            [self.param, self.exp_avg, self.exp_avg_sq].map(|view| of(1, view));
         let master = match self.master {
             MasterLayout::Float32 { weight_out } => {
                 MasterLayout::Float32 { weight_out: weight_out.map(|view| of(1, view)) }
@@ -175,7 +178,9 @@ impl<V: Copy> AdamTensor<V> {
     /// Everything that a step writes, with names.
     pub fn written(&self) -> impl Iterator<Item = (&'static str, V)> {
         let (first, second) = match self.master {
-            MasterLayout::Float32 { weight_out } => (weight_out.map(|view| ("weight_out", view)), None),
+            MasterLayout::Float32 { weight_out } => {
+                (weight_out.map(|view| ("weight_out", view)), None)
+            }
             MasterLayout::Split { trailing, fingerprints } => {
                 (Some(("trailing", trailing)), fingerprints.map(|view| ("fingerprints", view)))
             }
@@ -183,16 +188,21 @@ impl<V: Copy> AdamTensor<V> {
             MasterLayout::Plain16 => (None, None),
         };
         let scales = match self.moments {
-            MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } => {
-                [Some(("exp_avg_scales", exp_avg_scales)), Some(("exp_avg_sq_scales", exp_avg_sq_scales))]
-            }
+            MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } => [
+                Some(("exp_avg_scales", exp_avg_scales)),
+                Some(("exp_avg_sq_scales", exp_avg_sq_scales)),
+            ],
             _ => [None, None],
         };
-        [Some(("param", self.param)), Some(("exp_avg", self.exp_avg)), Some(("exp_avg_sq", self.exp_avg_sq))]
-            .into_iter()
-            .chain([first, second])
-            .chain(scales)
-            .flatten()
+        [
+            Some(("param", self.param)),
+            Some(("exp_avg", self.exp_avg)),
+            Some(("exp_avg_sq", self.exp_avg_sq)),
+        ]
+        .into_iter()
+        .chain([first, second])
+        .chain(scales)
+        .flatten()
     }
 }
 
@@ -206,9 +216,15 @@ fn master_layout(param: View, beside: &Beside) -> Result<MasterLayout> {
         ("weight_out", beside.weight_out),
     ];
     let refuse_others = |allowed: &[&str]| {
-        given.iter().find(|(name, view)| view.is_some() && !allowed.contains(name)).map_or(Ok(()), |(name, _)| {
-            Err(Error::value(format!("{name} is given for a `{}` parameter, expected none", param.dtype())))
-        })
+        given.iter().find(|(name, view)| view.is_some() && !allowed.contains(name)).map_or(
+            Ok(()),
+            |(name, _)| {
+                Err(Error::value(format!(
+                    "{name} is given for a `{}` parameter, expected none",
+                    param.dtype()
+                )))
+            },
+        )
     };
     match (param.dtype(), beside) {
         (Dtype::Float32, Beside { weight_out, .. }) => {
@@ -255,7 +271,9 @@ fn moments_layout(
                     "exp_avg holds codes, expected exp_avg_scales and exp_avg_sq_scales beside them",
                 ));
             };
-            for (name, view) in [("exp_avg_scales", exp_avg_scales), ("exp_avg_sq_scales", exp_avg_sq_scales)] {
+            for (name, view) in
+                [("exp_avg_scales", exp_avg_scales), ("exp_avg_sq_scales", exp_avg_sq_scales)]
+            {
                 view.expect(name, &[Dtype::BFloat16], q8::scales_len(param.numel()))?;
             }
             (MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales }, q8::codes_len(param.numel()))
@@ -278,7 +296,10 @@ fn moments_layout(
         )));
     }
     if !matches!(layout, MomentsLayout::Q8 { .. }) && (scales.0.is_some() || scales.1.is_some()) {
-        return Err(Error::value(format!("scales are given for `{}` moments, expected none", exp_avg.dtype())));
+        return Err(Error::value(format!(
+            "scales are given for `{}` moments, expected none",
+            exp_avg.dtype()
+        )));
     }
     exp_avg.expect("exp_avg", &[dtype], numel)?;
     exp_avg_sq.expect("exp_avg_sq", &[dtype], numel)?;

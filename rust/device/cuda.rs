@@ -1,10 +1,14 @@
-//! A GPU through the CUDA driver, which is loaded at run time: nothing of CUDA is needed to build, to import or to test.
+//! A GPU through the CUDA driver, which is loaded at run time: nothing of CUDA is needed to build,
+//! to import or to test.
 //!
-//! The lanes are streams of their own in the device's primary context, the one that torch uses; they are not ordered with the legacy default
-//! stream, so that a copy waits for what [`Device::order_lane_after`] says and for nothing else.
+//! The lanes are streams of their own in the device's primary context, the one that torch uses;
+//! they are not ordered with the legacy default stream, so that a copy waits for what
+//! [`Device::order_lane_after`] says and for nothing else.
 //!
-//! A thread that enqueues on a stream whose queue is full blocks within the driver, which then may let no other thread of the process enqueue anything
-//! on any stream. How much a queue holds is nowhere said, so whoever enqueues many copies sees to it that few are under way (`offload/downloads.rs`).
+//! A thread that enqueues on a stream whose queue is full blocks within the driver, which then may
+//! let no other thread of the process enqueue anything on any stream. How much a queue holds is
+//! nowhere said, so whoever enqueues many copies sees to it that few are under way
+//! (`offload/downloads.rs`).
 
 use std::{
     ffi::c_int,
@@ -41,16 +45,22 @@ struct Marks {
 #[derive(Clone, Copy)]
 struct Handle<T>(T);
 
-// SAFETY: the driver's objects may be used from any thread whose current context is theirs (CUDA Driver API, "Context management"), which
-// `attach` sees to; an event is recorded by one thread at a time, as the trait asks, or under a lock.
+// SAFETY: the driver's objects may be used from any thread whose current context is theirs (CUDA
+// Driver API, "Context management"), which `attach` sees to; an event is recorded by one thread at
+// a time, as the trait asks, or under a lock.
 unsafe impl<T> Send for Handle<T> {}
 // SAFETY: as above.
 unsafe impl<T> Sync for Handle<T> {}
 
 fn failed(what: &str) -> impl FnOnce(DriverError) -> Error + '_ {
     move |error| {
-        let text = error.error_string().map_or_else(|_| "unknown".into(), |text| text.to_string_lossy().into_owned());
-        Error::os(format!("CUDA failed to {what}"), std::io::Error::other(format!("{text} ({:?})", error.0)))
+        let text = error
+            .error_string()
+            .map_or_else(|_| "unknown".into(), |text| text.to_string_lossy().into_owned());
+        Error::os(
+            format!("CUDA failed to {what}"),
+            std::io::Error::other(format!("{text} ({:?})", error.0)),
+        )
     }
 }
 
@@ -69,9 +79,12 @@ fn driver() -> Result<()> {
             Err(_) => Err("the driver is too old, expected CUDA 11.4 or later".to_owned()),
         }
     });
-    loaded
-        .clone()
-        .map_err(|what| Error::os("no CUDA; hint: see `nvidia-smi` and `stepwell doctor`", std::io::Error::other(what)))
+    loaded.clone().map_err(|what| {
+        Error::os(
+            "no CUDA; hint: see `nvidia-smi` and `stepwell doctor`",
+            std::io::Error::other(what),
+        )
+    })
 }
 
 impl CudaDevice {
@@ -83,10 +96,15 @@ impl CudaDevice {
         driver()?;
         let device = result::device::get(ordinal).map_err(failed("find the device"))?;
         // SAFETY: `device` was given out by the driver; `drop` releases what is retained.
-        let context = unsafe { result::primary_ctx::retain(device) }.map_err(failed("open the device"))?;
+        let context =
+            unsafe { result::primary_ctx::retain(device) }.map_err(failed("open the device"))?;
         // SAFETY: the context is alive.
         unsafe { result::ctx::set_current(context) }.map_err(failed("use the device"))?;
-        let stream = || result::stream::create(StreamKind::NonBlocking).map(Handle).map_err(failed("make a stream"));
+        let stream = || {
+            result::stream::create(StreamKind::NonBlocking)
+                .map(Handle)
+                .map_err(failed("make a stream"))
+        };
         Ok(Self {
             device,
             context: Handle(context),
@@ -108,7 +126,8 @@ impl CudaDevice {
 /// An event without a time, of the current context. [`result::event::create`] takes one flag only.
 fn create_event() -> Result<Handle<sys::CUevent>> {
     // Waiting threads sleep: one of them may stand in the way of the thread that launches work.
-    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32 | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+    let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32
+        | sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
     let mut event = std::mem::MaybeUninit::uninit();
     // SAFETY: the driver writes the event before it reports success.
     unsafe {
@@ -125,19 +144,25 @@ impl Device for CudaDevice {
 
     unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<()> {
         let stream = self.lane(lane);
-        // SAFETY: the caller vouches for both ranges until the copy is done; the stream lives as long as `self`.
+        // SAFETY: the caller vouches for both ranges until the copy is done; the stream lives as
+        // long as `self`.
         let copied = unsafe {
             match lane {
                 Lane::Download => sys::cuMemcpyDtoHAsync_v2(host.cast(), device, nbytes, stream),
                 Lane::Upload => sys::cuMemcpyHtoDAsync_v2(device, host.cast(), nbytes, stream),
             }
         };
-        copied.result().map_err(failed(if lane == Lane::Download { "copy to the host" } else { "copy to the device" }))
+        copied.result().map_err(failed(if lane == Lane::Download {
+            "copy to the host"
+        } else {
+            "copy to the device"
+        }))
     }
 
     fn record(&self, lane: Lane, event: usize) -> Result<()> {
         // SAFETY: both live as long as `self`.
-        unsafe { result::event::record(self.events[event].0, self.lane(lane)) }.map_err(failed("record an event"))
+        unsafe { result::event::record(self.events[event].0, self.lane(lane)) }
+            .map_err(failed("record an event"))
     }
 
     fn wait(&self, event: usize) -> Result<()> {
@@ -157,9 +182,12 @@ impl Device for CudaDevice {
         let event = marks.events[number];
         // Not beneath the lock, which whoever orders a lane takes.
         drop(marks);
-        // SAFETY: the caller names a stream of its own; the event lives as long as `self`, and nobody else has it.
-        unsafe { result::event::record(event.0, std::ptr::with_exposed_provenance_mut(stream.0 as usize)) }
-            .map_err(failed("mark a stream"))?;
+        // SAFETY: the caller names a stream of its own; the event lives as long as `self`, and
+        // nobody else has it.
+        unsafe {
+            result::event::record(event.0, std::ptr::with_exposed_provenance_mut(stream.0 as usize))
+        }
+        .map_err(failed("mark a stream"))?;
         Ok(Mark(number))
     }
 
@@ -175,7 +203,11 @@ impl Device for CudaDevice {
     fn order_stream_after(&self, stream: Stream, event: usize) -> Result<()> {
         // SAFETY: the caller names a stream of its own; the event lives as long as `self`.
         unsafe {
-            sys::cuStreamWaitEvent(std::ptr::with_exposed_provenance_mut(stream.0 as usize), self.events[event].0, 0)
+            sys::cuStreamWaitEvent(
+                std::ptr::with_exposed_provenance_mut(stream.0 as usize),
+                self.events[event].0,
+                0,
+            )
         }
         .result()
         .map_err(failed("order a stream"))
@@ -193,9 +225,9 @@ impl Device for CudaDevice {
         const PORTABLE: u32 = 1;
         let host = std::ptr::with_exposed_provenance_mut(address);
         // SAFETY: the caller keeps the range alive until `unpin`.
-        unsafe { sys::cuMemHostRegister_v2(host, nbytes, PORTABLE) }
-            .result()
-            .map_err(failed(&format!("pin `{nbytes}` bytes of host memory (hint: see `ulimit -l`)")))
+        unsafe { sys::cuMemHostRegister_v2(host, nbytes, PORTABLE) }.result().map_err(failed(
+            &format!("pin `{nbytes}` bytes of host memory (hint: see `ulimit -l`)"),
+        ))
     }
 
     fn unpin(&self, address: usize) {
@@ -210,7 +242,8 @@ impl Drop for CudaDevice {
             return;
         }
         let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: nobody else has them; each is destroyed once. Failures mean that the context is gone already.
+        // SAFETY: nobody else has them; each is destroyed once. Failures mean that the context is
+        // gone already.
         unsafe {
             for event in self.events.iter().chain(&marks.events) {
                 let _ = result::event::destroy(event.0);

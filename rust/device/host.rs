@@ -134,8 +134,10 @@ impl LaneShared {
 
     fn work(&self) {
         loop {
-            let idle = |state: &mut LaneState| !state.quit && (state.paused || state.queue.is_empty());
-            let mut state = self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+            let idle =
+                |state: &mut LaneState| !state.quit && (state.paused || state.queue.is_empty());
+            let mut state =
+                self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
             let Some(Copy { from, to, nbytes }) = state.queue.pop_front() else { return };
             drop(state);
             let from = std::ptr::with_exposed_provenance::<u8>(from);
@@ -160,7 +162,9 @@ impl LaneThread {
         let thread = thread::Builder::new()
             .name(name.to_owned())
             .spawn(move || lane.work())
-            .map_err(|error| Error::os(format!("cannot start the thread `{name}`; hint: see `ulimit -u`"), error))?;
+            .map_err(|error| {
+                Error::os(format!("cannot start the thread `{name}`; hint: see `ulimit -u`"), error)
+            })?;
         Ok(Self { shared, thread: Some(thread) })
     }
 }

@@ -1,13 +1,19 @@
-//! A device beside host memory: copies that run by themselves, in order, on two lanes, and events that tell how far they are.
+//! A device beside host memory: copies that run by themselves, in order, on two lanes, and events
+//! that tell how far they are.
 //!
-//! - DEV-1 Copies of a lane run in the order in which they were enqueued; the two lanes run independently of each other and of the caller.
-//! - DEV-2 An event is done when everything enqueued on its lane before it was last recorded is done. One that was never recorded is done.
-//! - DEV-3 A lane ordered after a mark starts nothing later before what the stream held when it was marked is done. A stream ordered after an event
-//!   starts nothing later before the event, as it was last recorded, is done.
-//! - DEV-4 Enqueuing on a lane may block for as long as the lane is full, that is until copies end. Marking a stream takes nothing of a lane.
+//! - DEV-1 Copies of a lane run in the order in which they were enqueued; the two lanes run
+//!   independently of each other and of the caller.
+//! - DEV-2 An event is done when everything enqueued on its lane before it was last recorded is
+//!   done. One that was never recorded is done.
+//! - DEV-3 A lane ordered after a mark starts nothing later before what the stream held when it was
+//!   marked is done. A stream ordered after an event starts nothing later before the event, as it
+//!   was last recorded, is done.
+//! - DEV-4 Enqueuing on a lane may block for as long as the lane is full, that is until copies end.
+//!   Marking a stream takes nothing of a lane.
 //!
-//! [`cuda`] is a GPU. [`host`] is this machine itself: its "device memory" is host memory too, and its lanes are threads, so copies really are
-//! late there, and what does not wait for them shows on a machine without a GPU. Nothing above this module knows which of the two it has.
+//! [`cuda`] is a GPU. [`host`] is this machine itself: its "device memory" is host memory too, and
+//! its lanes are threads, so copies really are late there, and what does not wait for them shows on
+//! a machine without a GPU. Nothing above this module knows which of the two it has.
 
 pub mod cuda;
 pub mod host;
@@ -25,7 +31,8 @@ pub enum Lane {
     Upload,
 }
 
-/// A stream of the caller's, as its framework names it: a `CUstream`, 0 for the default one. Of the host device the calling thread is the stream.
+/// A stream of the caller's, as its framework names it: a `CUstream`, 0 for the default one. Of the
+/// host device the calling thread is the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream(pub u64);
 
@@ -33,7 +40,8 @@ pub struct Stream(pub u64);
 #[derive(Debug)]
 pub struct Mark(usize);
 
-/// What [`crate::offload`] needs of a device. Every method may be called from any thread that has called [`Device::attach`].
+/// What [`crate::offload`] needs of a device. Every method may be called from any thread that has
+/// called [`Device::attach`].
 pub trait Device: Send + Sync {
     /// Makes the calling thread one that may use the device. Cheap to repeat.
     ///
@@ -44,13 +52,15 @@ pub trait Device: Send + Sync {
     /// Enqueues a copy of `nbytes` between device and host memory, in the lane's direction.
     ///
     /// # Safety
-    /// Both ranges are alive, and what is read is not written nor what is written used by anyone else, until the copy is done.
+    /// Both ranges are alive, and what is read is not written nor what is written used by anyone
+    /// else, until the copy is done.
     ///
     /// # Errors
     /// [`Error::Os`] where the device refuses, or has failed before.
     unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<()>;
 
-    /// Records event number `event` behind all that is on the lane. Calls for one event do not run at the same time.
+    /// Records event number `event` behind all that is on the lane. Calls for one event do not run
+    /// at the same time.
     ///
     /// # Errors
     /// As [`Device::copy`].

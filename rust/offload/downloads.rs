@@ -1,13 +1,16 @@
 //! What comes down from the device: a queue, and the thread that hands it over.
 //!
-//! - DOWN-1 Entries are handed over one by one, in the order in which they were queued. Queueing waits for nothing.
-//! - DOWN-2 An entry has a ticket, from 1. An event says something about it only once it is issued, that is handed over: whoever waits for the event
-//!   waits for the ticket first.
-//! - DOWN-3 No more than [`IN_FLIGHT`] copies are with the device. Its own queue is so never full, and nobody else who uses the device is held up.
-//! - DOWN-4 The first entry that fails, or panics, is the last: what is queued is dropped, and everybody who waits for it, now or later, or queues more,
-//!   gets the error.
+//! - DOWN-1 Entries are handed over one by one, in the order in which they were queued. Queueing
+//!   waits for nothing.
+//! - DOWN-2 An entry has a ticket, from 1. An event says something about it only once it is issued,
+//!   that is handed over: whoever waits for the event waits for the ticket first.
+//! - DOWN-3 No more than [`IN_FLIGHT`] copies are with the device. Its own queue is so never full,
+//!   and nobody else who uses the device is held up.
+//! - DOWN-4 The first entry that fails, or panics, is the last: what is queued is dropped, and
+//!   everybody who waits for it, now or later, or queues more, gets the error.
 //!
-//! Cost: an entry is 40 bytes, and a step queues one per segment, so the queue is bounded by the model; two locks per entry.
+//! Cost: an entry is 40 bytes, and a step queues one per segment, so the queue is bounded by the
+//! model; two locks per entry.
 
 use std::{
     collections::VecDeque,
@@ -21,8 +24,8 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Copies that are with the device at once: of whole segments 64 MB, a millisecond of the bus, so that it does not run dry while the thread that hands over
-/// the next wakes.
+/// Copies that are with the device at once: of whole segments 64 MB, a millisecond of the bus, so
+/// that it does not run dry while the thread that hands over the next wakes.
 pub const IN_FLIGHT: usize = 8;
 
 /// An entry of the queue.
@@ -61,14 +64,18 @@ impl State {
 
     fn check(&self) -> Result<()> {
         match &self.failure {
-            Some(failure) => Err(Error::os("copies to the host have failed", std::io::Error::other(failure.as_str()))),
+            Some(failure) => Err(Error::os(
+                "copies to the host have failed",
+                std::io::Error::other(failure.as_str()),
+            )),
             None => Ok(()),
         }
     }
 }
 
 impl Downloads {
-    /// An empty queue, which nobody hands over yet. Events `first_event` and [`IN_FLIGHT`] - 1 more of `device` are its own.
+    /// An empty queue, which nobody hands over yet. Events `first_event` and [`IN_FLIGHT`] - 1 more
+    /// of `device` are its own.
     pub(super) fn new(device: Arc<dyn Device>, first_event: usize) -> Self {
         Self { device, first_event, state: Mutex::default(), changed: Condvar::new() }
     }
@@ -76,7 +83,8 @@ impl Downloads {
     /// Queues entries in this order. The ticket of the first; the others' follow.
     ///
     /// # Safety
-    /// Both sides of every copy are alive, nobody writes its source nor uses its target, until it is done.
+    /// Both sides of every copy are alive, nobody writes its source nor uses its target, until it
+    /// is done.
     ///
     /// # Errors
     /// [`Error::Os`] where an earlier entry has failed.
@@ -105,7 +113,8 @@ impl Downloads {
     /// [`Error::Os`] where they never will be.
     pub(super) fn wait(&self, ticket: u64) -> Result<()> {
         let pending = |state: &mut State| state.is_pending(ticket);
-        let state = self.changed.wait_while(self.lock(), pending).unwrap_or_else(PoisonError::into_inner);
+        let state =
+            self.changed.wait_while(self.lock(), pending).unwrap_or_else(PoisonError::into_inner);
         if state.issued < ticket { state.check() } else { Ok(()) }
     }
 
@@ -115,8 +124,10 @@ impl Downloads {
     /// As [`Downloads::wait`].
     pub(super) fn wait_timeout(&self, ticket: u64, timeout: Duration) -> Result<bool> {
         let pending = |state: &mut State| state.is_pending(ticket);
-        let (state, _) =
-            self.changed.wait_timeout_while(self.lock(), timeout, pending).unwrap_or_else(PoisonError::into_inner);
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), timeout, pending)
+            .unwrap_or_else(PoisonError::into_inner);
         if state.issued < ticket { state.check().map(|()| false) } else { Ok(true) }
     }
 
@@ -137,7 +148,10 @@ impl Downloads {
 
     /// The thread's life. It ends with [`Downloads::quit`], or the first failure.
     pub(super) fn hand_over(&self) {
-        let Err(error) = caught("the thread that hands over copies", || self.hand_over_all()) else { return };
+        let Err(error) = caught("the thread that hands over copies", || self.hand_over_all())
+        else {
+            return;
+        };
         let mut state = self.lock();
         state.failure = Some(error.to_string());
         state.queue.clear();
@@ -152,7 +166,8 @@ impl Downloads {
         let mut num_own = 0;
         loop {
             let idle = |state: &mut State| !state.quit && state.queue.is_empty();
-            let mut state = self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+            let mut state =
+                self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
             let Some(entry) = state.queue.pop_front() else { return Ok(()) };
             drop(state);
             match entry {

@@ -19,12 +19,12 @@ use super::{
     thread::start,
 };
 use crate::{
-    adam::revocable::HostSlots,
     device::{Device, Lane, Stream},
     error::{Error, Result},
-    isa::Isa,
-    pool::Pool,
-    view::View,
+    host::pool::Pool,
+    simd::isa::Isa,
+    stream::view::View,
+    tier::revocable::HostSlots,
 };
 
 /// See the [module](super). Dropping it waits for the step that runs and for all copies.
@@ -40,7 +40,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine for tensors of these sizes, in forward order, whose weights are on `device` (see [`crate::device::open`]).
+    /// An engine for tensors of these sizes, in forward order, whose weights are on `device` (see
+    /// [`crate::device::open`]).
     ///
     /// # Errors
     /// As [`crate::device::open`]; [`Error::Os`] where a thread cannot be started.
@@ -75,22 +76,28 @@ impl Engine {
         });
         let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
         // Dropped, it ends the threads that have been started.
-        let mut engine =
-            Self { shared, coordinator: None, issuer: None, pinned: Mutex::default(), process: process::id() };
+        let mut engine = Self {
+            shared,
+            coordinator: None,
+            issuer: None,
+            pinned: Mutex::default(),
+            process: process::id(),
+        };
         engine.coordinator = Some(start("stepwell-offload", move || coordinated.coordinate())?);
         engine.issuer = Some(start("stepwell-issuer", move || issued.downloads.hand_over())?);
         Ok(engine)
     }
 
-    /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this order, after what `stream` holds now. Waits for nothing.
+    /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this
+    /// order, after what `stream` holds now. Waits for nothing.
     ///
     /// # Safety
-    /// Both sides are alive; nobody writes the device side until it is released or drained, nor uses the host side until the step that takes it is
-    /// submitted and done.
+    /// Both sides are alive; nobody writes the device side until it is released or drained, nor
+    /// uses the host side until the step that takes it is submitted and done.
     ///
     /// # Errors
-    /// [`Error::Value`] for a tensor that the engine does not have, or while a step is running; [`Error::Os`] where the device has failed, also in
-    /// copies of calls before.
+    /// [`Error::Value`] for a tensor that the engine does not have, or while a step is running;
+    /// [`Error::Os`] where the device has failed, also in copies of calls before.
     pub unsafe fn take(&self, gradients: &[(usize, u64, View)], stream: Stream) -> Result<()> {
         let Shared { device, segments, downloads, taken, bytes_downloaded, .. } = &*self.shared;
         for (index, _, host) in gradients {
@@ -102,7 +109,8 @@ impl Engine {
         let copies = gradients.iter().flat_map(|&(index, source, host)| {
             segments.of(index).map(move |segment| {
                 let elements = segments.elements(index, segment);
-                let (offset, nbytes) = (elements.start * host.dtype().size(), elements.len() * host.dtype().size());
+                let (offset, nbytes) =
+                    (elements.start * host.dtype().size(), elements.len() * host.dtype().size());
                 (segment, source + offset as u64, host.address() + offset, nbytes)
             })
         });
@@ -121,7 +129,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Copies any device memory to the host, after what `stream` holds now. The next step begins when all of it is there.
+    /// Copies any device memory to the host, after what `stream` holds now. The next step begins
+    /// when all of it is there.
     ///
     /// # Safety
     /// As [`Engine::take`].
@@ -141,19 +150,22 @@ impl Engine {
         });
         // SAFETY: passed on from the caller.
         unsafe { downloads.push(iter::once(Download::After(mark)).chain(entries))? };
-        bytes_downloaded.fetch_add(parts.iter().map(|&(_, host)| nbytes(host) as u64).sum(), Ordering::Relaxed);
+        bytes_downloaded
+            .fetch_add(parts.iter().map(|&(_, host)| nbytes(host) as u64).sum(), Ordering::Relaxed);
         Ok(())
     }
 
-    /// Starts a step of these tensors, in this order, and returns. Weights are uploaded after what `stream` holds now. Gradients on the device may be written
-    /// after [`Engine::release`].
+    /// Starts a step of these tensors, in this order, and returns. Weights are uploaded after what
+    /// `stream` holds now. Gradients on the device may be written after [`Engine::release`].
     ///
     /// # Safety
-    /// The memory of all views and weights is alive, and nobody else uses it, until the step is done; weights until they are waited for.
+    /// The memory of all views and weights is alive, and nobody else uses it, until the step is
+    /// done; weights until they are waited for.
     ///
     /// # Errors
-    /// [`Error::Value`], with nothing changed, for what [`crate::adam::batch::step`] refuses, tensors that the engine does not have or has twice in a call, or while
-    /// a step is running; [`Error::Os`] where the device has failed.
+    /// [`Error::Value`], with nothing changed, for what [`crate::adam::batch::step`] refuses,
+    /// tensors that the engine does not have or has twice in a call, or while a step is running;
+    /// [`Error::Os`] where the device has failed.
     pub unsafe fn submit(&self, updates: Vec<Update>, stream: Stream) -> Result<()> {
         let Shared { device, segments, downloads, all_taken, changed, .. } = &*self.shared;
         self.shared.check(&updates)?;
@@ -173,8 +185,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Waits on this thread, no longer than `timeout`, until the device has all copies of the gradients of the last submit; then `stream` waits for them: what
-    /// is launched on it from now on may write them, and their memory may be freed to it. Whether that was reached.
+    /// Waits on this thread, no longer than `timeout`, until the device has all copies of the
+    /// gradients of the last submit; then `stream` waits for them: what is launched on it from now
+    /// on may write them, and their memory may be freed to it. Whether that was reached.
     ///
     /// # Errors
     /// [`Error::Os`] where the device has failed.
@@ -189,12 +202,19 @@ impl Engine {
         Ok(true)
     }
 
-    /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a tensor are enqueued; then `stream` waits for them.
-    /// Whether that was reached.
+    /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a
+    /// tensor are enqueued; then `stream` waits for them. Whether that was reached.
     ///
     /// # Errors
-    /// [`Error::Value`] for a tensor or a range that the engine does not have; [`Error::Os`] where the step or the device has failed.
-    pub fn wait(&self, index: usize, elements: &Range<usize>, stream: Stream, timeout: Duration) -> Result<bool> {
+    /// [`Error::Value`] for a tensor or a range that the engine does not have; [`Error::Os`] where
+    /// the step or the device has failed.
+    pub fn wait(
+        &self,
+        index: usize,
+        elements: &Range<usize>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
         let Shared { device, segments, .. } = &*self.shared;
         self.shared.check_index(index)?;
         if elements.start > elements.end || elements.end > segments.numel(index) {
@@ -211,11 +231,14 @@ impl Engine {
             return Ok(false);
         }
         device.attach()?;
-        held.into_iter().try_for_each(|segment| device.order_stream_after(stream, segments.weight_event(segment)))?;
+        held.into_iter().try_for_each(|segment| {
+            device.order_stream_after(stream, segments.weight_event(segment))
+        })?;
         Ok(true)
     }
 
-    /// Waits on this thread, no longer than `timeout`, until the step is done on the host; then `stream` waits for all uploads. Whether that was reached.
+    /// Waits on this thread, no longer than `timeout`, until the step is done on the host; then
+    /// `stream` waits for all uploads. Whether that was reached.
     ///
     /// # Errors
     /// [`Error::Os`] where the step or the device has failed.
@@ -279,7 +302,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Checks that no step is running and nothing has failed, and makes this thread one of the device's.
+    /// Checks that no step is running and nothing has failed, and makes this thread one of the
+    /// device's.
     fn ready(&self) -> Result<()> {
         self.idle()?;
         self.shared.downloads.check()

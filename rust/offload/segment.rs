@@ -1,12 +1,13 @@
-//! Segments: runs of chunks of one tensor, the unit of what crosses the bus and of what a forward waits for.
+//! Segments: runs of chunks of one tensor, the unit of what crosses the bus and of what a forward
+//! waits for.
 
 use std::ops::Range;
 
 use super::downloads::IN_FLIGHT;
 use crate::state::chunk::{CHUNK_LEN, num_chunks};
 
-/// Chunks of a segment: 4 Mi elements, 8 MB of bf16, 0.15 ms of a PCIe 5 bus and about 1 ms of stepping. Larger ones make the first chunk wait
-/// longer, smaller ones cost more calls.
+/// Chunks of a segment: 4 Mi elements, 8 MB of bf16, 0.15 ms of a PCIe 5 bus and about 1 ms of
+/// stepping. Larger ones make the first chunk wait longer, smaller ones cost more calls.
 const CHUNKS: usize = 64;
 
 /// Elements of a segment, but for a tensor's last.
@@ -71,7 +72,8 @@ impl Segments {
     }
 }
 
-/// Numbers of the device's events: one per segment for its gradient, one for its weight, two, and those of the downloads.
+/// Numbers of the device's events: one per segment for its gradient, one for its weight, two, and
+/// those of the downloads.
 impl Segments {
     pub(super) fn events(&self) -> usize {
         self.download_events() + IN_FLIGHT
@@ -113,7 +115,8 @@ mod tests {
             for segment in segments.of(tensor) {
                 assert_eq!(segment, next);
                 next += 1;
-                let (elements, chunks) = (segments.elements(tensor, segment), segments.chunks(tensor, segment));
+                let (elements, chunks) =
+                    (segments.elements(tensor, segment), segments.chunks(tensor, segment));
                 assert_eq!((elements.start, chunks.start), (element, chunk));
                 assert_eq!(chunks.start * CHUNK_LEN, elements.start);
                 (element, chunk) = (elements.end, chunks.end);

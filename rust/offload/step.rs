@@ -1,4 +1,5 @@
-//! A step in the background: its thread, what its workers do with a chunk, and what callers can learn of it.
+//! A step in the background: its thread, what its workers do with a chunk, and what callers can
+//! learn of it.
 
 use std::{
     sync::{
@@ -10,13 +11,14 @@ use std::{
 
 use super::{downloads::Downloads, segment::Segments, thread::caught};
 use crate::{
-    adam::{Hyper, Step, batch, revocable::HostSlots, tensor::AdamTensor},
+    adam::{Hyper, Step, batch, tensor::AdamTensor},
     device::{Device, Lane},
     error::{Error, Result},
-    isa::Isa,
-    pool::Pool,
+    host::pool::Pool,
+    simd::isa::Isa,
     state::chunk::Chunk,
-    view::check_disjoint,
+    stream::view::check_disjoint,
+    tier::revocable::HostSlots,
 };
 
 /// One tensor of a step.
@@ -56,7 +58,8 @@ pub(super) struct Shared {
     /// Where the state of each chunk is: at home, where uploads take the weights from.
     pub(super) slots: HostSlots,
     pub(super) downloads: Downloads,
-    /// For each segment whose gradient was taken by itself since the last submit: that copy's ticket. 0 for the others.
+    /// For each segment whose gradient was taken by itself since the last submit: that copy's
+    /// ticket. 0 for the others.
     pub(super) taken: Box<[AtomicU64]>,
     /// The ticket of `gradients_event` at the last submit.
     pub(super) all_taken: AtomicU64,
@@ -71,7 +74,8 @@ pub(super) struct State {
     pub(super) job: Option<Vec<Update>>,
     /// From submit to the last chunk.
     pub(super) busy: bool,
-    /// For each segment: its upload of the last step is enqueued and its event recorded, or it had no part in that step.
+    /// For each segment: its upload of the last step is enqueued and its event recorded, or it had
+    /// no part in that step.
     pub(super) issued: Vec<bool>,
     pub(super) failure: Option<String>,
     pub(super) timing: Timing,
@@ -82,7 +86,9 @@ impl State {
     pub(super) fn check_idle(&self) -> Result<()> {
         match &self.failure {
             Some(failure) => Err(broken(failure)),
-            None if self.busy => Err(Error::value("a step is still running, expected it to be finished first")),
+            None if self.busy => {
+                Err(Error::value("a step is still running, expected it to be finished first"))
+            }
             None => Ok(()),
         }
     }
@@ -101,10 +107,16 @@ impl Shared {
     }
 
     /// Whether `waiting` ended within `timeout`.
-    pub(super) fn wait_while(&self, timeout: Duration, mut waiting: impl FnMut(&State) -> bool) -> Result<bool> {
+    pub(super) fn wait_while(
+        &self,
+        timeout: Duration,
+        mut waiting: impl FnMut(&State) -> bool,
+    ) -> Result<bool> {
         let (state, _) = self
             .changed
-            .wait_timeout_while(self.lock(), timeout, |state| state.failure.is_none() && waiting(state))
+            .wait_timeout_while(self.lock(), timeout, |state| {
+                state.failure.is_none() && waiting(state)
+            })
             .unwrap_or_else(PoisonError::into_inner);
         match &state.failure {
             Some(failure) => Err(broken(failure)),
@@ -116,7 +128,10 @@ impl Shared {
         if index < self.segments.tensors() {
             return Ok(());
         }
-        Err(Error::value(format!("tensor `{index}`, expected one of the engine's {}", self.segments.tensors())))
+        Err(Error::value(format!(
+            "tensor `{index}`, expected one of the engine's {}",
+            self.segments.tensors()
+        )))
     }
 
     pub(super) fn check(&self, updates: &[Update]) -> Result<()> {
@@ -124,7 +139,9 @@ impl Shared {
         for Update { index, tensor, hyper, .. } in updates {
             self.check_index(*index)?;
             if std::mem::replace(&mut seen[*index], true) {
-                return Err(Error::value(format!("tensor `{index}` stands twice in a step, expected each once")));
+                return Err(Error::value(format!(
+                    "tensor `{index}` stands twice in a step, expected each once"
+                )));
             }
             if tensor.param.numel() != self.segments.numel(*index) {
                 return Err(Error::value(format!(
@@ -138,14 +155,18 @@ impl Shared {
         let tensors: Vec<AdamTensor> = updates.iter().map(|update| update.tensor).collect();
         let counts: Vec<u64> = updates.iter().map(|update| update.count).collect();
         let grads = batch::grads_of(&tensors, &counts)?;
-        check_disjoint(tensors.iter().flat_map(AdamTensor::written), grads.iter().map(|&grad| ("grad", grad)))
+        check_disjoint(
+            tensors.iter().flat_map(AdamTensor::written),
+            grads.iter().map(|&grad| ("grad", grad)),
+        )
     }
 
     /// The coordinator's life.
     pub(super) fn coordinate(&self) {
         loop {
             let idle = |state: &mut State| !state.quit && state.job.is_none();
-            let mut state = self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+            let mut state =
+                self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
             let Some(updates) = state.job.take() else { return };
             drop(state);
             let begin = Instant::now();
@@ -157,7 +178,12 @@ impl Shared {
             match stepped {
                 Ok((gradients, bytes_uploaded)) => {
                     let bytes_downloaded = self.bytes_downloaded.swap(0, Ordering::Relaxed);
-                    state.timing = Timing { step: begin.elapsed(), gradients, bytes_downloaded, bytes_uploaded };
+                    state.timing = Timing {
+                        step: begin.elapsed(),
+                        gradients,
+                        bytes_downloaded,
+                        bytes_uploaded,
+                    };
                 }
                 Err(error) => state.failure = Some(error.to_string()),
             }
@@ -167,7 +193,8 @@ impl Shared {
         }
     }
 
-    /// Steps and uploads everything; returns how long a worker has waited for gradients, and the bytes that go up.
+    /// Steps and uploads everything; returns how long a worker has waited for gradients, and the
+    /// bytes that go up.
     fn step(&self, updates: &[Update]) -> Result<(Duration, u64)> {
         let Job { chunks, segments } = &Job::new(updates, &self.segments);
         let next = AtomicUsize::new(0);
@@ -179,7 +206,10 @@ impl Shared {
             let mut waited = Duration::ZERO;
             while !failed.load(Ordering::Relaxed) {
                 // In order, whoever comes: the next forward needs them in order.
-                let Some(&(chunk, segment)) = chunks.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+                let Some(&(chunk, segment)) = chunks.get(next.fetch_add(1, Ordering::Relaxed))
+                else {
+                    break;
+                };
                 let segment = &segments[segment];
                 let update = &updates[chunk.tensor];
                 if !segment.is_ready.load(Ordering::Acquire) {
@@ -189,11 +219,13 @@ impl Shared {
                     waited += begin.elapsed();
                 }
                 let grad = update.tensor.grad.unwrap_or_else(|| unreachable!("checked by submit"));
-                let state = self.slots.route(&update.tensor, Chunk { tensor: update.index, ..chunk });
-                // SAFETY: submit's caller vouches for the memory; no other worker has this chunk, its gradient has arrived and nothing
-                // reads its last weight any more.
+                let state =
+                    self.slots.route(&update.tensor, Chunk { tensor: update.index, ..chunk });
+                // SAFETY: submit's caller vouches for the memory; no other worker has this chunk,
+                // its gradient has arrived and nothing reads its last weight any more.
                 unsafe { batch::step_chunk(self.isa, &state, grad, &segment.step, chunk) };
-                // Release hands this chunk's writes to whoever takes the last one, which acquires all of them.
+                // Release hands this chunk's writes to whoever takes the last one, which acquires
+                // all of them.
                 if segment.chunks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
                     self.upload(update, segment.number)?;
                 }
@@ -207,10 +239,15 @@ impl Shared {
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
             }
         });
-        let bytes = |update: &Update| (update.tensor.weight().numel() * update.tensor.weight().dtype().size()) as u64;
+        let bytes = |update: &Update| {
+            (update.tensor.weight().numel() * update.tensor.weight().dtype().size()) as u64
+        };
         match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             Some(error) => Err(error),
-            None => Ok((Duration::from_nanos(longest_wait_ns.into_inner()), updates.iter().map(bytes).sum())),
+            None => Ok((
+                Duration::from_nanos(longest_wait_ns.into_inner()),
+                updates.iter().map(bytes).sum(),
+            )),
         }
     }
 
@@ -229,9 +266,11 @@ impl Shared {
     fn upload(&self, update: &Update, segment: usize) -> Result<()> {
         let weight = update.tensor.weight();
         let elements = self.segments.elements(update.index, segment);
-        let (offset, nbytes) = (elements.start * weight.dtype().size(), elements.len() * weight.dtype().size());
+        let (offset, nbytes) =
+            (elements.start * weight.dtype().size(), elements.len() * weight.dtype().size());
         let from = std::ptr::with_exposed_provenance_mut::<u8>(weight.address() + offset);
-        // SAFETY: submit's caller vouches for both sides; the segment lies within them and its chunks are stepped.
+        // SAFETY: submit's caller vouches for both sides; the segment lies within them and its
+        // chunks are stepped.
         unsafe { self.device.copy(Lane::Upload, update.weight + offset as u64, from, nbytes)? };
         self.device.record(Lane::Upload, self.segments.weight_event(segment))?;
         self.lock().issued[segment] = true;
@@ -263,7 +302,8 @@ impl Job {
             for number in all.of(update.index) {
                 let chunks = all.chunks(update.index, number);
                 let place = job.segments.len();
-                let (chunks_left, is_ready) = (AtomicUsize::new(chunks.len()), AtomicBool::new(false));
+                let (chunks_left, is_ready) =
+                    (AtomicUsize::new(chunks.len()), AtomicBool::new(false));
                 job.segments.push(RunningSegment { number, step, chunks_left, is_ready });
                 job.chunks.extend(chunks.map(|index| (Chunk { tensor, index }, place)));
             }

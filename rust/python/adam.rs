@@ -11,25 +11,27 @@ use crate::{
         tensor::{AdamTensor, Beside},
     },
     error::{Error, Result},
-    grad_stats as stats,
-    isa::Isa,
+    grads::stats,
+    simd::isa::Isa,
     state::q8,
 };
 
-/// One parameter of a step: where its weight, gradient and state are. The layout follows from the dtypes.
+/// One parameter of a step: where its weight, gradient and state are. The layout follows from the
+/// dtypes.
 ///
 /// ======== ================================================== ===========================================
 /// param    beside it                                          master
 /// ======== ================================================== ===========================================
-/// float32  optionally weight_out (bfloat16 or float16)        the parameter itself
-/// bfloat16 trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
-/// bfloat16 trailing int16[numel]                              the same, where nobody but steps writes the parameter
-/// float16  master float32[numel]                              separate
-/// 16-bit   nothing                                            none: rounded to nearest
+/// float32  optionally weight_out (bfloat16 or float16)        the parameter itself bfloat16
+/// trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
+/// bfloat16 trailing int16[numel]                              the same, where nobody but steps
+/// writes the parameter float16  master float32[numel]                              separate 16-bit
+/// nothing                                            none: rounded to nearest
 /// ======== ================================================== ===========================================
 ///
-/// Moments are float32, bfloat16 (rounded stochastically; to nearest without a master), or uint8 codes of
-/// `q8_codes_len(numel)` with bfloat16 scales of `q8_scales_len(numel)`. Zeros everywhere are a fresh state.
+/// Moments are float32, bfloat16 (rounded stochastically; to nearest without a master), or uint8
+/// codes of `q8_codes_len(numel)` with bfloat16 scales of `q8_scales_len(numel)`. Zeros everywhere
+/// are a fresh state.
 ///
 /// Raises:
 ///     ValueError: naming what does not fit.
@@ -104,7 +106,16 @@ impl PyHyper {
         maximize: bool,
         grad_scale: f64,
     ) -> Result<Self> {
-        let hyper = Hyper { lr, betas, eps, weight_decay, decoupled, bias_correction, maximize, grad_scale };
+        let hyper = Hyper {
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            decoupled,
+            bias_correction,
+            maximize,
+            grad_scale,
+        };
         hyper.validate()?;
         Ok(Self(hyper))
     }
@@ -116,8 +127,9 @@ fn tensors_of(tensors: &[PyRef<'_, PyAdamTensor>]) -> Vec<AdamTensor> {
 
 /// Steps every tensor once, in place, in one pass over each; the GIL is released.
 ///
-/// Formula: Adam (Kingma and Ba, 2015, algorithm 1), AdamW if `decoupled` (Loshchilov and Hutter, 2019, algorithm 2). Bias
-/// corrections are computed in double precision. Bits depend on neither threads nor ISA.
+/// Formula: Adam (Kingma and Ba, 2015, algorithm 1), AdamW if `decoupled` (Loshchilov and Hutter,
+/// 2019, algorithm 2). Bias corrections are computed in double precision. Bits depend on neither
+/// threads nor ISA.
 ///
 /// Args:
 ///     tensors: each with a gradient.
@@ -144,9 +156,11 @@ pub(super) fn adam_step(
     py.detach(|| unsafe { batch::step(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper) })
 }
 
-/// Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with float32 moments.
+/// Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with
+/// float32 moments.
 ///
-/// The inverse is verified by stepping forward again; see the module docs of the core's `adam::rollback` for its precision.
+/// The inverse is verified by stepping forward again; see the module docs of the core's
+/// `adam::rollback` for its precision.
 ///
 /// Raises:
 ///     ValueError: with nothing changed, where the step cannot be undone.
@@ -163,7 +177,9 @@ pub(super) fn adam_rollback(
     let tensors = tensors_of(&tensors);
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.
-    py.detach(|| unsafe { rollback::rollback(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper) })
+    py.detach(|| unsafe {
+        rollback::rollback(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper)
+    })
 }
 
 /// What one read of all gradients tells.
@@ -172,7 +188,8 @@ pub(super) struct PyGradStats(stats::GradStats);
 
 #[pymethods]
 impl PyGradStats {
-    /// Sum of squares in double precision, over fixed blocks: depends on neither threads nor alignment. NaN if not asked for.
+    /// Sum of squares in double precision, over fixed blocks: depends on neither threads nor
+    /// alignment. NaN if not asked for.
     #[getter]
     fn sq_norm(&self) -> f64 {
         self.0.sq_norm
@@ -203,7 +220,8 @@ impl PyGradStats {
     }
 }
 
-/// Finite check, largest magnitude and, with `norm`, squared norm of all gradients in one read; the GIL is released.
+/// Finite check, largest magnitude and, with `norm`, squared norm of all gradients in one read; the
+/// GIL is released.
 ///
 /// Raises:
 ///     ValueError: for a dtype that gradients do not have.
@@ -218,7 +236,8 @@ pub(super) fn grad_stats(
     let grads: Vec<_> = grads.iter().map(|grad| grad.0).collect();
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.
-    py.detach(|| unsafe { stats::grad_stats(pool.get()?, Isa::detect()?, &grads, norm) }).map(PyGradStats)
+    py.detach(|| unsafe { stats::grad_stats(pool.get()?, Isa::detect()?, &grads, norm) })
+        .map(PyGradStats)
 }
 
 /// `exp_avg` and `exp_avg_sq` together, or neither.
@@ -230,12 +249,17 @@ fn state_views(
     let moments = match (exp_avg, exp_avg_sq) {
         (Some(exp_avg), Some(exp_avg_sq)) => Some((exp_avg.0, exp_avg_sq.0)),
         (None, None) => None,
-        _ => return Err(Error::value("one moment is given without the other, expected both or neither")),
+        _ => {
+            return Err(Error::value(
+                "one moment is given without the other, expected both or neither",
+            ));
+        }
     };
     Ok(StateViews { master: master.map(|view| view.0), moments })
 }
 
-/// Decodes a tensor's state into float32 views of `numel` elements: the master, both moments, or all three.
+/// Decodes a tensor's state into float32 views of `numel` elements: the master, both moments, or
+/// all three.
 ///
 /// Raises:
 ///     ValueError: for views of another dtype or size, that overlap, or one moment without the other.
@@ -255,7 +279,8 @@ pub(super) fn read_state(
     py.detach(|| unsafe { exchange::read_state(pool.get()?, Isa::detect()?, &tensor, to) })
 }
 
-/// Encodes float32 views of `numel` elements into a tensor's state; a master also writes the parameter itself.
+/// Encodes float32 views of `numel` elements into a tensor's state; a master also writes the
+/// parameter itself.
 ///
 /// Args:
 ///     step: seeds the stochastic rounding; the count of updates that the moments hold.
@@ -279,14 +304,18 @@ pub(super) fn write_state(
     py.detach(|| unsafe { exchange::write_state(pool.get()?, Isa::detect()?, &tensor, step, from) })
 }
 
-/// Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps without fingerprints, before anyone
-/// else may write the parameter.
+/// Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps
+/// without fingerprints, before anyone else may write the parameter.
 ///
 /// Raises:
 ///     ValueError: for a tensor without fingerprints.
 #[pyfunction]
 #[pyo3(signature = (tensor, *, pool=None))]
-pub(super) fn take_fingerprints(py: Python<'_>, tensor: &PyAdamTensor, pool: Option<&PyPool>) -> Result<()> {
+pub(super) fn take_fingerprints(
+    py: Python<'_>,
+    tensor: &PyAdamTensor,
+    pool: Option<&PyPool>,
+) -> Result<()> {
     let tensor = tensor.0;
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.

@@ -5,17 +5,20 @@ use std::sync::Arc;
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{
-    ceiling::{self, Streams},
+    adam::ceiling::{self, Streams},
     error::Result,
-    free_memory, io_uring,
-    isa::Isa,
-    memory::{self, Buffer, BufferConfig},
-    pool::{self, Pool, PoolConfig},
+    host::{
+        free_memory, io_uring,
+        memory::{self, Buffer, BufferConfig},
+        pool::{self, Pool, PoolConfig},
+        topology::{CoreKind, Topology},
+    },
+    simd::isa::Isa,
     state::chunk,
-    topology::{CoreKind, Topology},
 };
 
-/// Persistent workers, each pinned to a core: performance cores before efficiency cores, within the allowed set.
+/// Persistent workers, each pinned to a core: performance cores before efficiency cores, within the
+/// allowed set.
 ///
 /// Args:
 ///     threads: number of workers; all allowed physical cores if None.
@@ -58,7 +61,8 @@ impl PyPool {
         Ok(Self(Handle::Own(Arc::new(pool))))
     }
 
-    /// The process's pool, made on first use: `STEPWELL_THREADS`, the affinity mask, and this rank's share of the host.
+    /// The process's pool, made on first use: `STEPWELL_THREADS`, the affinity mask, and this
+    /// rank's share of the host.
     #[staticmethod]
     #[pyo3(name = "default")]
     fn process_default(py: Python<'_>) -> Result<Self> {
@@ -79,8 +83,8 @@ impl PyPool {
     }
 }
 
-/// Page-aligned host memory of exactly `nbytes` (rounded up to a page), zeroed, on huge pages where the kernel gives them, faulted
-/// in by all workers at once.
+/// Page-aligned host memory of exactly `nbytes` (rounded up to a page), zeroed, on huge pages where
+/// the kernel gives them, faulted in by all workers at once.
 ///
 /// Args:
 ///     nbytes: how much.
@@ -126,8 +130,8 @@ impl PyBuffer {
     }
 }
 
-/// Seconds of one pass over `numel` elements of streams with these bytes per element, on the pool, with next to no arithmetic:
-/// the ceiling of a kernel that reads and writes as much.
+/// Seconds of one pass over `numel` elements of streams with these bytes per element, on the pool,
+/// with next to no arithmetic: the ceiling of a kernel that reads and writes as much.
 ///
 /// Args:
 ///     numel: elements.
@@ -157,7 +161,8 @@ pub(super) fn stream_ceiling(
         .map(|time| time.as_secs_f64())
 }
 
-/// Bytes of host memory that this process can still take: what the kernel estimates, and what its control groups leave. None where the system does not say.
+/// Bytes of host memory that this process can still take: what the kernel estimates, and what its
+/// control groups leave. None where the system does not say.
 #[pyfunction]
 pub(super) fn free_memory_bytes() -> Option<u64> {
     free_memory::free_bytes()
@@ -184,7 +189,10 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
             entry.set_item("id", cpu.id)?;
             entry.set_item("core", cpu.core)?;
             entry.set_item("node", cpu.node)?;
-            entry.set_item("kind", if cpu.kind == CoreKind::Performance { "performance" } else { "efficiency" })?;
+            entry.set_item(
+                "kind",
+                if cpu.kind == CoreKind::Performance { "performance" } else { "efficiency" },
+            )?;
             Ok(entry)
         })
         .collect();
@@ -194,12 +202,15 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     info.set_item("huge_page_policy", memory::huge_page_policy())?;
     info.set_item("free_memory_bytes", free_memory::free_bytes())?;
     info.set_item("memlock_limit_bytes", memory::memlock_limit_bytes())?;
-    info.set_item("io_uring", io_uring::probe().map_or_else(|error| error.to_string(), |()| "available".to_owned()))?;
+    info.set_item(
+        "io_uring",
+        io_uring::probe().map_or_else(|error| error.to_string(), |()| "available".to_owned()),
+    )?;
     Ok(info)
 }
 
-/// Sends the core's log records to Python's `logging`, under "stepwell", and remembers this process's affinity mask. Called
-/// once, by the package, before it imports torch.
+/// Sends the core's log records to Python's `logging`, under "stepwell", and remembers this
+/// process's affinity mask. Called once, by the package, before it imports torch.
 #[pyfunction]
 pub(super) fn connect() {
     pool::remember_affinity();

@@ -13,12 +13,13 @@ use pyo3::prelude::*;
 mod _core {
     #[pymodule_export]
     use super::adam::{
-        PyAdamTensor, PyGradStats, PyHyper, adam_rollback, adam_step, grad_stats, q8_codes_len, q8_scales_len,
-        read_state, take_fingerprints, write_state,
+        PyAdamTensor, PyGradStats, PyHyper, adam_rollback, adam_step, grad_stats, q8_codes_len,
+        q8_scales_len, read_state, take_fingerprints, write_state,
     };
     #[pymodule_export]
     use super::host::{
-        PyBuffer, PyPool, build_info, connect, free_memory_bytes, num_chunks, stream_ceiling, system_info,
+        PyBuffer, PyPool, build_info, connect, free_memory_bytes, num_chunks, stream_ceiling,
+        system_info,
     };
     #[pymodule_export]
     use super::offload::PyOffloadEngine;
@@ -28,7 +29,8 @@ mod _core {
     /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
     #[pymodule_export]
     const CHUNK_LEN: usize = crate::state::chunk::CHUNK_LEN;
-    /// What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State dicts of another number are refused.
+    /// What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State
+    /// dicts of another number are refused.
     #[pymodule_export]
     const STATE_FORMAT: u32 = crate::state::STATE_FORMAT;
 

@@ -15,19 +15,21 @@ use super::{
 use crate::{
     device::Stream,
     error::{Error, Result},
-    isa::Isa,
+    host::pool::{Pool, PoolConfig},
     offload::{Engine, Update},
-    pool::{Pool, PoolConfig},
-    view::View,
+    simd::isa::Isa,
+    stream::view::View,
 };
 
 /// How long a wait keeps Python's signal handlers, such as Ctrl-C's, from running.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Steps Adam over host memory in the background, while gradients come down from a device and weights go up to it.
+/// Steps Adam over host memory in the background, while gradients come down from a device and
+/// weights go up to it.
 ///
-/// Streams are the device's handles (`torch.cuda.current_stream().cuda_stream`); of "cpu" the calling thread is the stream,
-/// and what a stream waits for blocks it. After a failure in the background every call raises OSError.
+/// Streams are the device's handles (`torch.cuda.current_stream().cuda_stream`); of "cpu" the
+/// calling thread is the stream, and what a stream waits for blocks it. After a failure in the
+/// background every call raises OSError.
 ///
 /// Args:
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
@@ -40,12 +42,16 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 #[pyclass(name = "OffloadEngine", module = "stepwell._core", frozen)]
 pub(super) struct PyOffloadEngine {
     engine: Engine,
-    /// What is pinned. Freed after the engine, the field above, which waits for all copies and unpins it.
+    /// What is pinned. Freed after the engine, the field above, which waits for all copies and
+    /// unpins it.
     buffers: Mutex<Vec<Py<PyBuffer>>>,
 }
 
 /// Calls `wait` until it says that the end was reached; signal handlers run in between.
-fn wait_interruptibly(py: Python<'_>, mut wait: impl FnMut() -> Result<bool> + Send) -> PyResult<()> {
+fn wait_interruptibly(
+    py: Python<'_>,
+    mut wait: impl FnMut() -> Result<bool> + Send,
+) -> PyResult<()> {
     while !py.detach(&mut wait)? {
         py.check_signals()?;
     }
@@ -67,7 +73,12 @@ fn check_lengths(names: &str, lengths: &[usize]) -> Result<()> {
 impl PyOffloadEngine {
     #[new]
     #[pyo3(signature = (device, numels, *, threads=None))]
-    fn new(py: Python<'_>, device: &str, numels: Vec<usize>, threads: Option<usize>) -> Result<Self> {
+    fn new(
+        py: Python<'_>,
+        device: &str,
+        numels: Vec<usize>,
+        threads: Option<usize>,
+    ) -> Result<Self> {
         let engine = py.detach(|| {
             let threads = match threads {
                 Some(threads) => threads,
@@ -91,7 +102,8 @@ impl PyOffloadEngine {
         Ok(())
     }
 
-    /// Copies whole gradients to host memory in the background, one after the other, after what `stream` holds now.
+    /// Copies whole gradients to host memory in the background, one after the other, after what
+    /// `stream` holds now.
     ///
     /// Args:
     ///     indices: of the tensors.
@@ -111,7 +123,10 @@ impl PyOffloadEngine {
         targets: Vec<PyRef<'_, PyTensorView>>,
         stream: u64,
     ) -> Result<()> {
-        check_lengths("indices, sources and targets", &[indices.len(), sources.len(), targets.len()])?;
+        check_lengths(
+            "indices, sources and targets",
+            &[indices.len(), sources.len(), targets.len()],
+        )?;
         let gradients: Vec<_> = indices
             .into_iter()
             .zip(sources)
@@ -122,8 +137,8 @@ impl PyOffloadEngine {
         py.detach(|| unsafe { self.engine.take(&gradients, Stream(stream)) })
     }
 
-    /// Copies any device memory to host memory in the background, after what `stream` holds now; the next step begins when all
-    /// of it is there.
+    /// Copies any device memory to host memory in the background, after what `stream` holds now;
+    /// the next step begins when all of it is there.
     ///
     /// Args:
     ///     sources: addresses on the device. It stays as it is until `release` or `synchronize`.
@@ -147,8 +162,9 @@ impl PyOffloadEngine {
         py.detach(|| unsafe { self.engine.take_part(&parts, Stream(stream)) })
     }
 
-    /// Starts a step in the background and returns. Tensors are stepped in the order given; each weight is uploaded as it
-    /// gets ready, after what `stream` holds now. Gradients on the device may be written after `release`.
+    /// Starts a step in the background and returns. Tensors are stepped in the order given; each
+    /// weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
+    /// may be written after `release`.
     ///
     /// Args:
     ///     indices: of the tensors.
@@ -188,8 +204,9 @@ impl PyOffloadEngine {
         py.detach(|| unsafe { self.engine.submit(updates, Stream(stream)) })
     }
 
-    /// `stream` waits for the gradients of the last `submit`: it may write them afterwards, and their memory may be freed to it. The
-    /// thread waits until the device has all copies, that is for most of them.
+    /// `stream` waits for the gradients of the last `submit`: it may write them afterwards, and
+    /// their memory may be freed to it. The thread waits until the device has all copies, that is
+    /// for most of them.
     ///
     /// Raises:
     ///     OSError: where the device has failed.
@@ -198,14 +215,24 @@ impl PyOffloadEngine {
         wait_interruptibly(py, || self.engine.release(Stream(stream), SIGNAL_INTERVAL))
     }
 
-    /// `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only until they are enqueued.
+    /// `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only
+    /// until they are enqueued.
     ///
     /// Raises:
     ///     ValueError: for elements that the engine does not have.
     ///     OSError: where the step or the device has failed.
     #[pyo3(signature = (index, begin, end, *, stream=0))]
-    fn wait(&self, py: Python<'_>, index: usize, begin: usize, end: usize, stream: u64) -> PyResult<()> {
-        wait_interruptibly(py, || self.engine.wait(index, &(begin..end), Stream(stream), SIGNAL_INTERVAL))
+    fn wait(
+        &self,
+        py: Python<'_>,
+        index: usize,
+        begin: usize,
+        end: usize,
+        stream: u64,
+    ) -> PyResult<()> {
+        wait_interruptibly(py, || {
+            self.engine.wait(index, &(begin..end), Stream(stream), SIGNAL_INTERVAL)
+        })
     }
 
     /// The thread waits until the step is done on the host, and `stream` for all uploads.
@@ -239,7 +266,8 @@ impl PyOffloadEngine {
         self.engine.threads()
     }
 
-    /// Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients` (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
+    /// Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients`
+    /// (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
     #[pyo3(signature = () -> "dict[str, float]")]
     fn timing<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let timing = self.engine.timing();

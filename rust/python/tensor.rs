@@ -3,14 +3,14 @@
 use pyo3::prelude::*;
 
 use crate::{
-    element::Dtype,
     error::{Error, Result},
-    view::View,
+    stream::{element::Dtype, view::View},
 };
 
 /// A dense run of `numel` elements of `dtype` at `address`.
 ///
-/// Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is handed to.
+/// Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is
+/// handed to.
 ///
 /// Args:
 ///     address: of the first element, in bytes; a multiple of the element's size (of 4 for uint8).
@@ -53,6 +53,11 @@ impl PyTensorView {
     }
 
     fn __repr__(&self) -> String {
-        format!("TensorView(address={:#x}, dtype={:?}, numel={})", self.address(), self.dtype(), self.numel())
+        format!(
+            "TensorView(address={:#x}, dtype={:?}, numel={})",
+            self.address(),
+            self.dtype(),
+            self.numel()
+        )
     }
 }

@@ -39,8 +39,9 @@ macro_rules! parts {
     };
 }
 
-// SAFETY (every block below): the token shows that the features are there, and register operations have no other
-// precondition. Where memory is touched, the caller vouches for it as the trait says, and the parts lie within.
+// SAFETY (every block below): the token shows that the features are there, and register operations
+// have no other precondition. Where memory is touched, the caller vouches for it as the trait says,
+// and the parts lie within.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "one argument for all, above")]
 impl Simd for Avx2 {
     type F = [__m256; PARTS];
@@ -189,7 +190,8 @@ impl Simd for Avx2 {
     fn max_lane(self, a: Self::U) -> u32 {
         unsafe {
             let pair = _mm256_max_epu32(a[0], a[1]);
-            let four = _mm_max_epu32(_mm256_castsi256_si128(pair), _mm256_extracti128_si256::<1>(pair));
+            let four =
+                _mm_max_epu32(_mm256_castsi256_si128(pair), _mm256_extracti128_si256::<1>(pair));
             let two = _mm_max_epu32(four, _mm_shuffle_epi32::<0b01_00_11_10>(four));
             let one = _mm_max_epu32(two, _mm_shuffle_epi32::<0b10_11_00_01>(two));
             _mm_cvtsi128_si32(one).cast_unsigned()
@@ -202,7 +204,8 @@ impl Simd for Avx2 {
             let (c, d) = (_mm256_max_epu32(c[0], c[1]), _mm256_max_epu32(d[0], d[1]));
             let ab = _mm256_max_epu32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
             let cd = _mm256_max_epu32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
-            let quads = _mm256_max_epu32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+            let quads =
+                _mm256_max_epu32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
             [_mm256_max_epu32(quads, _mm256_permute2x128_si256::<0x01>(quads, quads)); PARTS]
         }
     }
@@ -221,10 +224,16 @@ impl Simd for Avx2 {
     fn unzip(self, a: Self::U, b: Self::U) -> [Self::U; 2] {
         unsafe {
             let both = [a, b];
-            let (low, high) =
-                (parts!(|i| _mm256_castsi256_ps(both[i][0])), parts!(|i| _mm256_castsi256_ps(both[i][1])));
-            let even = parts!(|i| _mm256_castps_si256(_mm256_shuffle_ps::<0b10_00_10_00>(low[i], high[i])));
-            let odd = parts!(|i| _mm256_castps_si256(_mm256_shuffle_ps::<0b11_01_11_01>(low[i], high[i])));
+            let (low, high) = (
+                parts!(|i| _mm256_castsi256_ps(both[i][0])),
+                parts!(|i| _mm256_castsi256_ps(both[i][1])),
+            );
+            let even = parts!(|i| _mm256_castps_si256(_mm256_shuffle_ps::<0b10_00_10_00>(
+                low[i], high[i]
+            )));
+            let odd = parts!(|i| _mm256_castps_si256(_mm256_shuffle_ps::<0b11_01_11_01>(
+                low[i], high[i]
+            )));
             [
                 parts!(|i| _mm256_permute4x64_epi64::<0b11_01_10_00>(even[i])),
                 parts!(|i| _mm256_permute4x64_epi64::<0b11_01_10_00>(odd[i])),
@@ -237,7 +246,10 @@ impl Simd for Avx2 {
             parts!(|i| {
                 let low = _mm256_unpacklo_epi32(even[i], odd[i]);
                 let high = _mm256_unpackhi_epi32(even[i], odd[i]);
-                [_mm256_permute2x128_si256::<0x20>(low, high), _mm256_permute2x128_si256::<0x31>(low, high)]
+                [
+                    _mm256_permute2x128_si256::<0x20>(low, high),
+                    _mm256_permute2x128_si256::<0x31>(low, high),
+                ]
             })
         }
     }
@@ -273,7 +285,8 @@ fn low_halves(words: [__m256i; PARTS]) -> __m256i {
     // SAFETY: only reached through the token, which shows that AVX2 is there.
     unsafe {
         let mask = _mm256_set1_epi32(0xffff);
-        let packed = _mm256_packus_epi32(_mm256_and_si256(words[0], mask), _mm256_and_si256(words[1], mask));
+        let packed =
+            _mm256_packus_epi32(_mm256_and_si256(words[0], mask), _mm256_and_si256(words[1], mask));
         _mm256_permute4x64_epi64::<0b11_01_10_00>(packed)
     }
 }

@@ -20,8 +20,8 @@ impl Avx512 {
     }
 }
 
-// SAFETY (every block below): the token shows that the features are there, and register operations have no other
-// precondition. Where memory is touched, the caller vouches for it as the trait says.
+// SAFETY (every block below): the token shows that the features are there, and register operations
+// have no other precondition. Where memory is touched, the caller vouches for it as the trait says.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "one argument for all, above")]
 impl Simd for Avx512 {
     type F = __m512;
@@ -175,8 +175,10 @@ impl Simd for Avx512 {
         unsafe {
             let ab = _mm512_max_epu32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
             let cd = _mm512_max_epu32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-            let quads = _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-            let halves = _mm512_max_epu32(quads, _mm512_shuffle_i32x4::<0b01_00_11_10>(quads, quads));
+            let quads =
+                _mm512_max_epu32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+            let halves =
+                _mm512_max_epu32(quads, _mm512_shuffle_i32x4::<0b01_00_11_10>(quads, quads));
             _mm512_max_epu32(halves, _mm512_shuffle_i32x4::<0b10_11_00_01>(halves, halves))
         }
     }

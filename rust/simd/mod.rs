@@ -1,18 +1,23 @@
 //! Sixteen lanes of fp32 or 32-bit integers, on every ISA: what kernel bodies are written in.
 //!
-//! A body is generic over [`Simd`] and written once; [`crate::isa::Isa::run`] compiles it for each ISA. Every operation here
-//! gives the same bits on every ISA (S1): integers, and the IEEE operations add, mul, fma, div and sqrt. There are
-//! no approximations and no hardware conversions to 16-bit types. (Automatic vectorisation of lane arrays was tried first:
-//! as fast for the simple bodies, and 2 to 3 times slower where it chose the wrong loop.)
+//! A body is generic over [`Simd`] and written once; [`crate::simd::isa::Isa::run`] compiles it for
+//! each ISA. Every operation here gives the same bits on every ISA (S1): integers, and the IEEE
+//! operations add, mul, fma, div and sqrt. There are no approximations and no hardware conversions
+//! to 16-bit types. (Automatic vectorisation of lane arrays was tried first: as fast for the simple
+//! bodies, and 2 to 3 times slower where it chose the wrong loop.)
 //!
-//! The implementors are tokens: whoever holds one has shown that the machine has the features, so their methods are safe.
+//! The implementors are tokens: whoever holds one has shown that the machine has the features, so
+//! their methods are safe.
 
 #[cfg(target_arch = "x86_64")]
 pub mod avx2;
 #[cfg(target_arch = "x86_64")]
 pub mod avx512;
+pub mod fp_env;
+pub mod isa;
 #[cfg(target_arch = "aarch64")]
 pub mod neon;
+pub mod prefetch;
 pub mod scalar;
 
 /// Lanes of a vector: one AVX-512 register, two of AVX2, four of NEON.
@@ -29,8 +34,8 @@ pub trait Simd: Copy {
     /// 16 fp64 sums.
     type D: Copy;
 
-    /// Whether two units of 64 elements, both moments of each, fit into the registers together: then work on the one may stand between
-    /// that on the other.
+    /// Whether two units of 64 elements, both moments of each, fit into the registers together:
+    /// then work on the one may stand between that on the other.
     const HOLDS_TWO_UNITS: bool;
 
     /// Reads 16 words.
@@ -123,7 +128,8 @@ pub trait Simd: Copy {
     fn select(self, mask: Self::M, a: Self::U, b: Self::U) -> Self::U;
     /// The largest lane, unsigned.
     fn max_lane(self, a: Self::U) -> u32;
-    /// The largest lane of each, unsigned: those of `a`, `b`, `c`, `d` are lanes 0 to 3, and again 4 to 7, and so on.
+    /// The largest lane of each, unsigned: those of `a`, `b`, `c`, `d` are lanes 0 to 3, and again
+    /// 4 to 7, and so on.
     fn max_lanes(self, a: Self::U, b: Self::U, c: Self::U, d: Self::U) -> Self::U;
     /// Lane `I` of every four lanes, in all four; `I < 4`.
     fn splat_lane<const I: i32>(self, a: Self::U) -> Self::U;
@@ -159,7 +165,8 @@ pub trait Simd: Copy {
         self.is_either_nan(a, a)
     }
 
-    /// The magnitude's bits: those of NaNs are above infinity's, and those above every finite number's.
+    /// The magnitude's bits: those of NaNs are above infinity's, and those above every finite
+    /// number's.
     #[inline(always)]
     fn magnitude(self, a: Self::F) -> Self::U {
         self.and(self.bits(a), self.splat_u(0x7fff_ffff))

@@ -47,8 +47,9 @@ macro_rules! parts {
     };
 }
 
-// SAFETY (every block below): the token shows that the features are there, and register operations have no other
-// precondition. Where memory is touched, the caller vouches for it as the trait says, and the parts lie within.
+// SAFETY (every block below): the token shows that the features are there, and register operations
+// have no other precondition. Where memory is touched, the caller vouches for it as the trait says,
+// and the parts lie within.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "one argument for all, above")]
 impl Simd for Neon {
     type F = [float32x4_t; PARTS];
@@ -164,7 +165,10 @@ impl Simd for Neon {
     #[inline(always)]
     fn sar<const N: u32>(self, a: Self::U) -> Self::U {
         unsafe {
-            parts!(|i| vreinterpretq_u32_s32(vshlq_s32(vreinterpretq_s32_u32(a[i]), vdupq_n_s32(-N.cast_signed()))))
+            parts!(|i| vreinterpretq_u32_s32(vshlq_s32(
+                vreinterpretq_s32_u32(a[i]),
+                vdupq_n_s32(-N.cast_signed())
+            )))
         }
     }
     #[inline(always)]
@@ -215,15 +219,26 @@ impl Simd for Neon {
     fn unzip(self, a: Self::U, b: Self::U) -> [Self::U; 2] {
         unsafe {
             [
-                [vuzp1q_u32(a[0], a[1]), vuzp1q_u32(a[2], a[3]), vuzp1q_u32(b[0], b[1]), vuzp1q_u32(b[2], b[3])],
-                [vuzp2q_u32(a[0], a[1]), vuzp2q_u32(a[2], a[3]), vuzp2q_u32(b[0], b[1]), vuzp2q_u32(b[2], b[3])],
+                [
+                    vuzp1q_u32(a[0], a[1]),
+                    vuzp1q_u32(a[2], a[3]),
+                    vuzp1q_u32(b[0], b[1]),
+                    vuzp1q_u32(b[2], b[3]),
+                ],
+                [
+                    vuzp2q_u32(a[0], a[1]),
+                    vuzp2q_u32(a[2], a[3]),
+                    vuzp2q_u32(b[0], b[1]),
+                    vuzp2q_u32(b[2], b[3]),
+                ],
             ]
         }
     }
     #[inline(always)]
     fn zip(self, even: Self::U, odd: Self::U) -> [Self::U; 2] {
         unsafe {
-            let (low, high) = (parts!(|i| vzip1q_u32(even[i], odd[i])), parts!(|i| vzip2q_u32(even[i], odd[i])));
+            let (low, high) =
+                (parts!(|i| vzip1q_u32(even[i], odd[i])), parts!(|i| vzip2q_u32(even[i], odd[i])));
             [[low[0], high[0], low[1], high[1]], [low[2], high[2], low[3], high[3]]]
         }
     }

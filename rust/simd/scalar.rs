@@ -1,4 +1,5 @@
-//! The baseline: arrays and loops. Right on every machine; on x86-64 without FMA each `fma` is a call into libm.
+//! The baseline: arrays and loops. Right on every machine; on x86-64 without FMA each `fma` is a
+//! call into libm.
 
 use super::{LANES, Simd};
 

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-/// Elements of a chunk: what a worker takes, what a fingerprint covers, later what one record holds.
+/// Elements of a chunk: what a worker takes, what a fingerprint covers, later what one record
+/// holds.
 pub const CHUNK_LEN: usize = 1 << 16;
 
 /// Chunks of a parameter of `numel` elements; the last may be shorter.
@@ -23,7 +24,8 @@ pub struct Chunk {
 impl Chunk {
     /// All chunks of tensors of these sizes, in order.
     pub fn all(numels: impl Iterator<Item = usize>) -> Vec<Self> {
-        let of_tensor = |(tensor, numel)| (0..num_chunks(numel)).map(move |index| Self { tensor, index });
+        let of_tensor =
+            |(tensor, numel)| (0..num_chunks(numel)).map(move |index| Self { tensor, index });
         numels.enumerate().flat_map(of_tensor).collect()
     }
 

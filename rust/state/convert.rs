@@ -1,11 +1,12 @@
 //! State to fp32 and back: what state dicts, checkpoints and consolidation tools see.
 
 use crate::{
-    cursor::{Cursor, Source},
-    element::{narrow, widen},
-    isa::Kernel,
-    simd::{LANES, Simd},
+    simd::{LANES, Simd, isa::Kernel},
     state::{Master, MomentLanes, Moments, decode_unit, dither::Dither, encode_unit},
+    stream::{
+        cursor::{Cursor, Source},
+        element::{narrow, widen},
+    },
 };
 
 /// Decodes masters into fp32.
@@ -44,7 +45,12 @@ impl<P: Master> Kernel for WriteMaster<'_, P> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.from.len()).step_by(LANES) {
             let count = (self.from.len() - at).min(LANES);
-            self.master.store::<S, 1, false>(simd, at, count, [simd.of_bits(self.from.load(simd, at, count))]);
+            self.master.store::<S, 1, false>(
+                simd,
+                at,
+                count,
+                [simd.of_bits(self.from.load(simd, at, count))],
+            );
         }
     }
 }
@@ -68,8 +74,18 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (ReadMoments<'_, M>, [(); Q]) {
         for at in (0..exp_avg.len()).step_by(Q * LANES) {
             let count = (exp_avg.len() - at).min(Q * LANES);
             let unit = decode_unit::<S, M, Q>(simd, &moments.load(simd, at, count));
-            exp_avg.store_unit::<S, Q, false>(simd, at, count, narrow::<S, f32, Q>(simd, unit.exp_avg));
-            exp_avg_sq.store_unit::<S, Q, false>(simd, at, count, narrow::<S, f32, Q>(simd, unit.exp_avg_sq));
+            exp_avg.store_unit::<S, Q, false>(
+                simd,
+                at,
+                count,
+                narrow::<S, f32, Q>(simd, unit.exp_avg),
+            );
+            exp_avg_sq.store_unit::<S, Q, false>(
+                simd,
+                at,
+                count,
+                narrow::<S, f32, Q>(simd, unit.exp_avg_sq),
+            );
         }
     }
 }
@@ -99,7 +115,8 @@ impl<const Q: usize, M: Moments<Q>> Kernel for (WriteMoments<'_, M>, [(); Q]) {
                 exp_avg_sq: widen::<S, f32, Q>(simd, exp_avg_sq.load_unit(simd, at, count)),
             };
             let measure = M::measure(simd, &mut unit);
-            let (first, second) = encode_unit::<S, M, Q>(simd, &unit, &measure, &dither.lanes(simd, at));
+            let (first, second) =
+                encode_unit::<S, M, Q>(simd, &unit, &measure, &dither.lanes(simd, at));
             moments.store::<S, false>(simd, at, count, first, second, measure);
         }
     }

@@ -1,14 +1,18 @@
-//! Masters that are one array: the fp32 parameter itself, a separate fp32 beside a 16-bit weight, or no master at all.
+//! Masters that are one array: the fp32 parameter itself, a separate fp32 beside a 16-bit weight,
+//! or no master at all.
 
 use crate::{
-    cursor::Cursor,
-    element::{Element, narrow, widen},
     simd::Simd,
-    state::{BLOCK, Master},
+    state::Master,
+    stream::{
+        BLOCK,
+        cursor::Cursor,
+        element::{Element, narrow, widen},
+    },
 };
 
-/// The parameter is the master. In fp32 that is exact; a 16-bit parameter is rounded to nearest, as DeepSpeed's native
-/// ABI has it, and updates below half its last place vanish.
+/// The parameter is the master. In fp32 that is exact; a 16-bit parameter is rounded to nearest, as
+/// DeepSpeed's native ABI has it, and updates below half its last place vanish.
 pub struct Plain<'a, T>(pub Cursor<'a, T>);
 
 impl<T: Element> Master for Plain<'_, T> {
@@ -33,7 +37,13 @@ impl<T: Element> Master for Plain<'_, T> {
     }
 
     #[inline(always)]
-    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        master: [S::F; Q],
+    ) {
         self.0.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
     }
 }
@@ -78,14 +88,20 @@ impl<T: Element> Master for WithWeightOut<'_, T> {
     }
 
     #[inline(always)]
-    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        master: [S::F; Q],
+    ) {
         self.master.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, f32, Q>(simd, master));
         self.weight.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
     }
 }
 
-/// A separate fp32 master beside a 16-bit parameter that others may write: an element that is not its rounded master was
-/// written by someone else, and what they wrote is the master from then on.
+/// A separate fp32 master beside a 16-bit parameter that others may write: an element that is not
+/// its rounded master was written by someone else, and what they wrote is the master from then on.
 pub struct Shadowed<'a, T>(WithWeightOut<'a, T>);
 
 impl<'a, T: Element> Shadowed<'a, T> {
@@ -128,7 +144,13 @@ impl<T: Element> Master for Shadowed<'_, T> {
     }
 
     #[inline(always)]
-    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        master: [S::F; Q],
+    ) {
         self.0.store::<S, Q, STREAM>(simd, at, count, master);
     }
 }

@@ -14,11 +14,13 @@
 //! | 16-bit, rounded to nearest (DeepSpeed's native ABI) | 4 B | 4 B | [`moments`] |
 //! | q8 | 2.125 B | 2.125 B | [`q8`] |
 //!
-//! A codec knows nothing of tiers, threads or chunks: it loads lanes from cursors and stores lanes to them. What it holds is cut into chunks ([`chunk`]),
-//! and where each chunk's state is, an index says ([`slots`]).
+//! A codec knows nothing of tiers, threads or chunks: it loads lanes from cursors and stores lanes
+//! to them. What it holds is cut into chunks ([`chunk`]), and where each chunk's state is, an index
+//! says ([`crate::tier::slots`]).
 //!
-//! Invariants: a finite value is never coded to an infinity; `exp_avg_sq > 0` never decodes to 0 (the update would be
-//! divided by eps alone); what leaves fp32 leaves without loss or stochastically, unbiased in the decoded domain.
+//! Invariants: a finite value is never coded to an infinity; `exp_avg_sq > 0` never decodes to 0
+//! (the update would be divided by eps alone); what leaves fp32 leaves without loss or
+//! stochastically, unbiased in the decoded domain.
 
 pub mod chunk;
 pub mod convert;
@@ -26,19 +28,17 @@ pub mod dither;
 pub mod master;
 pub mod moments;
 pub mod q8;
-pub mod slots;
 pub mod split;
 
 use crate::simd::Simd;
 
-/// What the bytes of coded state mean: trailing bits and their fingerprints, q8's codes, their order and their scales. State dicts carry it, and one of
-/// another format is refused. Whoever changes a meaning counts up; `tests/format.rs` notices.
+/// What the bytes of coded state mean: trailing bits and their fingerprints, q8's codes, their
+/// order and their scales. State dicts carry it, and one of another format is refused. Whoever
+/// changes a meaning counts up; `tests/format.rs` notices.
 pub const STATE_FORMAT: u32 = 1;
 
-/// Elements between two prefetches, and the smallest piece that q8 codes: every chunk is a multiple of it.
-pub const BLOCK: usize = 64;
-
-/// Loads and stores fp32 masters, a unit of `Q` vectors at a time (its order: [`crate::cursor`]). `count` is `Q * LANES` but at the tail.
+/// Loads and stores fp32 masters, a unit of `Q` vectors at a time (its order:
+/// [`crate::stream::cursor`]). `count` is `Q * LANES` but at the tail.
 pub trait Master {
     /// Elements.
     fn len(&self) -> usize;
@@ -52,8 +52,15 @@ pub trait Master {
     fn load<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::F; Q];
     /// Whether all stores may bypass the cache.
     fn streams(&self) -> bool;
-    /// Writes the masters of `at..at + count`, and the 16-bit weight where there is one; past the cache with `STREAM`.
-    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]);
+    /// Writes the masters of `at..at + count`, and the 16-bit weight where there is one; past the
+    /// cache with `STREAM`.
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        master: [S::F; Q],
+    );
 }
 
 /// Both moments of a unit of `Q` vectors.
@@ -64,15 +71,16 @@ pub struct MomentLanes<S: Simd, const Q: usize> {
     pub exp_avg_sq: [S::F; Q],
 }
 
-/// Loads and stores `exp_avg` and `exp_avg_sq`, a unit of `Q` vectors at a time. Vectors are decoded and coded one by one, so that the kernel can do
-/// what belongs to one unit between what belongs to another.
+/// Loads and stores `exp_avg` and `exp_avg_sq`, a unit of `Q` vectors at a time. Vectors are
+/// decoded and coded one by one, so that the kernel can do what belongs to one unit between what
+/// belongs to another.
 pub trait Moments<const Q: usize> {
     /// Whether `encode` draws on its noise.
     const STOCHASTIC: bool;
     /// A unit as it is held.
     type Held<S: Simd>;
-    /// What `measure` finds: nothing, or the scales of a group. Where it is something, it takes as long as all the rest, so the
-    /// kernel computes the next unit before it stores this one.
+    /// What `measure` finds: nothing, or the scales of a group. Where it is something, it takes as
+    /// long as all the rest, so the kernel computes the next unit before it stores this one.
     type Measure<S: Simd>;
     /// Whether the moments of `len` elements are what this holds.
     fn covers(&self, len: usize) -> bool;
@@ -94,7 +102,7 @@ pub trait Moments<const Q: usize> {
     ) -> (S::U, S::U);
     /// Whether all stores may bypass the cache.
     fn streams(&self) -> bool;
-    /// Asserts that a whole unit lies behind `at` ([`crate::cursor::Cursor::expect_unit`]).
+    /// Asserts that a whole unit lies behind `at` ([`crate::stream::cursor::Cursor::expect_unit`]).
     fn expect_unit(&self, at: usize);
     /// Writes both moments of `at..at + count`, in code; past the cache with `STREAM`.
     fn store<S: Simd, const STREAM: bool>(
@@ -108,7 +116,8 @@ pub trait Moments<const Q: usize> {
     );
 }
 
-/// The same for every vector of a unit, `$i` being its number: constants, which a loop would not make of it.
+/// The same for every vector of a unit, `$i` being its number: constants, which a loop would not
+/// make of it.
 macro_rules! each_vector {
     ($q:expr, |$i:ident| $each:expr) => {{
         {
@@ -135,7 +144,10 @@ pub(crate) use each_vector;
 
 /// `(exp_avg, exp_avg_sq)` of a unit.
 #[inline(always)]
-pub(crate) fn decode_unit<S: Simd, M: Moments<Q>, const Q: usize>(simd: S, held: &M::Held<S>) -> MomentLanes<S, Q> {
+pub(crate) fn decode_unit<S: Simd, M: Moments<Q>, const Q: usize>(
+    simd: S,
+    held: &M::Held<S>,
+) -> MomentLanes<S, Q> {
     let zeros = [simd.splat(0.0); Q];
     let mut unit = MomentLanes { exp_avg: zeros, exp_avg_sq: zeros };
     each_vector!(Q, |I| (unit.exp_avg[I], unit.exp_avg_sq[I]) = M::decode::<S, I>(simd, held));

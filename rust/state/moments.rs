@@ -3,10 +3,13 @@
 use std::marker::PhantomData;
 
 use crate::{
-    cursor::Cursor,
-    element::{Bf16, Element},
     simd::Simd,
-    state::{BLOCK, MomentLanes, Moments},
+    state::{MomentLanes, Moments},
+    stream::{
+        BLOCK,
+        cursor::Cursor,
+        element::{Bf16, Element},
+    },
 };
 
 /// `exp_avg` and `exp_avg_sq` in `T`, one array each, rounded as `R` has it.
@@ -16,10 +19,12 @@ pub struct Arrays<'a, T, R> {
     rounding: PhantomData<R>,
 }
 
-/// Rounded to nearest: exact for fp32; for 16-bit types what DeepSpeed's native ABI does, where `exp_avg_sq` stops decaying at the usual beta2.
+/// Rounded to nearest: exact for fp32; for 16-bit types what DeepSpeed's native ABI does, where
+/// `exp_avg_sq` stops decaying at the usual beta2.
 pub type Nearest<'a, T> = Arrays<'a, T, ToNearest>;
 
-/// bf16, rounded stochastically: unbiased, so that `exp_avg_sq` decays as fp32's does, in expectation.
+/// bf16, rounded stochastically: unbiased, so that `exp_avg_sq` decays as fp32's does, in
+/// expectation.
 pub type Stochastic<'a> = Arrays<'a, Bf16, Randomly>;
 
 /// See [`Nearest`].
@@ -52,14 +57,15 @@ impl Rounding<Bf16> for Randomly {
     fn round<S: Simd>(simd: S, exp_avg: S::F, exp_avg_sq: S::F, noise: S::U) -> (S::U, S::U) {
         let first = round_stochastically(simd, exp_avg, simd.and(noise, simd.splat_u(0xffff)));
         let second = round_stochastically(simd, exp_avg_sq, simd.shr::<16>(noise));
-        // Below the smallest subnormal a positive value may round to 0: it keeps the smallest instead.
+        // Below the smallest subnormal a positive value may round to 0: it keeps the smallest
+        // instead.
         let is_positive = simd.lt(simd.splat(0.0), exp_avg_sq);
         (first, simd.select(is_positive, simd.max_u(second, simd.splat_u(1)), second))
     }
 }
 
-/// One of the two neighbours of `value`, the nearer one more often: up with the probability that `noise`, 16 uniform
-/// bits, is at least what is missing. A finite value stays finite.
+/// One of the two neighbours of `value`, the nearer one more often: up with the probability that
+/// `noise`, 16 uniform bits, is at least what is missing. A finite value stays finite.
 #[inline(always)]
 fn round_stochastically<S: Simd>(simd: S, values: S::F, noise: S::U) -> S::U {
     let magnitude = simd.magnitude(values);
@@ -106,7 +112,10 @@ impl<T: Element, R: Rounding<T>> Moments<1> for Arrays<'_, T, R> {
     }
 
     #[inline(always)]
-    fn decode<S: Simd, const I: usize>(simd: S, &[exp_avg, exp_avg_sq]: &[S::U; 2]) -> (S::F, S::F) {
+    fn decode<S: Simd, const I: usize>(
+        simd: S,
+        &[exp_avg, exp_avg_sq]: &[S::U; 2],
+    ) -> (S::F, S::F) {
         (T::widen(simd, exp_avg), T::widen(simd, exp_avg_sq))
     }
 
@@ -114,7 +123,13 @@ impl<T: Element, R: Rounding<T>> Moments<1> for Arrays<'_, T, R> {
     fn measure<S: Simd>(_simd: S, _moments: &mut MomentLanes<S, 1>) {}
 
     #[inline(always)]
-    fn encode<S: Simd, const I: usize>(simd: S, (): &(), exp_avg: S::F, exp_avg_sq: S::F, noise: S::U) -> (S::U, S::U) {
+    fn encode<S: Simd, const I: usize>(
+        simd: S,
+        (): &(),
+        exp_avg: S::F,
+        exp_avg_sq: S::F,
+        noise: S::U,
+    ) -> (S::U, S::U) {
         R::round(simd, exp_avg, exp_avg_sq, noise)
     }
 

@@ -1,23 +1,29 @@
-//! The `split` master: a bf16 parameter is the rounded upper half of an fp32 number, 16 trailing bits hold the rest.
+//! The `split` master: a bf16 parameter is the rounded upper half of an fp32 number, 16 trailing
+//! bits hold the rest.
 //!
-//! For fp32 bits `x` that are not a NaN: `hi = (x + 0x8000) >> 16`, `lo = x - (hi << 16)` as a signed 16-bit number, and
-//! `x = (hi << 16) + lo`: a bijection, so the master is exact. `hi` differs from round-to-nearest-even on exact ties only
-//! (they round away from zero). A NaN becomes the canonical NaN.
+//! For fp32 bits `x` that are not a NaN: `hi = (x + 0x8000) >> 16`, `lo = x - (hi << 16)` as a
+//! signed 16-bit number, and `x = (hi << 16) + lo`: a bijection, so the master is exact. `hi`
+//! differs from round-to-nearest-even on exact ties only (they round away from zero). A NaN becomes
+//! the canonical NaN.
 //!
-//! Trailing bits belong to the parameter that they were written with. Whoever writes a parameter (`load_state_dict`,
-//! `copy_`, `.data`) leaves them stale, and stale bits may turn a 0 into a NaN. So a 32-bit fingerprint per chunk tells
-//! whether the parameter is still ours; where it is not, the chunk's trailing bits are void and read as 0: what the user
-//! wrote wins. The fingerprint sees every change of a single element, and misses one in about 2^32 of the others.
+//! Trailing bits belong to the parameter that they were written with. Whoever writes a parameter
+//! (`load_state_dict`, `copy_`, `.data`) leaves them stale, and stale bits may turn a 0 into a NaN.
+//! So a 32-bit fingerprint per chunk tells whether the parameter is still ours; where it is not,
+//! the chunk's trailing bits are void and read as 0: what the user wrote wins. The fingerprint sees
+//! every change of a single element, and misses one in about 2^32 of the others.
 
 use crate::{
-    cursor::{Cursor, Source},
-    element::Bf16,
-    isa::Kernel,
-    simd::{LANES, Simd},
-    state::{BLOCK, Master},
+    simd::{LANES, Simd, isa::Kernel},
+    state::Master,
+    stream::{
+        BLOCK,
+        cursor::{Cursor, Source},
+        element::Bf16,
+    },
 };
 
-/// With the canonical NaN for every NaN. Hardly ever is there one: looked for in two vectors at a time, replaced behind a branch.
+/// With the canonical NaN for every NaN. Hardly ever is there one: looked for in two vectors at a
+/// time, replaced behind a branch.
 #[inline(always)]
 fn with_canonical_nans<S: Simd, const Q: usize>(simd: S, mut values: [S::F; Q]) -> [S::F; Q] {
     let mut found = false;
@@ -33,11 +39,14 @@ fn with_canonical_nans<S: Simd, const Q: usize>(simd: S, mut values: [S::F; Q]) 
     values
 }
 
-/// The halves of a unit of fp32 numbers: the bf16 parameters and the trailing bits, both in the low 16 bits of their lanes.
+/// The halves of a unit of fp32 numbers: the bf16 parameters and the trailing bits, both in the low
+/// 16 bits of their lanes.
 #[inline(always)]
 pub fn split<S: Simd, const Q: usize>(simd: S, values: [S::F; Q]) -> ([S::U; Q], [S::U; Q]) {
     let (mut high, mut low) = ([simd.splat_u(0); Q], [simd.splat_u(0); Q]);
-    for (values, (high, low)) in with_canonical_nans(simd, values).into_iter().zip(high.iter_mut().zip(&mut low)) {
+    for (values, (high, low)) in
+        with_canonical_nans(simd, values).into_iter().zip(high.iter_mut().zip(&mut low))
+    {
         let bits = simd.bits(values);
         *high = simd.shr::<16>(simd.add_u(bits, simd.splat_u(0x8000)));
         // The low half of `bits - (high << 16)` is that of `bits`: only the low 16 bits are stored.
@@ -103,18 +112,26 @@ impl Master for Split<'_> {
     }
 
     #[inline(always)]
-    fn store<S: Simd, const Q: usize, const STREAM: bool>(&self, simd: S, at: usize, count: usize, master: [S::F; Q]) {
+    fn store<S: Simd, const Q: usize, const STREAM: bool>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+        master: [S::F; Q],
+    ) {
         let (high, low) = split(simd, master);
         self.high.store_unit::<S, Q, STREAM>(simd, at, count, high);
         self.low.store_unit::<S, Q, STREAM>(simd, at, count, low);
     }
 }
 
-/// The fingerprint of a chunk of a bf16 parameter; never 0, which stands for "no trailing bits yet".
+/// The fingerprint of a chunk of a bf16 parameter; never 0, which stands for "no trailing bits
+/// yet".
 ///
-/// A chain of hashes per lane, folded into one by the same hash, which is a bijection of the chain for every word and of the word
-/// for every chain: so a single change is always seen (but where one of the fingerprints would be 0). A polynomial in the
-/// multiplier, which is linear, was tried first and missed one in some hundred swaps of two elements.
+/// A chain of hashes per lane, folded into one by the same hash, which is a bijection of the chain
+/// for every word and of the word for every chain: so a single change is always seen (but where one
+/// of the fingerprints would be 0). A polynomial in the multiplier, which is linear, was tried
+/// first and missed one in some hundred swaps of two elements.
 pub struct Fingerprint<'a>(pub &'a [Bf16]);
 
 const MULTIPLIER: u32 = 0x9e37_79b1;
@@ -157,8 +174,8 @@ impl Kernel for Fingerprint<'_> {
     }
 }
 
-/// Every word's bits reach all bits of its chain within two words: the shift brings the upper half down, the multiplication
-/// the lower half up.
+/// Every word's bits reach all bits of its chain within two words: the shift brings the upper half
+/// down, the multiplication the lower half up.
 #[inline(always)]
 fn absorb<S: Simd>(simd: S, chain: S::U, words: S::U) -> S::U {
     let mixed = simd.xor(chain, words);

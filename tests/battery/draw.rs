@@ -110,21 +110,27 @@ fn betas() -> impl Strategy<Value = f64> {
 
 /// Hyper-parameters, usual ones and odd ones.
 pub(crate) fn hypers() -> impl Strategy<Value = Hyper> {
-    let lr = prop_oneof![Just(0.0), Just(1e-3), (-8.0..0.0).prop_map(|exponent| 10_f64.powf(exponent)), Just(-1e-2)];
-    let eps = prop_oneof![Just(0.0), Just(1e-8), (-16.0..-1.0).prop_map(|exponent| 10_f64.powf(exponent))];
+    let lr = prop_oneof![
+        Just(0.0),
+        Just(1e-3),
+        (-8.0..0.0).prop_map(|exponent| 10_f64.powf(exponent)),
+        Just(-1e-2)
+    ];
+    let eps = prop_oneof![
+        Just(0.0),
+        Just(1e-8),
+        (-16.0..-1.0).prop_map(|exponent| 10_f64.powf(exponent))
+    ];
     let weight_decay = prop_oneof![Just(0.0), Just(0.01), 0.0..1.0, Just(-0.1)];
-    let grad_scale =
-        prop_oneof![Just(1.0), Just(1.0 / 65536.0), Just(0.0), (-6.0..6.0).prop_map(|exponent| 10_f64.powf(exponent))];
+    let grad_scale = prop_oneof![
+        Just(1.0),
+        Just(1.0 / 65536.0),
+        Just(0.0),
+        (-6.0..6.0).prop_map(|exponent| 10_f64.powf(exponent))
+    ];
     (lr, (betas(), betas()), eps, weight_decay, grad_scale, any::<[bool; 3]>()).prop_map(
-        |(lr, betas, eps, weight_decay, grad_scale, [decoupled, bias_correction, maximize])| Hyper {
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            decoupled,
-            bias_correction,
-            maximize,
-            grad_scale,
+        |(lr, betas, eps, weight_decay, grad_scale, [decoupled, bias_correction, maximize])| {
+            Hyper { lr, betas, eps, weight_decay, decoupled, bias_correction, maximize, grad_scale }
         },
     )
 }

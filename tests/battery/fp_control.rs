@@ -43,7 +43,8 @@ fn write(control: u64) {
     unsafe { asm!("msr fpcr, {}", in(reg) control, options(nostack)) };
 }
 
-/// Calls `body` on this thread with subnormals flushed, and fails where it does not leave the register as it was.
+/// Calls `body` on this thread with subnormals flushed, and fails where it does not leave the
+/// register as it was.
 pub(crate) fn flushing_subnormals(body: impl FnOnce()) {
     let before = read();
     write(before | FLUSH);
@@ -53,5 +54,9 @@ pub(crate) fn flushing_subnormals(body: impl FnOnce()) {
     let after = read();
     write(before);
     assert!(flushes, "this machine does not flush: the test shows nothing");
-    assert_eq!(after & !STICKY, (before | FLUSH) & !STICKY, "the control register was not restored");
+    assert_eq!(
+        after & !STICKY,
+        (before | FLUSH) & !STICKY,
+        "the control register was not restored"
+    );
 }

@@ -1,6 +1,6 @@
 //! Memory whose surroundings are watched.
 
-use stepwell::{
+use stepwell::stream::{
     element::{Bf16, Dtype, F16, Lane},
     view::View,
 };
@@ -67,8 +67,8 @@ impl Guarded {
 
     pub(crate) fn slice<T: Lane>(&self) -> &[T] {
         assert!(has_width::<T>(self.dtype));
-        // SAFETY: the payload holds `numel` elements of T's width, aligned by `zeros` and, as the buffer never grows, for
-        // good; any bits are a T.
+        // SAFETY: the payload holds `numel` elements of T's width, aligned by `zeros` and, as the
+        // buffer never grows, for good; any bits are a T.
         unsafe { std::slice::from_raw_parts(self.payload().as_ptr().cast(), self.numel) }
     }
 
@@ -107,8 +107,12 @@ impl Guarded {
     pub(crate) fn set_value(&mut self, index: usize, value: f32) {
         match self.dtype {
             Dtype::Float32 => self.slice_mut::<f32>()[index] = value,
-            Dtype::BFloat16 => self.slice_mut::<Bf16>()[index] = Bf16(half::bf16::from_f32(value).to_bits()),
-            Dtype::Float16 => self.slice_mut::<F16>()[index] = F16(half::f16::from_f32(value).to_bits()),
+            Dtype::BFloat16 => {
+                self.slice_mut::<Bf16>()[index] = Bf16(half::bf16::from_f32(value).to_bits())
+            }
+            Dtype::Float16 => {
+                self.slice_mut::<F16>()[index] = F16(half::f16::from_f32(value).to_bits())
+            }
             dtype => panic!("{dtype} is no floating-point type"),
         }
     }

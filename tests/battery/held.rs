@@ -8,10 +8,10 @@ use stepwell::{
         exchange::{self, StateViews},
         tensor::{AdamTensor, Beside},
     },
-    element::{Bf16, Dtype, F16},
-    isa::Isa,
-    pool::Pool,
+    host::pool::Pool,
+    simd::isa::Isa,
     state::{chunk::num_chunks, q8},
+    stream::element::{Bf16, Dtype, F16},
 };
 
 use super::{Draw, Guarded, Spread, pool};
@@ -75,7 +75,9 @@ impl Layout {
                 }
             }
         }
-        for (param, grad) in [(ParamKind::PlainBf16, Dtype::BFloat16), (ParamKind::PlainF16, Dtype::Float16)] {
+        for (param, grad) in
+            [(ParamKind::PlainBf16, Dtype::BFloat16), (ParamKind::PlainF16, Dtype::Float16)]
+        {
             for moments in [Float32, Nearest16] {
                 all.push(Self { param, moments, grad });
             }
@@ -98,7 +100,9 @@ impl Layout {
 
     fn param_dtype(self) -> Dtype {
         match self.param {
-            ParamKind::Float32 | ParamKind::Float32WithBf16 | ParamKind::Float32WithF16 => Dtype::Float32,
+            ParamKind::Float32 | ParamKind::Float32WithBf16 | ParamKind::Float32WithF16 => {
+                Dtype::Float32
+            }
             ParamKind::Split | ParamKind::PlainBf16 => Dtype::BFloat16,
             ParamKind::Shadowed | ParamKind::PlainF16 => Dtype::Float16,
         }
@@ -148,7 +152,9 @@ impl Held {
             let is_q8 = layout.moments == MomentsKind::Q8;
             is_q8.then(|| Guarded::zeros(Dtype::BFloat16, q8::scales_len(numel), offset))
         };
-        let beside = |param: ParamKind, dtype, len| (layout.param == param).then(|| Guarded::zeros(dtype, len, offset));
+        let beside = |param: ParamKind, dtype, len| {
+            (layout.param == param).then(|| Guarded::zeros(dtype, len, offset))
+        };
         Self {
             layout,
             numel,
@@ -167,8 +173,15 @@ impl Held {
         }
     }
 
-    /// A state as some steps leave it, with a gradient; now and then with a parameter that someone else has written.
-    pub(crate) fn random(layout: Layout, numel: usize, offset: usize, spread: Spread, seed: u64) -> Self {
+    /// A state as some steps leave it, with a gradient; now and then with a parameter that someone
+    /// else has written.
+    pub(crate) fn random(
+        layout: Layout,
+        numel: usize,
+        offset: usize,
+        spread: Spread,
+        seed: u64,
+    ) -> Self {
         let mut draw = Draw::new(seed);
         let mut held = Self::zeros(layout, numel, offset);
         let master = draw.values(spread, numel);
@@ -213,7 +226,7 @@ impl Held {
 
     /// The tensor as a step takes it.
     pub(crate) fn tensor(&mut self) -> AdamTensor {
-        fn view(buffer: &mut Option<Guarded>) -> Option<stepwell::view::View> {
+        fn view(buffer: &mut Option<Guarded>) -> Option<stepwell::stream::view::View> {
             buffer.as_mut().map(Guarded::view)
         }
         let beside = Beside {
@@ -224,7 +237,8 @@ impl Held {
             scales: (view(&mut self.exp_avg_scales), view(&mut self.exp_avg_sq_scales)),
         };
         let moments = (self.exp_avg.view(), self.exp_avg_sq.view());
-        AdamTensor::new(self.param.view(), Some(self.grad.view()), moments, &beside, self.key).expect("a valid tensor")
+        AdamTensor::new(self.param.view(), Some(self.grad.view()), moments, &beside, self.key)
+            .expect("a valid tensor")
     }
 
     /// One update in place.
@@ -249,7 +263,8 @@ impl Held {
         let (tensor, mut master) = (self.tensor(), lent(master));
         let from = StateViews { master: Some(master.view()), moments: None };
         // SAFETY: as in `step`; `master` is this function's.
-        unsafe { exchange::write_state(pool(), widest(), &tensor, 0, from) }.expect("a valid write");
+        unsafe { exchange::write_state(pool(), widest(), &tensor, 0, from) }
+            .expect("a valid write");
     }
 
     /// `count` seeds the rounding.
@@ -257,8 +272,15 @@ impl Held {
         self.write_moments_on(widest(), exp_avg, exp_avg_sq, count);
     }
 
-    pub(crate) fn write_moments_on(&mut self, isa: Isa, exp_avg: &[f32], exp_avg_sq: &[f32], count: u64) {
-        let (tensor, mut exp_avg, mut exp_avg_sq) = (self.tensor(), lent(exp_avg), lent(exp_avg_sq));
+    pub(crate) fn write_moments_on(
+        &mut self,
+        isa: Isa,
+        exp_avg: &[f32],
+        exp_avg_sq: &[f32],
+        count: u64,
+    ) {
+        let (tensor, mut exp_avg, mut exp_avg_sq) =
+            (self.tensor(), lent(exp_avg), lent(exp_avg_sq));
         let from = StateViews { master: None, moments: Some((exp_avg.view(), exp_avg_sq.view())) };
         // SAFETY: as in `write_master`.
         unsafe { exchange::write_state(pool(), isa, &tensor, count, from) }.expect("a valid write");
@@ -276,7 +298,8 @@ impl Held {
     /// `(exp_avg, exp_avg_sq)`.
     pub(crate) fn read_moments(&mut self) -> (Vec<f32>, Vec<f32>) {
         let tensor = self.tensor();
-        let [mut exp_avg, mut exp_avg_sq] = [(); 2].map(|()| Guarded::zeros(Dtype::Float32, self.numel, 0));
+        let [mut exp_avg, mut exp_avg_sq] =
+            [(); 2].map(|()| Guarded::zeros(Dtype::Float32, self.numel, 0));
         let to = StateViews { master: None, moments: Some((exp_avg.view(), exp_avg_sq.view())) };
         // SAFETY: as in `write_master`.
         unsafe { exchange::read_state(pool(), widest(), &tensor, to) }.expect("a valid read");
@@ -321,7 +344,8 @@ impl Held {
             }
             match ours.dtype() {
                 Dtype::Float32 | Dtype::BFloat16 | Dtype::Float16 => {
-                    let differs = |index: &usize| !is_same(ours.value(*index), theirs.value(*index));
+                    let differs =
+                        |index: &usize| !is_same(ours.value(*index), theirs.value(*index));
                     if let Some(index) = (0..ours.numel()).find(differs) {
                         let (ours, theirs) = (ours.value(index), theirs.value(index));
                         panic!("{what}: {name}[{index}] is {ours:e} against {theirs:e}");
@@ -336,9 +360,14 @@ impl Held {
             || self.exp_avg_sq.payload() != other.exp_avg_sq.payload();
         if is_q8 && codes_differ {
             let (ours, theirs) = (self.read_moments(), other.read_moments());
-            for (name, ours, theirs) in [("exp_avg", ours.0, theirs.0), ("exp_avg_sq", ours.1, theirs.1)] {
+            for (name, ours, theirs) in
+                [("exp_avg", ours.0, theirs.0), ("exp_avg_sq", ours.1, theirs.1)]
+            {
                 for (index, (ours, theirs)) in ours.into_iter().zip(theirs).enumerate() {
-                    assert!(is_same(ours, theirs), "{what}: {name}[{index}] is {ours:e} against {theirs:e}");
+                    assert!(
+                        is_same(ours, theirs),
+                        "{what}: {name}[{index}] is {ours:e} against {theirs:e}"
+                    );
                 }
             }
         }

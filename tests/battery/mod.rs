@@ -1,4 +1,5 @@
-//! What the tests of kernels, codecs and steps share: guarded memory, tensors in every layout, generators, the oracle's bounds.
+//! What the tests of kernels, codecs and steps share: guarded memory, tensors in every layout,
+//! generators, the oracle's bounds.
 #![allow(dead_code, unused_imports, reason = "every test file uses a part of it")]
 
 mod bounds;
@@ -11,20 +12,23 @@ use std::sync::OnceLock;
 
 use proptest::test_runner::Config;
 use rustix::thread::{CpuSet, sched_getaffinity};
-use stepwell::pool::{Pool, PoolConfig};
+use stepwell::host::pool::{Pool, PoolConfig};
 
 pub(crate) use bounds::{
-    assert_follows, assert_padding_is_zero, bf16_above, bf16_below, code_values, decoded, neighbours,
+    assert_follows, assert_padding_is_zero, bf16_above, bf16_below, code_values, decoded,
+    neighbours,
 };
 pub(crate) use draw::{Draw, SPECIALS, Spread, counts, hypers};
 pub(crate) use fp_control::flushing_subnormals;
 pub(crate) use guarded::Guarded;
 pub(crate) use held::{Held, Layout, MomentsKind, ParamKind, is_same, widest};
 
-/// proptest's own default, which `PROPTEST_CASES` replaces: what the case counts of the tests are measured against.
+/// proptest's own default, which `PROPTEST_CASES` replaces: what the case counts of the tests are
+/// measured against.
 const CASES_DEFAULT: u32 = 256;
 
-/// `native` cases, or as many times fewer (under emulation) or more as `PROPTEST_CASES` differs from proptest's default.
+/// `native` cases, or as many times fewer (under emulation) or more as `PROPTEST_CASES` differs
+/// from proptest's default.
 pub(crate) fn cases(native: u32) -> Config {
     let cases = (native * Config::default().cases).div_ceil(CASES_DEFAULT);
     Config { cases, failure_persistence: None, ..Config::default() }
@@ -44,7 +48,8 @@ pub(crate) fn is_hurried() -> bool {
 /// A pool of this many workers; they share CPUs where there are fewer.
 pub(crate) fn pool_of(workers: usize) -> Pool {
     let allowed = sched_getaffinity(None).expect("an affinity mask");
-    let cpus: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).take(workers).collect();
+    let cpus: Vec<usize> =
+        (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).take(workers).collect();
     let config = if cpus.len() == workers {
         PoolConfig { threads: None, cpus: Some(cpus) }
     } else {

@@ -1,4 +1,5 @@
-//! What the tests of the engine share: tensors with their weights and gradients on a device that is the host, and devices that fail or are watched.
+//! What the tests of the engine share: tensors with their weights and gradients on a device that is
+//! the host, and devices that fail or are watched.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 use std::{
@@ -15,9 +16,8 @@ use stepwell::{
     Error,
     adam::Hyper,
     device::{Device, Lane, Mark, Stream, host::HostDevice},
-    element::Dtype,
     offload::{Engine, Update},
-    view::View,
+    stream::{element::Dtype, view::View},
 };
 
 use super::battery::{Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
@@ -69,11 +69,16 @@ impl OnDevice {
 
     pub(crate) fn assert_uploaded(&mut self) {
         let weight = bytes(self.held.tensor().weight());
-        assert!(self.weight == weight, "the device has another weight than the host: {:?}", self.held.layout);
+        assert!(
+            self.weight == weight,
+            "the device has another weight than the host: {:?}",
+            self.held.layout
+        );
     }
 }
 
-/// Lets copies go on when a test ends, also where it fails: dropping an engine waits for them. Made after the engine, so dropped before it.
+/// Lets copies go on when a test ends, also where it fails: dropping an engine waits for them. Made
+/// after the engine, so dropped before it.
 pub(crate) struct Resumed<'a>(pub(crate) &'a HostDevice);
 
 impl Drop for Resumed<'_> {
@@ -96,7 +101,8 @@ pub(crate) fn host_device(all: &[OnDevice]) -> Arc<HostDevice> {
 }
 
 pub(crate) fn take(engine: &Engine, all: &mut [OnDevice]) -> Result<(), Error> {
-    let gradients: Vec<_> = all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
+    let gradients: Vec<_> =
+        all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
     // SAFETY: the tensors outlive the step, which every test waits for or drops the engine for.
     unsafe { engine.take(&gradients, STREAM) }
 }
@@ -108,8 +114,14 @@ pub(crate) fn at_once<T: Send + 'static>(call: impl FnOnce() -> T + Send + 'stat
     receiver.recv_timeout(SOON).expect("a call that waits for nothing")
 }
 
-pub(crate) fn submit(engine: &Engine, all: &mut [OnDevice], count: u64, hyper: Hyper) -> Result<(), Error> {
-    let updates = all.iter_mut().enumerate().map(|(index, one)| one.update(index, count, hyper)).collect();
+pub(crate) fn submit(
+    engine: &Engine,
+    all: &mut [OnDevice],
+    count: u64,
+    hyper: Hyper,
+) -> Result<(), Error> {
+    let updates =
+        all.iter_mut().enumerate().map(|(index, one)| one.update(index, count, hyper)).collect();
     // SAFETY: as in `take`.
     unsafe { engine.submit(updates, STREAM) }
 }
@@ -129,13 +141,17 @@ pub(crate) fn split(numel: usize, seed: u64) -> OnDevice {
 pub(crate) fn stepped(one: &OnDevice, count: u64, hyper: &Hyper) -> Held {
     let mut expected = one.held.moved(0);
     for (index, pair) in one.grad.chunks_exact(2).enumerate() {
-        expected.grad.set_value(index, f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16));
+        expected.grad.set_value(
+            index,
+            f32::from_bits(u32::from(u16::from_le_bytes([pair[0], pair[1]])) << 16),
+        );
     }
     expected.step(widest(), count, hyper);
     expected
 }
 
-/// A host device whose streams may go on without waiting, as those of a GPU do on this side of the bus, and that fails when told to.
+/// A host device whose streams may go on without waiting, as those of a GPU do on this side of the
+/// bus, and that fails when told to.
 pub(crate) struct Gated {
     pub(crate) host: HostDevice,
     pub(crate) streams_wait: AtomicBool,
@@ -178,12 +194,20 @@ impl Device for Gated {
         self.host.attach()
     }
 
-    unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<(), Error> {
+    unsafe fn copy(
+        &self,
+        lane: Lane,
+        device: u64,
+        host: *mut u8,
+        nbytes: usize,
+    ) -> Result<(), Error> {
         let fails = match lane {
             Lane::Upload => self.uploads_fail.load(Ordering::Relaxed),
             Lane::Download => {
                 let one_less = |left: usize| left.checked_sub(1);
-                self.downloads_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_err()
+                self.downloads_left
+                    .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less)
+                    .is_err()
             }
         };
         if fails {
@@ -215,7 +239,11 @@ impl Device for Gated {
     }
 
     fn order_stream_after(&self, stream: Stream, event: usize) -> Result<(), Error> {
-        if self.streams_wait.load(Ordering::Relaxed) { self.host.order_stream_after(stream, event) } else { Ok(()) }
+        if self.streams_wait.load(Ordering::Relaxed) {
+            self.host.order_stream_after(stream, event)
+        } else {
+            Ok(())
+        }
     }
 
     fn drain(&self) -> Result<(), Error> {

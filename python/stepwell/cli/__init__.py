@@ -11,8 +11,12 @@ from stepwell.cli import bench_adam, bench_codec, bench_offload, demo, doctor, r
 
 __all__ = ["app"]
 
-app = typer.Typer(name="stepwell", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed and accuracy on this machine.")
+app = typer.Typer(
+    name="stepwell", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+bench = typer.Typer(
+    name="bench", no_args_is_help=True, help="Measure speed and accuracy on this machine."
+)
 
 app.command()(doctor.doctor)
 # As for `python`: what follows the script is the script's.
@@ -34,7 +38,10 @@ def _print_version(wanted: bool) -> None:
 def stepwell(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
     local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
 ) -> None:

@@ -24,15 +24,21 @@ __all__ = ["OURS", "Case", "Contender", "Memory", "Run", "Streams", "cases"]
 OURS = "stepwell"
 
 _LR, _BETAS, _EPS, _WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
-# A gradient that is scaled in place must not vanish over many steps: up again in every second one. Powers of two are exact.
+# A gradient that is scaled in place must not vanish over many steps: up again in every second one.
+# Powers of two are exact.
 _FACTORS_IN_PLACE = (0.5, 2.0)
 _FACTORS = (0.5, 1.0)  # the same, of a gradient that stays as it is
 
 _IDENTITIES = itertools.count()  # of DeepSpeed's native optimizers
 
-# Largest L2 norm of the difference of two weight changes over that of the change, by what is rounded on the way.
-_TOLERANCE_FLOAT32 = 1e-3  # the order of operations; a change is some 1e-2 of its weight, of 24 bits
-_TOLERANCE_BFLOAT16_WEIGHT = 5e-2  # a change is a few ulps of its weight, where operations end on either side of a tie
+# Largest L2 norm of the difference of two weight changes over that of the change, by what is
+# rounded on the way.
+_TOLERANCE_FLOAT32 = (
+    1e-3  # the order of operations; a change is some 1e-2 of its weight, of 24 bits
+)
+_TOLERANCE_BFLOAT16_WEIGHT = (
+    5e-2  # a change is a few ulps of its weight, where operations end on either side of a tie
+)
 _TOLERANCE_BFLOAT16_MOMENTS = 1e-2  # 8 bits
 _TOLERANCE_Q8_MOMENTS = 5e-2
 
@@ -139,7 +145,7 @@ class Case:
     """The others; none where none can do it."""
 
 
-# ---- ours ------------------------------------------------------------------------------------------------------------------
+# ---- ours ----
 
 
 def _adam_step(factors: tuple[float, ...], **tensors: torch.Tensor) -> Passes:
@@ -152,7 +158,12 @@ def _adam_step(factors: tuple[float, ...], **tensors: torch.Tensor) -> Passes:
             adam_tensors,
             steps=[next(steps)],
             hyper=_core.Hyper(
-                lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, decoupled=True, grad_scale=next(scales)
+                lr=_LR,
+                betas=_BETAS,
+                eps=_EPS,
+                weight_decay=_WEIGHT_DECAY,
+                decoupled=True,
+                grad_scale=next(scales),
             ),
         )
 
@@ -162,7 +173,9 @@ def _adam_step(factors: tuple[float, ...], **tensors: torch.Tensor) -> Passes:
 def _plain(memory: Memory, *, dtype: torch.dtype) -> Run:
     """The parameter is its own master."""
     param = memory.param(dtype)
-    passes = _adam_step((1.0,), param=param, grad=memory.grad(dtype), **memory.moments(torch.float32))
+    passes = _adam_step(
+        (1.0,), param=param, grad=memory.grad(dtype), **memory.moments(torch.float32)
+    )
     return Run(memory=memory, passes=passes, weights=param.float)
 
 
@@ -171,7 +184,9 @@ def _split(memory: Memory, *, moments: Callable[[Memory], dict[str, torch.Tensor
     tensors = {
         "param": memory.param(torch.bfloat16),
         "trailing": memory.zeros("trailing", torch.int16),
-        "fingerprints": memory.zeros("fingerprints", torch.int32, numel=_core.num_chunks(memory.numel)),
+        "fingerprints": memory.zeros(
+            "fingerprints", torch.int32, numel=_core.num_chunks(memory.numel)
+        ),
         **moments(memory),
     }
 
@@ -182,27 +197,39 @@ def _split(memory: Memory, *, moments: Callable[[Memory], dict[str, torch.Tensor
         _core.read_state(adam_tensor, master=view(master))
         return master
 
-    return Run(memory=memory, passes=_adam_step(_FACTORS, grad=memory.grad(torch.bfloat16), **tensors), weights=weights)
+    return Run(
+        memory=memory,
+        passes=_adam_step(_FACTORS, grad=memory.grad(torch.bfloat16), **tensors),
+        weights=weights,
+    )
 
 
 def _optimizer(memory: Memory, *, nonfinite: Nonfinite) -> Run:
     param = torch.nn.Parameter(memory.param(torch.float32))
     param.grad = memory.grad(torch.float32)
-    optimizer = AdamW([param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, nonfinite=nonfinite)
+    optimizer = AdamW(
+        [param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, nonfinite=nonfinite
+    )
     optimizer.state[param] = {"step": torch.tensor(0.0), **memory.moments(torch.float32)}
     return Run(memory=memory, passes={"step": optimizer.step}, weights=param.detach)
 
 
-# ---- the peers -------------------------------------------------------------------------------------------------------------
+# ---- the peers ----
 
 
 def _torch(memory: Memory, *, three_passes: bool) -> Run:
     param = torch.nn.Parameter(memory.param(torch.float32))
     param.grad = memory.grad(torch.float32)
-    optimizer = torch.optim.AdamW([param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        [param], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
+    )
     optimizer.state[param] = {"step": torch.tensor(0.0), **memory.moments(torch.float32)}
     passes: Passes = {"AdamW": optimizer.step}
-    return Run(memory=memory, passes=_between_casts(memory, passes) if three_passes else passes, weights=param.detach)
+    return Run(
+        memory=memory,
+        passes=_between_casts(memory, passes) if three_passes else passes,
+        weights=param.detach,
+    )
 
 
 def _deepspeed(memory: Memory, *, native: Any, dtype: torch.dtype, three_passes: bool) -> Run:
@@ -216,7 +243,11 @@ def _deepspeed(memory: Memory, *, native: Any, dtype: torch.dtype, three_passes:
         native.adam_update(identity, next(steps), _LR, *_BETAS, _EPS, _WEIGHT_DECAY, True, *arrays)
 
     passes: Passes = {"CPUAdam": step}
-    return Run(memory=memory, passes=_between_casts(memory, passes) if three_passes else passes, weights=param.float)
+    return Run(
+        memory=memory,
+        passes=_between_casts(memory, passes) if three_passes else passes,
+        weights=param.float,
+    )
 
 
 def _between_casts(memory: Memory, passes: Passes) -> Passes:
@@ -227,10 +258,14 @@ def _between_casts(memory: Memory, passes: Passes) -> Passes:
         memory.zeros("weight", torch.bfloat16),
     )
     factors = itertools.cycle(_FACTORS_IN_PLACE)
-    return {"mul_": lambda: grad.mul_(next(factors)), **passes, "copy_": lambda: weight.copy_(param)}
+    return {
+        "mul_": lambda: grad.mul_(next(factors)),
+        **passes,
+        "copy_": lambda: weight.copy_(param),
+    }
 
 
-# ---- who meets whom --------------------------------------------------------------------------------------------------------
+# ---- who meets whom ----
 
 _FLOAT32 = Streams(read_write=(4, 4, 4), read=(4,))
 _THREE_PASSES = (Streams(read_write=(4,)), _FLOAT32, Streams(read=(4,), write=(2,)))
@@ -252,12 +287,18 @@ def cases(native: Any | None) -> tuple[Case, ...]:
         name = "{} between casts" if three_passes else "{}"
         others = [
             Contender(
-                name=name.format("torch fused"), streams=streams, prepare=partial(_torch, three_passes=three_passes)
+                name=name.format("torch fused"),
+                streams=streams,
+                prepare=partial(_torch, three_passes=three_passes),
             )
         ]
         if native is not None:
-            prepare = partial(_deepspeed, native=native, dtype=torch.float32, three_passes=three_passes)
-            others.insert(0, Contender(name=name.format("DeepSpeed"), streams=streams, prepare=prepare))
+            prepare = partial(
+                _deepspeed, native=native, dtype=torch.float32, three_passes=three_passes
+            )
+            others.insert(
+                0, Contender(name=name.format("DeepSpeed"), streams=streams, prepare=prepare)
+            )
         return tuple(others)
 
     half = Streams(read_write=(2, 4, 4), read=(2,))
@@ -266,7 +307,9 @@ def cases(native: Any | None) -> tuple[Case, ...]:
         prepare = partial(_deepspeed, native=native, dtype=torch.bfloat16, three_passes=False)
         half_peers = (Contender(name="DeepSpeed", streams=(half,), prepare=prepare),)
 
-    def fused(name: str, moments: str, tolerance: float, streams: Streams, state: Callable[[Memory], Any]) -> Case:
+    def fused(
+        name: str, moments: str, tolerance: float, streams: Streams, state: Callable[[Memory], Any]
+    ) -> Case:
         return Case(
             name=name,
             title=f"bf16 gradient, scale, bf16 weight with an exact fp32 master, {moments} moments",
@@ -275,10 +318,18 @@ def cases(native: Any | None) -> tuple[Case, ...]:
             peers=peers(three_passes=True),
         )
 
-    def optimizer(name: str, title: str, nonfinite: Nonfinite, streams: tuple[Streams, ...]) -> Case:
-        ours = Contender(name=OURS, streams=streams, prepare=partial(_optimizer, nonfinite=nonfinite))
+    def optimizer(
+        name: str, title: str, nonfinite: Nonfinite, streams: tuple[Streams, ...]
+    ) -> Case:
+        ours = Contender(
+            name=OURS, streams=streams, prepare=partial(_optimizer, nonfinite=nonfinite)
+        )
         return Case(
-            name=name, title=title, tolerance=_TOLERANCE_FLOAT32, ours=ours, peers=(peers(three_passes=False)[-1],)
+            name=name,
+            title=title,
+            tolerance=_TOLERANCE_FLOAT32,
+            ours=ours,
+            peers=(peers(three_passes=False)[-1],),
         )
 
     return (
@@ -311,12 +362,23 @@ def cases(native: Any | None) -> tuple[Case, ...]:
             lambda memory: memory.moments(torch.bfloat16),
         ),
         # The scales, an eighth of a byte per parameter, are not counted.
-        fused("fused_q8", "q8", _TOLERANCE_Q8_MOMENTS, Streams(read_write=(2, 2, 1, 1), read=(2,)), Memory.q8_moments),
+        fused(
+            "fused_q8",
+            "q8",
+            _TOLERANCE_Q8_MOMENTS,
+            Streams(read_write=(2, 2, 1, 1), read=(2,)),
+            Memory.q8_moments,
+        ),
         optimizer(
             "optimizer",
             "AdamW.step() of fp32, with its finite check",
             "raise",
             (Streams(read=(4,)), _FLOAT32),
         ),
-        optimizer("optimizer_propagate", 'AdamW.step() of fp32, nonfinite="propagate"', "propagate", (_FLOAT32,)),
+        optimizer(
+            "optimizer_propagate",
+            'AdamW.step() of fp32, nonfinite="propagate"',
+            "propagate",
+            (_FLOAT32,),
+        ),
     )

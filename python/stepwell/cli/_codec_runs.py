@@ -50,11 +50,14 @@ def train(
         seed: of the choice of samples.
         steps: how many.
         told: called after every step, with a name of the run.
-        after: called after every step, with its number, the parameters and the optimizer; gradients are still there.
+        after: called after every step, with its number, the parameters and the optimizer; gradients
+            are still there.
     """
     model = shape.build(seed=0)
     params = list(model.parameters())
-    optimizer = AdamW(params, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, moments=moments)
+    optimizer = AdamW(
+        params, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, moments=moments
+    )
     losses = []
     for step, batch in enumerate(islice(text.batches(shape, seed=seed), steps), start=1):
         loss = model(input_ids=batch, labels=batch).loss
@@ -69,13 +72,19 @@ def train(
 
 
 def compare(
-    shape: LlamaShape, text: ByteText, *, seed: int, steps: int, at: Sequence[int], told: Callable[[str], None]
+    shape: LlamaShape,
+    text: ByteText,
+    *,
+    seed: int,
+    steps: int,
+    at: Sequence[int],
+    told: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Trains with fp32 moments, and compares its updates with those of the codecs at some steps.
 
     Returns:
-        For each codec, way and step the `update_error` (relative, L2) and the `worst_error` (of the largest update); and the
-        losses of the run.
+        For each codec, way and step the `update_error` (relative, L2) and the `worst_error` (of the
+        largest update); and the losses of the run.
     """
     shadows: dict[Moments, AdamW] = {}
     errors: list[dict[str, Any]] = []
@@ -85,7 +94,12 @@ def compare(
             for moments in CODECS:
                 copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
                 shadows[moments] = AdamW(
-                    copies, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, moments=moments
+                    copies,
+                    lr=_LR,
+                    betas=_BETAS,
+                    eps=_EPS,
+                    weight_decay=_WEIGHT_DECAY,
+                    moments=moments,
                 )
         for shadow in shadows.values():
             copies = shadow.param_groups[0]["params"]
@@ -97,9 +111,12 @@ def compare(
         exact = _update([optimizer.state[param] for param in params], step)
         for moments, shadow in shadows.items():
             once = [
-                _coded(param, optimizer.state[param], moments, step=step, key=key) for key, param in enumerate(params)
+                _coded(param, optimizer.state[param], moments, step=step, key=key)
+                for key, param in enumerate(params)
             ]
-            tracked = [_state.decode(copy, shadow.state[copy]) for copy in shadow.param_groups[0]["params"]]
+            tracked = [
+                _state.decode(copy, shadow.state[copy]) for copy in shadow.param_groups[0]["params"]
+            ]
             for how, states in (("once", once), ("tracked", tracked)):
                 error = _update(states, step) - exact
                 errors.append(
@@ -133,5 +150,7 @@ def _coded(
     coded = _state.new(param, moments)
     runs = {name: coded[name] for name in _state.part_names(param, moments)}
     adam_tensor = _state.adam_tensor(param.detach(), runs, key=key)
-    _core.write_state(adam_tensor, step=step, exp_avg=view(state["exp_avg"]), exp_avg_sq=view(state["exp_avg_sq"]))
+    _core.write_state(
+        adam_tensor, step=step, exp_avg=view(state["exp_avg"]), exp_avg_sq=view(state["exp_avg_sq"])
+    )
     return _state.decode(param, coded)

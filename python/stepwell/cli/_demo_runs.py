@@ -76,7 +76,9 @@ class Curve:
             "optimizer_seconds_median": statistics.median(
                 self.optimizer_seconds[_WARM_UP_STEPS:] or self.optimizer_seconds
             ),
-            "step_seconds_median": statistics.median(self.step_seconds[_WARM_UP_STEPS:] or self.step_seconds),
+            "step_seconds_median": statistics.median(
+                self.step_seconds[_WARM_UP_STEPS:] or self.step_seconds
+            ),
             "state_bytes_per_param": self.state_bytes / self.num_params,
             "losses": self.losses,
             "optimizer_seconds": self.optimizer_seconds,
@@ -114,7 +116,9 @@ def _train(
 def _nbytes(params: Iterable[torch.Tensor], state: dict[Any, dict[str, Any]]) -> int:
     """Bytes of the masters and of all state that counts per element."""
     tensors = [*params, *(value for each in state.values() for value in each.values())]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() > 0)
+    return sum(
+        tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.dim() > 0
+    )
 
 
 def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) -> Curve:
@@ -140,12 +144,20 @@ def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) 
         },
         "optimizer": {
             "type": "StepwellAdamW",
-            "params": {"lr": _LR, "betas": _BETAS, "eps": _EPS, "weight_decay": _WEIGHT_DECAY, "moments": moments},
+            "params": {
+                "lr": _LR,
+                "betas": _BETAS,
+                "eps": _EPS,
+                "weight_decay": _WEIGHT_DECAY,
+                "moments": moments,
+            },
         },
         "steps_per_print": 1 << 30,
     }
     with _single_rank(plan.device):
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
         curve = _train(
             plan,
             f"DeepSpeed on Stepwell, {moments}",
@@ -195,8 +207,12 @@ def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
     weights = list(model.parameters())
     for weight in weights:
         weight.data = weight.data.bfloat16()  # buffers stay in float32, as they do under DeepSpeed
-    masters = [weight.detach().to(device="cpu", dtype=torch.float32, copy=True) for weight in weights]
-    optimizer = torch.optim.AdamW(masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
+    masters = [
+        weight.detach().to(device="cpu", dtype=torch.float32, copy=True) for weight in weights
+    ]
+    optimizer = torch.optim.AdamW(
+        masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
+    )
 
     @torch.no_grad()
     def step() -> None:

@@ -42,7 +42,9 @@ class LlamaShape:
         try:
             from transformers import LlamaConfig, LlamaForCausalLM
         except ImportError as error:
-            raise ImportError("transformers is not installed. hint: pip install 'stepwell[demo]'") from error
+            raise ImportError(
+                "transformers is not installed. hint: pip install 'stepwell[demo]'"
+            ) from error
         torch.manual_seed(seed)
         heads = max(self.hidden_size // 64, 1)
         return LlamaForCausalLM(
@@ -98,7 +100,12 @@ def read_text(path: Path | None, *, bytes_min: int) -> ByteText:
         parts = []
         for file_path in sorted(library.glob("*.py")):
             parts.append(file_path.read_bytes())
-        data, source = b"".join(parts)[:_TEXT_BYTES_MAX], f"the standard library of Python, {len(parts)} files"
+        data, source = (
+            b"".join(parts)[:_TEXT_BYTES_MAX],
+            f"the standard library of Python, {len(parts)} files",
+        )
     if len(data) < bytes_min:
-        raise ValueError(f"`{source}` has `{len(data)}` bytes, expected at least {bytes_min}. hint: --text FILE")
+        raise ValueError(
+            f"`{source}` has `{len(data)}` bytes, expected at least {bytes_min}. hint: --text FILE"
+        )
     return ByteText(torch.frombuffer(bytearray(data), dtype=torch.uint8), source)

@@ -131,7 +131,9 @@ def _torch(plan: Plan, model: torch.nn.Module) -> Run:
     """Everything on the device: fp32 masters beside bfloat16 weights, torch's fused AdamW."""
     params: list[torch.Tensor] = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().float().requires_grad_() for param in params]
-    optimizer = torch.optim.AdamW(masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True)
+    optimizer = torch.optim.AdamW(
+        masters, lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_WEIGHT_DECAY, fused=True
+    )
 
     @torch.no_grad()
     def step() -> float:
@@ -148,7 +150,9 @@ def _torch(plan: Plan, model: torch.nn.Module) -> Run:
     return Run(_loss_of(model), _backward_of(plan), step)
 
 
-def _stepwell(moments: str, gate: str = "module", told: bool = True) -> Callable[[Plan, torch.nn.Module], Run]:
+def _stepwell(
+    moments: str, gate: str = "module", told: bool = True
+) -> Callable[[Plan, torch.nn.Module], Run]:
     def prepare(plan: Plan, model: torch.nn.Module) -> Run:
         from stepwell.offload import OffloadAdamW
 
@@ -279,7 +283,9 @@ def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
         for _ in range(plan.accumulation):
             loss = run.forward(next(batches))
             if index and len(breakdowns) < index:
-                breakdowns.append(run.breakdown())  # of the step before, whose end this forward has seen
+                breakdowns.append(
+                    run.breakdown()
+                )  # of the step before, whose end this forward has seen
             run.backward(loss)
             if run.steps_itself:
                 norm = run.step()
@@ -349,7 +355,9 @@ def main(name: str, plan: Plan) -> dict[str, Any]:
         "start_seconds": prepared + max(result["first_step_seconds"] - result["seconds"], 0.0),
         "host_bytes_per_param": (_host_bytes() - before) / numel,
         "host_peak_gib": _host_peak_bytes() / 2**30,
-        "device_peak_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        "device_peak_gib": torch.cuda.max_memory_allocated() / 2**30
+        if device.type == "cuda"
+        else None,
     }
 
 

@@ -20,7 +20,8 @@ EQUAL_WITHIN = 0.03
 """Two times count as equal if their ratio differs from 1 by no more."""
 
 _RESAMPLES = 2000
-# OpenMP's idle threads spin for some milliseconds, on the cores that the next contender's are pinned to.
+# OpenMP's idle threads spin for some milliseconds, on the cores that the next contender's are
+# pinned to.
 _SETTLE_SECONDS = 0.02
 
 
@@ -42,7 +43,9 @@ class Ratio:
         return "faster" if self.median > 1.0 else "slower"
 
 
-def interleave(contenders: Mapping[str, Passes], *, repeats: int) -> dict[str, dict[str, list[float]]]:
+def interleave(
+    contenders: Mapping[str, Passes], *, repeats: int
+) -> dict[str, dict[str, list[float]]]:
     """Seconds of every pass of every contender in each of `repeats` rounds, after one round unmeasured.
 
     Every round runs each contender once, in an order that rotates from round to round.
@@ -65,5 +68,11 @@ def ratio(peer: Sequence[float], ours: Sequence[float]) -> Ratio:
     """The peer's seconds over ours, pair by pair; the interval is a percentile bootstrap over the pairs, from a fixed seed."""
     ratios = [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]
     draw = random.Random(0)
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES))
-    return Ratio(statistics.median(ratios), medians[round(0.025 * _RESAMPLES)], medians[round(0.975 * _RESAMPLES) - 1])
+    medians = sorted(
+        statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_RESAMPLES)
+    )
+    return Ratio(
+        statistics.median(ratios),
+        medians[round(0.025 * _RESAMPLES)],
+        medians[round(0.975 * _RESAMPLES) - 1],
+    )

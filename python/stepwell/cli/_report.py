@@ -32,7 +32,9 @@ def circumstances() -> dict[str, Any]:
         "machine": {
             "cpu": _cpu_name(),
             "cores": len({cpu["core"] for cpu in system["cpus"]}),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "memory_gib": round(
+                os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+            ),
             "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
             "isa": system["isa"],
             "huge_pages": system["huge_page_policy"],
@@ -47,7 +49,13 @@ def circumstances() -> dict[str, Any]:
     }
 
 
-def write(console: Console, folder: Path, name: str, report: dict[str, Any], draw: Callable[[Figure], None]) -> None:
+def write(
+    console: Console,
+    folder: Path,
+    name: str,
+    report: dict[str, Any],
+    draw: Callable[[Figure], None],
+) -> None:
     """Writes `NAME.json` and, where matplotlib is installed, `NAME.png` into `folder`, and says so.
 
     Args:
@@ -69,7 +77,10 @@ def write(console: Console, folder: Path, name: str, report: dict[str, Any], dra
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        console.print("no plot: matplotlib is not installed. hint: pip install 'stepwell\\[plot]'", style="yellow")
+        console.print(
+            "no plot: matplotlib is not installed. hint: pip install 'stepwell\\[plot]'",
+            style="yellow",
+        )
         return
     figure = Figure(figsize=(10, 5), layout="constrained")
     FigureCanvasAgg(figure)

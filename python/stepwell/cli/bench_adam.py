@@ -29,9 +29,7 @@ __all__ = ["bench_adam"]
 _CHECK_NUMEL_MAX = 1 << 20
 _CHECK_STEPS = 3
 _WIDTH_PIPED = 110
-_BYTES_FORMULA = (
-    "every array that a pass reads counts once, every array that it writes once more; no allocation on write is counted"
-)
+_BYTES_FORMULA = "every array that a pass reads counts once, every array that it writes once more; no allocation on write is counted"
 
 
 def bench_adam(
@@ -41,13 +39,17 @@ def bench_adam(
     ] = None,
     repeats: Annotated[int, typer.Option(min=3, help="Rounds in which everyone steps once.")] = 30,
     only: Annotated[
-        list[str] | None, typer.Option("--case", help="Only this case; may be given more than once.")
+        list[str] | None,
+        typer.Option("--case", help="Only this case; may be given more than once."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for bench_adam.json and bench_adam.png.")] = Path("stepwell-bench"),
+    out: Annotated[
+        Path, typer.Option(help="Folder for bench_adam.json and bench_adam.png.")
+    ] = Path("stepwell-bench"),
 ) -> None:
     """Time one optimizer step against DeepSpeedCPUAdam's and torch's, on the same tensors in the same minute.
 
-    DeepSpeedCPUAdam needs a C++ compiler; its first build takes minutes. Where it cannot be built the others go on.
+    DeepSpeedCPUAdam needs a C++ compiler; its first build takes minutes. Where it cannot be built
+    the others go on.
     """
     _bind(threads)
     from rich.console import Console
@@ -74,17 +76,21 @@ def bench_adam(
     }
     machine = report["machine"]
     console.print(
-        f"{numel:,} parameters, {report['threads']} pinned threads, {machine['cpu']}, {report['date']}", highlight=False
+        f"{numel:,} parameters, {report['threads']} pinned threads, {machine['cpu']}, {report['date']}",
+        highlight=False,
     )
     for case in chosen:
         differences = _check(case, min(numel, _CHECK_NUMEL_MAX))
-        result = _measure(case, Memory(numel), repeats) | {"difference": differences, "tolerance": case.tolerance}
+        result = _measure(case, Memory(numel), repeats) | {
+            "difference": differences,
+            "tolerance": case.tolerance,
+        }
         report["cases"].append(result)
         _print(console, result)
     write(console, out, "bench_adam", report, lambda figure: _draw(figure, report))
 
 
-# ---- threads ---------------------------------------------------------------------------------------------------------------
+# ---- threads ----
 
 
 def _bind(threads: int | None) -> None:
@@ -98,14 +104,16 @@ def _bind(threads: int | None) -> None:
             "OMP_NUM_THREADS": str(len(cpus)),
             "OMP_PLACES": ",".join(f"{{{cpu}}}" for cpu in cpus),
             "OMP_PROC_BIND": "close",
-            # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
+            # ninja, without which DeepSpeed's op is not built, is installed beside this
+            # interpreter.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
         os.execv(sys.executable, [sys.executable, "-m", "stepwell", *sys.argv[1:]])
     import torch
 
     cpus = [int(cpu) for cpu in os.environ[variable].split(",")]
-    # OpenMP has bound this thread to the first of them, and the pool takes what the thread that makes it is allowed.
+    # OpenMP has bound this thread to the first of them, and the pool takes what the thread that
+    # makes it is allowed.
     bound = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus)
     pool = _core.Pool.default()
@@ -117,7 +125,7 @@ def _bind(threads: int | None) -> None:
     torch.set_num_threads(len(cpus))
 
 
-# ---- DeepSpeed -------------------------------------------------------------------------------------------------------------
+# ---- DeepSpeed ----
 
 
 def _load_deepspeed(console: Console) -> tuple[Any | None, str | None]:
@@ -153,17 +161,23 @@ def _build_lock() -> Path | None:
     if not hasattr(cpp_extension, "FileBaton"):
         return None
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    return next((path for pattern in ("cpu_adam/lock", "*/cpu_adam/lock") for path in root.glob(pattern)), None)
+    return next(
+        (path for pattern in ("cpu_adam/lock", "*/cpu_adam/lock") for path in root.glob(pattern)),
+        None,
+    )
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------
+# ---- measuring ----
 
 
 def ceiling(streams: Sequence[Streams], numel: int) -> float:
     """Seconds that these passes take at least: the same arrays, pages, chunks and threads, with next to no arithmetic."""
     seconds: list[float] = [
         _core.stream_ceiling(
-            numel=numel, read_write_bytes=list(one.read_write), read_bytes=list(one.read), write_bytes=list(one.write)
+            numel=numel,
+            read_write_bytes=list(one.read_write),
+            read_bytes=list(one.read),
+            write_bytes=list(one.write),
         )
         for one in streams
     ]
@@ -189,7 +203,9 @@ def _check(case: Case, numel: int) -> dict[str, float]:
                 step()
         changes[contender.name] = run.weights().double() - before
     ours = changes.pop(case.ours.name)
-    differences = {name: ((ours - change).norm() / change.norm()).item() for name, change in changes.items()}
+    differences = {
+        name: ((ours - change).norm() / change.norm()).item() for name, change in changes.items()
+    }
     for name, difference in differences.items():
         if not difference <= case.tolerance:
             raise ValueError(
@@ -202,7 +218,10 @@ def _measure(case: Case, memory: Memory, repeats: int) -> dict[str, Any]:
     contenders = {contender.name: contender for contender in (case.ours, *case.peers)}
     runs = {name: contender.prepare(memory) for name, contender in contenders.items()}
     seconds = interleave({name: run.passes for name, run in runs.items()}, repeats=repeats)
-    totals = {name: [sum(each) for each in zip(*passes.values(), strict=True)] for name, passes in seconds.items()}
+    totals = {
+        name: [sum(each) for each in zip(*passes.values(), strict=True)]
+        for name, passes in seconds.items()
+    }
     limit = ceiling(case.ours.streams, memory.numel)
     results: list[dict[str, Any]] = []
     for name, contender in contenders.items():
@@ -226,13 +245,18 @@ def _measure(case: Case, memory: Memory, repeats: int) -> dict[str, Any]:
     return {"name": case.name, "title": case.title, "contenders": results}
 
 
-# ---- telling ---------------------------------------------------------------------------------------------------------------
+# ---- telling ----
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(title=f"{result['name']}: {result['title']}", title_justify="left", title_style="bold", box=None)
+    table = Table(
+        title=f"{result['name']}: {result['title']}",
+        title_justify="left",
+        title_style="bold",
+        box=None,
+    )
     table.add_column(min_width=28, no_wrap=True)
     for column in ("ms", "ns/param", "B/param", "GB/s", "of ceiling", "its time over stepwell's"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -258,15 +282,21 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
     axes = figure.subplots()
-    bars = [(case, one) for case in reversed(report["cases"]) for one in reversed(case["contenders"])]
+    bars = [
+        (case, one) for case in reversed(report["cases"]) for one in reversed(case["contenders"])
+    ]
     for position, (_, one) in enumerate(bars):
         ours = "ratio" not in one
         axes.barh(position, one["ns_per_param"], color="tab:blue" if ours else "tab:gray")
         label = "" if ours else f"  {one['ratio']['median']:.2f}x"
         axes.text(one["ns_per_param"], position, label, va="center", fontsize=8)
     axes.set_xlim(right=1.15 * max(one["ns_per_param"] for _, one in bars))
-    axes.set_yticks(range(len(bars)), [f"{case['name']}: {one['name']}" for case, one in bars], fontsize=8)
-    axes.set_xlabel("ns per parameter and step (less is better); beside a peer: its time over stepwell's")
+    axes.set_yticks(
+        range(len(bars)), [f"{case['name']}: {one['name']}" for case, one in bars], fontsize=8
+    )
+    axes.set_xlabel(
+        "ns per parameter and step (less is better); beside a peer: its time over stepwell's"
+    )
     axes.set_title(
         f"{report['numel']:,} parameters, {report['threads']} threads, {report['machine']['cpu']}, {report['date']}",
         fontsize=9,

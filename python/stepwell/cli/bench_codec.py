@@ -19,24 +19,35 @@ _WORST_ERROR_MAX = 0.1  # of the largest update
 
 
 def bench_codec(
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each of the five runs.")] = 500,
-    at: Annotated[list[int], typer.Option(min=1, help="Steps at which updates are compared.")] = [100, 500],  # noqa: B006
+    steps: Annotated[
+        int, typer.Option(min=1, help="Optimizer steps of each of the five runs.")
+    ] = 500,
+    at: Annotated[list[int], typer.Option(min=1, help="Steps at which updates are compared.")] = [  # noqa: B006
+        100,
+        500,
+    ],
     text: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, readable=True, help="What to train on. [default: Python's standard library]"
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="What to train on. [default: Python's standard library]",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for bench_codec.json and bench_codec.png.")] = Path(
-        "stepwell-bench"
-    ),
-    hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = 192,
+    out: Annotated[
+        Path, typer.Option(help="Folder for bench_codec.json and bench_codec.png.")
+    ] = Path("stepwell-bench"),
+    hidden_size: Annotated[
+        int, typer.Option(min=64, help="Width of the model, a multiple of 64.")
+    ] = 192,
     layers: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 4,
 ) -> None:
     """Train a small byte-level Llama in float32, and compare updates and losses of moments held as fp32, bf16 and q8.
 
-    `once`: the moments of the fp32 run, coded and decoded at that step. `tracked`: an optimizer that holds its moments so and was
-    fed the gradients of the fp32 run from the first step on. The update is m_hat / (sqrt(v_hat) + eps), over all parameters.
+    `once`: the moments of the fp32 run, coded and decoded at that step. `tracked`: an optimizer
+    that holds its moments so and was fed the gradients of the fp32 run from the first step on. The
+    update is m_hat / (sqrt(v_hat) + eps), over all parameters.
     """
     if hidden_size % 64:
         raise typer.BadParameter(f"--hidden-size is `{hidden_size}`, expected a multiple of 64")
@@ -65,7 +76,10 @@ def bench_codec(
                 one["within"] = is_close and one["worst_error"] <= _WORST_ERROR_MAX
             _print_errors(console, errors)  # they are there long before the losses
             runs = {"fp32": losses}
-            runs |= {moments: train(shape, data, moments, seed=_SEEDS[0], steps=steps, told=told) for moments in CODECS}
+            runs |= {
+                moments: train(shape, data, moments, seed=_SEEDS[0], steps=steps, told=told)
+                for moments in CODECS
+            }
             runs |= {
                 f"fp32, seed {seed}": train(shape, data, "fp32", seed=seed, steps=steps, told=told)
                 for seed in _SEEDS[1:]
@@ -95,7 +109,16 @@ def _print_errors(console: Console, errors: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=None, title="error of the update", title_justify="left", title_style="bold")
-    for column in ("moments", "how", "step", "relative L2", "allowed", "worst / largest update", "allowed", ""):
+    for column in (
+        "moments",
+        "how",
+        "step",
+        "relative L2",
+        "allowed",
+        "worst / largest update",
+        "allowed",
+        "",
+    ):
         table.add_column(column, justify="left" if column in ("moments", "how", "") else "right")
     for error in errors:
         table.add_row(
@@ -121,18 +144,30 @@ def _print_losses(console: Console, report: dict[str, Any]) -> None:
     for name, loss in final.items():
         distance = loss - final["fp32"]
         verdict = (
-            "" if name.startswith("fp32") else "within" if abs(distance) <= spread else "[bold red]above[/bold red]"
+            ""
+            if name.startswith("fp32")
+            else "within"
+            if abs(distance) <= spread
+            else "[bold red]above[/bold red]"
         )
         table.add_row(name, f"{loss:.4f}", f"{distance:+.4f}", f"{spread:.4f}", verdict)
     console.print(table)
-    console.print(f"{report['num_params']:,} parameters, {report['steps']} steps, {report['text']}", highlight=False)
+    console.print(
+        f"{report['num_params']:,} parameters, {report['steps']} steps, {report['text']}",
+        highlight=False,
+    )
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
     axes = figure.subplots()
     for name, losses in report["losses"].items():
-        axes.plot(losses, linewidth=1, label=name, color="tab:gray" if name.startswith("fp32,") else None)
+        axes.plot(
+            losses, linewidth=1, label=name, color="tab:gray" if name.startswith("fp32,") else None
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
-    axes.set_title(f"{report['num_params']:,} parameters, {report['machine']['cpu']}, {report['date']}", fontsize=9)
+    axes.set_title(
+        f"{report['num_params']:,} parameters, {report['machine']['cpu']}, {report['date']}",
+        fontsize=9,
+    )
     axes.legend()

@@ -30,30 +30,41 @@ _PEER = "deepspeed"
 
 
 def bench_offload(
-    size: Annotated[str, typer.Option(help="tiny, 1b, 3b, 8b, or a transformers config.json of a Llama.")] = "1b",
+    size: Annotated[
+        str, typer.Option(help="tiny, 1b, 3b, 8b, or a transformers config.json of a Llama.")
+    ] = "1b",
     sequence_length: Annotated[int, typer.Option(min=8, help="Tokens per sample.")] = 4096,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forwards per optimizer step.")] = 1,
-    steps: Annotated[int, typer.Option(min=3, help="Steps that are measured, after 3 that are not.")] = 12,
-    clip_norm: Annotated[float, typer.Option(help="What the norm of the gradients is clipped to.")] = 1.0,
+    steps: Annotated[
+        int, typer.Option(min=3, help="Steps that are measured, after 3 that are not.")
+    ] = 12,
+    clip_norm: Annotated[
+        float, typer.Option(help="What the norm of the gradients is clipped to.")
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
     only: Annotated[
-        list[str] | None, typer.Option("--case", help="Only this case; may be given more than once.")
+        list[str] | None,
+        typer.Option("--case", help="Only this case; may be given more than once."),
     ] = None,
     text: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, readable=True, help="What to train on. [default: Python's standard library]"
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="What to train on. [default: Python's standard library]",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for bench_offload.json and bench_offload.png.")] = Path(
-        "stepwell-bench"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for bench_offload.json and bench_offload.png.")
+    ] = Path("stepwell-bench"),
 ) -> None:
     """Time training steps with the optimizer in host memory: this package's engine, DeepSpeed's, and everything on the device.
 
-    Every case trains the same bfloat16 Llama on the same text, in a process of its own, and all are held against the bound of an exact
-    step that hides nothing: L + bytes / R. L: forward and backward alone. R: what this host's memory reads and writes.
+    Every case trains the same bfloat16 Llama on the same text, in a process of its own, and all are
+    held against the bound of an exact step that hides nothing: L + bytes / R. L: forward and
+    backward alone. R: what this host's memory reads and writes.
     """
     from rich.console import Console
 
@@ -62,7 +73,9 @@ def bench_offload(
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
     if size not in SIZES and not Path(size).is_file():
-        raise typer.BadParameter(f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json")
+        raise typer.BadParameter(
+            f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json"
+        )
     names = only or [name for name in CASES if "," not in name]
     if unknown := [name for name in names if name not in CASES]:
         raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(CASES)}")
@@ -81,10 +94,14 @@ def bench_offload(
     console.print(
         f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores of {machine['cpu']}, {report['date']}; "
         f"R {report['memory_gb_per_second']:.0f} GB/s"
-        + "".join(f", {name} {rate:.0f} GB/s" for name, rate in report["bus_gb_per_second"].items()),
+        + "".join(
+            f", {name} {rate:.0f} GB/s" for name, rate in report["bus_gb_per_second"].items()
+        ),
         highlight=False,
     )
-    report["forward_backward_seconds"] = alone = _run(console, "forward and backward", plan).get("seconds")
+    report["forward_backward_seconds"] = alone = _run(console, "forward and backward", plan).get(
+        "seconds"
+    )
     report["cases"] = cases = []
     for name in names:
         result = _run(console, name, plan)
@@ -103,7 +120,9 @@ def _ceilings() -> dict[str, Any]:
     import torch
 
     numel = _CEILING_NUMEL_MAX if torch.cuda.is_available() else _CEILING_NUMEL_MAX // 16
-    seconds = _core.stream_ceiling(numel=numel, read_write_bytes=[4], read_bytes=[], write_bytes=[], passes=9)
+    seconds = _core.stream_ceiling(
+        numel=numel, read_write_bytes=[4], read_bytes=[], write_bytes=[], passes=9
+    )
     rates = {}
     if torch.cuda.is_available():
         host = torch.empty(_BUS_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -126,7 +145,8 @@ def _ceilings() -> dict[str, Any]:
 def _host_bytes_per_param(name: str) -> float | None:
     """What a step of a bfloat16 model moves in host memory; None for who is not on the engine.
 
-    State is read and written, the gradient read, the weight written and, where it is half of the master, read.
+    State is read and written, the gradient read, the weight written and, where it is half of the
+    master, read.
     """
     import torch
 
@@ -149,7 +169,12 @@ def _host_bytes_per_param(name: str) -> float | None:
 def _run(console: Console, name: str, plan: Plan) -> dict[str, Any]:
     """Runs a case in a process of its own."""
     console.print(f"running: {name}", style="dim", highlight=False)
-    command = [sys.executable, "-m", "stepwell.cli._offload_cases", json.dumps({"name": name, "plan": asdict(plan)})]
+    command = [
+        sys.executable,
+        "-m",
+        "stepwell.cli._offload_cases",
+        json.dumps({"name": name, "plan": asdict(plan)}),
+    ]
     # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     try:
@@ -188,7 +213,15 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     )
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
     table.add_column(min_width=22, no_wrap=True)
-    columns = ("s/step", "L + bytes/R", "of it", "of DeepSpeed's", "host step s", "waited s", "start s")
+    columns = (
+        "s/step",
+        "L + bytes/R",
+        "of it",
+        "of DeepSpeed's",
+        "host step s",
+        "waited s",
+        "start s",
+    )
     for column in (*columns, "host B/param", "host peak GiB", "bus GB", "device GiB", "last loss"):
         table.add_column(column, justify="right", no_wrap=True)
     peer = next((case["seconds"] for case in done if case["name"] == _PEER), None)
@@ -220,7 +253,11 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
     done = [case for case in report["cases"] if "seconds" in case]
     left, right = figure.subplots(1, 2)
     for position, case in enumerate(reversed(done)):
-        left.barh(position, case["seconds"], color="tab:blue" if "stepwell" in case["name"] else "tab:gray")
+        left.barh(
+            position,
+            case["seconds"],
+            color="tab:blue" if "stepwell" in case["name"] else "tab:gray",
+        )
         if "bound_seconds" in case:
             left.plot([case["bound_seconds"]] * 2, [position - 0.4, position + 0.4], color="black")
     if report["forward_backward_seconds"]:
@@ -234,5 +271,6 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
     right.legend(fontsize=7)
     machine = report["machine"]
     figure.suptitle(
-        f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores of {machine['cpu']}, {report['date']}", fontsize=9
+        f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores of {machine['cpu']}, {report['date']}",
+        fontsize=9,
     )

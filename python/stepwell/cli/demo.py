@@ -20,22 +20,31 @@ __all__ = ["demo"]
 
 def demo(
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each run.")] = 120,
-    moments: Annotated[Literal["fp32", "bf16", "q8"], typer.Option(help="How Stepwell holds both moments.")] = "fp32",
+    moments: Annotated[
+        Literal["fp32", "bf16", "q8"], typer.Option(help="How Stepwell holds both moments.")
+    ] = "fp32",
     text: Annotated[
         Path | None,
         typer.Option(
-            exists=True, dir_okay=False, readable=True, help="What to train on. [default: Python's standard library]"
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="What to train on. [default: Python's standard library]",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.png.")] = Path("stepwell-demo"),
+    out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.png.")] = Path(
+        "stepwell-demo"
+    ),
     seed: Annotated[int, typer.Option(help="Of weights and samples.")] = 0,
-    hidden_size: Annotated[int, typer.Option(min=64, help="Width of the model, a multiple of 64.")] = 256,
+    hidden_size: Annotated[
+        int, typer.Option(min=64, help="Width of the model, a multiple of 64.")
+    ] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 4,
 ) -> None:
     """Train a small byte-level Llama through DeepSpeed's ZeRO-2 with CPU offload on Stepwell, then on torch's AdamW, and compare.
 
-    Both runs have the same weights, samples and steps: bf16 model, fp32 master in host memory, gradients clipped to norm 1. Uses
-    a GPU where there is one. Nothing is compiled.
+    Both runs have the same weights, samples and steps: bf16 model, fp32 master in host memory,
+    gradients clipped to norm 1. Uses a GPU where there is one. Nothing is compiled.
     """
     if hidden_size % 64:
         raise typer.BadParameter(f"--hidden-size is `{hidden_size}`, expected a multiple of 64")
@@ -48,11 +57,19 @@ def demo(
     console = Console()
     shape = LlamaShape(hidden_size=hidden_size, num_hidden_layers=layers)
     try:
-        plan = Plan(shape=shape, text=read_text(text, bytes_min=2 * shape.sequence_length), steps=steps, seed=seed)
-        console.print(
-            f"text: {plan.text.source}, {plan.text.data.numel():,} bytes; model on {plan.device}", highlight=False
+        plan = Plan(
+            shape=shape,
+            text=read_text(text, bytes_min=2 * shape.sequence_length),
+            steps=steps,
+            seed=seed,
         )
-        ours = _watch(console, plan, "DeepSpeed on Stepwell", lambda told: with_deepspeed(plan, moments, told))
+        console.print(
+            f"text: {plan.text.source}, {plan.text.data.numel():,} bytes; model on {plan.device}",
+            highlight=False,
+        )
+        ours = _watch(
+            console, plan, "DeepSpeed on Stepwell", lambda told: with_deepspeed(plan, moments, told)
+        )
         reference = _watch(console, plan, "torch fused AdamW", lambda told: with_torch(plan, told))
     except (ImportError, ValueError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
@@ -72,17 +89,26 @@ def demo(
     write(console, out, "demo", report, lambda figure: _draw(figure, report))
 
 
-def _watch(console: Console, plan: Plan, name: str, train: Callable[[Callable[[float], None]], Curve]) -> Curve:
+def _watch(
+    console: Console, plan: Plan, name: str, train: Callable[[Callable[[float], None]], Curve]
+) -> Curve:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:22}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description:22}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console) as progress:
         task = progress.add_task(name, total=plan.steps, loss="")
         return train(lambda loss: progress.update(task, advance=1, loss=f"{loss:.3f}"))
 
 
 def _distance(ours: Curve, reference: Curve) -> dict[str, float]:
-    distances = [abs(mine - theirs) for mine, theirs in zip(ours.losses, reference.losses, strict=True)]
+    distances = [
+        abs(mine - theirs) for mine, theirs in zip(ours.losses, reference.losses, strict=True)
+    ]
     return {"max": max(distances), "mean": sum(distances) / len(distances), "final": distances[-1]}
 
 
@@ -114,7 +140,9 @@ def _print(console: Console, report: dict[str, Any]) -> None:
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
     curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     ours, reference = report["runs"]
-    curves.plot(reference["losses"], color="tab:gray", linewidth=3, alpha=0.6, label=reference["name"])
+    curves.plot(
+        reference["losses"], color="tab:gray", linewidth=3, alpha=0.6, label=reference["name"]
+    )
     curves.plot(ours["losses"], color="tab:blue", linewidth=1, label=ours["name"])
     curves.set_ylabel("loss (nats per byte)")
     curves.legend()
@@ -122,4 +150,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
     differences.plot([mine - theirs for mine, theirs in pairs], color="tab:blue", linewidth=1)
     differences.set_ylabel("difference")
     differences.set_xlabel("step")
-    curves.set_title(f"{report['num_params']:,} parameters, {report['machine']['cpu']}, {report['date']}", fontsize=9)
+    curves.set_title(
+        f"{report['num_params']:,} parameters, {report['machine']['cpu']}, {report['date']}",
+        fontsize=9,
+    )

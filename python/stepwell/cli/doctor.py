@@ -24,8 +24,22 @@ __all__ = ["Finding", "diagnose", "doctor"]
 
 Status: TypeAlias = Literal["ok", "note", "warning", "broken"]
 
-_STYLE: dict[Status, str] = {"ok": "green", "note": "cyan", "warning": "yellow", "broken": "bold red"}
-_PACKAGES = ("stepwell", "torch", "deepspeed", "transformers", "accelerate", "matplotlib", "typer", "rich")
+_STYLE: dict[Status, str] = {
+    "ok": "green",
+    "note": "cyan",
+    "warning": "yellow",
+    "broken": "bold red",
+}
+_PACKAGES = (
+    "stepwell",
+    "torch",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "matplotlib",
+    "typer",
+    "rich",
+)
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
@@ -49,12 +63,18 @@ def diagnose() -> dict[str, Any]:
     """All that `stepwell doctor` knows, as plain values.
 
     Returns:
-        `status` (the worst of the findings), `findings`, and what they were drawn from: `versions`, `system`, `build`, `cuda`,
-        `deepspeed`.
+        `status` (the worst of the findings), `findings`, and what they were drawn from: `versions`,
+        `system`, `build`, `cuda`, `deepspeed`.
     """
     system, build = _core.system_info(), _core.build_info()
     cuda, deepspeed = _cuda(), _deepspeed()
-    findings = [*_cpu(system, build), *_memory(system), *_storage(system), *_accelerator(cuda), *_seams(deepspeed)]
+    findings = [
+        *_cpu(system, build),
+        *_memory(system),
+        *_storage(system),
+        *_accelerator(cuda),
+        *_seams(deepspeed),
+    ]
     worst = max((finding.status for finding in findings), key=list(_STYLE).index)
     return {
         "status": worst,
@@ -67,7 +87,9 @@ def diagnose() -> dict[str, Any]:
     }
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """Say what this machine offers to Stepwell, and how to get what is missing. Exits with 1 if something is broken."""
     report = diagnose()
     if as_json:
@@ -86,10 +108,15 @@ def _print(report: dict[str, Any]) -> None:
         if finding["fix"]:
             text.append("\nhint: ", style="bold").append(finding["fix"])
         table.add_row(
-            Text(finding["status"], style=_STYLE[finding["status"]]), Text(finding["topic"], style="bold"), text
+            Text(finding["status"], style=_STYLE[finding["status"]]),
+            Text(finding["topic"], style="bold"),
+            text,
         )
     console.print(table)
-    console.print(", ".join(f"{name} {version}" for name, version in report["versions"].items()), highlight=False)
+    console.print(
+        ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
+        highlight=False,
+    )
 
 
 def _versions() -> dict[str, str]:
@@ -108,14 +135,23 @@ def _cpu(system: dict[str, Any], build: dict[str, Any]) -> Iterator[Finding]:
     if forced or system["isa"] == "scalar":
         fix = "unset STEPWELL_ISA" if forced else "use a CPU with AVX2 and FMA, or an aarch64 one"
         meaning = (
-            "the same results as any other, but slower than this CPU can" if forced else "correct, many times slower"
+            "the same results as any other, but slower than this CPU can"
+            if forced
+            else "correct, many times slower"
         )
         yield Finding(
-            topic="instructions", status="warning", found=f"{system['isa']} of {available}", meaning=meaning, fix=fix
+            topic="instructions",
+            status="warning",
+            found=f"{system['isa']} of {available}",
+            meaning=meaning,
+            fix=fix,
         )
     else:
         yield Finding(
-            topic="instructions", status="ok", found=f"{system['isa']} of {available}", meaning="the widest kernels run"
+            topic="instructions",
+            status="ok",
+            found=f"{system['isa']} of {available}",
+            meaning="the widest kernels run",
         )
     if build.get("profile") == "debug":
         yield Finding(
@@ -144,11 +180,17 @@ def _cores(system: dict[str, Any]) -> Finding:
     cores = " + ".join(f"{count} {kind}" for kind, count in counts if count)
     found = f"{cores} cores, {len(system['cpus'])} CPUs; the pool's threads are on {_ranges(pool)}"
     if len(pool) >= sum(kind == "performance" for kind in kinds.values()):
-        return Finding(topic="cores", status="ok", found=found, meaning="one pinned thread per physical core")
+        return Finding(
+            topic="cores", status="ok", found=found, meaning="one pinned thread per physical core"
+        )
     asked = _pool_limit()
-    fix: str | None = "widen the affinity mask of this process (taskset, numactl, the container's cpuset)"
+    fix: str | None = (
+        "widen the affinity mask of this process (taskset, numactl, the container's cpuset)"
+    )
     if asked is not None:
-        fix = "unset STEPWELL_THREADS to use all cores" if "STEPWELL_THREADS" in os.environ else None
+        fix = (
+            "unset STEPWELL_THREADS to use all cores" if "STEPWELL_THREADS" in os.environ else None
+        )
     return Finding(
         topic="cores",
         status="note" if asked else "warning",
@@ -201,7 +243,9 @@ def _memory(system: dict[str, Any]) -> Iterator[Finding]:
         meaning="buffers can be kept resident"
         if limit is None
         else "more than this cannot be kept resident (Buffer(lock=True)); nothing else needs it",
-        fix=None if limit is None else "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
+        fix=None
+        if limit is None
+        else "ulimit -l unlimited, or --ulimit memlock=-1 for a container",
     )
 
 
@@ -234,7 +278,9 @@ def _cuda() -> dict[str, Any]:
 
 def _accelerator(cuda: dict[str, Any]) -> Iterator[Finding]:
     if cuda["available"]:
-        names = ", ".join(f"{cuda['devices'].count(name)} x {name}" for name in dict.fromkeys(cuda["devices"]))
+        names = ", ".join(
+            f"{cuda['devices'].count(name)} x {name}" for name in dict.fromkeys(cuda["devices"])
+        )
         yield Finding(
             topic="CUDA",
             status="ok",
@@ -308,7 +354,9 @@ def _seams(deepspeed: dict[str, Any] | None) -> Iterator[Finding]:
                 status="note" if seam["found"] else "broken",
                 found=f"{seam['name']}: {'left as it is' if seam['found'] else 'not found'}",
                 meaning=seam["note"],
-                fix=None if seam["found"] else "install a version that has it: pip install 'stepwell[deepspeed]'",
+                fix=None
+                if seam["found"]
+                else "install a version that has it: pip install 'stepwell[deepspeed]'",
             )
 
 

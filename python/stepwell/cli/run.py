@@ -52,10 +52,17 @@ class Launch:
 def run(
     context: typer.Context,
     target: Annotated[
-        str, typer.Argument(metavar="SCRIPT", help="A Python file; with -m, a module.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="SCRIPT", help="A Python file; with -m, a module.", show_default=False
+        ),
     ],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")] = False,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments.")
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is the name of a module, as for `python -m`.")
+    ] = False,
 ) -> None:
     """Run a Python program whose DeepSpeed steps on Stepwell. The program itself stays as it is.
 
@@ -68,9 +75,13 @@ def run(
     accelerate launch -m stepwell run train.py [ARGS]...
     """
     if not module and not Path(target).is_file():
-        raise typer.BadParameter(f"`{target}` is not a file. hint: a module is run by `stepwell run -m {target}`")
+        raise typer.BadParameter(
+            f"`{target}` is not a file. hint: a module is run by `stepwell run -m {target}`"
+        )
     if importlib.util.find_spec("deepspeed") is None:
-        typer.echo("error: deepspeed is not installed. hint: pip install 'stepwell[deepspeed]'", err=True)
+        typer.echo(
+            "error: deepspeed is not installed. hint: pip install 'stepwell[deepspeed]'", err=True
+        )
         raise typer.Exit(1)
     launch: Launch = context.obj
     launch.target, launch.is_module, launch.arguments = target, module, list(arguments or ())
@@ -83,7 +94,8 @@ def _set_path_entry(entry: str) -> None:
 
 
 def _run_script(path: str) -> None:
-    # Not runpy.run_path: that takes its `__main__` away again when the file ends, while threads and exit handlers still run.
+    # Not runpy.run_path: that takes its `__main__` away again when the file ends, while threads and
+    # exit handlers still run.
     module = ModuleType("__main__")
     module.__file__ = str(Path(path).absolute())
     module.__dict__["__builtins__"] = builtins

@@ -20,7 +20,8 @@ __all__ = ["SEAMS"]
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
 
-# Optimizers that a universal checkpoint is loaded into: meanwhile DeepSpeed hands over fragments, not state.
+# Optimizers that a universal checkpoint is loaded into: meanwhile DeepSpeed hands over fragments,
+# not state.
 _BEING_LOADED: WeakSet[optim.Adam] = WeakSet()
 
 
@@ -58,7 +59,9 @@ def _linked(original: Callable[..., None]) -> Callable[..., None]:
         original(self)
         if not isinstance(self.optimizer, optim.Adam):
             return
-        for params, flat in zip(self.bit16_groups, self.single_partition_of_fp32_groups, strict=True):
+        for params, flat in zip(
+            self.bit16_groups, self.single_partition_of_fp32_groups, strict=True
+        ):
             for param in params:
                 if param._hp_mapping is not None:
                     param._hp_mapping.stepwell_partition = _Partition(self.optimizer, flat)
@@ -74,7 +77,9 @@ def _fragment_got(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
             return original(self, key)
         moment = partition.moment(key)
         if moment is None:
-            raise ValueError(f"there is no `{key}` yet. hint: optimizer state is made by the first step")
+            raise ValueError(
+                f"there is no `{key}` yet. hint: optimizer state is made by the first step"
+            )
         address = self.hp_fragment_address
         return moment.narrow(0, address.start, address.numel)
 
@@ -83,7 +88,9 @@ def _fragment_got(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 def _param_set(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def set_full_hp_param(self: Any, value: torch.Tensor, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(
+        self: Any, value: torch.Tensor, optim_state_key: str | None = None
+    ) -> None:
         partition = getattr(self._hp_mapping, "stepwell_partition", None)
         if partition is not None and optim_state_key is not None:
             partition.check_writable(optim_state_key)
@@ -92,7 +99,9 @@ def _param_set(original: Callable[..., None]) -> Callable[..., None]:
     return set_full_hp_param
 
 
-def _partition_got(original: Callable[..., tuple[torch.Tensor, int]]) -> Callable[..., tuple[torch.Tensor, int]]:
+def _partition_got(
+    original: Callable[..., tuple[torch.Tensor, int]],
+) -> Callable[..., tuple[torch.Tensor, int]]:
     """ZeRO-3 gets and sets by the same function; who sets keeps the swap buffers."""
 
     @functools.wraps(original)
@@ -108,7 +117,9 @@ def _partition_got(original: Callable[..., tuple[torch.Tensor, int]]) -> Callabl
             partition.check_writable(optim_state_key)
         moment = partition.moment(optim_state_key)
         if moment is None:
-            raise ValueError(f"there is no `{optim_state_key}` yet. hint: optimizer state is made by the first step")
+            raise ValueError(
+                f"there is no `{optim_state_key}` yet. hint: optimizer state is made by the first step"
+            )
         _, offset, numel = self.grad_position[self.get_param_id(param)]
         return moment.narrow(0, offset, numel), index
 
@@ -119,7 +130,10 @@ def _universal_loaded(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def load(self: Any, *args: Any, **kwargs: Any) -> None:
         optimizer = self.optimizer
-        if isinstance(optimizer, optim.Adam) and self.master_weights_and_grads_dtype != torch.float32:
+        if (
+            isinstance(optimizer, optim.Adam)
+            and self.master_weights_and_grads_dtype != torch.float32
+        ):
             raise ValueError(
                 f"a universal checkpoint holds neither the float32 master of `{self.master_weights_and_grads_dtype}` weights "
                 "nor moments beyond that precision. hint: load the checkpoint that it was made of, or train with float32 "
@@ -158,7 +172,11 @@ def _adopt(optimizer: optim.Adam) -> None:
 
 SEAMS = (
     Attribute(
-        "state access, ZeRO-1/2 links", _STAGE_1_2, "DeepSpeedZeroOptimizer._link_all_hp_params", _linked, ("self",)
+        "state access, ZeRO-1/2 links",
+        _STAGE_1_2,
+        "DeepSpeedZeroOptimizer._link_all_hp_params",
+        _linked,
+        ("self",),
     ),
     Attribute(
         "state access, ZeRO-1/2 getting",

@@ -1,7 +1,7 @@
 """DeepSpeed's native op `cpu_adam`, function for function, over the core.
 
-DeepSpeed calls these positionally, with numbers that may be ints where floats are meant. Unlike its own op they raise
-ValueError, with nothing changed, for whatever they cannot do.
+DeepSpeed calls these positionally, with numbers that may be ints where floats are meant. Unlike its
+own op they raise ValueError, with nothing changed, for whatever they cannot do.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def create_adam(
 ) -> int:
     """Makes the optimizer `optimizer_id`, or makes it anew. Returns 0.
 
-    Of the hyper-parameters only `adamw_mode` (decoupled weight decay) is kept: updates bring the others along.
+    Of the hyper-parameters only `adamw_mode` (decoupled weight decay) is kept: updates bring the
+    others along.
     """
     _OPTIMIZERS[optimizer_id] = _Optimizer(decoupled=bool(adamw_mode))
     if should_log:
@@ -142,7 +143,8 @@ def adam_update(
         exp_avg_sq: as `exp_avg`.
 
     Raises:
-        ValueError: with nothing changed; also for a non-finite gradient (see `native.set_nonfinite`).
+        ValueError: with nothing changed; also for a non-finite gradient (see
+            `native.set_nonfinite`).
     """
     optimizer = _optimizer(optimizer_id)
     tensors = native.NativeTensors(params, grads, exp_avg, exp_avg_sq)
@@ -171,8 +173,8 @@ def adam_rollback(
 ) -> int:
     """Undoes the `adam_update` that was called with the same arguments. Returns 0.
 
-    The update is undone by inverse arithmetic, so up to rounding. An update that was refused because its gradient is not
-    finite has changed nothing, and neither does its rollback.
+    The update is undone by inverse arithmetic, so up to rounding. An update that was refused
+    because its gradient is not finite has changed nothing, and neither does its rollback.
 
     Raises:
         ValueError: the update cannot be undone; nothing was changed.
@@ -187,7 +189,9 @@ def adam_rollback(
     if params.numel() == 0:
         return 0
     grad = grads.contiguous()
-    operand = _core.AdamTensor(param=view(params), grad=view(grad), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
+    operand = _core.AdamTensor(
+        param=view(params), grad=view(grad), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq)
+    )
     hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
     _core.adam_rollback([operand], steps=[count], hyper=hyper.core())
     return 0

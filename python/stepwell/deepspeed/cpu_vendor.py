@@ -1,6 +1,7 @@
 """DeepSpeedCPUAdam without its question for the vendor of the CPU.
 
-Its constructor asks py-cpuinfo, whose subprocesses take 1.6 s, to warn of fp16 on one vendor: of kernels that are not used here.
+Its constructor asks py-cpuinfo, whose subprocesses take 1.6 s, to warn of fp16 on one vendor: of
+kernels that are not used here.
 """
 
 from __future__ import annotations

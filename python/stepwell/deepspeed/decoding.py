@@ -19,8 +19,9 @@ MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
 class DecodingState(dict[str, Any]):
     """The state of a parameter with `q8` moments, as it is saved.
 
-    Looking up `exp_avg` or `exp_avg_sq` decodes it (float32, flat), so that DeepSpeed's `ds_to_universal` finds what it looks
-    for. They are neither stored nor listed. Loading such a file takes Stepwell to be installed.
+    Looking up `exp_avg` or `exp_avg_sq` decodes it (float32, flat), so that DeepSpeed's
+    `ds_to_universal` finds what it looks for. They are neither stored nor listed. Loading such a
+    file takes Stepwell to be installed.
     """
 
     def __init__(self, state: Mapping[str, Any], numel: int) -> None:

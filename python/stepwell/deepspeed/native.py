@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from stepwell._hyper import Hyper
 
-__all__ = ["NativeTensors", "Nonfinite", "all_finite", "check", "nonfinite", "recorded", "set_nonfinite", "update"]
+__all__ = [
+    "NativeTensors",
+    "Nonfinite",
+    "all_finite",
+    "check",
+    "nonfinite",
+    "recorded",
+    "set_nonfinite",
+    "update",
+]
 
 Nonfinite: TypeAlias = Literal["raise", "propagate", "refuse"]
 
@@ -56,8 +65,9 @@ def set_nonfinite(policy: Nonfinite) -> None:
     """Sets what an update with a non-finite gradient does.
 
     Args:
-        policy: "raise" a ValueError; "propagate" it, as DeepSpeed's op does, which saves reading the gradient once more; or
-            "refuse": change nothing, and say so by the return value of `update`.
+        policy: "raise" a ValueError; "propagate" it, as DeepSpeed's op does, which saves reading
+            the gradient once more; or "refuse": change nothing, and say so by the return value of
+            `update`.
     """
     _Policy.nonfinite = policy
 
@@ -95,7 +105,9 @@ def check(tensors: NativeTensors) -> None:
                 "zero_optimization.offload_optimizer.device to `cpu` in the DeepSpeed JSON"
             )
         if tensor.layout != torch.strided:
-            raise ValueError(f"`{name}` is `{tensor.layout}`, expected a dense tensor. hint: use dense gradients")
+            raise ValueError(
+                f"`{name}` is `{tensor.layout}`, expected a dense tensor. hint: use dense gradients"
+            )
         if tensor.numel() != param.numel():
             raise ValueError(
                 f"`{name}` has `{tensor.numel()}` elements, the parameter has {param.numel()}. "
@@ -129,7 +141,9 @@ def _views(grads: Sequence[torch.Tensor]) -> list[_core.TensorView]:
 
 def _runs(tensors: Sequence[NativeTensors]) -> list[torch.Tensor]:
     """The gradients, contiguous; copies live as long as the list does."""
-    return [each.grad if is_run(each.grad) else each.grad.contiguous().resolve_neg() for each in tensors]
+    return [
+        each.grad if is_run(each.grad) else each.grad.contiguous().resolve_neg() for each in tensors
+    ]
 
 
 def _may_go_on(grads: list[_core.TensorView], pool: _core.Pool | None) -> bool:
@@ -157,13 +171,17 @@ def all_finite(tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator
     if _Policy.nonfinite != "raise":
         yield
         return
-    runs = _runs([NativeTensors(param, grad, param, param) for param, grad in tensors if grad.numel() > 0])
+    runs = _runs(
+        [NativeTensors(param, grad, param, param) for param, grad in tensors if grad.numel() > 0]
+    )
     _may_go_on(_views(runs), None)
     with _checked():
         yield
 
 
-def update(tensors: Sequence[NativeTensors], *, step: int, hyper: Hyper, pool: _core.Pool | None = None) -> bool:
+def update(
+    tensors: Sequence[NativeTensors], *, step: int, hyper: Hyper, pool: _core.Pool | None = None
+) -> bool:
     """Updates all `tensors` in place, or none.
 
     Args:
@@ -173,10 +191,12 @@ def update(tensors: Sequence[NativeTensors], *, step: int, hyper: Hyper, pool: _
         pool: what steps them; the default pool if None.
 
     Returns:
-        Whether it was applied: False where the gradient is not finite and the policy is to refuse such updates.
+        Whether it was applied: False where the gradient is not finite and the policy is to refuse
+        such updates.
 
     Raises:
-        ValueError: with nothing changed: tensors or options that do not fit, or a non-finite gradient (see `set_nonfinite`).
+        ValueError: with nothing changed: tensors or options that do not fit, or a non-finite
+            gradient (see `set_nonfinite`).
     """
     for each in tensors:
         check(each)
@@ -187,7 +207,10 @@ def update(tensors: Sequence[NativeTensors], *, step: int, hyper: Hyper, pool: _
         return False
     operands = [
         _core.AdamTensor(
-            param=view(each.param), grad=grad, exp_avg=view(each.exp_avg), exp_avg_sq=view(each.exp_avg_sq)
+            param=view(each.param),
+            grad=grad,
+            exp_avg=view(each.exp_avg),
+            exp_avg_sq=view(each.exp_avg_sq),
         )
         for each, grad in zip(stepped, grads, strict=True)
     ]

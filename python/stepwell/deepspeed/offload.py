@@ -34,7 +34,13 @@ def _in_the_way(engine: Any, optimizer: Any, options: Options) -> str | None:
     from deepspeed.runtime.pipe.module import PipelineModule
     from deepspeed.runtime.torch_autocast import is_autocast_initialized
 
-    is_ours = type(optimizer) in (DeepSpeedCPUAdam, StepwellAdam, StepwellAdamW, optim.Adam, optim.AdamW)
+    is_ours = type(optimizer) in (
+        DeepSpeedCPUAdam,
+        StepwellAdam,
+        StepwellAdamW,
+        optim.Adam,
+        optim.AdamW,
+    )
     mpu = engine.mpu
     obstacles = {
         '"engine" is false in the block `stepwell`': not options.engine,
@@ -44,11 +50,13 @@ def _in_the_way(engine: Any, optimizer: Any, options: Options) -> str | None:
         "SuperOffload is on": engine.super_offload(),
         "parameters are offloaded": _device_of(engine.zero_offload_param()) is not None,
         "zero_hpz_partition_size is not 1": engine.zero_hpz_partition_size() != 1,
-        "weights are quantized": engine.zero_quantized_weights() or engine.zero_quantized_nontrainable_weights(),
+        "weights are quantized": engine.zero_quantized_weights()
+        or engine.zero_quantized_nontrainable_weights(),
         "offload_optimizer.ratio is not 1": engine.zero_partial_offload() != 1.0,
         "the model has mixtures of experts": engine.has_moe_layers,
         "the model is a pipeline": isinstance(engine.module, PipelineModule),
-        "the model is parallel": mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"),
+        "the model is parallel": mpu is not None
+        and not hasattr(mpu, "initialize_sequence_parallel"),
         "torch_autocast is on": is_autocast_initialized(),
         "DeepCompile is on": engine.is_deepcompile_enabled(),
         "the hybrid engine is on": engine._config.hybrid_engine.enabled,
@@ -85,7 +93,11 @@ def _stage_3() -> tuple[Any, str, type]:
 
     # The engine imports it along, and it has a subclass of what is found there.
     importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")
-    return importlib.import_module(_STAGE_3), "DeepSpeedZeroOptimizer_Stage3", OffloadZeroOptimizerStage3
+    return (
+        importlib.import_module(_STAGE_3),
+        "DeepSpeedZeroOptimizer_Stage3",
+        OffloadZeroOptimizerStage3,
+    )
 
 
 def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +111,10 @@ def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
         reason = f"offload_optimizer.device is `{device}`" if device != "cpu" else None
         reason = reason or _in_the_way(self, optimizer, options)
         if reason is not None:
-            _LOGGER.info("not on the offload engine, but DeepSpeed's own path on Stepwell's kernels: %s", reason)
+            _LOGGER.info(
+                "not on the offload engine, but DeepSpeed's own path on Stepwell's kernels: %s",
+                reason,
+            )
             return original(self, optimizer)
         # DeepSpeed's function knows what the constructor takes.
         module, name, cls = _stage_3() if self.zero_optimization_stage() == 3 else _stage_1_2()
@@ -158,7 +173,13 @@ _CLASS = Overridden(
         "reduce_ipg_grads": ("self", "comm_dtype"),
         "copy_grads_in_partition": ("self", "param", "group_idx"),
         "_use_compact_grad_partition_buffer": ("self", "group_idx"),
-        "_get_compact_grad_partition_slice": ("self", "group_idx", "partition_id", "param_id", "num_elements"),
+        "_get_compact_grad_partition_slice": (
+            "self",
+            "group_idx",
+            "partition_id",
+            "param_id",
+            "num_elements",
+        ),
         "_release_preflattened_grad_buffers": ("self", "group_idx"),
         "_finalize_cpu_offload_gradient_accumulation": ("self",),
         "get_param_gradient_attribute": ("self", "param"),

@@ -82,7 +82,12 @@ class Operands:
         return policy != "propagate"
 
     def of(
-        self, index: int, ordinal: int, master: torch.Tensor, grad: torch.Tensor, twin: torch.Tensor | None
+        self,
+        index: int,
+        ordinal: int,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        twin: torch.Tensor | None,
     ) -> Operand:
         """A partition in the coming step.
 
@@ -91,7 +96,8 @@ class Operands:
             ordinal: of the partition.
             master: the partition.
             grad: its gradient.
-            twin: what the weights are written to in another dtype; None: `master` is what the model gets.
+            twin: what the weights are written to in another dtype; None: `master` is what the model
+                gets.
 
         Raises:
             ValueError: it cannot be stepped.
@@ -114,30 +120,47 @@ class Operands:
     ) -> Operand:
         moments, label = optimizer._moments, f"partition {ordinal}"
         flat = master.detach()
-        state = _state.new(flat, moments) if known is None else _state.refreshed(flat, known, moments, label)
+        state = (
+            _state.new(flat, moments)
+            if known is None
+            else _state.refreshed(flat, known, moments, label)
+        )
         tensor = None
         if flat.numel() > 0:
             key = _state.key_of(group["seed"], ordinal + (self._rank << 32), flat)
             runs = {name: state[name] for name in _state.part_names(flat, moments)}
             tensor = _state.adam_tensor(flat, runs, key=key, **views)
         return Operand(
-            tensor, 1 + _state.step_of(state, label), hyper_of(group, f"the group of {label}"), state, master
+            tensor,
+            1 + _state.step_of(state, label),
+            hyper_of(group, f"the group of {label}"),
+            state,
+            master,
         )
 
     def _deepspeeds(
-        self, group: dict[str, Any], master: torch.Tensor, known: dict[str, Any] | None, views: dict[str, Any]
+        self,
+        group: dict[str, Any],
+        master: torch.Tensor,
+        known: dict[str, Any] | None,
+        views: dict[str, Any],
     ) -> Operand:
         optimizer: Any = self._optimizer
         flat = master.detach()
         state = known
         if state is None:
             dtype = torch.float32 if optimizer.fp32_optimizer_states else flat.dtype
-            state = {"step": 0, **{name: _state.zeros(flat.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")}}
+            state = {
+                "step": 0,
+                **{name: _state.zeros(flat.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")},
+            }
         native.check(native.NativeTensors(flat, flat, state["exp_avg"], state["exp_avg_sq"]))
         tensor = None
         if flat.numel() > 0:
             exp_avg, exp_avg_sq = view(state["exp_avg"]), view(state["exp_avg_sq"])
-            tensor = _core.AdamTensor(param=view(flat), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **views)
+            tensor = _core.AdamTensor(
+                param=view(flat), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **views
+            )
         beta1, beta2 = group["betas"]
         hyper = Hyper(
             lr=float(group["lr"]),
@@ -161,5 +184,6 @@ class Operands:
                 partial(operand.state.__setitem__, "step", stepped),
                 partial(self._optimizer.state.__setitem__, operand.master, operand.state),
             ]
-        # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come between two of these calls.
+        # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
+        # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)

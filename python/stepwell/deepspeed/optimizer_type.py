@@ -26,15 +26,17 @@ _ENGINE = "deepspeed.runtime.engine"
 class _UnderZeRO(optim.Adam):
     """What ZeRO needs beyond `stepwell.Adam`.
 
-    ZeRO makes the optimizer over the parameters of the model, wherever they are, and then has it step flat partitions in
-    host memory instead, a few at a time, by exchanging `param_groups`.
+    ZeRO makes the optimizer over the parameters of the model, wherever they are, and then has it
+    step flat partitions in host memory instead, a few at a time, by exchanging `param_groups`.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters are checked when they are stepped."""
         for key in ("moments", "nonfinite"):
             if key in param_group:
-                raise ValueError(f"`{key}` is set for a parameter group, expected for the optimizer as a whole")
+                raise ValueError(
+                    f"`{key}` is set for a parameter group, expected for the optimizer as a whole"
+                )
         torch.optim.Optimizer.add_param_group(self, param_group)
         try:
             hyper_of(self.param_groups[-1], f"group {len(self.param_groups) - 1}")
@@ -48,14 +50,17 @@ class _UnderZeRO(optim.Adam):
         return self._moments == "fp32"
 
     def _updates(self) -> list[optim.Update]:
-        # ZeRO shows one partition at a time, each of them as the first parameter: their roundings must differ all the same,
-        # and from those of other ranks, by a number that is the same when the run is resumed.
+        # ZeRO shows one partition at a time, each of them as the first parameter: their roundings
+        # must differ all the same, and from those of other ranks, by a number that is the same when
+        # the run is resumed.
         updates = []
         for update in super()._updates():
             param = update.operand.param
             index = self._ordinals.setdefault(param, len(self._ordinals)) + (self._rank << 32)
             seed = self.param_groups[0]["seed"]
-            updates.append(update._replace(key=functools.partial(_state.key_of, seed, index, param)))
+            updates.append(
+                update._replace(key=functools.partial(_state.key_of, seed, index, param))
+            )
         return updates
 
     @functools.cached_property
@@ -100,7 +105,9 @@ def _type_with_moments(engine: Any) -> type[_UnderZeRO] | None:
     if options_of(engine).moments in (None, "fp32") or engine.optimizer_name() not in _ADAMS:
         return None
     # DeepSpeed's `Adam` is AdamW unless it is told otherwise.
-    is_decoupled = engine.optimizer_name() == "adamw" or (engine.optimizer_params() or {}).get("adam_w_mode", True)
+    is_decoupled = engine.optimizer_name() == "adamw" or (engine.optimizer_params() or {}).get(
+        "adam_w_mode", True
+    )
     return StepwellAdamW if is_decoupled else StepwellAdam
 
 
@@ -121,7 +128,9 @@ def _check_engine(engine: Any, name: str) -> None:
     if engine.zenflow:
         raise ValueError(f"optimizer `{name}` does not run under zero_optimization.zenflow. {own}")
     if engine.super_offload():
-        raise ValueError(f"optimizer `{name}` does not run under offload_optimizer.super_offload. {own}")
+        raise ValueError(
+            f"optimizer `{name}` does not run under offload_optimizer.super_offload. {own}"
+        )
     if device == "nvme":
         raise ValueError(
             f"optimizer `{name}` holds its state in host memory, but offload_optimizer.device is `nvme`. "
@@ -230,13 +239,26 @@ SEAMS = (
         _configured,
         ("self", "model_parameters"),
     ),
-    Attribute("client optimizer", _ENGINE, "DeepSpeedEngine.zero_force_ds_cpu_optimizer", _forced, ("self",)),
+    Attribute(
+        "client optimizer",
+        _ENGINE,
+        "DeepSpeedEngine.zero_force_ds_cpu_optimizer",
+        _forced,
+        ("self",),
+    ),
     Member(
         "optimizers of ZeRO",
         "deepspeed.runtime.zero.utils",
         "ZERO_SUPPORTED_OPTIMIZERS",
         (StepwellAdamW, StepwellAdam, optim.AdamW, optim.Adam),
     ),
-    Attribute("16-bit masters, ZeRO-1/2", "deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedCPUAdam", _also_ours),
-    Attribute("16-bit masters, ZeRO-3", "deepspeed.runtime.zero.stage3", "DeepSpeedCPUAdam", _also_ours),
+    Attribute(
+        "16-bit masters, ZeRO-1/2",
+        "deepspeed.runtime.zero.stage_1_and_2",
+        "DeepSpeedCPUAdam",
+        _also_ours,
+    ),
+    Attribute(
+        "16-bit masters, ZeRO-3", "deepspeed.runtime.zero.stage3", "DeepSpeedCPUAdam", _also_ours
+    ),
 )

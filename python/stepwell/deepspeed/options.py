@@ -32,15 +32,29 @@ class Options:
         if not isinstance(self.engine, bool):
             raise ValueError(f"`stepwell.engine` is `{self.engine}`, expected true or false")  # noqa: TRY004
         if self.moments is not None and self.moments not in _state.MOMENTS:
-            raise ValueError(f"`stepwell.moments` is `{self.moments}`, expected one of {', '.join(_state.MOMENTS)}")
+            raise ValueError(
+                f"`stepwell.moments` is `{self.moments}`, expected one of {', '.join(_state.MOMENTS)}"
+            )
         if self.gate not in _GATES:
-            raise ValueError(f"`stepwell.gate` is `{self.gate}`, expected one of {', '.join(_GATES)}")
-        is_count = isinstance(self.threads, int) and not isinstance(self.threads, bool) and self.threads > 0
+            raise ValueError(
+                f"`stepwell.gate` is `{self.gate}`, expected one of {', '.join(_GATES)}"
+            )
+        is_count = (
+            isinstance(self.threads, int)
+            and not isinstance(self.threads, bool)
+            and self.threads > 0
+        )
         if self.threads is not None and not is_count:
-            raise ValueError(f"`stepwell.threads` is `{self.threads}`, expected a number of threads, 1 or more")
-        is_bytes = isinstance(self.host_bytes_max, int) and not isinstance(self.host_bytes_max, bool)
+            raise ValueError(
+                f"`stepwell.threads` is `{self.threads}`, expected a number of threads, 1 or more"
+            )
+        is_bytes = isinstance(self.host_bytes_max, int) and not isinstance(
+            self.host_bytes_max, bool
+        )
         if self.host_bytes_max is not None and not is_bytes:
-            raise ValueError(f"`stepwell.host_bytes_max` is `{self.host_bytes_max}`, expected a number of bytes")
+            raise ValueError(
+                f"`stepwell.host_bytes_max` is `{self.host_bytes_max}`, expected a number of bytes"
+            )
 
 
 def options_of(engine: Any) -> Options:
@@ -51,7 +65,9 @@ def options_of(engine: Any) -> Options:
     """
     block = engine._config._param_dict.get("stepwell", {})
     if not isinstance(block, Mapping):
-        raise ValueError(f'`stepwell` is `{block}`, expected a block. hint: "stepwell": {{"moments": "q8"}}')  # noqa: TRY004
+        raise ValueError(  # noqa: TRY004
+            f'`stepwell` is `{block}`, expected a block. hint: "stepwell": {{"moments": "q8"}}'
+        )
     known = [field.name for field in fields(Options)]
     unknown = sorted(block.keys() - set(known))
     if unknown:

@@ -1,10 +1,12 @@
 """Flat partitions of a model on the offload engine: ZeRO's data, without DeepSpeed.
 
-A partition is the piece of a parameter group's weights that this rank steps: its weights in one run on the device, and in
-host memory a master, a gradient and, where the master has another dtype, a twin of the weights. Bytes per parameter for a
-16-bit model with fp32 master and moments: 4 + 2 + 2, and 8 for the moments, which the caller holds. All of it is announced before any is taken.
+A partition is the piece of a parameter group's weights that this rank steps: its weights in one run
+on the device, and in host memory a master, a gradient and, where the master has another dtype, a
+twin of the weights. Bytes per parameter for a 16-bit model with fp32 master and moments: 4 + 2 + 2,
+and 8 for the moments, which the caller holds. All of it is announced before any is taken.
 
-- A gradient crosses the bus once, in the dtype it has, when it is complete; its device memory is free as soon as it has.
+- A gradient crosses the bus once, in the dtype it has, when it is complete; its device memory is
+  free as soon as it has.
 - Until then it is summed on the device.
 - Of every gradient the norm is taken on the device; the host waits once, for all of them.
 - What got no gradient is stepped with zeros.
@@ -82,7 +84,11 @@ class Partitions:
     """
 
     def __init__(
-        self, partitions: Sequence[Partition], *, threads: int | None = None, host_bytes_max: int | None = None
+        self,
+        partitions: Sequence[Partition],
+        *,
+        threads: int | None = None,
+        host_bytes_max: int | None = None,
     ) -> None:
         _announce(partitions, host_bytes_max)
         self.device = partitions[0].weight.device
@@ -91,7 +97,9 @@ class Partitions:
         # What a step in the background uses outlives it, whatever becomes of its owners.
         self._in_use: list[object] = []
         self._step_stream = 0
-        self._lane = _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
+        self._lane = (
+            _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
+        )
         weakref.finalize(self, _drain, self._engine, self._lane, self._in_use)
         self.grads: list[torch.Tensor] = []
         self.twins: list[torch.Tensor | None] = []
@@ -100,7 +108,9 @@ class Partitions:
             moved = self._memory(master.numel(), master.dtype, pinned=is_uploaded)
             moved.copy_(master.detach())
             master.data = moved
-            self.twins.append(None if is_uploaded else self._memory(master.numel(), weight.dtype, pinned=True))
+            self.twins.append(
+                None if is_uploaded else self._memory(master.numel(), weight.dtype, pinned=True)
+            )
             self.grads.append(self._memory(master.numel(), grad_dtype, pinned=True))
         # Sums that are not complete, and the norms of those that are, and so on their way.
         self._sums: dict[Fragment, torch.Tensor] = {}
@@ -119,16 +129,19 @@ class Partitions:
             self._engine.pin(buffer)
         return tensor_on(buffer).view(dtype)
 
-    # ---- gradients ---------------------------------------------------------------------------------------------------------
+    # ---- gradients ----
 
-    def add(self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False) -> None:
+    def add(
+        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False
+    ) -> None:
         """Adds to the gradient of a fragment, on the device.
 
         Args:
             fragment: whose gradient.
             piece: what is added: flat.
             is_owned: whether nobody else uses the memory of `piece` from now on.
-            is_total: whether `piece` is the sum of all that was added, in memory that holds it until the step.
+            is_total: whether `piece` is the sum of all that was added, in memory that holds it
+                until the step.
         """
         known = self._sums.get(fragment)
         if known is not None and not is_total:
@@ -187,18 +200,20 @@ class Partitions:
         self._sums.clear()
         self._norms.clear()
 
-    # ---- the step ------------------------------------------------------------------------------------------------------------
+    # ---- the step ----
 
     def prepare(
         self, updates: Sequence[Update], weights: Sequence[torch.Tensor], in_use: Sequence[object]
     ) -> partial[Any]:
         """Makes everything ready for a step, and returns the call that starts it in the background.
 
-        That raises ValueError where the step cannot be taken, with nothing changed, and OSError where the device has failed. After
+        That raises ValueError where the step cannot be taken, with nothing changed, and OSError
+        where the device has failed. After
         it: `forget`, or `drop` if it raised.
 
         Args:
-            updates: all partitions, in the order in which they are stepped; their tensors have `grads` and `twins`.
+            updates: all partitions, in the order in which they are stepped; their tensors have
+                `grads` and `twins`.
             weights: the partitions' weights on the device.
             in_use: what keeps the memory of the updates alive.
         """
@@ -255,7 +270,11 @@ class Partitions:
 
     def timing(self) -> dict[str, float]:
         """What the last step took, as `OffloadAdamW.timing` has it, but for what the optimizer does before it."""
-        return {**self._engine.timing(), "gate": self._seconds_waited, "bytes_downloaded": self._bytes_downloaded}
+        return {
+            **self._engine.timing(),
+            "gate": self._seconds_waited,
+            "bytes_downloaded": self._bytes_downloaded,
+        }
 
 
 class FragmentUploads:
@@ -295,12 +314,15 @@ def _announce(partitions: Sequence[Partition], host_bytes_max: int | None) -> No
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:
     # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
-    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if piece.is_cpu else torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(
+        piece, dtype=torch.float64 if piece.is_cpu else torch.float32
+    )
     return norm
 
 
 def _drain(engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane, _: list[object]) -> None:
-    # In a forked child there is nothing to wait for, and what a device that has failed says was said before.
+    # In a forked child there is nothing to wait for, and what a device that has failed says was
+    # said before.
     for wait in (lane.wait, partial(engine.synchronize, stream=0)):
         with contextlib.suppress(ValueError, OSError, RuntimeError):
             wait()

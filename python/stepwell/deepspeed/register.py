@@ -40,8 +40,11 @@ _LOCK = threading.Lock()
 
 def _without_shm(original: Any) -> Any:
     def build_shm_op() -> None:
-        # DeepSpeed then does inference_all_reduce by the process group, as it does where the op cannot be built.
-        _LOGGER.debug("left out DeepSpeed's shared-memory communication op, which would have to be compiled")
+        # DeepSpeed then does inference_all_reduce by the process group, as it does where the op
+        # cannot be built.
+        _LOGGER.debug(
+            "left out DeepSpeed's shared-memory communication op, which would have to be compiled"
+        )
 
     return build_shm_op
 
@@ -49,7 +52,9 @@ def _without_shm(original: Any) -> Any:
 _PLACES: tuple[Place, ...] = (
     NativeOp("op cpu_adam", "cpu_adam", cpu_adam),
     NativeOp("op fused_adam", "fused_adam", fused_adam, accelerator="cpu"),
-    Attribute("op deepspeed_shm_comm, left out", "deepspeed.comm.torch", "build_shm_op", _without_shm, ()),
+    Attribute(
+        "op deepspeed_shm_comm, left out", "deepspeed.comm.torch", "build_shm_op", _without_shm, ()
+    ),
     Attribute(
         "making of DeepSpeedCPUAdam",
         "deepspeed.ops.adam.cpu_adam",
@@ -133,20 +138,23 @@ def _fill() -> None:
 def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
     """Puts Stepwell into DeepSpeed, for this process and those that DeepSpeed spawns.
 
-    From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`, SuperOffload, ZenFlow) runs on
-    Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is known, and none of these paths compiles anything. ZeRO with CPU
-    offload runs on the offload engine as a whole, unless the block `"stepwell"` of the JSON says otherwise (`options.Options`).
+    From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`,
+    SuperOffload, ZenFlow) runs on Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is
+    known, and none of these paths compiles anything. ZeRO with CPU offload runs on the offload
+    engine as a whole, unless the block `"stepwell"` of the JSON says otherwise (`options.Options`).
 
-    Where DeepSpeed is not imported yet, that is done at the end of its import, and costs nothing before. Engines and
-    optimizers that exist already are left as they are. Calling it again only sets `nonfinite`.
+    Where DeepSpeed is not imported yet, that is done at the end of its import, and costs nothing
+    before. Engines and optimizers that exist already are left as they are. Calling it again only
+    sets `nonfinite`.
 
     Args:
-        nonfinite: what a NaN or an infinity in a gradient does that DeepSpeed itself has not caught: "raise" a ValueError
-            before anything is changed, or "propagate", as DeepSpeed's own op, which saves reading the gradients once more.
+        nonfinite: what a NaN or an infinity in a gradient does that DeepSpeed itself has not
+            caught: "raise" a ValueError before anything is changed, or "propagate", as DeepSpeed's
+            own op, which saves reading the gradients once more.
 
     Raises:
-        ImportError: there is no DeepSpeed, or it lacks a seam, which is named; nothing was changed. Where DeepSpeed is not
-            imported yet, its import raises the latter.
+        ImportError: there is no DeepSpeed, or it lacks a seam, which is named; nothing was changed.
+            Where DeepSpeed is not imported yet, its import raises the latter.
         ValueError: for another `nonfinite`.
     """
     if nonfinite not in ("raise", "propagate"):
@@ -171,10 +179,14 @@ def _fill_unless_reporting() -> None:
 def seam_report() -> list[Seam]:
     """Which seams the installed DeepSpeed has, and which of them Stepwell is in, in this process.
 
-    Imports DeepSpeed if it is installed, so that seams are filled after `register`, and only then. Raises nothing.
+    Imports DeepSpeed if it is installed, so that seams are filled after `register`, and only then.
+    Raises nothing.
     """
     if not _is_installed():
-        return [Seam(place.name, False, False, f"{place.where}: deepspeed is not installed") for place in _PLACES]
+        return [
+            Seam(place.name, False, False, f"{place.where}: deepspeed is not installed")
+            for place in _PLACES
+        ]
     try:
         importlib.import_module("deepspeed")
     except ImportError:

@@ -81,7 +81,8 @@ def _is_of_another(accelerator: str | None) -> str | None:
 class Attribute:
     """A function, method, class or name of a module that gets another value.
 
-    The value that was there is `stepwell_original` of the one that replaces it, which is also how that is recognized.
+    The value that was there is `stepwell_original` of the one that replaces it, which is also how
+    that is recognized.
     """
 
     name: str
@@ -114,7 +115,9 @@ class Attribute:
         names = tuple(inspect.signature(value).parameters)[: len(self.parameters)]
         # A replacement may take anything and pass it on.
         if names != self.parameters and not hasattr(value, "stepwell_original"):
-            return f"`{self.where}` takes `{', '.join(names)}`, expected {', '.join(self.parameters)}"
+            return (
+                f"`{self.where}` takes `{', '.join(names)}`, expected {', '.join(self.parameters)}"
+            )
         return None
 
     def unused(self) -> str | None:
@@ -210,7 +213,11 @@ class Member:
         module = _import(self.module)
         if isinstance(module, str):
             return module
-        return None if isinstance(getattr(module, self.path, None), list) else f"`{self.where}` is no list"
+        return (
+            None
+            if isinstance(getattr(module, self.path, None), list)
+            else f"`{self.where}` is no list"
+        )
 
     def unused(self) -> str | None:
         """Why it is left as it is on this machine; None if it is to be filled."""
@@ -233,7 +240,8 @@ class Member:
 class Overridden:
     """A class in whose place Stepwell makes a subclass of it, and the methods that the subclass overrides or calls.
 
-    Where one of them is missing or takes something else, the class itself is used: no reason to refuse a version.
+    Where one of them is missing or takes something else, the class itself is used: no reason to
+    refuse a version.
     """
 
     name: str
@@ -254,7 +262,11 @@ class Overridden:
         module = _import(self.module)
         if isinstance(module, str):
             return module
-        return None if isinstance(getattr(module, self.path, None), type) else f"`{self.where}` is no class"
+        return (
+            None
+            if isinstance(getattr(module, self.path, None), type)
+            else f"`{self.where}` is no class"
+        )
 
     def unused(self) -> str | None:
         """Why it is left as it is with this version of DeepSpeed; None if it is not."""

@@ -1,7 +1,8 @@
 """Steps of DeepSpeed's CPU optimizers, all or nothing.
 
-DeepSpeed counts a step before it calls the native op, parameter by parameter. So what is wrong with the gradients of a
-step is found before its first update, and where an update fails all the same, its count is taken back.
+DeepSpeed counts a step before it calls the native op, parameter by parameter. So what is wrong with
+the gradients of a step is found before its first update, and where an update fails all the same,
+its count is taken back.
 """
 
 from __future__ import annotations

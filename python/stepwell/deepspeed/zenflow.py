@@ -1,7 +1,8 @@
 """The ZenFlow part of DeepSpeed's native op `cpu_adam`: updates by a process of their own, told through shared memory.
 
-The training process lays a control block into a shared tensor and submits steps to it; the optimizer process, which maps
-the same tensors, runs them one after the other. Two process-shared semaphores carry the turns.
+The training process lays a control block into a shared tensor and submits steps to it; the
+optimizer process, which maps the same tensors, runs them one after the other. Two process-shared
+semaphores carry the turns.
 """
 
 from __future__ import annotations
@@ -138,12 +139,16 @@ class _Control(ctypes.Structure):
         """Raises ValueError if the worker has ended for a step that it could not do."""
         if self.error:
             reason = self.error.decode(errors="replace")
-            raise ValueError(f"the ZenFlow optimizer process could not step, and has ended: {reason}")
+            raise ValueError(
+                f"the ZenFlow optimizer process could not step, and has ended: {reason}"
+            )
 
 
 def _control(address: int) -> _Control:
     if not address:
-        raise ValueError("the control block has the address `0`. hint: pass the data_ptr() of a shared tensor")
+        raise ValueError(
+            "the control block has the address `0`. hint: pass the data_ptr() of a shared tensor"
+        )
     return _Control.from_address(address)
 
 
@@ -221,7 +226,9 @@ def zenflow_adam_create(optimizer_id: int, affinity: Sequence[int]) -> int:
     is_decoupled(optimizer_id)
     cpus = [int(cpu) for cpu in affinity]
     handle = next(_HANDLES)
-    _WORKERS[handle] = _Worker(optimizer_id, _core.Pool(cpus=cpus) if cpus else _core.Pool.default())
+    _WORKERS[handle] = _Worker(
+        optimizer_id, _core.Pool(cpus=cpus) if cpus else _core.Pool.default()
+    )
     return handle
 
 
@@ -262,7 +269,9 @@ def zenflow_adam_register_group(
         )
     worker = _worker(handle)
     if len(worker.groups) == GROUPS_MAX:
-        raise ValueError(f"ZenFlow has more than `{GROUPS_MAX}` parameter groups. hint: merge groups of equal options")
+        raise ValueError(
+            f"ZenFlow has more than `{GROUPS_MAX}` parameter groups. hint: merge groups of equal options"
+        )
     worker.groups.append(group)
 
 
@@ -356,7 +365,9 @@ def zenflow_adam_submit(
             f"{control.num_groups} of each. hint: zenflow_adam_ctrl_init was given that number"
         )
     if now_state not in (0, 1) or step < 1:
-        raise ValueError(f"`now_state, step` is `{now_state}, {step}`, expected 0 or 1, and a number from 1")
+        raise ValueError(
+            f"`now_state, step` is `{now_state}, {step}`, expected 0 or 1, and a number from 1"
+        )
     numbers = [[float(value) for value in values] for values in zip(*hypers, strict=True)]
     if not all(math.isfinite(number) for group in numbers for number in group):
         raise ValueError(f"hyper-parameters of the groups are `{numbers}`, expected finite numbers")

@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO-3 optimizer with its CPU offload on the offload engine. Imports DeepSpeed's, and is imported late.
 
-What its structure allows: a gradient crosses the bus once, in the dtype that it is reduced in, not three times; unscaling, clip, Adam and
-the new 16-bit weights are one pass over all sub-groups; weights go up while later ones are stepped. `step()` waits for the end of
-it, since partitions are gathered by other ways than forwards.
+What its structure allows: a gradient crosses the bus once, in the dtype that it is reduced in, not
+three times; unscaling, clip, Adam and the new 16-bit weights are one pass over all sub-groups;
+weights go up while later ones are stepped. `step()` waits for the end of it, since partitions are
+gathered by other ways than forwards.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     ) -> None:
         self._options = options
         self._operands = Operands(init_optimizer, dist.get_rank())
-        # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched then, and takes no memory.
+        # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
+        # then, and takes no memory.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False})
         super().__init__(module, init_optimizer, *args, offload_optimizer_config=config, **kwargs)
 
@@ -49,7 +51,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Called by DeepSpeed's constructor; makes no fp32 gradients."""
         weights = self.fp16_partitioned_groups_flat
         partitions = [
-            Partition(master, weight, self.gradient_accumulation_dtype, self._operands.moments_bytes(master))
+            Partition(
+                master,
+                weight,
+                self.gradient_accumulation_dtype,
+                self._operands.moments_bytes(master),
+            )
             for master, weight in zip(self.fp32_partitioned_groups_flat, weights, strict=True)
         ]
         self._partitions = Partitions(
@@ -61,15 +68,21 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """What the last step took in the background, as `OffloadAdamW.timing`."""
         return self._partitions.timing()
 
-    # ---- gradients -----------------------------------------------------------------------------------------------------
+    # ---- gradients ----
 
     def _fragment(self, param: Any) -> Fragment:
         return Fragment(*self.grad_position[self.get_param_id(param)])
 
-    def partition_grads(self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]) -> None:
+    def partition_grads(
+        self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
+    ) -> None:
         """This rank's pieces of some gradients are reduced."""
         is_last = self.is_gradient_accumulation_boundary()
-        stream = None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
+        stream = (
+            None
+            if get_accelerator().is_synchronized_device()
+            else get_accelerator().current_stream()
+        )
         for param, piece in zip(params_to_release, grad_partitions, strict=True):
             # Beyond the end of a parameter that does not divide by the ranks there is nothing.
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
@@ -94,7 +107,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         group, begin, numel = self._fragment(param)
         return self._partitions.grads[group].narrow(0, begin, numel)
 
-    def _get_fp32_grad_state_partition(self, param: Any, release_swap_buffers: bool) -> tuple[torch.Tensor, int]:
+    def _get_fp32_grad_state_partition(
+        self, param: Any, release_swap_buffers: bool
+    ) -> tuple[torch.Tensor, int]:
         self._partitions.arrive()
         return self._grad(param), self._fragment(param).group
 
@@ -123,9 +138,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Sets the gradients of parameters by what they are."""
         for param in param_list:
             if param.requires_grad:
-                self.set_fp32_grad_for_param(update_func(self.get_fp32_grad_for_param(param), param), param)
+                self.set_fp32_grad_for_param(
+                    update_func(self.get_fp32_grad_for_param(param), param), param
+                )
 
-    # ---- the step ------------------------------------------------------------------------------------------------------
+    # ---- the step ----
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -155,7 +172,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
         operands = [
             self._operands.of(self.sub_group_to_group_id[group], group, master, grad, twin)
-            for group, (master, grad, twin) in enumerate(zip(masters, partitions.grads, partitions.twins, strict=True))
+            for group, (master, grad, twin) in enumerate(
+                zip(masters, partitions.grads, partitions.twins, strict=True)
+            )
         ]
         updates = [
             Update(group, operand.tensor, operand.step, operand.hyper.core(grad_scale))

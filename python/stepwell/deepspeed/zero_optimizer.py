@@ -1,13 +1,16 @@
 """DeepSpeed's ZeRO-1 and -2 optimizer with its CPU offload on the offload engine. Imports DeepSpeed's, and is imported late.
 
-Everything that others read stays DeepSpeed's: the fp32 partitions and the optimizer's state, so checkpoints of all kinds and
-`safe_get_full_*`, the order of reductions, loss scaling, what is logged. Different are the ways of gradients and weights:
-see `stepwell.deepspeed.partitions`. Not there any more: fp32 gradients on the host, the passes that unscale, clip and cast
-them, and the host's waits for every parameter's norm and overflow.
+Everything that others read stays DeepSpeed's: the fp32 partitions and the optimizer's state, so
+checkpoints of all kinds and `safe_get_full_*`, the order of reductions, loss scaling, what is
+logged. Different are the ways of gradients and weights: see `stepwell.deepspeed.partitions`. Not
+there any more: fp32 gradients on the host, the passes that unscale, clip and cast them, and the
+host's waits for every parameter's norm and overflow.
 
-- On one rank nothing is reduced, so nothing goes through reduction buckets, and forwards wait for their own weights only.
+- On one rank nothing is reduced, so nothing goes through reduction buckets, and forwards wait for
+  their own weights only.
 - On several, reductions are DeepSpeed's; `step()` waits for the uploads and gathers.
-- A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they were made with.
+- A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they
+  were made with.
 """
 
 from __future__ import annotations
@@ -47,7 +50,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     """See the module. Takes what its base class takes, and `options`."""
 
     def __init__(
-        self, init_optimizer: Any, *args: Any, options: Options, offload_optimizer_config: Any, **kwargs: Any
+        self,
+        init_optimizer: Any,
+        *args: Any,
+        options: Options,
+        offload_optimizer_config: Any,
+        **kwargs: Any,
     ) -> None:
         self._masters: list[torch.Tensor] = []
         self._partitions: Partitions
@@ -58,7 +66,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         config = offload_optimizer_config.model_copy(update={"pin_memory": False})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
 
-    # ---- data ----------------------------------------------------------------------------------------------------------
+    # ---- data ----
 
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
@@ -84,7 +92,10 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _weights(self) -> list[torch.Tensor]:
         """This rank's part of the weights of each group."""
         ranks = [dist.get_rank(group=group) for group in self.real_dp_process_group]
-        return [pieces[rank] for pieces, rank in zip(self.parallel_partitioned_bit16_groups, ranks, strict=True)]
+        return [
+            pieces[rank]
+            for pieces, rank in zip(self.parallel_partitioned_bit16_groups, ranks, strict=True)
+        ]
 
     def _fragment(self, param: torch.Tensor) -> Fragment:
         group, _, begin, numel = self.grad_position[self.get_param_id(param)]
@@ -95,17 +106,26 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[torch.Tensor] = []
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         self._is_alone = dist.get_world_size(group=self.dp_process_group) == 1
-        sums_apart = [self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))]
-        # Sums in fp32 are added up where reductions end, and those of sequence parallelism are more than averages.
-        self._is_unreduced = self._is_alone and self.sequence_parallel_size == 1 and not any(sums_apart)
+        sums_apart = [
+            self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))
+        ]
+        # Sums in fp32 are added up where reductions end, and those of sequence parallelism are more
+        # than averages.
+        self._is_unreduced = (
+            self._is_alone and self.sequence_parallel_size == 1 and not any(sums_apart)
+        )
         partitions = [
             Partition(
                 master,
                 weight,
-                self.gradient_accumulation_dtype if is_apart or self.use_grad_accum_attribute else weight.dtype,
+                self.gradient_accumulation_dtype
+                if is_apart or self.use_grad_accum_attribute
+                else weight.dtype,
                 self._operands.moments_bytes(master),
             )
-            for master, weight, is_apart in zip(self._masters, self._weights(), sums_apart, strict=True)
+            for master, weight, is_apart in zip(
+                self._masters, self._weights(), sums_apart, strict=True
+            )
         ]
         self._partitions = Partitions(
             partitions, threads=self._options.threads, host_bytes_max=self._options.host_bytes_max
@@ -120,7 +140,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         for group, params in enumerate(self.params_in_partition):
             fragments = map(self._fragment, params)
             grad = self._partitions.grads[group]
-            self.offload_gradient_dict[group] = [grad.narrow(0, begin, numel) for _, begin, numel in fragments]
+            self.offload_gradient_dict[group] = [
+                grad.narrow(0, begin, numel) for _, begin, numel in fragments
+            ]
 
     def _link_all_hp_params(self) -> None:
         super()._link_all_hp_params()
@@ -129,7 +151,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 if param._hp_mapping is not None:
                     param._hp_mapping.stepwell_partitions = self._partitions
 
-    # ---- gradients -----------------------------------------------------------------------------------------------------
+    # ---- gradients ----
 
     def setup_buckets(self) -> None:
         """The beginning of a backward."""
@@ -167,7 +189,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             total = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
             self._partitions.add(fragment, total, is_owned=True, is_total=True)
         else:
-            piece = self.get_param_gradient_attribute(param).detach().reshape(-1).narrow(0, source, numel)
+            piece = (
+                self.get_param_gradient_attribute(param)
+                .detach()
+                .reshape(-1)
+                .narrow(0, source, numel)
+            )
             # Reduced gradients lie in buckets.
             self._partitions.add(fragment, piece, is_owned=self._is_unreduced)
         self.clear_grad_attribute(param)
@@ -178,7 +205,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # The step sends what has not been sent.
         pass
 
-    # ---- the step ------------------------------------------------------------------------------------------------------
+    # ---- the step ----
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -246,10 +273,13 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
         self.timers(OPTIMIZER_STEP_TIMER).start()
-        # Small groups first: biases and norms are of every layer, and the first would wait for the last.
+        # Small groups first: biases and norms are of every layer, and the first would wait for the
+        # last.
         groups = sorted(range(len(self._masters)), key=lambda group: self._masters[group].numel())
         operands = [
-            self._operands.of(group, group, self._masters[group], partitions.grads[group], partitions.twins[group])
+            self._operands.of(
+                group, group, self._masters[group], partitions.grads[group], partitions.twins[group]
+            )
             for group in groups
         ]
         updates = [
@@ -268,14 +298,17 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             partitions.finish()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
 
-    # ---- waiting -------------------------------------------------------------------------------------------------------
+    # ---- waiting ----
 
     def _open_gate(self) -> bool:
         """Whether forwards wait for the weights of the step that comes."""
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._is_alone and self._options.gate == "module":
             self._gate = Gate(
-                params, FragmentUploads(self._partitions, dict(zip(params, map(self._fragment, params), strict=True)))
+                params,
+                FragmentUploads(
+                    self._partitions, dict(zip(params, map(self._fragment, params), strict=True))
+                ),
             )
         if self._gate is None or not self._gate.is_open:
             return False
@@ -285,7 +318,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def synchronize(self) -> None:
         """Waits until the last step is complete in host memory; the current stream waits for the weights.
 
-        Needed before weights are read by other ways than forwards of modules and their `state_dict`.
+        Needed before weights are read by other ways than forwards of modules and their
+        `state_dict`.
         """
         if self._is_made():
             self._partitions.finish()

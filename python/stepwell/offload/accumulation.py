@@ -1,10 +1,12 @@
 """Sums of gradients in host memory: every backward's gradients come down and are added there, and the device keeps none.
 
-- A sum is that of the same additions in the same order as on the device, in the gradient's dtype: the same bits.
-- In the place of a gradient that was taken, the parameter has a marker: its shape, one element of memory, NaN. Who clears
-  gradients removes it, and the sum with it; who reads one sees NaN; who scales one in place gets torch's error.
-- Memory beside the sums: `STAGING_BYTES`, pinned. Cost: a byte of gradient crosses the bus in each backward, and the host's
-  memory five times.
+- A sum is that of the same additions in the same order as on the device, in the gradient's dtype:
+  the same bits.
+- In the place of a gradient that was taken, the parameter has a marker: its shape, one element of
+  memory, NaN. Who clears gradients removes it, and the sum with it; who reads one sees NaN; who
+  scales one in place gets torch's error.
+- Memory beside the sums: `STAGING_BYTES`, pinned. Cost: a byte of gradient crosses the bus in each
+  backward, and the host's memory five times.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ class HostSums:
         self._markers: dict[torch.Tensor, torch.Tensor] = {}
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        slots = (torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_SLOTS))
-        self._slots: deque[tuple[torch.Tensor, Future[None] | None]] = deque((slot, None) for slot in slots)
+        slots = (
+            torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(_SLOTS)
+        )
+        self._slots: deque[tuple[torch.Tensor, Future[None] | None]] = deque(
+            (slot, None) for slot in slots
+        )
         self._adder = ThreadPoolExecutor(1, "stepwell-accumulate")
         self._process = os.getpid()
         self._nbytes = 0
@@ -85,7 +91,9 @@ class HostSums:
         is_first = param not in self._markers
         self._nbytes += grad.nbytes
         length = _SLOT_BYTES // grad.itemsize
-        for piece, part in zip(torch.split(target, length), torch.split(grad.view(-1), length), strict=True):
+        for piece, part in zip(
+            torch.split(target, length), torch.split(grad.view(-1), length), strict=True
+        ):
             staging, last_use = self._slots.popleft()
             try:
                 if last_use is not None:
@@ -95,7 +103,9 @@ class HostSums:
                 last_use = self._adder.submit(_add, arrived, piece, staged, is_first)
             finally:
                 self._slots.append((staging, last_use))
-        self._markers[param] = torch.full((), math.nan, dtype=grad.dtype, device=grad.device).expand(grad.shape)
+        self._markers[param] = torch.full(
+            (), math.nan, dtype=grad.dtype, device=grad.device
+        ).expand(grad.shape)
         param.grad = self._markers[param]
 
     def _copy(self, part: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event | None:
@@ -126,7 +136,9 @@ class HostSums:
 
 
 @torch.no_grad()
-def _add(arrived: torch.cuda.Event | None, target: torch.Tensor, staged: torch.Tensor, is_first: bool) -> None:
+def _add(
+    arrived: torch.cuda.Event | None, target: torch.Tensor, staged: torch.Tensor, is_first: bool
+) -> None:
     if arrived is not None:
         arrived.synchronize()
     if is_first:

@@ -1,9 +1,11 @@
 """The core's offload engine over torch tensors: streams, addresses, and what has to stay alive while copies run.
 
-- Memory that a copy reads or writes is held here until the current stream is ordered after the copy, so that a gradient may be
-  freed, and a parameter given other memory, at any time. Gradients may be written in place once `step` has `release`d them: before
-  that no stream can wait for copies which the device does not have yet.
-- A step ends before anything that it works with is freed, also where the garbage collector takes all of it at once.
+- Memory that a copy reads or writes is held here until the current stream is ordered after the
+  copy, so that a gradient may be freed, and a parameter given other memory, at any time. Gradients
+  may be written in place once `step` has `release`d them: before that no stream can wait for copies
+  which the device does not have yet.
+- A step ends before anything that it works with is freed, also where the garbage collector takes
+  all of it at once.
 """
 
 from __future__ import annotations
@@ -59,7 +61,13 @@ class Engine:
         OSError: the device cannot be had, or refuses to pin.
     """
 
-    def __init__(self, device: torch.device, params: Iterable[torch.Tensor], twins: Twins, threads: int | None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        params: Iterable[torch.Tensor],
+        twins: Twins,
+        threads: int | None,
+    ) -> None:
         self._device = device
         self._twins = twins
         self._indices = {param: index for index, param in enumerate(params)}
@@ -88,7 +96,11 @@ class Engine:
 
         Not while a step is running.
         """
-        pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True) if local(grad).numel()]
+        pairs = [
+            (param, local(grad))
+            for param, grad in zip(params, grads, strict=True)
+            if local(grad).numel()
+        ]
         self._sources += [grad for _, grad in pairs]
         self._core.take(
             [self._indices[param] for param, _ in pairs],
@@ -102,9 +114,12 @@ class Engine:
 
         After it, and before anybody writes a gradient: `release`.
         """
-        hypers: dict[Hyper, _core.Hyper] = {update.hyper: update.hyper.core(grad_scale) for update in updates}
+        hypers: dict[Hyper, _core.Hyper] = {
+            update.hyper: update.hyper.core(grad_scale) for update in updates
+        }
         stepped = [update for update in updates if update.operand.tensor is not None]
-        # Not the parameters: their memory may be swapped for other while new weights are on their way.
+        # Not the parameters: their memory may be swapped for other while new weights are on their
+        # way.
         weights = [local(update.param).detach() for update in stepped]
         self._weights = weights
         self._step_stream = self._stream()

@@ -1,14 +1,15 @@
 """Waits in front of module forwards: a forward that needs a weight waits until it has arrived, and for no other.
 
-What is gated is the forward of `torch.nn.Module`s that hold parameters of the optimizer. A module waits for its own
-parameters and for those of submodules that it uses without calling them, which a forward in training mode shows; in
-evaluation mode, where modules may take short cuts, the first module called waits for everything beneath it. A weight read
-by any other way (`parameter.norm()`, an average of weights) is not seen: that takes `optimizer.synchronize()`, or
-`gate="step"`. Where such a read has a part in a loss and the parameter has not been waited for by then, its gradient gives it
-away, and the backward raises.
+What is gated is the forward of `torch.nn.Module`s that hold parameters of the optimizer. A module
+waits for its own parameters and for those of submodules that it uses without calling them, which a
+forward in training mode shows; in evaluation mode, where modules may take short cuts, the first
+module called waits for everything beneath it. A weight read by any other way (`parameter.norm()`,
+an average of weights) is not seen: that takes `optimizer.synchronize()`, or `gate="step"`. Where
+such a read has a part in a loss and the parameter has not been waited for by then, its gradient
+gives it away, and the backward raises.
 
-Compiled code has no hooks: where torch.compile traces a gated module, that module is no longer gated and every step waits
-for its uploads, which is the same result.
+Compiled code has no hooks: where torch.compile traces a gated module, that module is no longer
+gated and every step waits for its uploads, which is the same result.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def _something_is_compiled() -> bool:
 
 def _is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of `module` go to torch.compile, though it may not have traced anything yet."""
-    return module.__dict__.get("_compiled_call_impl") is not None or type(module).__name__ == "OptimizedModule"
+    return (
+        module.__dict__.get("_compiled_call_impl") is not None
+        or type(module).__name__ == "OptimizedModule"
+    )
 
 
 class Uploads(Protocol):
@@ -102,11 +106,17 @@ class Gate:
         modules = _modules()
         by_id = {id(module): module for module in modules}
         for module in modules:
-            children = [child for child in module.__dict__.get("_modules", {}).values() if child is not None]
+            children = [
+                child for child in module.__dict__.get("_modules", {}).values() if child is not None
+            ]
             self._children[id(module)] = [id(child) for child in children]
             for child in children:
                 self._parents.setdefault(id(child), []).append(id(module))
-            owned = [p for p in module.__dict__.get("_parameters", {}).values() if p is not None and p in self._params]
+            owned = [
+                p
+                for p in module.__dict__.get("_parameters", {}).values()
+                if p is not None and p in self._params
+            ]
             if owned:
                 self._owned[id(module)] = owned
         gated = self._reached(self._owned, self._parents)
@@ -156,7 +166,9 @@ class Gate:
     def close(self) -> None:
         """No forward waits any more: compiled code does not call the hooks."""
         if self.is_open:
-            _LOGGER.info("gate='step': torch.compile traces a module whose forward would have to wait")
+            _LOGGER.info(
+                "gate='step': torch.compile traces a module whose forward would have to wait"
+            )
             self.is_open = False
         self._uploads.finish()
         self.clear()

@@ -1,7 +1,8 @@
 """Gradients on their way from autograd to the host: which backward is the last, and whether what was copied is what is stepped.
 
-A gradient that is copied during the backward may still be changed before the step (clipping, another backward). It is then
-copied again: a copy counts only while the gradient is the same tensor at the same version.
+A gradient that is copied during the backward may still be changed before the step (clipping,
+another backward). It is then copied again: a copy counts only while the gradient is the same tensor
+at the same version.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ class Gradients:
     def add(self, param: torch.Tensor, grad: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
         """Sets a last gradient aside, and returns those that are to be copied now: in batches, since each copy costs a call.
 
-        The latest is never among them. The last of all is so left to the step, whose norm it would hold up: that comes down
-        behind what is on its way.
+        The latest is never among them. The last of all is so left to the step, whose norm it would
+        hold up: that comes down behind what is on its way.
         """
         batch: dict[torch.Tensor, torch.Tensor] = {}
         if sum(each.nbytes for each in self._waiting.values()) >= BATCH_BYTES:
@@ -106,10 +107,16 @@ def may_change_after_backward(param: torch.Tensor) -> bool:
     distributed = torch.distributed
     if is_dtensor(param):
         return True
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return (
+        distributed.is_available()
+        and distributed.is_initialized()
+        and distributed.get_world_size() > 1
+    )
 
 
-def check_in_place(param: torch.Tensor, twins: Twins, device: torch.device, label: Callable[[], str]) -> None:
+def check_in_place(
+    param: torch.Tensor, twins: Twins, device: torch.device, label: Callable[[], str]
+) -> None:
     """Raises ValueError, which calls it `label()`, if `param` is not where and what it was when it was added."""
     if param not in twins:
         raise ValueError(
@@ -153,7 +160,9 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
             "hint: grad.to(parameter.dtype)"
         )
     if is_dtensor(param) != is_dtensor(grad):
-        raise ValueError(f"only one of {label()} and its gradient is a DTensor. hint: distribute both alike")
+        raise ValueError(
+            f"only one of {label()} and its gradient is a DTensor. hint: distribute both alike"
+        )
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
     if local(grad).shape != piece.shape:
@@ -161,4 +170,8 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
             f"the gradient of {label()} has the shape `{tuple(local(grad).shape)}`, expected `{tuple(piece.shape)}`. "
             "hint: clear stale gradients by zero_grad() after a change of the parameter"
         )
-    return grad if local(grad).is_contiguous() and not local(grad).is_neg() else grad.contiguous().resolve_neg()
+    return (
+        grad
+        if local(grad).is_contiguous() and not local(grad).is_neg()
+        else grad.contiguous().resolve_neg()
+    )

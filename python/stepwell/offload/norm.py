@@ -15,11 +15,14 @@ if TYPE_CHECKING:
 __all__ = ["squared_norm"]
 
 
-def squared_norm(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def squared_norm(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], device: torch.device
+) -> torch.Tensor:
     """The sum of squares of all gradients, a float64 scalar on `device`; not finite if a gradient is not.
 
-    Norms of single gradients are float32 and their squares are summed in double precision, in the order given: equal gradients
-    give equal bits. Pieces of DTensors are summed over the ranks that hold them, which all have to call this.
+    Norms of single gradients are float32 and their squares are summed in double precision, in the
+    order given: equal gradients give equal bits. Pieces of DTensors are summed over the ranks that
+    hold them, which all have to call this.
 
     Args:
         params: the parameters.
@@ -44,7 +47,9 @@ def squared_norm(params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], 
     return _over_ranks(params, squares, sharded)
 
 
-def _over_ranks(params: Sequence[torch.Tensor], squares: torch.Tensor, sharded: list[int]) -> torch.Tensor:
+def _over_ranks(
+    params: Sequence[torch.Tensor], squares: torch.Tensor, sharded: list[int]
+) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     layouts: dict[Any, list[int]] = defaultdict(list)
@@ -61,5 +66,7 @@ def _over_ranks(params: Sequence[torch.Tensor], squares: torch.Tensor, sharded: 
         placements = [Partial("sum") if cut else Replicate() for cut in cuts]
         if mine.device.type != mesh.device_type:
             mine = mine.to(mesh.device_type)
-        total = total + DTensor.from_local(mine, mesh, placements, run_check=False).full_tensor().to(total.device)
+        total = total + DTensor.from_local(
+            mine, mesh, placements, run_check=False
+        ).full_tensor().to(total.device)
     return total

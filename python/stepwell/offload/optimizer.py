@@ -18,7 +18,13 @@ from stepwell.offload.budget import GIB, announce
 from stepwell.offload.engine import Engine
 from stepwell.offload.fingerprints import Fingerprints
 from stepwell.offload.gate import Gate
-from stepwell.offload.gradients import Gradients, OnGrad, check_in_place, checked, may_change_after_backward
+from stepwell.offload.gradients import (
+    Gradients,
+    OnGrad,
+    check_in_place,
+    checked,
+    may_change_after_backward,
+)
 from stepwell.offload.norm import squared_norm
 from stepwell.offload.twins import Twins
 from stepwell.optim import AdamW, Moments, Nonfinite, Update
@@ -43,56 +49,70 @@ _CLIP_EPS = 1e-6
 class OffloadAdamW(AdamW):
     """AdamW over parameters on an accelerator: gradients come to host memory, new weights go back, the rest stays there.
 
-    `step()` computes the norm of all gradients on the device, decides there and then (clip coefficient, finite check), and
-    leaves the rest to the background: gradients are copied to the host, stepped chunk by chunk in the order of the
-    parameters, and every new weight is on its way back as soon as it is ready. It returns when the device has been given
-    all copies, so that gradients may be written again. The next forward waits module by module
-    for its own weights (`gate="module"`), with the same result, bit for bit, as if `step()` had waited for all.
+    `step()` computes the norm of all gradients on the device, decides there and then (clip
+    coefficient, finite check), and leaves the rest to the background: gradients are copied to the
+    host, stepped chunk by chunk in the order of the parameters, and every new weight is on its way
+    back as soon as it is ready. It returns when the device has been given all copies, so that
+    gradients may be written again. The next forward waits module by module for its own weights
+    (`gate="module"`), with the same result, bit for bit, as if `step()` had waited for all.
 
-    What waits by itself: forwards of the modules that hold the parameters (also in evaluation), their `state_dict` and
-    `load_state_dict`, and this optimizer's methods. What cannot: a parameter that is read or written in another way
-    (`parameter.norm()`, an average of weights, `copy.deepcopy(model)`, `model.to(...)`). Before that call `synchronize()`, or
-    use `gate="step"`. Under torch.compile, and for DTensor parameters (FSDP2), `step()` waits as with `gate="step"`.
+    What waits by itself: forwards of the modules that hold the parameters (also in evaluation),
+    their `state_dict` and `load_state_dict`, and this optimizer's methods. What cannot: a parameter
+    that is read or written in another way (`parameter.norm()`, an average of weights,
+    `copy.deepcopy(model)`, `model.to(...)`). Before that call `synchronize()`, or use
+    `gate="step"`. Under torch.compile, and for DTensor parameters (FSDP2), `step()` waits as with
+    `gate="step"`.
 
-    What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data = ...`) is stepped from
-    then on. A write through `parameter.data` without a version change (`parameter.data.copy_`) is not seen: call
-    `reread_parameters()` after it.
+    What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
+    ...`) is stepped from then on. A write through `parameter.data` without a version change
+    (`parameter.data.copy_`) is not seen: call `reread_parameters()` after it.
 
-    Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments, 8.1 with q8; for
-    float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before it is taken.
+    Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
+    8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
+    it is taken.
 
     Args:
-        params: parameters on one accelerator, (name, parameter) pairs (`model.named_parameters()`) or parameter groups, in the
-            order in which the forward uses them. Frozen parameters take no memory. On the CPU everything works as well.
+        params: parameters on one accelerator, (name, parameter) pairs (`model.named_parameters()`)
+            or parameter groups, in the order in which the forward uses them. Frozen parameters take
+            no memory. On the CPU everything works as well.
         lr: learning rate; a number or a tensor of one element.
         betas: decay of the moments per step.
         eps: added to the root of the second moment.
         weight_decay: `lr * weight_decay * parameter` is taken off the parameter.
-        clip_norm: the norm of all gradients is clipped to it, as by torch.nn.utils.clip_grad_norm_ but without a pass over the
-            gradients. None: no clipping.
-        moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4) or "q8" (2.1).
-        gate: who waits for the new weights: "module", each forward for its own; "step", `step()` for all.
-        accumulate: where the gradients of several backwards are summed: "device", in `parameter.grad`, which crosses the bus
-            once; or "host", which frees every gradient on the device as soon as it is there, and moves it in each backward.
-            The sums are the same. "host" takes one process (neither DDP nor DTensor), no GradScaler, and clips by `clip_norm`
+        clip_norm: the norm of all gradients is clipped to it, as by torch.nn.utils.clip_grad_norm_
+            but without a pass over the gradients. None: no clipping.
+        moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4)
+            or "q8" (2.1).
+        gate: who waits for the new weights: "module", each forward for its own; "step", `step()`
+            for all.
+        accumulate: where the gradients of several backwards are summed: "device", in
+            `parameter.grad`, which crosses the bus once; or "host", which frees every gradient on
+            the device as soon as it is there, and moves it in each backward. The sums are the same.
+            "host" takes one process (neither DDP nor DTensor), no GradScaler, and clips by
+            `clip_norm`
             only: a `parameter.grad` that was taken reads as NaN and refuses to be scaled.
-        accumulation_steps: after how many backwards `step()` is called. If given, gradients come to the host during the last of
-            them; if not, in `step()`, unless `no_sync()` is used. The result is the same. Only for parameters
-            of one process: those of DDP are final after the backward only.
-        nonfinite: what a NaN or an infinity in any gradient does: "skip" the step and count it in `skipped_steps`, "raise" a
-            ValueError, or "propagate" as in torch. With DTensor parameters all ranks decide together.
+        accumulation_steps: after how many backwards `step()` is called. If given, gradients come to
+            the host during the last of them; if not, in `step()`, unless `no_sync()` is used. The
+            result is the same. Only for parameters of one process: those of DDP are final after the
+            backward only.
+        nonfinite: what a NaN or an infinity in any gradient does: "skip" the step and count it in
+            `skipped_steps`, "raise" a ValueError, or "propagate" as in torch. With DTensor
+            parameters all ranks decide together.
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
-        threads: workers that step; None: one per physical core of this process, but one, which launches work on the device.
+        threads: workers that step; None: one per physical core of this process, but one, which
+            launches work on the device.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
 
     Attributes:
-        grad_norm: the norm of all gradients of the last step before clipping; None before the first.
+        grad_norm: the norm of all gradients of the last step before clipping; None before the
+            first.
 
     Raises:
-        ValueError: an option or a parameter that no step could work with, or more memory than there is.
+        ValueError: an option or a parameter that no step could work with, or more memory than there
+            is.
         OSError: the device or the memory cannot be had.
     """
 
@@ -165,10 +185,12 @@ class OffloadAdamW(AdamW):
     @clip_norm.setter
     def clip_norm(self, clip_norm: float | None) -> None:
         if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(f"`clip_norm` is `{clip_norm}`, expected a positive number. hint: None for no clipping")
+            raise ValueError(
+                f"`clip_norm` is `{clip_norm}`, expected a positive number. hint: None for no clipping"
+            )
         self._clip_norm = clip_norm
 
-    # ---- parameters ------------------------------------------------------------------------------------------------------
+    # ---- parameters ----
 
     def _admit(self, params: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
@@ -177,8 +199,12 @@ class OffloadAdamW(AdamW):
             check_param(param, labels[param], on_device=True)
         # Refuses tensors that share memory.
         Written((labels[param], local(param)) for param in [*self._twins, *new])
-        if self._accumulate == "host" and (sharded := [param for param in new if is_dtensor(param)]):
-            raise ValueError(f"{labels[sharded[0]]} is a DTensor, `accumulate` is `host`. hint: accumulate='device'")
+        if self._accumulate == "host" and (
+            sharded := [param for param in new if is_dtensor(param)]
+        ):
+            raise ValueError(
+                f"{labels[sharded[0]]} is a DTensor, `accumulate` is `host`. hint: accumulate='device'"
+            )
         device = local(new[0]).device if new and not len(self._twins) else self._device
         for param in new:
             if local(param).device != device:
@@ -193,11 +219,15 @@ class OffloadAdamW(AdamW):
         if self._accumulate == "host" and self._sums is None:
             self._sums = HostSums(self._twins, device)
         # `state` has it from the first step on, as torch's optimizers have.
-        self._fresh.update((param, _state.new(self._twins.weight(param), self._moments)) for param in new)
+        self._fresh.update(
+            (param, _state.new(self._twins.weight(param), self._moments)) for param in new
+        )
         self._hook()
 
     def _announce(self, params: Sequence[torch.Tensor]) -> None:
-        pinned = Twins.nbytes(params) + (STAGING_BYTES if self._accumulate == "host" and not len(self._twins) else 0)
+        pinned = Twins.nbytes(params) + (
+            STAGING_BYTES if self._accumulate == "host" and not len(self._twins) else 0
+        )
         state = sum(_state.nbytes(param, self._moments) for param in params)
         numel = sum(local(param).numel() for param in params)
         limit = None if self._host_bytes_max is None else self._host_bytes_max - self._host_bytes
@@ -210,7 +240,7 @@ class OffloadAdamW(AdamW):
     def _host_grad(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.grad(param)
 
-    # ---- the engine --------------------------------------------------------------------------------------------------------
+    # ---- the engine ----
 
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
@@ -251,10 +281,11 @@ class OffloadAdamW(AdamW):
     def timing(self) -> dict[str, float]:
         """What the last step took, in seconds, and the bytes that crossed the bus.
 
-        `norm`: waiting for the backward, and the norm of its gradients. `prepare`: until the background had the step.
-        `release`: until the device had all copies of gradients, which may be written from then on. `step`: its first chunk to
-        its last, within it `gradients`: waiting for them. `gate`: forwards that have waited for its weights.
-        `bytes_downloaded`, `bytes_uploaded`.
+        `norm`: waiting for the backward, and the norm of its gradients. `prepare`: until the
+            background had the step.
+        `release`: until the device had all copies of gradients, which may be written from then on.
+            `step`: its first chunk to its last, within it `gradients`: waiting for them. `gate`:
+            forwards that have waited for its weights. `bytes_downloaded`, `bytes_uploaded`.
         """
         if self._engine is None:
             return {}
@@ -263,7 +294,7 @@ class OffloadAdamW(AdamW):
             timing["bytes_downloaded"] = self._sums.nbytes
         return timing
 
-    # ---- gradients -----------------------------------------------------------------------------------------------------------
+    # ---- gradients ----
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards in it are not the last before `step()`: their gradients stay on the device.
@@ -316,7 +347,12 @@ class OffloadAdamW(AdamW):
 
     def _checked_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parameters that have a gradient, and those, as they are copied."""
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        params = [
+            param
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
         grads = []
         for param in params:
             check_in_place(param, self._twins, self._device, partial(self._label, param))
@@ -348,7 +384,7 @@ class OffloadAdamW(AdamW):
         check_in_place(param, self._twins, self._device, partial(self._label, param))
         self._sums.add(param, checked(param, partial(self._label, param)))
 
-    # ---- the step --------------------------------------------------------------------------------------------------------------
+    # ---- the step ----
 
     def _step(self) -> None:
         self._finish()
@@ -387,7 +423,9 @@ class OffloadAdamW(AdamW):
         begin = time.perf_counter()
         found_inf = getattr(self, "found_inf", None)
         if found_inf is not None and self._sums is not None:
-            raise ValueError("GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'")
+            raise ValueError(
+                "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
+            )
         if found_inf is not None and float(found_inf) > 0:
             self._count_skipped()
             return False
@@ -408,9 +446,14 @@ class OffloadAdamW(AdamW):
         if error is not None:
             raise error
         if is_refused:
-            raise ValueError("another rank could not step, and nothing was changed. hint: its own error says why")
+            raise ValueError(
+                "another rank could not step, and nothing was changed. hint: its own error says why"
+            )
         if stale := self._twins.stale(params):
-            _LOGGER.debug("%d parameters were written by others since the last step, and are read again", len(stale))
+            _LOGGER.debug(
+                "%d parameters were written by others since the last step, and are read again",
+                len(stale),
+            )
             self._take_fingerprints(stale)
             # First: Ctrl-C may come before the copies have ended.
             self._fingerprints.doubt(stale)
@@ -434,7 +477,8 @@ class OffloadAdamW(AdamW):
             return False
         if not updates:
             return False
-        # After the norm, which would come down behind them; the step begins with the first that is there.
+        # After the norm, which would come down behind them; the step begins with the first that is
+        # there.
         if self._sums is None:
             self._take_missing(params, grads)
         self._apply(updates, inverse_scale * self._clip_coefficient(norm))
@@ -443,7 +487,9 @@ class OffloadAdamW(AdamW):
     def _take_missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """Copies the gradients that were not, or were changed since."""
         pairs = zip(params, grads, strict=True)
-        missing = [(param, grad) for param, grad in pairs if not self._gradients.is_copied(param, grad)]
+        missing = [
+            (param, grad) for param, grad in pairs if not self._gradients.is_copied(param, grad)
+        ]
         engine = self._opened_engine()
         if missing:
             engine.take(*zip(*missing, strict=True))
@@ -470,19 +516,28 @@ class OffloadAdamW(AdamW):
         return self._fresh.get(update.param) or _state.new(update.operand.param, self._moments)
 
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
-        updates = [u if u.state is not None else u._replace(state=self._fresh_state(u)) for u in updates]
+        updates = [
+            u if u.state is not None else u._replace(state=self._fresh_state(u)) for u in updates
+        ]
         for update in updates:
             update.operand.is_exclusive = not self._fingerprints.is_doubted(update.param)
         states = self._bind(updates)
         params = [update.param for update in updates]
         engine = self._opened_engine()
         gate = self._gate if self._gate is not None and self._gate.is_open else None
-        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm without it: host and device
-        # hold the same weights, and there is nothing to wait for. Forwards wait by themselves once the step runs.
-        before = [partial(self._twins.note, params), partial(self._fingerprints.leave_behind, params)]
+        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
+        # without it: host and device hold the same weights, and there is nothing to wait for.
+        # Forwards wait by themselves once the step runs.
+        before = [
+            partial(self._twins.note, params),
+            partial(self._fingerprints.leave_behind, params),
+        ]
         if gate is not None:
             before.append(partial(gate.open, params))
-        submitted = [engine.submission(updates, grad_scale), partial(setattr, self, "_is_unreleased", True)]
+        submitted = [
+            engine.submission(updates, grad_scale),
+            partial(setattr, self, "_is_unreleased", True),
+        ]
         self._commit(updates, states, [*before, *submitted])
         self._fingerprints.believe(params)
         for param in params:
@@ -493,7 +548,7 @@ class OffloadAdamW(AdamW):
             _state.take_fingerprints(self._twins.weight(param), self.state[param], self._moments)
             self._fingerprints.note(param)
 
-    # ---- state dicts -------------------------------------------------------------------------------------------------------------
+    # ---- state dicts ----
 
     def state_dict(self) -> StateDict:
         """As `stepwell.AdamW.state_dict`, after the last step is complete; its tensors are in host memory."""
@@ -519,4 +574,6 @@ class OffloadAdamW(AdamW):
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("an OffloadAdamW holds a device and cannot be copied or pickled. hint: use its state_dict()")
+        raise TypeError(
+            "an OffloadAdamW holds a device and cannot be copied or pickled. hint: use its state_dict()"
+        )

@@ -18,11 +18,13 @@ __all__ = ["fold_clipping"]
 def fold_clipping(trainer: Any) -> None:
     """Has the optimizer of `trainer` clip by its `max_grad_norm`, and report the norm that is logged.
 
-    Without it, Trainer clips by itself, with the same result, in two passes over the gradients before the step. The seam is
-    `trainer.accelerator.clip_grad_norm_`. Under fp16's GradScaler it is left as it is.
+    Without it, Trainer clips by itself, with the same result, in two passes over the gradients
+    before the step. The seam is `trainer.accelerator.clip_grad_norm_`. Under fp16's GradScaler it
+    is left as it is.
 
     Args:
-        trainer: a transformers.Trainer that was given an OffloadAdamW: `Trainer(..., optimizers=(optimizer, None))`.
+        trainer: a transformers.Trainer that was given an OffloadAdamW: `Trainer(...,
+            optimizers=(optimizer, None))`.
 
     Raises:
         ValueError: it has another optimizer.
@@ -43,7 +45,12 @@ def fold_clipping(trainer: Any) -> None:
         """The norm, as `accelerator.clip_grad_norm_` returns it; its value is there when the optimizer has stepped."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         clipped = {param for param in parameters if param.grad is not None}
-        stepped = {param for group in optimizer.param_groups for param in group["params"] if param.grad is not None}
+        stepped = {
+            param
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        }
         if norm_type != 2 or accelerator.scaler is not None or clipped != stepped:
             optimizer.clip_norm = None
             theirs: torch.Tensor | None = clip_theirs(parameters, max_norm, norm_type=norm_type)

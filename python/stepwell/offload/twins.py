@@ -26,7 +26,8 @@ def _aligned(nbytes: int) -> int:
 class Twins:
     """For each parameter a `weight`, which a step writes and the device gets a copy of, and a `grad`.
 
-    Both have the parameter's dtype and the shape of this rank's piece; those of a DTensor are DTensors placed as it is.
+    Both have the parameter's dtype and the shape of this rank's piece; those of a DTensor are
+    DTensors placed as it is.
     """
 
     def __init__(self) -> None:

@@ -1,23 +1,30 @@
 //! Squared norm and finite check of a gradient in one read.
 //!
-//! Invariants: the squared norm is summed in double precision over blocks of [`NORM_BLOCK`] elements counted from the
-//! parameter's first, lane by lane within a block, then block by block in order: the result depends on neither chunks,
-//! alignment, ISA nor threads. The largest magnitude is compared as integer bits, where NaN > infinity > every finite
-//! value, so the finite check costs one instruction. Reads the gradient once, writes 8 B per block.
+//! Invariants: the squared norm is summed in double precision over blocks of [`NORM_BLOCK`]
+//! elements counted from the parameter's first, lane by lane within a block, then block by block in
+//! order: the result depends on neither chunks, alignment, ISA nor threads. The largest magnitude
+//! is compared as integer bits, where NaN > infinity > every finite value, so the finite check
+//! costs one instruction. Reads the gradient once, writes 8 B per block.
 
 use crate::{
-    cursor::Source,
-    element::Element,
-    isa::{Isa, Kernel},
-    simd::{LANES, Simd},
-    state::BLOCK,
+    simd::{
+        LANES, Simd,
+        isa::{Isa, Kernel},
+    },
+    stream::{BLOCK, cursor::Source, element::Element},
 };
 
 /// Elements of a summation block; divides every chunk.
 pub const NORM_BLOCK: usize = 4096;
 
 #[inline(always)]
-fn larger<S: Simd, G: Element>(simd: S, largest: S::U, grad: &Source<'_, G>, at: usize, count: usize) -> S::U {
+fn larger<S: Simd, G: Element>(
+    simd: S,
+    largest: S::U,
+    grad: &Source<'_, G>,
+    at: usize,
+    count: usize,
+) -> S::U {
     simd.max_u(largest, simd.magnitude(G::widen(simd, grad.load(simd, at, count))))
 }
 

@@ -3,13 +3,15 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::{
-    element::{Bf16, Dtype, Element, F16},
     error::Result,
-    isa::Isa,
-    norm::{self, NORM_BLOCK},
-    pool::Pool,
+    grads::norm::{self, NORM_BLOCK},
+    host::pool::Pool,
+    simd::isa::Isa,
     state::chunk::{CHUNK_LEN, Chunk},
-    view::View,
+    stream::{
+        element::{Bf16, Dtype, Element, F16},
+        view::View,
+    },
 };
 
 /// What one read of a gradient tells.
@@ -30,7 +32,12 @@ pub struct GradStats {
 ///
 /// # Errors
 /// [`crate::Error::Value`] for a dtype that gradients do not have.
-pub unsafe fn grad_stats(pool: &Pool, isa: Isa, grads: &[View], with_norm: bool) -> Result<GradStats> {
+pub unsafe fn grad_stats(
+    pool: &Pool,
+    isa: Isa,
+    grads: &[View],
+    with_norm: bool,
+) -> Result<GradStats> {
     for grad in grads {
         grad.expect("grad", &[Dtype::Float32, Dtype::BFloat16, Dtype::Float16], grad.numel())?;
     }
@@ -59,7 +66,8 @@ pub unsafe fn grad_stats(pool: &Pool, isa: Isa, grads: &[View], with_norm: bool)
         }
     });
     let magnitudes: Vec<u32> = magnitudes.into_iter().map(AtomicU32::into_inner).collect();
-    let sq_norm = sums.iter().flatten().map(|sum| f64::from_bits(sum.load(Ordering::Relaxed))).sum();
+    let sq_norm =
+        sums.iter().flatten().map(|sum| f64::from_bits(sum.load(Ordering::Relaxed))).sum();
     Ok(GradStats {
         sq_norm: if with_norm { sq_norm } else { f64::NAN },
         absmax: f32::from_bits(magnitudes.iter().copied().max().unwrap_or(0)),

@@ -1,19 +1,24 @@
 //! Persistent worker threads, pinned to cores, that run a task over a range of indices.
 //!
-//! - POOL-1 `task(i)` is called exactly once for every `i`, and `run` returns after the last call has.
-//! - POOL-2 A worker's first share of a job depends on the number of tasks and of workers only: the worker that first touched a page works on
-//!   it again, except for what others steal when they have nothing left.
-//! - POOL-3 `run` may be called from any number of threads (one job at a time; the others wait) and from a task (it then runs inline).
-//! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of a fork (see `pool/fork.rs`).
+//! - POOL-1 `task(i)` is called exactly once for every `i`, and `run` returns after the last call
+//!   has.
+//! - POOL-2 A worker's first share of a job depends on the number of tasks and of workers only: the
+//!   worker that first touched a page works on it again, except for what others steal when they
+//!   have nothing left.
+//! - POOL-3 `run` may be called from any number of threads (one job at a time; the others wait) and
+//!   from a task (it then runs inline).
+//! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of
+//!   a fork (see `pool/fork.rs`).
 //! - POOL-5 An idle pool uses no CPU; a dropped one has joined its workers.
 //!
-//! Cost of a job, measured on two cores of a virtual machine: 5 us while the workers still spin from the last one (50 us), 15 to 30 us after that
-//! (the wake-up of a sleeping core).
+//! Cost of a job, measured on two cores of a virtual machine: 5 us while the workers still spin
+//! from the last one (50 us), 15 to 30 us after that (the wake-up of a sleeping core).
 //!
-//! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes the pool (or the one
-//! before an OpenMP runtime narrowed it, see [`remember_affinity`]). Where several ranks share the host
-//! (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`), each takes its share of it; unless the mask is narrower than what the container allows:
-//! then a launcher has bound this process, and its mask is its share.
+//! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes
+//! the pool (or the one before an OpenMP runtime narrowed it, see [`remember_affinity`]). Where
+//! several ranks share the host (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`), each takes its share of it;
+//! unless the mask is narrower than what the container allows: then a launcher has bound this
+//! process, and its mask is its share.
 
 mod crew;
 mod fork;
@@ -28,7 +33,7 @@ use std::thread;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::topology::{Topology, format_cpu_list};
+use crate::host::topology::{Topology, format_cpu_list};
 use crate::{Error, Result};
 use crew::{Balance, Crew, run_inline};
 
@@ -37,7 +42,8 @@ pub use placement::{RankShare, choose_cpus};
 /// Number of workers of a pool that is not told otherwise.
 pub const THREADS_VARIABLE: &str = "STEPWELL_THREADS";
 
-/// What a pool is made of. The default: one worker per allowed physical core, or as many as `STEPWELL_THREADS` says.
+/// What a pool is made of. The default: one worker per allowed physical core, or as many as
+/// `STEPWELL_THREADS` says.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolConfig {
     /// Number of workers.
@@ -64,8 +70,9 @@ impl Pool {
     /// Starts the workers.
     ///
     /// # Errors
-    /// [`Error::Value`] for a bad count or list (see [`choose_cpus`]) or a `STEPWELL_THREADS`, `LOCAL_RANK` or `LOCAL_WORLD_SIZE` that is
-    /// not a count; [`Error::Os`] where threads cannot be started, or cannot be pinned to CPUs that were named.
+    /// [`Error::Value`] for a bad count or list (see [`choose_cpus`]) or a `STEPWELL_THREADS`,
+    /// `LOCAL_RANK` or `LOCAL_WORLD_SIZE` that is not a count; [`Error::Os`] where threads cannot
+    /// be started, or cannot be pinned to CPUs that were named.
     pub fn new(config: &PoolConfig) -> Result<Self> {
         let entered = fork::enter();
         let built = Self::build(config);
@@ -74,7 +81,8 @@ impl Pool {
         built.map(Built::log)
     }
 
-    /// The pool of this process, made on first use as [`PoolConfig::default`] says. A forked child makes its own, from its own environment.
+    /// The pool of this process, made on first use as [`PoolConfig::default`] says. A forked child
+    /// makes its own, from its own environment.
     ///
     /// # Errors
     /// As [`Pool::new`]; tried again on the next call.
@@ -82,7 +90,8 @@ impl Pool {
         static GLOBAL: Mutex<Option<(u32, &'static Pool)>> = Mutex::new(None);
         let entered = fork::enter();
         let mut global = GLOBAL.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, pool)) = global.filter(|&(generation, _)| generation == fork::generation()) {
+        if let Some((_, pool)) = global.filter(|&(generation, _)| generation == fork::generation())
+        {
             return Ok(pool);
         }
         let Built { pool, warnings } = Self::build(&PoolConfig::default())?;
@@ -97,9 +106,12 @@ impl Pool {
     fn build(config: &PoolConfig) -> Result<Built> {
         fork::register()?;
         let topology = Topology::host();
-        let now = allowed_cpus().map_err(|error| Error::os("cannot read the affinity mask", error))?;
-        let (allowed, narrowed) = before_openmp(now, AT_LOAD.get(), |name| std::env::var_os(name).is_some());
-        let environment = Environment::read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))?;
+        let now =
+            allowed_cpus().map_err(|error| Error::os("cannot read the affinity mask", error))?;
+        let (allowed, narrowed) =
+            before_openmp(now, AT_LOAD.get(), |name| std::env::var_os(name).is_some());
+        let environment =
+            Environment::read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))?;
         let config = environment.complete(config);
         let share = match environment.share {
             Some(_) if is_bound(&allowed, &topology) => RankShare::WHOLE,
@@ -124,7 +136,10 @@ impl Pool {
             }
             warnings.push(unpinned_warning(cpu, &error));
         }
-        Ok(Built { pool: Self { cpus, crew: Mutex::new(Some(crew)), warned: AtomicBool::new(false) }, warnings })
+        Ok(Built {
+            pool: Self { cpus, crew: Mutex::new(Some(crew)), warned: AtomicBool::new(false) },
+            warnings,
+        })
     }
 
     /// Number of workers.
@@ -137,12 +152,15 @@ impl Pool {
         &self.cpus
     }
 
-    /// Calls `task(i)` once for every `i` in `0..tasks`, on the workers, and returns when all are done.
+    /// Calls `task(i)` once for every `i` in `0..tasks`, on the workers, and returns when all are
+    /// done.
     ///
-    /// Each worker starts with a contiguous share, in order, and steals from the end of others' shares when its own is empty. A single task, and
-    /// whatever is run from within a task, runs on the calling thread.
+    /// Each worker starts with a contiguous share, in order, and steals from the end of others'
+    /// shares when its own is empty. A single task, and whatever is run from within a task, runs on
+    /// the calling thread.
     ///
-    /// A task must not wait for a lock that a thread may hold while it forks (such as Python's GIL), and must not itself fork but to `exec`.
+    /// A task must not wait for a lock that a thread may hold while it forks (such as Python's
+    /// GIL), and must not itself fork but to `exec`.
     ///
     /// # Panics
     /// With the panic of a task, after all tasks have been called.
@@ -150,8 +168,9 @@ impl Pool {
         self.dispatch(tasks, Balance::Steal, task);
     }
 
-    /// Calls `task(worker)` once for every worker in `0..threads()`, each on that worker: for what must happen on its CPU, such as touching
-    /// memory first. From within a task it runs inline, all on the calling thread.
+    /// Calls `task(worker)` once for every worker in `0..threads()`, each on that worker: for what
+    /// must happen on its CPU, such as touching memory first. From within a task it runs inline,
+    /// all on the calling thread.
     ///
     /// # Panics
     /// As [`Pool::run`].
@@ -232,11 +251,12 @@ struct Environment {
 impl Environment {
     fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let number = |name: &str| -> Result<Option<usize>> {
-            let Some(text) = variable(name).filter(|text| !text.trim().is_empty()) else { return Ok(None) };
-            text.trim()
-                .parse()
-                .map(Some)
-                .map_err(|_| Error::value(format!("invalid {name} `{text}`, expected a whole number")))
+            let Some(text) = variable(name).filter(|text| !text.trim().is_empty()) else {
+                return Ok(None);
+            };
+            text.trim().parse().map(Some).map_err(|_| {
+                Error::value(format!("invalid {name} `{text}`, expected a whole number"))
+            })
         };
         let threads = number(THREADS_VARIABLE)?;
         if threads == Some(0) {
@@ -252,7 +272,8 @@ impl Environment {
     }
 
     fn complete(&self, config: &PoolConfig) -> PoolConfig {
-        let threads = if config.cpus.is_none() { config.threads.or(self.threads) } else { config.threads };
+        let threads =
+            if config.cpus.is_none() { config.threads.or(self.threads) } else { config.threads };
         PoolConfig { threads, cpus: config.cpus.clone() }
     }
 }
@@ -266,22 +287,25 @@ fn allowed_cpus() -> io::Result<Vec<usize>> {
 /// The affinity mask when the library was loaded.
 static AT_LOAD: OnceLock<Vec<usize>> = OnceLock::new();
 
-/// Remembers the affinity mask. Called when the extension module is loaded, which is before it imports torch.
+/// Remembers the affinity mask. Called when the extension module is loaded, which is before it
+/// imports torch.
 pub fn remember_affinity() {
     if let Ok(mask) = allowed_cpus() {
         AT_LOAD.get_or_init(|| mask);
     }
 }
 
-/// OpenMP runtimes that are asked to bind their threads narrow the main thread to one CPU while they are loaded (with torch). That mask is
-/// meant for their thread, not for this process: the one before it counts, where it is known; else a warning says what happens.
+/// OpenMP runtimes that are asked to bind their threads narrow the main thread to one CPU while
+/// they are loaded (with torch). That mask is meant for their thread, not for this process: the one
+/// before it counts, where it is known; else a warning says what happens.
 fn before_openmp(
     now: Vec<usize>,
     at_load: Option<&Vec<usize>>,
     is_set: impl Fn(&str) -> bool,
 ) -> (Vec<usize>, Option<String>) {
-    let binding =
-        ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"].into_iter().find(|name| is_set(name));
+    let binding = ["OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"]
+        .into_iter()
+        .find(|name| is_set(name));
     match (binding, at_load) {
         (Some(_), Some(at_load)) if now.len() == 1 && at_load.len() > 1 => (at_load.clone(), None),
         (Some(name), _) if now.len() == 1 => {
@@ -297,15 +321,17 @@ fn before_openmp(
 
 /// Whether someone has bound this process to less than the container lets it use.
 fn is_bound(allowed: &[usize], topology: &Topology) -> bool {
-    // The kernel cuts a mask of all CPUs down to what the control groups allow, of either version and however they are mounted. Asked on a
-    // thread of its own, whose mask then goes with it.
+    // The kernel cuts a mask of all CPUs down to what the control groups allow, of either version
+    // and however they are mounted. Asked on a thread of its own, whose mask then goes with it.
     let ask = || {
         let mut all = CpuSet::new();
         (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
         sched_setaffinity(None, &all)?;
         allowed_cpus()
     };
-    let available = thread::scope(|scope| thread::Builder::new().spawn_scoped(scope, ask).ok()?.join().ok()?.ok());
+    let available = thread::scope(|scope| {
+        thread::Builder::new().spawn_scoped(scope, ask).ok()?.join().ok()?.ok()
+    });
     available.is_some_and(|available| is_narrower(allowed, &available, topology.isolated_cpus()))
 }
 
@@ -334,7 +360,11 @@ mod tests {
             (vec![1], None),
             "someone else's mask is respected"
         );
-        assert_eq!(before_openmp(vec![1, 2], Some(&whole), bound), (vec![1, 2], None), "OpenMP narrows to one");
+        assert_eq!(
+            before_openmp(vec![1, 2], Some(&whole), bound),
+            (vec![1, 2], None),
+            "OpenMP narrows to one"
+        );
         let (cpus, warning) = before_openmp(vec![1], Some(&vec![1]), bound);
         assert!(cpus == [1] && warning.is_some_and(|warning| warning.contains("OMP_PROC_BIND")));
     }
@@ -342,7 +372,8 @@ mod tests {
     #[test]
     fn environment_is_read() {
         let environment =
-            read(&[("STEPWELL_THREADS", " 3 "), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")]).expect("valid");
+            read(&[("STEPWELL_THREADS", " 3 "), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")])
+                .expect("valid");
         assert_eq!(environment.threads, Some(3));
         assert_eq!(environment.share, Some(RankShare { rank: 1, num_ranks: 4 }));
         let alone = read(&[("STEPWELL_THREADS", ""), ("LOCAL_RANK", "1")]).expect("valid");
@@ -352,9 +383,14 @@ mod tests {
     #[test]
     fn nonsense_is_named() {
         for value in ["0", "-1", "two", "1.5", "99999999999999999999"] {
-            let Err(error) = read(&[("STEPWELL_THREADS", value)]) else { panic!("`{value}` was taken") };
+            let Err(error) = read(&[("STEPWELL_THREADS", value)]) else {
+                panic!("`{value}` was taken")
+            };
             let message = error.to_string();
-            assert!(message.contains("STEPWELL_THREADS") && message.contains(&format!("`{value}`")), "{message}");
+            assert!(
+                message.contains("STEPWELL_THREADS") && message.contains(&format!("`{value}`")),
+                "{message}"
+            );
         }
     }
 
@@ -362,8 +398,14 @@ mod tests {
     fn an_argument_wins_over_the_environment() {
         let environment = read(&[("STEPWELL_THREADS", "3")]).expect("valid");
         assert_eq!(environment.complete(&PoolConfig::default()).threads, Some(3));
-        assert_eq!(environment.complete(&PoolConfig { threads: Some(2), cpus: None }).threads, Some(2));
-        assert_eq!(environment.complete(&PoolConfig { threads: None, cpus: Some(vec![0]) }).threads, None);
+        assert_eq!(
+            environment.complete(&PoolConfig { threads: Some(2), cpus: None }).threads,
+            Some(2)
+        );
+        assert_eq!(
+            environment.complete(&PoolConfig { threads: None, cpus: Some(vec![0]) }).threads,
+            None
+        );
     }
 
     #[test]

@@ -1,17 +1,22 @@
-//! The ceiling of a streaming kernel on this machine: the same streams, chunks and threads, and next to no arithmetic.
+//! The ceiling of a streaming kernel on this machine: the same streams, chunks and threads, and
+//! next to no arithmetic.
 
 use std::time::{Duration, Instant};
 
 use crate::{
-    cursor::{Cursor, Source},
     error::{Error, Result},
-    isa::{Isa, Kernel},
-    memory::{Buffer, BufferConfig},
-    pool::Pool,
-    simd::{LANES, Simd},
-    state::{
+    host::{
+        memory::{Buffer, BufferConfig},
+        pool::Pool,
+    },
+    simd::{
+        LANES, Simd,
+        isa::{Isa, Kernel},
+    },
+    state::chunk::{CHUNK_LEN, Chunk},
+    stream::{
         BLOCK,
-        chunk::{CHUNK_LEN, Chunk},
+        cursor::{Cursor, Source},
     },
 };
 
@@ -63,7 +68,8 @@ impl Kernel for Touch<'_> {
     }
 }
 
-/// The time of one pass over `numel` elements (rounded down to whole blocks), after `warmups` passes: the median of `passes`.
+/// The time of one pass over `numel` elements (rounded down to whole blocks), after `warmups`
+/// passes: the median of `passes`.
 ///
 /// # Errors
 /// [`Error::Value`] for no elements or no streams; [`Error::Os`] where there is no memory for them.
@@ -83,9 +89,13 @@ pub fn measure(
         )));
     }
     let buffers = |bytes: &[usize]| -> Result<Vec<(usize, Buffer)>> {
-        bytes.iter().map(|&bytes| Ok((bytes, Buffer::new(numel * bytes, &BufferConfig::default(), pool)?))).collect()
+        bytes
+            .iter()
+            .map(|&bytes| Ok((bytes, Buffer::new(numel * bytes, &BufferConfig::default(), pool)?)))
+            .collect()
     };
-    let (read_write, read, write) = (buffers(&streams.read_write)?, buffers(&streams.read)?, buffers(&streams.write)?);
+    let (read_write, read, write) =
+        (buffers(&streams.read_write)?, buffers(&streams.read)?, buffers(&streams.write)?);
     let chunks = Chunk::all([numel].into_iter());
     let mut times = Vec::with_capacity(passes);
     for pass in 0..warmups + passes {
@@ -95,15 +105,21 @@ pub fn measure(
             let words = |(bytes, buffer): &(usize, Buffer)| {
                 let first = range.start * bytes / 4;
                 let len = range.len() * bytes / 4;
-                // SAFETY: the words of this chunk lie within the buffer (numel * bytes long, page-aligned), and no other
-                // task has the same chunk.
-                (*bytes, unsafe { std::slice::from_raw_parts_mut(buffer.as_ptr().cast::<u32>().add(first), len) })
+                // SAFETY: the words of this chunk lie within the buffer (numel * bytes long,
+                // page-aligned), and no other task has the same chunk.
+                (*bytes, unsafe {
+                    std::slice::from_raw_parts_mut(buffer.as_ptr().cast::<u32>().add(first), len)
+                })
             };
             let cursor = |(bytes, words)| (bytes, Cursor::in_place(words));
             let touch = Touch {
                 blocks: range.len() / BLOCK,
                 read_write: read_write.iter().map(words).map(cursor).collect(),
-                read: read.iter().map(words).map(|(bytes, words)| (bytes, Source::new(&*words))).collect(),
+                read: read
+                    .iter()
+                    .map(words)
+                    .map(|(bytes, words)| (bytes, Source::new(&*words)))
+                    .collect(),
                 write: write.iter().map(words).map(cursor).collect(),
             };
             std::hint::black_box(isa.run(touch));
@@ -123,15 +139,20 @@ mod tests {
 
     #[test]
     fn every_stream_is_touched_and_nonsense_refused() {
-        let pool = Pool::new(&crate::pool::PoolConfig { threads: Some(1), cpus: None }).expect("a pool");
+        let pool = Pool::new(&crate::host::pool::PoolConfig { threads: Some(1), cpus: None })
+            .expect("a pool");
         let streams = Streams { read_write: vec![4, 2], read: vec![1], write: vec![2] };
         for isa in Isa::available() {
-            let time = measure(&pool, isa, CHUNK_LEN + 3 * BLOCK + 1, &streams, 1, 3).expect("a time");
+            let time =
+                measure(&pool, isa, CHUNK_LEN + 3 * BLOCK + 1, &streams, 1, 3).expect("a time");
             assert!(time > Duration::ZERO);
         }
         let isa = Isa::Scalar;
         assert!(measure(&pool, isa, 1, &streams, 0, 1).is_err());
         assert!(measure(&pool, isa, 64, &Streams::default(), 0, 1).is_err());
-        assert!(measure(&pool, isa, 64, &Streams { read: vec![0], ..Streams::default() }, 0, 1).is_err());
+        assert!(
+            measure(&pool, isa, 64, &Streams { read: vec![0], ..Streams::default() }, 0, 1)
+                .is_err()
+        );
     }
 }

@@ -1,8 +1,10 @@
-//! Instruction sets: detected once, and the one place where a kernel body is compiled for each of them.
+//! Instruction sets: detected once, and the one place where a kernel body is compiled for each of
+//! them.
 //!
-//! A kernel is written once, as a [`Kernel`] whose `run` is generic over [`Simd`] and `#[inline(always)]`. [`Isa::run`]
-//! inlines it into one `#[target_feature]` function per ISA, where its operations become single instructions.
-//! `STEPWELL_ISA` forces an ISA, for tests and for bug reports.
+//! A kernel is written once, as a [`Kernel`] whose `run` is generic over [`Simd`] and
+//! `#[inline(always)]`. [`Isa::run`] inlines it into one `#[target_feature]` function per ISA,
+//! where its operations become single instructions. `STEPWELL_ISA` forces an ISA, for tests and for
+//! bug reports.
 
 use std::sync::OnceLock;
 #[cfg(target_arch = "x86_64")]
@@ -14,14 +16,14 @@ use crate::simd::neon::Neon;
 use crate::simd::{avx2::Avx2, avx512::Avx512};
 use crate::{
     error::{Error, Result},
-    fp_env::StandardFpEnv,
-    simd::{Simd, scalar::Scalar},
+    simd::{Simd, fp_env::StandardFpEnv, scalar::Scalar},
 };
 
 /// An instruction set that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isa {
-    /// The target's baseline. On x86-64 it has no fused multiply-add and calls libm for it: right, and very slow.
+    /// The target's baseline. On x86-64 it has no fused multiply-add and calls libm for it: right,
+    /// and very slow.
     Scalar,
     /// AVX2 with FMA and F16C (x86-64-v3).
     #[cfg(target_arch = "x86_64")]
@@ -38,14 +40,16 @@ pub enum Isa {
 pub trait Kernel {
     /// What the body returns.
     type Output;
-    /// The body. Must be `#[inline(always)]`, as must everything that it calls, or it is compiled for the baseline.
+    /// The body. Must be `#[inline(always)]`, as must everything that it calls, or it is compiled
+    /// for the baseline.
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
 /// Makes the compiler align the frame of the function that this is inlined into to cache lines.
 ///
-/// It spills vectors where they fall on a stack of 16-byte alignment, unless the function has a local with a larger one when registers are assigned: then,
-/// by the luck of the callers' frames, every spilled vector is in two lines. Measured on an EPYC: q8 41 instead of 30 ms.
+/// It spills vectors where they fall on a stack of 16-byte alignment, unless the function has a
+/// local with a larger one when registers are assigned: then, by the luck of the callers' frames,
+/// every spilled vector is in two lines. Measured on an EPYC: q8 41 instead of 30 ms.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn align_frame() {
@@ -143,23 +147,29 @@ impl Isa {
     /// The ISA in use: the widest available, or what `STEPWELL_ISA` names.
     ///
     /// # Errors
-    /// [`Error::Value`] where `STEPWELL_ISA` names an ISA that is unknown or that this machine cannot run.
+    /// [`Error::Value`] where `STEPWELL_ISA` names an ISA that is unknown or that this machine
+    /// cannot run.
     pub fn detect() -> Result<Self> {
         static DETECTED: OnceLock<std::result::Result<Isa, String>> = OnceLock::new();
-        DETECTED.get_or_init(|| choose(std::env::var("STEPWELL_ISA").ok().as_deref())).clone().map_err(Error::Value)
+        DETECTED
+            .get_or_init(|| choose(std::env::var("STEPWELL_ISA").ok().as_deref()))
+            .clone()
+            .map_err(Error::Value)
     }
 
     /// Runs the kernel, compiled for this ISA, in the standard floating-point environment.
     ///
     /// # Panics
-    /// If this machine cannot run the ISA; [`Isa::detect`] and [`Isa::available`] only give those that it can.
+    /// If this machine cannot run the ISA; [`Isa::detect`] and [`Isa::available`] only give those
+    /// that it can.
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
         debug_assert!(self.is_available(), "{} is not available here", self.name());
         let _standard = StandardFpEnv::enter();
         match self {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: an `Isa` is only handed out where `is_available` holds, so the features are there.
+            // SAFETY: an `Isa` is only handed out where `is_available` holds, so the features are
+            // there.
             Self::Avx2 => unsafe { run_avx2(kernel) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.

@@ -1,8 +1,10 @@
-//! The machine as `/sys` describes it: CPUs, their cores and kinds, NUMA nodes, and the node a GPU or a drive hangs on.
+//! The machine as `/sys` describes it: CPUs, their cores and kinds, NUMA nodes, and the node a GPU
+//! or a drive hangs on.
 //!
-//! [`Topology::read`] is a pure parser over a root folder, so that any machine can be a fixture. It never fails: what is missing or
-//! cannot be read degrades to the plain case (every CPU its own core, all performance, all on node 0; a device's node unknown).
-//! Cost: a few small files per CPU, read once when a pool is made.
+//! [`Topology::read`] is a pure parser over a root folder, so that any machine can be a fixture. It
+//! never fails: what is missing or cannot be read degrades to the plain case (every CPU its own
+//! core, all performance, all on node 0; a device's node unknown). Cost: a few small files per CPU,
+//! read once when a pool is made.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,8 +13,9 @@ use std::path::{Path, PathBuf};
 /// Above any CPU number that Linux gives; keeps a corrupt list from becoming an allocation.
 const CPU_LIMIT: usize = 1 << 16;
 
-/// A core below this share of the largest capacity or frequency counts as an efficiency core. The favoured cores of one kind differ by
-/// under a tenth; efficiency cores known so far reach at most four fifths.
+/// A core below this share of the largest capacity or frequency counts as an efficiency core. The
+/// favoured cores of one kind differ by under a tenth; efficiency cores known so far reach at most
+/// four fifths.
 const EFFICIENCY_BELOW_PERCENT: u64 = 80;
 
 /// PCI base classes of what computes: display controllers and processing accelerators.
@@ -43,7 +46,8 @@ pub struct Cpu {
 /// A GPU or a drive, and where it hangs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// The name in `/sys`: a PCI address for a GPU (`0000:3b:00.0`), a controller for a drive (`nvme0`).
+    /// The name in `/sys`: a PCI address for a GPU (`0000:3b:00.0`), a controller for a drive
+    /// (`nvme0`).
     pub name: String,
     /// The NUMA node; `None` where the firmware does not say.
     pub node: Option<usize>,
@@ -74,7 +78,8 @@ impl Topology {
         let cpus = ids
             .iter()
             .map(|&id| {
-                let node = nodes.iter().find(|(_, cpus)| cpus.contains(&id)).map_or(0, |(node, _)| *node);
+                let node =
+                    nodes.iter().find(|(_, cpus)| cpus.contains(&id)).map_or(0, |(node, _)| *node);
                 (id, Cpu { id, core: core_of(&sys, id), kind: kinds.of(id), node })
             })
             .collect();
@@ -90,7 +95,12 @@ impl Topology {
 
     /// A CPU; one that `/sys` does not know is a performance core of its own on node 0.
     pub fn cpu(&self, id: usize) -> Cpu {
-        self.cpus.get(&id).copied().unwrap_or(Cpu { id, core: id, kind: CoreKind::Performance, node: 0 })
+        self.cpus.get(&id).copied().unwrap_or(Cpu {
+            id,
+            core: id,
+            kind: CoreKind::Performance,
+            node: 0,
+        })
     }
 
     /// The NUMA nodes, by number; at least one. A node without CPUs (memory only) is among them.
@@ -113,13 +123,15 @@ impl Topology {
         &self.drives
     }
 
-    /// The node of the GPU at a PCI address, written as `/sys` or as CUDA does (`00000000:3B:00.0`).
+    /// The node of the GPU at a PCI address, written as `/sys` or as CUDA does
+    /// (`00000000:3B:00.0`).
     pub fn node_of_gpu(&self, pci_address: &str) -> Option<usize> {
         let address = normalise_pci_address(pci_address);
         self.gpus.iter().find(|gpu| gpu.name == address)?.node
     }
 
-    /// The node of a drive, named by controller, namespace or partition (`nvme0`, `nvme0n1`, `nvme0n1p2`).
+    /// The node of a drive, named by controller, namespace or partition (`nvme0`, `nvme0n1`,
+    /// `nvme0n1p2`).
     pub fn node_of_drive(&self, name: &str) -> Option<usize> {
         let digits = name.strip_prefix("nvme")?;
         let digits = &digits[..digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len())];
@@ -127,7 +139,8 @@ impl Topology {
     }
 }
 
-/// The numbers in a kernel CPU list such as `0-3,8`, ascending and without repeats; `None` if it is not one. An empty list is empty.
+/// The numbers in a kernel CPU list such as `0-3,8`, ascending and without repeats; `None` if it is
+/// not one. An empty list is empty.
 pub fn parse_cpu_list(text: &str) -> Option<Vec<usize>> {
     let text = text.trim();
     let mut ids = Vec::new();
@@ -197,7 +210,10 @@ fn numbered_entries(folder: &Path, prefix: &str) -> BTreeMap<usize, PathBuf> {
 
 fn entries(folder: &Path) -> BTreeMap<String, PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return BTreeMap::new() };
-    entries.flatten().filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path()))).collect()
+    entries
+        .flatten()
+        .filter_map(|entry| Some((entry.file_name().into_string().ok()?, entry.path())))
+        .collect()
 }
 
 fn cpu_folder(sys: &Path, id: usize) -> PathBuf {
@@ -206,8 +222,9 @@ fn cpu_folder(sys: &Path, id: usize) -> PathBuf {
 
 fn online_cpus(sys: &Path) -> Vec<usize> {
     let folder = sys.join("devices/system/cpu");
-    read_cpu_list(&folder.join("online"))
-        .unwrap_or_else(|| numbered_entries(&folder, "cpu").into_keys().filter(|&id| id < CPU_LIMIT).collect())
+    read_cpu_list(&folder.join("online")).unwrap_or_else(|| {
+        numbered_entries(&folder, "cpu").into_keys().filter(|&id| id < CPU_LIMIT).collect()
+    })
 }
 
 fn core_of(sys: &Path, id: usize) -> usize {
@@ -215,7 +232,9 @@ fn core_of(sys: &Path, id: usize) -> usize {
     // The second name is that of kernels before 5.1.
     ["core_cpus_list", "thread_siblings_list"]
         .iter()
-        .find_map(|name| read_cpu_list(&topology.join(name)).filter(|siblings| siblings.contains(&id)))
+        .find_map(|name| {
+            read_cpu_list(&topology.join(name)).filter(|siblings| siblings.contains(&id))
+        })
         .map_or(id, |siblings| siblings[0])
 }
 
@@ -246,10 +265,13 @@ impl Kinds {
             })
         };
         let below = |file: &str| {
-            let values: Option<Vec<(usize, u64)>> =
-                ids.iter().map(|&id| Some((id, read_number(&cpu_folder(sys, id).join(file))?))).collect();
+            let values: Option<Vec<(usize, u64)>> = ids
+                .iter()
+                .map(|&id| Some((id, read_number(&cpu_folder(sys, id).join(file))?)))
+                .collect();
             let values = values?;
-            let largest = values.iter().map(|&(_, value)| value).max().filter(|&value| value > 0)?;
+            let largest =
+                values.iter().map(|&(_, value)| value).max().filter(|&value| value > 0)?;
             let threshold = u128::from(largest) * u128::from(EFFICIENCY_BELOW_PERCENT);
             Some(
                 values
@@ -259,7 +281,9 @@ impl Kinds {
                     .collect(),
             )
         };
-        let efficiency = from_units().or_else(|| below("cpu_capacity")).or_else(|| below("cpufreq/cpuinfo_max_freq"));
+        let efficiency = from_units()
+            .or_else(|| below("cpu_capacity"))
+            .or_else(|| below("cpufreq/cpuinfo_max_freq"));
         Self { efficiency: efficiency.unwrap_or_default() }
     }
 
@@ -275,7 +299,10 @@ fn gpus(sys: &Path) -> Vec<Device> {
             read_text(&path.join("class"))
                 .is_some_and(|class| PCI_CLASSES_GPU.iter().any(|base| class.starts_with(base)))
         })
-        .map(|(name, path)| Device { name: normalise_pci_address(&name), node: read_node(&path.join("numa_node")) })
+        .map(|(name, path)| Device {
+            name: normalise_pci_address(&name),
+            node: read_node(&path.join("numa_node")),
+        })
         .collect()
 }
 
@@ -284,7 +311,9 @@ fn drives(sys: &Path) -> Vec<Device> {
         .into_iter()
         .map(|(index, path)| Device {
             name: format!("nvme{index}"),
-            node: ["numa_node", "device/numa_node"].iter().find_map(|file| read_node(&path.join(file))),
+            node: ["numa_node", "device/numa_node"]
+                .iter()
+                .find_map(|file| read_node(&path.join(file))),
         })
         .collect()
 }
@@ -293,7 +322,9 @@ fn drives(sys: &Path) -> Vec<Device> {
 fn normalise_pci_address(address: &str) -> String {
     let address = address.trim().to_ascii_lowercase();
     match address.split_once(':') {
-        Some((domain, rest)) if domain.len() == 8 && domain.starts_with("0000") && rest.contains(':') => {
+        Some((domain, rest))
+            if domain.len() == 8 && domain.starts_with("0000") && rest.contains(':') =>
+        {
             format!("{}:{rest}", &domain[4..])
         }
         Some((_, rest)) if !rest.contains(':') => format!("0000:{address}"),

@@ -1,42 +1,49 @@
 //! Steps that can be taken back to the bit: out of place, from slot to slot in host memory.
 //!
-//! [`HostSlots`] holds the index of the chunks of a list of tensors ([`crate::state::slots`]: SLOT-1 to SLOT-4) and the memory of their spare slots, all of it
-//! allocated at once: `spares` times what the largest chunk needs, whatever the layouts. In a slot stream follows stream, each from the beginning of a
-//! cache line on, so that stores bypass the cache.
+//! [`HostSlots`] holds the index of the chunks of a list of tensors ([`crate::tier::slots`]: SLOT-1
+//! to SLOT-4) and the memory of their spare slots, all of it allocated at once: `spares` times what
+//! the largest chunk needs, whatever the layouts. In a slot stream follows stream, each from the
+//! beginning of a cache line on, so that stores bypass the cache.
 //!
-//! - REV-1 A [`Revocable`] writes nothing that a chunk stands in. Commit and revert flip the index and touch no state; dropped, also by a panic, it
-//!   reverts.
+//! - REV-1 A [`Revocable`] writes nothing that a chunk stands in. Commit and revert flip the index
+//!   and touch no state; dropped, also by a panic, it reverts.
 //! - REV-2 A call that is refused changes nothing, and leaves the calls before it as they were.
-//! - REV-3 Every chunk that was stepped has been published ([`crate::cursor::publish`]) when the call returns.
-//! - REV-4 A chunk that is away from home is not in the tensors: these hold what it was one commit ago, or what was reverted. Until
-//!   [`HostSlots::settle`] nobody reads them, and what anybody writes there is lost.
+//! - REV-3 Every chunk that was stepped has been published ([`crate::stream::cursor::publish`])
+//!   when the call returns.
+//! - REV-4 A chunk that is away from home is not in the tensors: these hold what it was one commit
+//!   ago, or what was reverted. Until [`HostSlots::settle`] nobody reads them, and what anybody
+//!   writes there is lost.
 //!
-//! Cost: a step out of place takes a fifth to a quarter more time than one in place, whichever way it goes: split with fp32 moments from DRAM on one core,
-//! 0.70 for 0.57 ns per parameter (`benches/adam.rs`). Commit and revert take some nanoseconds per chunk. Settling copies each state that is away
-//! once, which takes one and a half times as long as a step of it: who commits every step lets chunks alternate, and settles when somebody looks.
+//! Cost: a step out of place takes a fifth to a quarter more time than one in place, whichever way
+//! it goes: split with fp32 moments from DRAM on one core, 0.70 for 0.57 ns per parameter
+//! (`benches/adam.rs`). Commit and revert take some nanoseconds per chunk. Settling copies each
+//! state that is away once, which takes one and a half times as long as a step of it: who commits
+//! every step lets chunks alternate, and settles when somebody looks.
 
-use super::{
-    Hyper,
-    batch::{check, step_all},
-    tensor::AdamTensor,
-};
 use crate::{
-    element::Dtype,
-    error::{Error, Result},
-    isa::Isa,
-    memory::{Buffer, BufferConfig},
-    pool::Pool,
-    prefetch::LINE_BYTES,
-    state::{
-        chunk::Chunk,
-        slots::{Slot, Slots},
+    adam::{
+        Hyper,
+        batch::{check, step_all},
+        tensor::AdamTensor,
     },
-    view::{Route, View, check_disjoint},
+    error::{Error, Result},
+    host::{
+        memory::{Buffer, BufferConfig},
+        pool::Pool,
+    },
+    simd::{isa::Isa, prefetch::LINE_BYTES},
+    state::chunk::Chunk,
+    stream::{
+        element::Dtype,
+        view::{Route, View, check_disjoint},
+    },
+    tier::slots::{Slot, Slots},
 };
 
 /// Slots for the state of a list of tensors, home and spare. See the [module](self).
 ///
-/// Dropped with chunks away from home, it takes their state with it: [`settle`](HostSlots::settle) first.
+/// Dropped with chunks away from home, it takes their state with it: [`settle`](HostSlots::settle)
+/// first.
 #[derive(Debug)]
 pub struct HostSlots {
     index: Slots,
@@ -55,11 +62,15 @@ struct Layout {
 
 impl Layout {
     fn of(tensor: &AdamTensor) -> Self {
-        Self { numel: tensor.param.numel(), views: tensor.written().map(|(name, view)| (name, view.dtype())).collect() }
+        Self {
+            numel: tensor.param.numel(),
+            views: tensor.written().map(|(name, view)| (name, view.dtype())).collect(),
+        }
     }
 
     fn text(&self) -> String {
-        let views: Vec<String> = self.views.iter().map(|(name, dtype)| format!("{name} {dtype}")).collect();
+        let views: Vec<String> =
+            self.views.iter().map(|(name, dtype)| format!("{name} {dtype}")).collect();
         format!("{} elements: {}", self.numel, views.join(", "))
     }
 }
@@ -70,16 +81,21 @@ fn nbytes_in_slot(view: View) -> usize {
 }
 
 impl HostSlots {
-    /// Slots for the chunks of these tensors, all at home, and `spares` more that fit any of them, faulted in on the workers of `pool`.
+    /// Slots for the chunks of these tensors, all at home, and `spares` more that fit any of them,
+    /// faulted in on the workers of `pool`.
     ///
     /// # Errors
-    /// [`Error::Value`] for a size beyond the address space; [`Error::Os`] where the system has no such memory.
+    /// [`Error::Value`] for a size beyond the address space; [`Error::Os`] where the system has no
+    /// such memory.
     pub fn new(tensors: &[AdamTensor], spares: usize, pool: &Pool) -> Result<Self> {
-        let first_chunk =
-            |tensor: &AdamTensor| tensor.chunk(0).written().map(|(_, view)| nbytes_in_slot(view)).sum::<usize>();
+        let first_chunk = |tensor: &AdamTensor| {
+            tensor.chunk(0).written().map(|(_, view)| nbytes_in_slot(view)).sum::<usize>()
+        };
         let slot_nbytes = tensors.iter().map(first_chunk).max().unwrap_or(0);
         let nbytes = slot_nbytes.checked_mul(spares).ok_or_else(|| {
-            Error::value(format!("spares is `{spares}`, expected slots of {slot_nbytes} bytes that fit into memory"))
+            Error::value(format!(
+                "spares is `{spares}`, expected slots of {slot_nbytes} bytes that fit into memory"
+            ))
         })?;
         let numels: Vec<usize> = tensors.iter().map(|tensor| tensor.param.numel()).collect();
         Ok(Self {
@@ -115,26 +131,33 @@ impl HostSlots {
         Revocable { slots: self }
     }
 
-    /// Copies home what is away, so that the tensors (all of them, in the order of [`HostSlots::new`]) hold the whole state. All spares are free then.
+    /// Copies home what is away, so that the tensors (all of them, in the order of
+    /// [`HostSlots::new`]) hold the whole state. All spares are free then.
     ///
     /// # Safety
     /// The memory of all views is alive, and nobody else uses it during the call.
     ///
     /// # Errors
-    /// [`Error::Value`], with nothing copied, for other tensors than those that the slots are for, or memory that overlaps.
+    /// [`Error::Value`], with nothing copied, for other tensors than those that the slots are for,
+    /// or memory that overlaps.
     pub unsafe fn settle(&mut self, pool: &Pool, tensors: &[AdamTensor]) -> Result<()> {
         if tensors.len() != self.layouts.len() {
-            return Err(Error::value(format!("`{}` tensors, expected all {}", tensors.len(), self.layouts.len())));
+            return Err(Error::value(format!(
+                "`{}` tensors, expected all {}",
+                tensors.len(),
+                self.layouts.len()
+            )));
         }
         tensors.iter().enumerate().try_for_each(|(index, tensor)| self.check(index, tensor))?;
         check_disjoint(tensors.iter().flat_map(AdamTensor::written), std::iter::empty())?;
         let away: Vec<Chunk> = self.index.away().collect();
         pool.run(away.len(), &|task| {
             let chunk = away[task];
-            let state = self.between(&tensors[chunk.tensor], chunk, self.index.stands(chunk), Slot::Home);
+            let state =
+                self.between(&tensors[chunk.tensor], chunk, self.index.stands(chunk), Slot::Home);
             for (_, Route { from, to }) in state.written() {
-                // SAFETY: the caller vouches for the tensors, which are disjoint as checked, and so are chunks; the slot is ours, and the
-                // chunk's alone (SLOT-1).
+                // SAFETY: the caller vouches for the tensors, which are disjoint as checked, and so
+                // are chunks; the slot is ours, and the chunk's alone (SLOT-1).
                 unsafe { from.copy_to(to) };
             }
         });
@@ -142,12 +165,19 @@ impl HostSlots {
         Ok(())
     }
 
-    /// Where a step of this chunk of a tensor reads its state and where it writes it; in place, but for what a [`Revocable`] steps.
+    /// Where a step of this chunk of a tensor reads its state and where it writes it; in place, but
+    /// for what a [`Revocable`] steps.
     pub(crate) fn route(&self, tensor: &AdamTensor, chunk: Chunk) -> AdamTensor<Route> {
         self.between(tensor, chunk, self.index.stands(chunk), self.index.target(chunk))
     }
 
-    fn between(&self, tensor: &AdamTensor, chunk: Chunk, from: Slot, to: Slot) -> AdamTensor<Route> {
+    fn between(
+        &self,
+        tensor: &AdamTensor,
+        chunk: Chunk,
+        from: Slot,
+        to: Slot,
+    ) -> AdamTensor<Route> {
         let mut offset = 0;
         tensor.chunk(chunk.index).map(|_, home| {
             let place = |slot| match slot {
@@ -162,7 +192,8 @@ impl HostSlots {
 
     /// Where a spare slot begins.
     fn address(&self, spare: usize) -> usize {
-        let memory = self.memory.as_ref().unwrap_or_else(|| unreachable!("the index has no spares"));
+        let memory =
+            self.memory.as_ref().unwrap_or_else(|| unreachable!("the index has no spares"));
         memory.as_ptr().expose_provenance() + spare * self.slot_nbytes
     }
 
@@ -185,7 +216,8 @@ impl HostSlots {
     }
 }
 
-/// Steps that are not final: [`commit`](Revocable::commit) makes them so, and [`revert`](Revocable::revert), or dropping it, takes them back.
+/// Steps that are not final: [`commit`](Revocable::commit) makes them so, and
+/// [`revert`](Revocable::revert), or dropping it, takes them back.
 #[derive(Debug)]
 #[must_use = "dropped, it takes its steps back"]
 pub struct Revocable<'a> {
@@ -193,15 +225,17 @@ pub struct Revocable<'a> {
 }
 
 impl Revocable<'_> {
-    /// Steps these tensors, each with its number in the list that the slots are for; `counts[i]` is the number of this update of `tensors[i]`, from 1.
-    /// Each tensor once until the commit.
+    /// Steps these tensors, each with its number in the list that the slots are for; `counts[i]` is
+    /// the number of this update of `tensors[i]`, from 1. Each tensor once until the commit.
     ///
     /// # Safety
-    /// The memory of all views is alive, and nobody else uses it during the call; of chunks that are away from home, until they are settled (REV-4).
+    /// The memory of all views is alive, and nobody else uses it during the call; of chunks that
+    /// are away from home, until they are settled (REV-4).
     ///
     /// # Errors
-    /// [`Error::Value`], before anything is changed, for what [`super::batch::step`] refuses, tensors that the slots are not for or that have been stepped
-    /// already, or where fewer spare slots are free than there are chunks at home.
+    /// [`Error::Value`], before anything is changed, for what [`super::batch::step`] refuses,
+    /// tensors that the slots are not for or that have been stepped already, or where fewer spare
+    /// slots are free than there are chunks at home.
     pub unsafe fn step(
         &mut self,
         pool: &Pool,
@@ -212,20 +246,25 @@ impl Revocable<'_> {
     ) -> Result<()> {
         let (numbers, tensors): (Vec<usize>, Vec<AdamTensor>) = tensors.iter().copied().unzip();
         let grads = check(&tensors, counts, hyper)?;
-        numbers.iter().zip(&tensors).try_for_each(|(&number, tensor)| self.slots.check(number, tensor))?;
+        numbers
+            .iter()
+            .zip(&tensors)
+            .try_for_each(|(&number, tensor)| self.slots.check(number, tensor))?;
         // The index numbers tensors as the list does, a call as it gives them.
         let indexed = |chunk: Chunk| Chunk { tensor: numbers[chunk.tensor], ..chunk };
         let chunks = Chunk::all(tensors.iter().map(|tensor| tensor.param.numel()));
         self.slots.index.take(chunks.into_iter().map(indexed))?;
         let slots = &*self.slots;
         let route = |chunk: Chunk| slots.route(&tensors[chunk.tensor], indexed(chunk));
-        // SAFETY: the caller vouches for the tensors, whose views are disjoint, as checked; spares are ours, and each chunk has its own (SLOT-1),
-        // which is not what it is read from (SLOT-2).
+        // SAFETY: the caller vouches for the tensors, whose views are disjoint, as checked; spares
+        // are ours, and each chunk has its own (SLOT-1), which is not what it is read from
+        // (SLOT-2).
         unsafe { step_all(pool, isa, &grads, counts, hyper, route) };
         Ok(())
     }
 
-    /// The steps stand. Their chunks are where they were written: those that were at home are away, the others are home again.
+    /// The steps stand. Their chunks are where they were written: those that were at home are away,
+    /// the others are home again.
     pub fn commit(self) {
         self.slots.index.commit();
     }

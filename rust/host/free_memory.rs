@@ -1,6 +1,8 @@
-//! Host memory that can still be had: what the kernel estimates, and what the control groups of this process leave.
+//! Host memory that can still be had: what the kernel estimates, and what the control groups of
+//! this process leave.
 //!
-//! Pages of files, reclaimable slabs and the cache of ZFS count as free: the kernel gives them up when memory is asked for. Swap does not: a step that swaps is not what anybody wants.
+//! Pages of files, reclaimable slabs and the cache of ZFS count as free: the kernel gives them up
+//! when memory is asked for. Swap does not: a step that swaps is not what anybody wants.
 //!
 //! Cost: a few small files are read, some 100 us.
 
@@ -22,7 +24,13 @@ struct Hierarchy {
 }
 
 const HIERARCHIES: [Hierarchy; 2] = [
-    Hierarchy { folder: "", controller: "", limit: "memory.max", used: "memory.current", prefix: "" },
+    Hierarchy {
+        folder: "",
+        controller: "",
+        limit: "memory.max",
+        used: "memory.current",
+        prefix: "",
+    },
     Hierarchy {
         folder: "memory",
         controller: "memory",
@@ -40,11 +48,14 @@ pub fn free_bytes() -> Option<u64> {
 
 fn free_bytes_of(proc: &Path, cgroups: &Path) -> Option<u64> {
     let meminfo = fs::read_to_string(proc.join("meminfo")).ok();
-    let host = meminfo.and_then(|text| Some(number_in(&text, "MemAvailable:", 1)? * 1024 + reclaimable_of_zfs(proc)));
+    let host = meminfo.and_then(|text| {
+        Some(number_in(&text, "MemAvailable:", 1)? * 1024 + reclaimable_of_zfs(proc))
+    });
     let membership = fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
     let groups = HIERARCHIES.iter().flat_map(|hierarchy| {
         let folder = cgroups.join(hierarchy.folder);
-        groups_of(hierarchy, &membership).filter_map(move |group| left_in(hierarchy, &folder.join(group)))
+        groups_of(hierarchy, &membership)
+            .filter_map(move |group| left_in(hierarchy, &folder.join(group)))
     });
     host.into_iter().chain(groups).min()
 }
@@ -57,7 +68,8 @@ fn reclaimable_of_zfs(proc: &Path) -> u64 {
     value("size").saturating_sub(value("c_min"))
 }
 
-/// The group of this process in a hierarchy and those above it, relative to its root. In a container without a namespace for them, only the root is there.
+/// The group of this process in a hierarchy and those above it, relative to its root. In a
+/// container without a namespace for them, only the root is there.
 fn groups_of(hierarchy: &Hierarchy, membership: &str) -> impl Iterator<Item = PathBuf> {
     let path = membership.lines().find_map(|line| {
         let mut fields = line.splitn(3, ':').skip(1);
@@ -75,8 +87,10 @@ fn left_in(hierarchy: &Hierarchy, group: &Path) -> Option<u64> {
     let limit: u64 = read(hierarchy.limit)?.trim().parse().ok()?;
     let used: u64 = read(hierarchy.used)?.trim().parse().ok()?;
     let stat = read("memory.stat").unwrap_or_default();
-    let counted = |name: &str| number_in(&stat, &format!("{}{name}", hierarchy.prefix), 1).unwrap_or(0);
-    let reclaimable = counted("inactive_file") + counted("active_file") + counted("slab_reclaimable");
+    let counted =
+        |name: &str| number_in(&stat, &format!("{}{name}", hierarchy.prefix), 1).unwrap_or(0);
+    let reclaimable =
+        counted("inactive_file") + counted("active_file") + counted("slab_reclaimable");
     Some(limit.saturating_sub(used.saturating_sub(reclaimable)))
 }
 
@@ -99,7 +113,10 @@ mod tests {
             fs::create_dir_all(path.parent().expect("a parent")).expect("a folder");
             fs::write(path, text).expect("a file");
         };
-        write(root.path().join("proc/meminfo"), "MemTotal: 99999999 kB\nMemAvailable:   67108864 kB\n");
+        write(
+            root.path().join("proc/meminfo"),
+            "MemTotal: 99999999 kB\nMemAvailable:   67108864 kB\n",
+        );
         write(root.path().join("proc/self/cgroup"), membership);
         for (path, text) in files {
             write(root.path().join("cgroup").join(path), text);
@@ -120,16 +137,27 @@ mod tests {
 
     #[test]
     fn a_limit_leaves_what_is_not_used_and_what_files_hold() {
-        let stat =
-            format!("anon 5\ninactive_file {}\nactive_file {}\nfile 7\nslab_reclaimable {GIB}\n", 3 * GIB, 2 * GIB);
-        let files = [("job/memory.max", bytes(16)), ("job/memory.current", bytes(9)), ("job/memory.stat", stat)];
+        let stat = format!(
+            "anon 5\ninactive_file {}\nactive_file {}\nfile 7\nslab_reclaimable {GIB}\n",
+            3 * GIB,
+            2 * GIB
+        );
+        let files = [
+            ("job/memory.max", bytes(16)),
+            ("job/memory.current", bytes(9)),
+            ("job/memory.stat", stat),
+        ];
         assert_eq!(free_with("0::/job\n", &files), Some(13 * GIB));
     }
 
     #[test]
     fn what_zfs_can_give_up_is_free() {
-        let stats = format!("9 1 0x01 147\nname type data\nhits 4 12\nc_min 4 {GIB}\nsize 4 {}\n", 5 * GIB);
-        assert_eq!(free_with("0::/\n", &[("../proc/spl/kstat/zfs/arcstats", stats)]), Some(68 * GIB));
+        let stats =
+            format!("9 1 0x01 147\nname type data\nhits 4 12\nc_min 4 {GIB}\nsize 4 {}\n", 5 * GIB);
+        assert_eq!(
+            free_with("0::/\n", &[("../proc/spl/kstat/zfs/arcstats", stats)]),
+            Some(68 * GIB)
+        );
     }
 
     #[test]
@@ -147,8 +175,14 @@ mod tests {
 
     #[test]
     fn a_container_sees_its_own_group_as_the_root() {
-        let files = [("memory/memory.limit_in_bytes", bytes(8)), ("memory/memory.usage_in_bytes", bytes(9))];
-        assert_eq!(free_with("9:name=systemd:/\n4:cpu,memory:/docker/1234\n0::/\n", &files), Some(0));
+        let files = [
+            ("memory/memory.limit_in_bytes", bytes(8)),
+            ("memory/memory.usage_in_bytes", bytes(9)),
+        ];
+        assert_eq!(
+            free_with("9:name=systemd:/\n4:cpu,memory:/docker/1234\n0::/\n", &files),
+            Some(0)
+        );
     }
 
     #[test]

@@ -1,12 +1,17 @@
-//! Keeps `fork` and running jobs apart, so that a child never inherits a lock that nobody will release.
+//! Keeps `fork` and running jobs apart, so that a child never inherits a lock that nobody will
+//! release.
 //!
-//! Every call that uses a pool's locks or workers stands inside a gate ([`enter`]). The handlers that `pthread_atfork` runs close it, wait
-//! until it is empty, and open it again in parent and child. So at the moment of a fork no pool has a job in flight, no lock of a pool is
-//! held, and no buffer is half written. A `fork` therefore waits for the jobs that run at that time; jobs started after it wait for the fork.
+//! Every call that uses a pool's locks or workers stands inside a gate ([`enter`]). The handlers
+//! that `pthread_atfork` runs close it, wait until it is empty, and open it again in parent and
+//! child. So at the moment of a fork no pool has a job in flight, no lock of a pool is held, and no
+//! buffer is half written. A `fork` therefore waits for the jobs that run at that time; jobs
+//! started after it wait for the fork.
 //!
-//! Two rules follow. Nothing inside the gate waits for a lock that a forking thread may hold (Python holds the GIL while it forks, and a
-//! log record takes the GIL): so a task must not, and pools log after they have left. And a task must not fork except to `exec`: its
-//! `fork` is let through (waiting for the task's own job would never end), but the child is left with the middle of a job.
+//! Two rules follow. Nothing inside the gate waits for a lock that a forking thread may hold
+//! (Python holds the GIL while it forks, and a log record takes the GIL): so a task must not, and
+//! pools log after they have left. And a task must not fork except to `exec`: its `fork` is let
+//! through (waiting for the task's own job would never end), but the child is left with the middle
+//! of a job.
 //!
 //! Cost: two atomic additions per job.
 
@@ -23,7 +28,8 @@ const FORKING: u32 = 1 << 31;
 
 static GATE: AtomicU32 = AtomicU32::new(0);
 
-/// Counts the forks between the first process and this one: what threads belong to another value do not exist here.
+/// Counts the forks between the first process and this one: what threads belong to another value do
+/// not exist here.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 thread_local! {
@@ -73,7 +79,10 @@ pub(super) fn enter() -> Entered {
         let seen = GATE.load(Ordering::Relaxed);
         if seen & FORKING != 0 {
             futex::wait(&GATE, seen);
-        } else if GATE.compare_exchange_weak(seen, seen + 1, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+        } else if GATE
+            .compare_exchange_weak(seen, seen + 1, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+        {
             return Entered { generation: Some(generation()) };
         }
     }
@@ -82,7 +91,9 @@ pub(super) fn enter() -> Entered {
 impl Drop for Entered {
     fn drop(&mut self) {
         // In a child forked by a task the gate was emptied: this entry is not counted there.
-        if self.generation == Some(generation()) && GATE.fetch_sub(1, Ordering::Release) == FORKING + 1 {
+        if self.generation == Some(generation())
+            && GATE.fetch_sub(1, Ordering::Release) == FORKING + 1
+        {
             futex::wake_all(&GATE);
         }
     }
@@ -92,8 +103,9 @@ impl Drop for Entered {
 pub(super) fn register() -> Result<()> {
     static REGISTERED: OnceLock<i32> = OnceLock::new();
     let errno = *REGISTERED.get_or_init(|| {
-        // SAFETY: the handlers are `extern "C"` functions that live as long as this library (the C library drops them when it is unloaded).
-        // They touch atomics and futexes only: no allocation, no lock, no unwinding.
+        // SAFETY: the handlers are `extern "C"` functions that live as long as this library (the C
+        // library drops them when it is unloaded). They touch atomics and futexes only: no
+        // allocation, no lock, no unwinding.
         unsafe { libc::pthread_atfork(Some(prepare), Some(parent), Some(child)) }
     });
     if errno == 0 {
@@ -111,7 +123,10 @@ extern "C" fn prepare() {
         let seen = GATE.load(Ordering::Relaxed);
         if seen & FORKING != 0 {
             futex::wait(&GATE, seen);
-        } else if GATE.compare_exchange_weak(seen, seen | FORKING, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+        } else if GATE
+            .compare_exchange_weak(seen, seen | FORKING, Ordering::Acquire, Ordering::Relaxed)
+            .is_ok()
+        {
             break;
         }
     }

@@ -1,14 +1,18 @@
 //! The worker threads of one pool in one process, and the job they share.
 //!
-//! A job is published by opening a gate. Workers enter it, take tasks, and leave when there are none; the one that finds every share empty
-//! closes the gate, and the last to leave wakes the caller. So the caller waits for the tasks and for the workers that took part, but not for
-//! a worker whose CPU is busy with something else: the others have taken its tasks.
+//! A job is published by opening a gate. Workers enter it, take tasks, and leave when there are
+//! none; the one that finds every share empty closes the gate, and the last to leave wakes the
+//! caller. So the caller waits for the tasks and for the workers that took part, but not for a
+//! worker whose CPU is busy with something else: the others have taken its tasks.
 //!
 //! Invariants:
-//! - CREW-1 Every index is taken by exactly one worker: shares are disjoint, and a take is one compare-and-swap on its share.
-//! - CREW-2 The job is read only by workers inside the gate; it is replaced only when the gate is closed and empty.
-//! - CREW-3 Shares only shrink while the gate is open. In a total order of takes (they are sequentially consistent) the last one is followed
-//!   by its worker's look at all shares, which finds them empty: the gate is closed at the end of every job.
+//! - CREW-1 Every index is taken by exactly one worker: shares are disjoint, and a take is one
+//!   compare-and-swap on its share.
+//! - CREW-2 The job is read only by workers inside the gate; it is replaced only when the gate is
+//!   closed and empty.
+//! - CREW-3 Shares only shrink while the gate is open. In a total order of takes (they are
+//!   sequentially consistent) the last one is followed by its worker's look at all shares, which
+//!   finds them empty: the gate is closed at the end of every job.
 
 use std::any::Any;
 use std::io;
@@ -27,7 +31,8 @@ use crate::{Error, Result};
 /// Set while a job may be entered; the bits below count the workers inside.
 const OPEN: u32 = 1 << 31;
 
-/// How long an idle worker looks for the next job before it sleeps: the calls of one step follow each other within this time.
+/// How long an idle worker looks for the next job before it sleeps: the calls of one step follow
+/// each other within this time.
 const WORKER_SPIN: Duration = Duration::from_micros(50);
 
 /// How a job's tasks move between workers.
@@ -87,8 +92,8 @@ fn unpack(share: u64) -> (u32, u32) {
 }
 
 impl Crew {
-    /// Starts one worker per entry of `cpus` and waits until each has been pinned. The second part holds the first failure to pin, after which
-    /// that worker runs unpinned.
+    /// Starts one worker per entry of `cpus` and waits until each has been pinned. The second part
+    /// holds the first failure to pin, after which that worker runs unpinned.
     pub(super) fn start(cpus: &[usize]) -> Result<(Self, Option<(usize, io::Error)>)> {
         let shares_cpu = cpus.iter().enumerate().any(|(i, cpu)| cpus[..i].contains(cpu));
         let shared = Arc::new(Shared {
@@ -103,7 +108,11 @@ impl Crew {
             spin: if shares_cpu { Duration::ZERO } else { WORKER_SPIN },
             caller_cpu: AtomicUsize::new(usize::MAX),
         });
-        let mut crew = Self { shared, workers: Vec::with_capacity(cpus.len()), generation: fork::generation() };
+        let mut crew = Self {
+            shared,
+            workers: Vec::with_capacity(cpus.len()),
+            generation: fork::generation(),
+        };
         let (report, reports) = mpsc::channel();
         for (worker, &cpu) in cpus.iter().enumerate() {
             let (shared, report) = (Arc::clone(&crew.shared), report.clone());
@@ -118,7 +127,12 @@ impl Crew {
                 })
                 .map_err(|error| {
                     let threads = cpus.len();
-                    Error::os(format!("cannot start worker `{worker}` of `{threads}`; hint: see `ulimit -u`"), error)
+                    Error::os(
+                        format!(
+                            "cannot start worker `{worker}` of `{threads}`; hint: see `ulimit -u`"
+                        ),
+                        error,
+                    )
                 })?;
             crew.workers.push(handle);
         }
@@ -133,7 +147,12 @@ impl Crew {
     }
 
     /// Runs `task(i)` for every `i` in `0..tasks` and returns what the first panicking one left.
-    pub(super) fn run(&mut self, tasks: usize, balance: Balance, task: &(dyn Fn(usize) + Sync)) -> Option<Payload> {
+    pub(super) fn run(
+        &mut self,
+        tasks: usize,
+        balance: Balance,
+        task: &(dyn Fn(usize) + Sync),
+    ) -> Option<Payload> {
         self.run_in_rounds(tasks, u32::MAX, balance, task)
     }
 
@@ -157,21 +176,24 @@ impl Drop for Crew {
     fn drop(&mut self) {
         let workers = mem::take(&mut self.workers);
         if self.generation != fork::generation() {
-            // A forked child: the threads are not here, so there is nothing to join, and to detach them would be an error.
+            // A forked child: the threads are not here, so there is nothing to join, and to detach
+            // them would be an error.
             mem::forget(workers);
             return;
         }
         self.shared.quit.store(true, Ordering::Release);
         self.shared.announce();
         for worker in workers {
-            // Tasks' panics are caught; should a worker have died otherwise there is nothing left to do for it.
+            // Tasks' panics are caught; should a worker have died otherwise there is nothing left
+            // to do for it.
             let _ = worker.join();
         }
     }
 }
 
 impl Shared {
-    /// Publishes a job and waits until it is done. Called by one thread at a time (`Crew::run` takes `&mut self`).
+    /// Publishes a job and waits until it is done. Called by one thread at a time (`Crew::run`
+    /// takes `&mut self`).
     fn run_round(&self, tasks: u32, job: &Job<'_>) {
         let num_shares = self.shares.len() as u64;
         let edge = |worker: u64| (worker * u64::from(tasks) / num_shares) as u32;
@@ -182,7 +204,8 @@ impl Shared {
         self.caller_cpu.store(sched_getcpu(), Ordering::Relaxed);
         self.gate.0.store(OPEN, Ordering::Release);
         self.announce();
-        // Not spinning: one of the workers is usually pinned to this very CPU and begins when the caller sleeps.
+        // Not spinning: one of the workers is usually pinned to this very CPU and begins when the
+        // caller sleeps.
         loop {
             let gate = self.gate.0.load(Ordering::Acquire);
             if gate == 0 {
@@ -194,7 +217,8 @@ impl Shared {
 
     /// Tells every idle worker to look.
     fn announce(&self) {
-        // Either the worker counts itself before this load, or it sees the new epoch before it sleeps: both are sequentially consistent.
+        // Either the worker counts itself before this load, or it sees the new epoch before it
+        // sleeps: both are sequentially consistent.
         self.epoch.0.fetch_add(1, Ordering::SeqCst);
         if self.sleepers.load(Ordering::SeqCst) > 0 {
             futex::wake_all(&self.epoch.0);
@@ -210,8 +234,10 @@ impl Shared {
                 return;
             }
             if self.enter() {
-                // SAFETY: the gate was open when this worker entered, and `run_round`, which owns the job on its stack, returns only when the
-                // gate is closed and every worker has left (CREW-2). The acquire in `enter` makes the store before the gate's opening visible.
+                // SAFETY: the gate was open when this worker entered, and `run_round`, which owns
+                // the job on its stack, returns only when the gate is closed and every worker has
+                // left (CREW-2). The acquire in `enter` makes the store before the gate's opening
+                // visible.
                 let job = unsafe { &*self.job.load(Ordering::Relaxed) };
                 self.take_part(worker, job);
                 self.leave();
@@ -219,9 +245,11 @@ impl Shared {
         }
     }
 
-    /// Spins, then sleeps, until the epoch is another. Where the caller wants to go on, spinning would keep it from doing so.
+    /// Spins, then sleeps, until the epoch is another. Where the caller wants to go on, spinning
+    /// would keep it from doing so.
     fn wait_for_next(&self, epoch: u32, cpu: usize) -> u32 {
-        let spin = if self.caller_cpu.load(Ordering::Relaxed) == cpu { Duration::ZERO } else { self.spin };
+        let spin =
+            if self.caller_cpu.load(Ordering::Relaxed) == cpu { Duration::ZERO } else { self.spin };
         let begin = Instant::now();
         loop {
             for _ in 0..32 {
@@ -250,7 +278,9 @@ impl Shared {
     fn enter(&self) -> bool {
         self.gate
             .0
-            .fetch_update(Ordering::Acquire, Ordering::Relaxed, |gate| (gate & OPEN != 0).then_some(gate + 1))
+            .fetch_update(Ordering::Acquire, Ordering::Relaxed, |gate| {
+                (gate & OPEN != 0).then_some(gate + 1)
+            })
             .is_ok()
     }
 
@@ -261,7 +291,8 @@ impl Shared {
         }) {
             self.gate.0.fetch_and(!OPEN, Ordering::AcqRel);
         }
-        // Release hands this worker's writes to the caller, through the counts of those who leave later.
+        // Release hands this worker's writes to the caller, through the counts of those who leave
+        // later.
         if self.gate.0.fetch_sub(1, Ordering::AcqRel) == 1 {
             futex::wake_all(&self.gate.0);
         }
@@ -293,12 +324,17 @@ impl Shared {
 
     /// Returns the share as it was before.
     fn take(&self, share: usize, take: impl Fn((u32, u32)) -> Option<u64>) -> Option<(u32, u32)> {
-        let taken = self.shares[share].0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |share| take(unpack(share)));
+        let taken =
+            self.shares[share]
+                .0
+                .fetch_update(Ordering::SeqCst, Ordering::SeqCst, |share| take(unpack(share)));
         taken.ok().map(unpack)
     }
 
     fn perform(&self, job: &Job<'_>, index: u32) {
-        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| (job.task)(job.base + index as usize))) {
+        if let Err(payload) =
+            catch_unwind(AssertUnwindSafe(|| (job.task)(job.base + index as usize)))
+        {
             keep_first(&mut self.panic.lock().unwrap_or_else(PoisonError::into_inner), payload);
         }
     }

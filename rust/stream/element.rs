@@ -1,8 +1,9 @@
 //! Element types: fp32, bf16, fp16, and how each widens to fp32 and narrows from it.
 //!
-//! Both conversions are written with integer operations and exact multiplications only, so that they vectorise on every
-//! ISA and give the same bits on each. Hardware conversions do not: `vcvtneps2bf16` flushes subnormals to zero.
-//! A NaN narrows to one canonical quiet NaN, whatever its sign and payload.
+//! Both conversions are written with integer operations and exact multiplications only, so that
+//! they vectorise on every ISA and give the same bits on each. Hardware conversions do not:
+//! `vcvtneps2bf16` flushes subnormals to zero. A NaN narrows to one canonical quiet NaN, whatever
+//! its sign and payload.
 
 use std::fmt;
 
@@ -56,7 +57,8 @@ pub enum Dtype {
 
 impl Dtype {
     /// Every dtype, for messages and tests.
-    pub const ALL: [Self; 6] = [Self::Float32, Self::BFloat16, Self::Float16, Self::Int16, Self::Int32, Self::Uint8];
+    pub const ALL: [Self; 6] =
+        [Self::Float32, Self::BFloat16, Self::Float16, Self::Int16, Self::Int32, Self::Uint8];
 
     /// torch's name without the `torch.` prefix.
     #[must_use]
@@ -94,7 +96,8 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// What a kernel loads and stores lane by lane: 4 or 2 bytes of plain data in the low bits of a 32-bit lane.
+/// What a kernel loads and stores lane by lane: 4 or 2 bytes of plain data in the low bits of a
+/// 32-bit lane.
 pub trait Lane: Copy + Default + Send + Sync + 'static {
     /// Reads 16 elements, zero-extended.
     ///
@@ -133,7 +136,8 @@ macro_rules! lane {
         $(impl Lane for $lane {
             #[inline(always)]
             unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::U {
-                // SAFETY: the caller vouches for 16 elements, and an element has the width of the access.
+                // SAFETY: the caller vouches for 16 elements, and an element has the width of the
+                // access.
                 unsafe { simd.$load(from.cast()) }
             }
             #[inline(always)]
@@ -225,7 +229,8 @@ mod half {
 lane!(word, load_u32, store_u32, stream_u32: f32, u32, i32);
 lane!(half, load_u16, store_u16, stream_u16: Bf16, F16, i16);
 
-/// A floating-point type that widens to fp32 without loss and narrows by rounding to nearest, ties to even.
+/// A floating-point type that widens to fp32 without loss and narrows by rounding to nearest, ties
+/// to even.
 pub trait Element: Lane {
     /// Its name across the boundary.
     const DTYPE: Dtype;
@@ -293,8 +298,12 @@ impl Element for F16 {
     fn widen<S: Simd>(simd: S, lanes: S::U) -> S::F {
         let sign = simd.shl::<16>(simd.and(lanes, simd.splat_u(0x8000)));
         let magnitude = simd.and(lanes, simd.splat_u(0x7fff));
-        // Exponent and mantissa at their fp32 places are the value times 2^-112, subnormals included: the product is exact.
-        let scaled = simd.mul(simd.of_bits(simd.shl::<13>(magnitude)), simd.splat(f32::from_bits((127 + 112) << 23)));
+        // Exponent and mantissa at their fp32 places are the value times 2^-112, subnormals
+        // included: the product is exact.
+        let scaled = simd.mul(
+            simd.of_bits(simd.shl::<13>(magnitude)),
+            simd.splat(f32::from_bits((127 + 112) << 23)),
+        );
         let is_special = simd.gt_u(magnitude, simd.splat_u(0x7bff));
         let special = simd.select(is_special, simd.splat_u(0x7f80_0000), simd.splat_u(0));
         simd.of_bits(simd.or(simd.or(simd.bits(scaled), special), sign))
@@ -303,15 +312,22 @@ impl Element for F16 {
     #[inline(always)]
     fn narrow<S: Simd>(simd: S, values: S::F) -> S::U {
         let magnitude = simd.magnitude(values);
-        // Below 2^-14 the result is subnormal: adding 0.5 puts its last place at 2^-24 and lets the addition round.
+        // Below 2^-14 the result is subnormal: adding 0.5 puts its last place at 2^-24 and lets the
+        // addition round.
         let shifted = simd.add(simd.of_bits(magnitude), simd.splat(0.5));
         let subnormal = simd.sub_u(simd.bits(shifted), simd.splat_u(0x3f00_0000));
         let odd = simd.and(simd.shr::<13>(magnitude), simd.splat_u(1));
         let rebiased = simd.sub_u(magnitude, simd.splat_u((112 << 23) - 0x0fff));
         let normal = simd.shr::<13>(simd.add_u(rebiased, odd));
-        let finite = simd.select(simd.gt_u(simd.splat_u(0x3880_0000), magnitude), subnormal, normal);
-        // 65520 is half way between the largest finite value and the next: it and all above round to infinity.
-        let rounded = simd.select(simd.gt_u(magnitude, simd.splat_u(0x477f_efff)), simd.splat_u(0x7c00), finite);
+        let finite =
+            simd.select(simd.gt_u(simd.splat_u(0x3880_0000), magnitude), subnormal, normal);
+        // 65520 is half way between the largest finite value and the next: it and all above round
+        // to infinity.
+        let rounded = simd.select(
+            simd.gt_u(magnitude, simd.splat_u(0x477f_efff)),
+            simd.splat_u(0x7c00),
+            finite,
+        );
         let sign = simd.and(simd.shr::<16>(simd.bits(values)), simd.splat_u(0x8000));
         let is_nan = simd.gt_u(magnitude, simd.splat_u(0x7f80_0000));
         simd.select(is_nan, simd.splat_u(u32::from(Self::NAN.0)), simd.or(rounded, sign))

@@ -1,22 +1,27 @@
-//! Where a kernel reads a stream of elements and where it writes it: one body for in place and out of place.
+//! Where a kernel reads a stream of elements and where it writes it: one body for in place and out
+//! of place.
 //!
-//! A [`Cursor`] loads vectors of 16 lanes from one place and stores them to another; the two are the same memory (made from
-//! one `&mut [T]`) or disjoint (made from `&[T]` and `&mut [T]`), never partly overlapping. The kernel's rule is load,
-//! compute, store, lane block by lane block, so both cases are right with one body, and no `&` and `&mut` to the same
-//! element exist at once. Out of place, stores bypass the cache where the machine can: half the traffic of an ordinary
-//! store, which reads its line first. Whoever made an out-of-place cursor calls [`publish`] before others read.
+//! A [`Cursor`] loads vectors of 16 lanes from one place and stores them to another; the two are
+//! the same memory (made from one `&mut [T]`) or disjoint (made from `&[T]` and `&mut [T]`), never
+//! partly overlapping. The kernel's rule is load, compute, store, lane block by lane block, so both
+//! cases are right with one body, and no `&` and `&mut` to the same element exist at once. Out of
+//! place, stores bypass the cache where the machine can: half the traffic of an ordinary store,
+//! which reads its line first. Whoever made an out-of-place cursor calls [`publish`] before others
+//! read.
 //!
-//! A unit is what a kernel has in registers at once: `Q` vectors. One vector holds 16 elements in their order. A unit of more holds runs of 32,
-//! each as a pair, the elements of an even index and those of an odd one: 16-bit elements come apart and together again with a shift and a mask
-//! for 32 of them, where their order would take a widening and a narrowing of 16 each.
+//! A unit is what a kernel has in registers at once: `Q` vectors. One vector holds 16 elements in
+//! their order. A unit of more holds runs of 32, each as a pair, the elements of an even index and
+//! those of an odd one: 16-bit elements come apart and together again with a shift and a mask for
+//! 32 of them, where their order would take a widening and a narrowing of 16 each.
 
 use std::marker::PhantomData;
 
 use crate::{
-    element::Lane,
-    prefetch::{self, LINE_BYTES},
-    simd::{LANES, Simd},
-    state::BLOCK,
+    simd::{
+        LANES, Simd,
+        prefetch::{self, LINE_BYTES},
+    },
+    stream::{BLOCK, element::Lane},
 };
 
 /// Elements of the largest unit.
@@ -42,7 +47,14 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[must_use]
     pub fn in_place(elements: &'a mut [T]) -> Self {
         let to = elements.as_mut_ptr();
-        Self { from: to, to, len: elements.len(), streams: false, ahead: prefetch::ahead(), memory: PhantomData }
+        Self {
+            from: to,
+            to,
+            len: elements.len(),
+            streams: false,
+            ahead: prefetch::ahead(),
+            memory: PhantomData,
+        }
     }
 
     /// Reads `from` and writes `to`, which must be as long.
@@ -76,7 +88,8 @@ impl<'a, T: Lane> Cursor<'a, T> {
         self.len == 0
     }
 
-    /// The elements `at..at + count`, zero-extended, and zeros behind them. `count` is `LANES` but at the tail.
+    /// The elements `at..at + count`, zero-extended, and zeros behind them. `count` is `LANES` but
+    /// at the tail.
     #[inline(always)]
     #[must_use]
     pub fn load<S: Simd>(&self, simd: S, at: usize, count: usize) -> S::U {
@@ -101,20 +114,28 @@ impl<'a, T: Lane> Cursor<'a, T> {
         self.streams
     }
 
-    /// Asserts that a whole unit lies behind `at`: before the arithmetic, which is then one piece without a branch.
+    /// Asserts that a whole unit lies behind `at`: before the arithmetic, which is then one piece
+    /// without a branch.
     #[inline(always)]
     pub fn expect_unit<const Q: usize>(&self, at: usize) {
         assert!(at + Q * LANES <= self.len);
     }
 
-    /// The unit `at..at + count`, zero-extended, and zeros behind it. `count` is `Q * LANES` but at the tail.
+    /// The unit `at..at + count`, zero-extended, and zeros behind it. `count` is `Q * LANES` but at
+    /// the tail.
     #[inline(always)]
     #[must_use]
-    pub fn load_unit<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::U; Q] {
+    pub fn load_unit<S: Simd, const Q: usize>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+    ) -> [S::U; Q] {
         load_unit(simd, self.from, self.len, at, count)
     }
 
-    /// Writes the first `count` elements of a unit to `at..at + count`; past the cache with `STREAM`.
+    /// Writes the first `count` elements of a unit to `at..at + count`; past the cache with
+    /// `STREAM`.
     #[inline(always)]
     pub fn store_unit<S: Simd, const Q: usize, const STREAM: bool>(
         &self,
@@ -124,18 +145,22 @@ impl<'a, T: Lane> Cursor<'a, T> {
         unit: [S::U; Q],
     ) {
         // One branch that is never taken beside a store that would fault.
-        assert!(!STREAM || self.streams && at.is_multiple_of(LANES), "the target is aligned to its lines");
+        assert!(
+            !STREAM || self.streams && at.is_multiple_of(LANES),
+            "the target is aligned to its lines"
+        );
         if count == Q * LANES {
             self.expect_unit::<Q>(at);
-            // SAFETY: `at + Q * LANES <= len`, and `to` is valid for writes of `len` elements for 'a (made from `&mut [T]`).
-            // No reference to them exists while the cursor does. Streamed, `to` is aligned to a line and `at` is a
-            // multiple of LANES, so the store is aligned to all its elements.
+            // SAFETY: `at + Q * LANES <= len`, and `to` is valid for writes of `len` elements for
+            // 'a (made from `&mut [T]`). No reference to them exists while the cursor does.
+            // Streamed, `to` is aligned to a line and `at` is a multiple of LANES, so the store is
+            // aligned to all its elements.
             unsafe { store_whole::<S, T, Q, STREAM>(simd, self.to.add(at), unit) };
         } else {
             assert!(count < Q * LANES && (count == 0 || at + count <= self.len));
             let mut spilled = [T::default(); UNIT_LEN_MAX];
-            // SAFETY: `spilled` holds the unit; `count` elements of it fit behind `at`, as asserted, and cannot overlap a
-            // local array.
+            // SAFETY: `spilled` holds the unit; `count` elements of it fit behind `at`, as
+            // asserted, and cannot overlap a local array.
             unsafe {
                 store_whole::<S, T, Q, false>(simd, spilled.as_mut_ptr(), unit);
                 self.to.wrapping_add(at).copy_from_nonoverlapping(spilled.as_ptr(), count);
@@ -148,7 +173,8 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[must_use]
     pub fn get(&self, at: usize) -> T {
         assert!(at < self.len);
-        // SAFETY: `at < len`, and `from` is valid for reads of `len` elements while the cursor lives.
+        // SAFETY: `at < len`, and `from` is valid for reads of `len` elements while the cursor
+        // lives.
         unsafe { self.from.add(at).read() }
     }
 
@@ -156,7 +182,8 @@ impl<'a, T: Lane> Cursor<'a, T> {
     #[inline(always)]
     pub fn set(&self, at: usize, value: T) {
         assert!(at < self.len);
-        // SAFETY: `at < len`, and `to` is valid for writes of `len` elements while the cursor lives.
+        // SAFETY: `at < len`, and `to` is valid for writes of `len` elements while the cursor
+        // lives.
         unsafe { self.to.add(at).write(value) };
     }
 
@@ -166,8 +193,8 @@ impl<'a, T: Lane> Cursor<'a, T> {
         Self { ahead, ..self }
     }
 
-    /// Asks for the lines of `count` elements that lie [`prefetch::ahead`] after `at`, or as far as was said; beyond the end it asks for nothing
-    /// that could fault.
+    /// Asks for the lines of `count` elements that lie [`prefetch::ahead`] after `at`, or as far as
+    /// was said; beyond the end it asks for nothing that could fault.
     #[inline(always)]
     pub fn prefetch(&self, at: usize, count: usize) {
         prefetch::lines(self.from, at + self.ahead, count);
@@ -187,7 +214,12 @@ impl<'a, T: Lane> Source<'a, T> {
     /// Reads these elements.
     #[must_use]
     pub fn new(elements: &'a [T]) -> Self {
-        Self { from: elements.as_ptr(), len: elements.len(), ahead: prefetch::ahead(), memory: PhantomData }
+        Self {
+            from: elements.as_ptr(),
+            len: elements.len(),
+            ahead: prefetch::ahead(),
+            memory: PhantomData,
+        }
     }
 
     /// Elements.
@@ -214,7 +246,12 @@ impl<'a, T: Lane> Source<'a, T> {
     /// As [`Cursor::load_unit`].
     #[inline(always)]
     #[must_use]
-    pub fn load_unit<S: Simd, const Q: usize>(&self, simd: S, at: usize, count: usize) -> [S::U; Q] {
+    pub fn load_unit<S: Simd, const Q: usize>(
+        &self,
+        simd: S,
+        at: usize,
+        count: usize,
+    ) -> [S::U; Q] {
         load_unit(simd, self.from, self.len, at, count)
     }
 
@@ -235,12 +272,14 @@ fn load_unit<S: Simd, T: Lane, const Q: usize>(
 ) -> [S::U; Q] {
     if count == Q * LANES {
         assert!(at + Q * LANES <= len);
-        // SAFETY: `at + Q * LANES <= len`, and `from` is valid for reads of `len` elements while the cursor lives.
+        // SAFETY: `at + Q * LANES <= len`, and `from` is valid for reads of `len` elements while
+        // the cursor lives.
         unsafe { load_whole(simd, from.add(at)) }
     } else {
         assert!(count < Q * LANES && (count == 0 || at + count <= len));
         let mut padded = [T::default(); UNIT_LEN_MAX];
-        // SAFETY: `count` elements lie behind `at`, as asserted, and cannot overlap a local array that holds the unit.
+        // SAFETY: `count` elements lie behind `at`, as asserted, and cannot overlap a local array
+        // that holds the unit.
         unsafe {
             padded.as_mut_ptr().copy_from_nonoverlapping(from.wrapping_add(at), count);
             load_whole(simd, padded.as_ptr())
@@ -270,7 +309,11 @@ unsafe fn load_whole<S: Simd, T: Lane, const Q: usize>(simd: S, from: *const T) 
 /// # Safety
 /// `to` is valid for writes of `Q * LANES` elements; with `STREAM`, aligned to LANES of them.
 #[inline(always)]
-unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(simd: S, to: *mut T, unit: [S::U; Q]) {
+unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(
+    simd: S,
+    to: *mut T,
+    unit: [S::U; Q],
+) {
     const { assert!(is_unit(Q)) };
     // SAFETY: passed on from the caller.
     unsafe {
@@ -285,7 +328,8 @@ unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(simd
     }
 }
 
-/// Orders streaming stores before whatever follows: call it on the thread that stored, before a slot is published.
+/// Orders streaming stores before whatever follows: call it on the thread that stored, before a
+/// slot is published.
 #[inline]
 pub fn publish() {
     #[cfg(target_arch = "x86_64")]

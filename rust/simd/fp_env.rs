@@ -1,11 +1,14 @@
-//! The floating-point environment that every kernel runs in: round to nearest, subnormals kept, exceptions masked.
+//! The floating-point environment that every kernel runs in: round to nearest, subnormals kept,
+//! exceptions masked.
 //!
-//! New threads inherit flush-to-zero from whoever started them, and `torch.set_flush_denormal` sets it for the caller;
-//! results must depend on neither (S1), so each kernel entry sets the control register and restores it afterwards.
+//! New threads inherit flush-to-zero from whoever started them, and `torch.set_flush_denormal` sets
+//! it for the caller; results must depend on neither (S1), so each kernel entry sets the control
+//! register and restores it afterwards.
 
 use std::{arch::asm, marker::PhantomData};
 
-/// While it lives, this thread computes in the standard environment; dropping it restores what was there.
+/// While it lives, this thread computes in the standard environment; dropping it restores what was
+/// there.
 #[must_use]
 pub struct StandardFpEnv {
     previous: u64,
@@ -24,8 +27,8 @@ fn read_control() -> u64 {
 #[cfg(target_arch = "x86_64")]
 fn write_control(control: u64) {
     let control = control as u32;
-    // SAFETY: the value is the standard one or was read from this register. Without `nomem`, the compiler keeps the
-    // loads and stores of a kernel on their side of the write.
+    // SAFETY: the value is the standard one or was read from this register. Without `nomem`, the
+    // compiler keeps the loads and stores of a kernel on their side of the write.
     unsafe { asm!("ldmxcsr [{}]", in(reg) &raw const control, options(nostack)) };
 }
 

@@ -1,11 +1,16 @@
-//! Page-aligned host memory of an exact size, in huge pages where the kernel gives them, faulted in by all workers at once.
+//! Page-aligned host memory of an exact size, in huge pages where the kernel gives them, faulted in
+//! by all workers at once.
 //!
-//! - MEM-1 A buffer is zeroed, and `nbytes` rounded up to a page is all it takes (no power of two); nothing is left to fault in later.
+//! - MEM-1 A buffer is zeroed, and `nbytes` rounded up to a page is all it takes (no power of two);
+//!   nothing is left to fault in later.
 //! - MEM-2 Worker `w` of `n` touches the `w`-th part first, so those pages lie on its NUMA node.
-//! - MEM-3 The pages before and after a buffer are not accessible: an overrun is a fault, not a corruption.
-//! - MEM-4 A buffer of megabytes that is more than what is free is refused before it is taken: the kernel grants it all the same, and kills the process that touches it.
+//! - MEM-3 The pages before and after a buffer are not accessible: an overrun is a fault, not a
+//!   corruption.
+//! - MEM-4 A buffer of megabytes that is more than what is free is refused before it is taken: the
+//!   kernel grants it all the same, and kills the process that touches it.
 //!
-//! Cost: the kernel zeroes every page once, at the memory bandwidth of all workers; address space for one huge page and two pages beside it.
+//! Cost: the kernel zeroes every page once, at the memory bandwidth of all workers; address space
+//! for one huge page and two pages beside it.
 
 use std::ffi::c_void;
 use std::fs::{self, File};
@@ -18,8 +23,8 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 
-use crate::free_memory::free_bytes;
-use crate::pool::Pool;
+use crate::host::free_memory::free_bytes;
+use crate::host::pool::Pool;
 use crate::{Error, Result};
 
 const HUGE_PAGE_FOLDER: &str = "/sys/kernel/mm/transparent_hugepage";
@@ -47,11 +52,13 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// Maps `nbytes` of zeroed memory and faults it in on the workers of `pool`. Of zero bytes one page is held.
+    /// Maps `nbytes` of zeroed memory and faults it in on the workers of `pool`. Of zero bytes one
+    /// page is held.
     ///
     /// # Errors
-    /// [`Error::Os`] where there is not so much free memory, the system does not give it, or does not let this process lock it (the message names `RLIMIT_MEMLOCK`);
-    /// [`Error::Value`] for a size beyond the address space.
+    /// [`Error::Os`] where there is not so much free memory, the system does not give it, or does
+    /// not let this process lock it (the message names `RLIMIT_MEMLOCK`); [`Error::Value`] for a
+    /// size beyond the address space.
     pub fn new(nbytes: usize, config: &BufferConfig, pool: &Pool) -> Result<Self> {
         let huge_page = huge_page_size();
         let extent = Extent::new(nbytes, huge_page)?;
@@ -75,7 +82,8 @@ impl Buffer {
         Ok(Self { mapping, nbytes, huge_page_bytes, locked: config.lock })
     }
 
-    /// The first byte, aligned to a page, and to a huge page where the buffer holds one. Never null.
+    /// The first byte, aligned to a page, and to a huge page where the buffer holds one. Never
+    /// null.
     pub fn as_ptr(&self) -> *mut u8 {
         self.mapping.begin.as_ptr()
     }
@@ -85,7 +93,8 @@ impl Buffer {
         self.nbytes
     }
 
-    /// How many bytes lay in huge pages when the buffer had been faulted in, as the kernel reports it.
+    /// How many bytes lay in huge pages when the buffer had been faulted in, as the kernel reports
+    /// it.
     pub fn huge_page_bytes(&self) -> usize {
         self.huge_page_bytes
     }
@@ -96,17 +105,21 @@ impl Buffer {
     }
 }
 
-/// The most memory this process may lock, in bytes; `None` is unlimited. A privileged process (`CAP_IPC_LOCK`) is not bound by it.
+/// The most memory this process may lock, in bytes; `None` is unlimited. A privileged process
+/// (`CAP_IPC_LOCK`) is not bound by it.
 pub fn memlock_limit_bytes() -> Option<u64> {
     getrlimit(Resource::Memlock).current
 }
 
 /// The kernel's policy for huge pages, such as `always [madvise] never`; `None` where it has none.
 pub fn huge_page_policy() -> Option<String> {
-    fs::read_to_string(format!("{HUGE_PAGE_FOLDER}/enabled")).ok().map(|text| text.trim().to_owned())
+    fs::read_to_string(format!("{HUGE_PAGE_FOLDER}/enabled"))
+        .ok()
+        .map(|text| text.trim().to_owned())
 }
 
-/// Two processes may both be told that the same memory is free: this is for the user who asks for too much, not a reservation.
+/// Two processes may both be told that the same memory is free: this is for the user who asks for
+/// too much, not a reservation.
 fn refuse_beyond(free: Option<u64>, nbytes: usize) -> Result<()> {
     match free {
         Some(free) if nbytes as u64 > free => Err(Error::os(
@@ -159,7 +172,9 @@ impl Extent {
             isize::try_from(reservation_len).ok()?;
             Some(Self { page, len, align, reservation_len })
         };
-        sizes().ok_or_else(|| Error::value(format!("buffer of `{nbytes}` bytes is beyond the address space")))
+        sizes().ok_or_else(|| {
+            Error::value(format!("buffer of `{nbytes}` bytes is beyond the address space"))
+        })
     }
 }
 
@@ -172,10 +187,11 @@ struct Mapping {
     len: usize,
 }
 
-// SAFETY: the mapping belongs to this value alone and may be unmapped from any thread; its addresses are the same on all of them.
+// SAFETY: the mapping belongs to this value alone and may be unmapped from any thread; its
+// addresses are the same on all of them.
 unsafe impl Send for Mapping {}
-// SAFETY: nothing reads or writes the memory through a shared mapping but `populate`, before anyone else has seen it; users of the raw pointer
-// answer for their own accesses.
+// SAFETY: nothing reads or writes the memory through a shared mapping but `populate`, before anyone
+// else has seen it; users of the raw pointer answer for their own accesses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -188,27 +204,42 @@ impl Mapping {
                 errno,
             )
         };
-        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that exists.
+        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that
+        // exists.
         let reservation = unsafe {
-            rustix::mm::mmap_anonymous(ptr::null_mut(), reservation_len, ProtFlags::empty(), MapFlags::PRIVATE)
+            rustix::mm::mmap_anonymous(
+                ptr::null_mut(),
+                reservation_len,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE,
+            )
         }
         .map_err(refused)?;
         let reservation = NonNull::new(reservation).ok_or_else(|| refused(Errno::NOMEM))?;
-        // At least one page stays before, and one after: with `skip <= align` the range ends a page before the reservation does, or earlier.
-        let skip = page + (reservation.addr().get() + page).next_multiple_of(align) - (reservation.addr().get() + page);
+        // At least one page stays before, and one after: with `skip <= align` the range ends a page
+        // before the reservation does, or earlier.
+        let skip = page + (reservation.addr().get() + page).next_multiple_of(align)
+            - (reservation.addr().get() + page);
         debug_assert!(skip <= align && skip + len + page <= reservation_len);
         // SAFETY: `skip + len` is within the reservation.
         let begin = unsafe { reservation.cast::<u8>().add(skip) };
         let mapping = Self { reservation, reservation_len, begin, len };
         // SAFETY: the range lies inside the reservation made above, which only `mapping` knows.
-        unsafe { rustix::mm::mprotect(begin.as_ptr().cast(), len, MprotectFlags::READ | MprotectFlags::WRITE) }
-            .map_err(refused)?;
+        unsafe {
+            rustix::mm::mprotect(
+                begin.as_ptr().cast(),
+                len,
+                MprotectFlags::READ | MprotectFlags::WRITE,
+            )
+        }
+        .map_err(refused)?;
         Ok(mapping)
     }
 
     fn advise(&self, offset: usize, len: usize, advice: Advice) -> rustix::io::Result<()> {
         debug_assert!(offset + len <= self.len);
-        // SAFETY: the range is inside this mapping. The advice used here (huge pages, populate) keeps the contents.
+        // SAFETY: the range is inside this mapping. The advice used here (huge pages, populate)
+        // keeps the contents.
         unsafe { rustix::mm::madvise(self.begin.as_ptr().add(offset).cast(), len, advice) }
     }
 
@@ -226,7 +257,8 @@ impl Mapping {
         } else {
             let num_workers = pool.threads();
             let edge = |worker: usize| {
-                ((worker as u128 * num_units as u128 / num_workers as u128) as usize * huge_page).min(self.len)
+                ((worker as u128 * num_units as u128 / num_workers as u128) as usize * huge_page)
+                    .min(self.len)
             };
             pool.run_on_each_worker(&|worker| populate(edge(worker), edge(worker + 1)));
         }
@@ -255,14 +287,16 @@ impl Mapping {
             }
         }
         for offset in (begin..end).step_by(rustix::param::page_size()) {
-            // SAFETY: inside the mapping, which nobody else has seen yet; ranges of different workers do not overlap.
+            // SAFETY: inside the mapping, which nobody else has seen yet; ranges of different
+            // workers do not overlap.
             unsafe { self.begin.as_ptr().add(offset).write_volatile(0) };
         }
         Ok(())
     }
 
     fn lock(&self) -> Result<()> {
-        // SAFETY: the range is this mapping; locking does not change its contents. It ends with the mapping.
+        // SAFETY: the range is this mapping; locking does not change its contents. It ends with the
+        // mapping.
         unsafe { rustix::mm::mlock(self.begin.as_ptr().cast(), self.len) }.map_err(|errno| {
             let limit = memlock_limit_bytes().map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
             Error::os(
@@ -279,26 +313,33 @@ impl Mapping {
 
     fn huge_page_bytes(&self) -> usize {
         let Ok(file) = File::open("/proc/self/smaps") else { return 0 };
-        // The inaccessible pages around the range keep the kernel from merging it with others: its entry is its own.
-        anon_huge_page_bytes(BufReader::new(file), self.begin.addr().get()).unwrap_or(None).unwrap_or(0)
+        // The inaccessible pages around the range keep the kernel from merging it with others: its
+        // entry is its own.
+        anon_huge_page_bytes(BufReader::new(file), self.begin.addr().get())
+            .unwrap_or(None)
+            .unwrap_or(0)
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the reservation was mapped by `new` and nothing else unmaps it; a `Buffer` that hands out its pointer asks users not to
-        // outlive it. Cannot fail for a whole mapping.
+        // SAFETY: the reservation was mapped by `new` and nothing else unmaps it; a `Buffer` that
+        // hands out its pointer asks users not to outlive it. Cannot fail for a whole mapping.
         let _ = unsafe { rustix::mm::munmap(self.reservation.as_ptr(), self.reservation_len) };
     }
 }
 
-/// The bytes in anonymous huge pages of the entry of `smaps` that begins at `address`; `None` if there is no such entry.
+/// The bytes in anonymous huge pages of the entry of `smaps` that begins at `address`; `None` if
+/// there is no such entry.
 fn anon_huge_page_bytes(smaps: impl BufRead, address: usize) -> io::Result<Option<usize>> {
     let mut inside = false;
     for line in smaps.lines() {
         let line = line?;
         if inside && let Some(value) = line.strip_prefix("AnonHugePages:") {
-            let kib = value.trim().strip_suffix("kB").and_then(|number| number.trim().parse::<usize>().ok());
+            let kib = value
+                .trim()
+                .strip_suffix("kB")
+                .and_then(|number| number.trim().parse::<usize>().ok());
             return Ok(kib.map(|kib| kib << 10));
         }
         // A header is `begin-end permissions ...`; every other line begins with a name.
@@ -327,7 +368,12 @@ mod tests {
     #[test]
     fn more_than_is_free_is_refused_with_both_numbers() {
         let error = refuse_beyond(Some(4095), 4096).expect_err("more than is free").to_string();
-        assert!(error.contains("`4096`") && error.contains("`4095` are free") && error.contains("hint: "), "{error}");
+        assert!(
+            error.contains("`4096`")
+                && error.contains("`4095` are free")
+                && error.contains("hint: "),
+            "{error}"
+        );
         assert!(refuse_beyond(Some(4096), 4096).is_ok() && refuse_beyond(None, usize::MAX).is_ok());
     }
 

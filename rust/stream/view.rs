@@ -1,15 +1,19 @@
-//! Dense runs of elements that someone else owns, described by address: how tensors cross the boundary.
+//! Dense runs of elements that someone else owns, described by address: how tensors cross the
+//! boundary.
 //!
-//! A [`View`] is checked when it is made (address, alignment, extent) and turned into slices only in [`View::slice`] and
-//! [`View::slice_mut`]. Whoever hands views in vouches that the memory is alive and not used by others meanwhile; that
-//! no two views of a call overlap where one is written is checked ([`check_disjoint`]). A [`Route`] is a view that is read and one that is written.
+//! A [`View`] is checked when it is made (address, alignment, extent) and turned into slices only
+//! in [`View::slice`] and [`View::slice_mut`]. Whoever hands views in vouches that the memory is
+//! alive and not used by others meanwhile; that no two views of a call overlap where one is written
+//! is checked ([`check_disjoint`]). A [`Route`] is a view that is read and one that is written.
 
 use std::ops::Range;
 
 use crate::{
-    cursor::Cursor,
-    element::{Dtype, Lane},
     error::{Error, Result},
+    stream::{
+        cursor::Cursor,
+        element::{Dtype, Lane},
+    },
 };
 
 /// `numel` elements of `dtype` from `address` on.
@@ -27,15 +31,21 @@ impl View {
     /// [`Error::Value`] for a null or misaligned address, or an extent beyond the address space.
     pub fn new(address: usize, dtype: Dtype, numel: usize) -> Result<Self> {
         if numel > 0 && address == 0 {
-            return Err(Error::value(format!("address is `0` for {numel} elements of {dtype}, expected their memory")));
+            return Err(Error::value(format!(
+                "address is `0` for {numel} elements of {dtype}, expected their memory"
+            )));
         }
         let align = align(dtype);
         if !address.is_multiple_of(align) {
-            return Err(Error::value(format!("address is `{address:#x}` for {dtype}, expected a multiple of {align}")));
+            return Err(Error::value(format!(
+                "address is `{address:#x}` for {dtype}, expected a multiple of {align}"
+            )));
         }
         let fits = numel.checked_mul(dtype.size()).and_then(|bytes| address.checked_add(bytes));
         if fits.is_none_or(|end| end > isize::MAX as usize) {
-            return Err(Error::value(format!("numel is `{numel}`, expected elements that fit into memory")));
+            return Err(Error::value(format!(
+                "numel is `{numel}`, expected elements that fit into memory"
+            )));
         }
         Ok(Self { address, dtype, numel })
     }
@@ -95,10 +105,17 @@ impl View {
     pub fn expect(&self, name: &str, dtypes: &[Dtype], numel: usize) -> Result<()> {
         if !dtypes.contains(&self.dtype) {
             let names: Vec<&str> = dtypes.iter().map(|dtype| dtype.name()).collect();
-            return Err(Error::value(format!("{name} is `{}`, expected {}", self.dtype, names.join(" or "))));
+            return Err(Error::value(format!(
+                "{name} is `{}`, expected {}",
+                self.dtype,
+                names.join(" or ")
+            )));
         }
         if self.numel != numel {
-            return Err(Error::value(format!("{name} has `{}` elements, expected {numel}", self.numel)));
+            return Err(Error::value(format!(
+                "{name} has `{}` elements, expected {numel}",
+                self.numel
+            )));
         }
         Ok(())
     }
@@ -113,8 +130,8 @@ impl View {
     #[must_use]
     pub unsafe fn slice<'a, T: Lane>(&self, range: Range<usize>) -> &'a [T] {
         let pointer = self.pointer::<T>(&range);
-        // SAFETY: `pointer` checked the range; it is aligned (checked by `new` for the dtype's width, which is T's), and
-        // the caller vouches for the memory.
+        // SAFETY: `pointer` checked the range; it is aligned (checked by `new` for the dtype's
+        // width, which is T's), and the caller vouches for the memory.
         unsafe { std::slice::from_raw_parts(pointer, range.len()) }
     }
 
@@ -142,7 +159,8 @@ impl View {
     #[must_use]
     pub unsafe fn words<'a>(&self) -> &'a [u32] {
         let (pointer, len) = self.words_pointer();
-        // SAFETY: the words are the view's, aligned as `new` checked; the caller vouches for the memory.
+        // SAFETY: the words are the view's, aligned as `new` checked; the caller vouches for the
+        // memory.
         unsafe { std::slice::from_raw_parts(pointer, len) }
     }
 
@@ -169,8 +187,10 @@ impl View {
     /// If `to` holds another number of elements, or of another dtype.
     pub unsafe fn copy_to(&self, to: Self) {
         assert!(self.dtype == to.dtype && self.numel == to.numel);
-        let (from, to) =
-            (std::ptr::with_exposed_provenance::<u8>(self.address), std::ptr::with_exposed_provenance_mut(to.address));
+        let (from, to) = (
+            std::ptr::with_exposed_provenance::<u8>(self.address),
+            std::ptr::with_exposed_provenance_mut(to.address),
+        );
         // SAFETY: both hold as many bytes; the caller vouches for the memory.
         unsafe { std::ptr::copy_nonoverlapping(from, to, self.nbytes()) };
     }
@@ -184,7 +204,11 @@ impl View {
     }
 
     fn pointer<T: Lane>(&self, range: &Range<usize>) -> *mut T {
-        assert!(size_of::<T>() == self.dtype.size() && range.start <= range.end && range.end <= self.numel);
+        assert!(
+            size_of::<T>() == self.dtype.size()
+                && range.start <= range.end
+                && range.end <= self.numel
+        );
         if range.is_empty() {
             return std::ptr::NonNull::dangling().as_ptr();
         }
@@ -192,7 +216,8 @@ impl View {
     }
 }
 
-/// Where elements are read and where they are written: the same view, or disjoint ones of the same dtype and size.
+/// Where elements are read and where they are written: the same view, or disjoint ones of the same
+/// dtype and size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Route {
     /// What is read.
@@ -246,7 +271,11 @@ impl Route {
         // SAFETY: as in `cursor`.
         unsafe {
             let to = self.to.words_mut();
-            if self.is_in_place() { Cursor::in_place(to) } else { Cursor::out_of_place(self.from.words(), to) }
+            if self.is_in_place() {
+                Cursor::in_place(to)
+            } else {
+                Cursor::out_of_place(self.from.words(), to)
+            }
         }
     }
 }
@@ -307,7 +336,8 @@ mod tests {
             (2, Dtype::Uint8, 1, "multiple of 4"),
             (8, Dtype::Float32, usize::MAX / 2, "fit"),
         ] {
-            let message = View::new(address, dtype, numel).expect_err("must be refused").to_string();
+            let message =
+                View::new(address, dtype, numel).expect_err("must be refused").to_string();
             assert!(message.contains(said), "{message}");
         }
         assert!(View::new(0, Dtype::Float32, 0).is_ok(), "an empty tensor has no memory");
@@ -324,7 +354,10 @@ mod tests {
         assert!(check(&[(64, 16), (128, 16)], &[(192, 4), (192, 4), (196, 1)]).is_ok());
         assert!(check(&[(64, 17), (128, 16)], &[]).is_err());
         assert!(check(&[(64, 16)], &[(124, 1)]).is_err());
-        assert!(check(&[(200, 1)], &[(64, 100), (68, 1)]).is_err(), "hidden behind a shorter reader");
+        assert!(
+            check(&[(200, 1)], &[(64, 100), (68, 1)]).is_err(),
+            "hidden behind a shorter reader"
+        );
         assert!(check(&[(64, 100), (68, 1)], &[]).is_err());
     }
 }

@@ -1,16 +1,19 @@
-//! Which CPUs the workers of a pool are pinned to: a pure function of the topology, the allowed set, the request and the rank.
+//! Which CPUs the workers of a pool are pinned to: a pure function of the topology, the allowed
+//! set, the request and the rank.
 //!
-//! The order of CPUs: the first hardware thread of every core, then the second of every core and so on; among those performance cores
-//! before efficiency cores; among those node by node, then by number. A pool takes the first `n` of this order, so neighbouring workers
-//! (which hold neighbouring shares of a job) sit on one node, and fewer workers than cores fill one node before the next.
+//! The order of CPUs: the first hardware thread of every core, then the second of every core and so
+//! on; among those performance cores before efficiency cores; among those node by node, then by
+//! number. A pool takes the first `n` of this order, so neighbouring workers (which hold
+//! neighbouring shares of a job) sit on one node, and fewer workers than cores fill one node before
+//! the next.
 //!
-//! Ranks that share a host split the *cores*: each kind in proportion, neighbouring cores together, every rank at least one. A core's
-//! hardware threads stay together.
+//! Ranks that share a host split the *cores*: each kind in proportion, neighbouring cores together,
+//! every rank at least one. A core's hardware threads stay together.
 
 use std::collections::{BTreeMap, HashSet};
 
 use super::PoolConfig;
-use crate::topology::{CoreKind, Topology, format_cpu_list};
+use crate::host::topology::{CoreKind, Topology, format_cpu_list};
 use crate::{Error, Result};
 
 /// Above this a thread count is a mistake rather than a wish.
@@ -32,11 +35,13 @@ impl RankShare {
 
 /// The CPU of each worker, in worker order.
 ///
-/// An explicit list is taken as it is. More threads than CPUs wrap around: several workers share a CPU.
+/// An explicit list is taken as it is. More threads than CPUs wrap around: several workers share a
+/// CPU.
 ///
 /// # Errors
-/// [`Error::Value`] for a count of 0 or beyond any machine, a list that is empty, repeats a CPU or leaves the allowed set, a count that
-/// contradicts the list, an empty allowed set, or a rank that is not below the number of ranks.
+/// [`Error::Value`] for a count of 0 or beyond any machine, a list that is empty, repeats a CPU or
+/// leaves the allowed set, a count that contradicts the list, an empty allowed set, or a rank that
+/// is not below the number of ranks.
 pub fn choose_cpus(
     topology: &Topology,
     allowed: &[usize],
@@ -87,7 +92,9 @@ fn check_cpus(cpus: &[usize], allowed: &[usize], threads: Option<usize>) -> Resu
             )));
         }
         if !seen.insert(cpu) {
-            return Err(Error::value(format!("CPU `{cpu}` stands twice in the list, expected each once")));
+            return Err(Error::value(format!(
+                "CPU `{cpu}` stands twice in the list, expected each once"
+            )));
         }
     }
     Ok(cpus.to_vec())
@@ -107,7 +114,11 @@ fn cores_in_order(topology: &Topology, allowed: &[usize]) -> Vec<Core> {
     allowed.sort_unstable();
     allowed.dedup();
     for cpu in allowed.into_iter().map(|id| topology.cpu(id)) {
-        let core = cores.entry(cpu.core).or_insert_with(|| Core { kind: cpu.kind, node: cpu.node, cpus: Vec::new() });
+        let core = cores.entry(cpu.core).or_insert_with(|| Core {
+            kind: cpu.kind,
+            node: cpu.node,
+            cpus: Vec::new(),
+        });
         core.cpus.push(cpu.id);
     }
     let mut cores: Vec<Core> = cores.into_values().collect();
@@ -118,7 +129,8 @@ fn cores_in_order(topology: &Topology, allowed: &[usize]) -> Vec<Core> {
 /// The cores of one rank, in the same order.
 fn rank_cores(cores: Vec<Core>, share: RankShare) -> Vec<Core> {
     let num_cores = cores.len();
-    // Both kinds spread evenly over one line, which is then cut into pieces: every rank gets its part of each kind.
+    // Both kinds spread evenly over one line, which is then cut into pieces: every rank gets its
+    // part of each kind.
     let count_of = |kind| cores.iter().filter(|core| core.kind == kind).count();
     let counts = [count_of(CoreKind::Performance), count_of(CoreKind::Efficiency)];
     let mut next = [0, 0];
@@ -142,5 +154,7 @@ fn rank_cores(cores: Vec<Core>, share: RankShare) -> Vec<Core> {
 /// Every core's first hardware thread, then every core's second, ...
 fn hardware_threads_in_order(cores: &[Core]) -> Vec<usize> {
     let rounds = cores.iter().map(|core| core.cpus.len()).max().unwrap_or(0);
-    (0..rounds).flat_map(|round| cores.iter().filter_map(move |core| core.cpus.get(round).copied())).collect()
+    (0..rounds)
+        .flat_map(|round| cores.iter().filter_map(move |core| core.cpus.get(round).copied()))
+        .collect()
 }

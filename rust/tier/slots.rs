@@ -1,9 +1,11 @@
-//! Slots: the state of a chunk is somewhere, and an index says where, so that a step can be written beside the state that it starts from and be
-//! taken back.
+//! Slots: the state of a chunk is somewhere, and an index says where, so that a step can be written
+//! beside the state that it starts from and be taken back.
 //!
-//! All that a step writes of a chunk (weight, trailing bits, master, moments, scales, fingerprint) is in one slot. A chunk's **home** is the tensors' own
-//! memory: it is there when nothing is out of place, and no other chunk fits. A **spare** slot fits any chunk. A step out of place goes from the slot that the
-//! state stands in to a target, home -> spare or spare -> home, so chunks alternate between the two:
+//! All that a step writes of a chunk (weight, trailing bits, master, moments, scales, fingerprint)
+//! is in one slot. A chunk's **home** is the tensors' own memory: it is there when nothing is out
+//! of place, and no other chunk fits. A **spare** slot fits any chunk. A step out of place goes
+//! from the slot that the state stands in to a target, home -> spare or spare -> home, so chunks
+//! alternate between the two:
 //!
 //! ```text
 //! take     a target for each chunk: a spare for one that stands at home, home for one that stands in a spare
@@ -12,17 +14,20 @@
 //! settle   all chunks stand at home (who calls it has copied them there)
 //! ```
 //!
-//! - SLOT-1 A chunk stands in one slot, and a spare belongs to one chunk at most: it stands in it, or it is its target.
-//! - SLOT-2 A target is never the slot that its chunk stands in, so until the commit the old bits stand: whatever has happened to the target, revert
-//!   loses nothing.
-//! - SLOT-3 What cannot be taken whole is not taken at all. At most as many chunks as there are spares are away from home.
+//! - SLOT-1 A chunk stands in one slot, and a spare belongs to one chunk at most: it stands in it,
+//!   or it is its target.
+//! - SLOT-2 A target is never the slot that its chunk stands in, so until the commit the old bits
+//!   stand: whatever has happened to the target, revert loses nothing.
+//! - SLOT-3 What cannot be taken whole is not taken at all. At most as many chunks as there are
+//!   spares are away from home.
 //! - SLOT-4 Who finds a chunk without a target steps it in place, wherever it stands.
 //!
-//! The index knows neither memory nor tensors, so it serves every tier. It is changed between the steps of chunks, by one thread, and read during them
-//! by all. Cost: 56 B per chunk; each operation is linear in the chunks that it is about.
+//! The index knows neither memory nor tensors, so it serves every tier. It is changed between the
+//! steps of chunks, by one thread, and read during them by all. Cost: 56 B per chunk; each
+//! operation is linear in the chunks that it is about.
 
-use super::chunk::Chunk;
 use crate::error::{Error, Result};
+use crate::state::chunk::Chunk;
 
 /// Where the state of a chunk may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,7 +38,8 @@ pub enum Slot {
     Spare(usize),
 }
 
-/// The index: which slot holds the state of each chunk of a fixed list of tensors. See the [module](self).
+/// The index: which slot holds the state of each chunk of a fixed list of tensors. See the
+/// [module](self).
 #[derive(Debug)]
 pub struct Slots {
     chunks: Box<[Chunk]>,
@@ -89,13 +95,18 @@ impl Slots {
 
     /// The chunks that do not stand at home.
     pub fn away(&self) -> impl Iterator<Item = Chunk> {
-        self.chunks.iter().zip(&self.stands).filter(|(_, stands)| **stands != Slot::Home).map(|(chunk, _)| *chunk)
+        self.chunks
+            .iter()
+            .zip(&self.stands)
+            .filter(|(_, stands)| **stands != Slot::Home)
+            .map(|(chunk, _)| *chunk)
     }
 
     /// Gives each of these chunks a target.
     ///
     /// # Errors
-    /// [`Error::Value`], with nothing taken, where there are fewer free spares than chunks that stand at home, or a chunk has a target already.
+    /// [`Error::Value`], with nothing taken, where there are fewer free spares than chunks that
+    /// stand at home, or a chunk has a target already.
     ///
     /// # Panics
     /// As [`Slots::stands`].
@@ -104,7 +115,9 @@ impl Slots {
         let mut sorted = numbers.clone();
         sorted.sort_unstable();
         let is_repeated = sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
-        if let Some(number) = is_repeated.or_else(|| sorted.into_iter().find(|&number| self.target[number].is_some())) {
+        if let Some(number) =
+            is_repeated.or_else(|| sorted.into_iter().find(|&number| self.target[number].is_some()))
+        {
             let Chunk { tensor, index } = self.chunks[number];
             return Err(Error::value(format!(
                 "chunk `{index}` of tensor `{tensor}` is to be stepped twice, expected a commit or revert in between"
@@ -145,7 +158,8 @@ impl Slots {
         }
     }
 
-    /// All chunks stand at home, where their state has been copied; what had been taken is reverted first.
+    /// All chunks stand at home, where their state has been copied; what had been taken is reverted
+    /// first.
     pub fn settle(&mut self) {
         self.revert();
         for stands in &mut self.stands {
@@ -155,7 +169,10 @@ impl Slots {
 
     fn number(&self, Chunk { tensor, index }: Chunk) -> usize {
         let number = self.first[tensor] + index;
-        assert!(number < self.first[tensor + 1], "chunk {index} of tensor {tensor} is not in the index");
+        assert!(
+            number < self.first[tensor + 1],
+            "chunk {index} of tensor {tensor} is not in the index"
+        );
         number
     }
 }
@@ -201,15 +218,23 @@ mod tests {
                 2 => slots.revert(),
                 3 if (random / 8).is_multiple_of(8) => slots.settle(),
                 _ => {
-                    let chosen: Vec<Chunk> =
-                        (0..5).filter(|bit| random >> (16 + bit) & 1 == 1).map(|number| slots.chunks[number]).collect();
-                    let before: Vec<(Slot, Slot)> =
-                        slots.chunks.iter().map(|&chunk| (slots.stands(chunk), slots.target(chunk))).collect();
+                    let chosen: Vec<Chunk> = (0..5)
+                        .filter(|bit| random >> (16 + bit) & 1 == 1)
+                        .map(|number| slots.chunks[number])
+                        .collect();
+                    let before: Vec<(Slot, Slot)> = slots
+                        .chunks
+                        .iter()
+                        .map(|&chunk| (slots.stands(chunk), slots.target(chunk)))
+                        .collect();
                     match slots.take(chosen.into_iter()) {
                         Ok(()) => taken += 1,
                         Err(_) => {
                             refused += 1;
-                            let after = slots.chunks.iter().map(|&chunk| (slots.stands(chunk), slots.target(chunk)));
+                            let after = slots
+                                .chunks
+                                .iter()
+                                .map(|&chunk| (slots.stands(chunk), slots.target(chunk)));
                             assert!(after.eq(before), "refused, and changed");
                         }
                     }
@@ -246,7 +271,8 @@ mod tests {
         assert!(message.contains("chunk `1` of tensor `0`"), "{message}");
         slots.take([chunk].into_iter()).expect("a spare");
         slots.take([chunk].into_iter()).expect_err("twice");
-        let rest: Vec<Chunk> = slots.chunks.iter().copied().filter(|other| *other != chunk).collect();
+        let rest: Vec<Chunk> =
+            slots.chunks.iter().copied().filter(|other| *other != chunk).collect();
         let message = slots.take(rest.into_iter()).expect_err("too many").to_string();
         assert!(message.contains("`4` chunks") && message.contains("`2` of 3"), "{message}");
     }

@@ -1,0 +1,10 @@
+//! The machine: cores, NUMA nodes and workers, host memory and what is left of it, what the kernel
+//! offers.
+//!
+//! This layer knows nothing of what runs on the workers or lies in the memory.
+
+pub mod free_memory;
+pub mod io_uring;
+pub mod memory;
+pub mod pool;
+pub mod topology;
