@@ -136,7 +136,7 @@ def paths(result):
 
 def waited():
     """Which fragments forwards have waited for in the third step, call by call; what a read that nobody waits for raises."""
-    from stepwell.deepspeed.partitions import Partitions
+    from stepwell.deepspeed.zero.partitions import Partitions
 
     calls, wait = [], Partitions.wait
 
@@ -424,7 +424,7 @@ def options(result):
     import stepwell
 
     handler = _Lines()
-    logger = logging.getLogger("stepwell.deepspeed.offload")
+    logger = logging.getLogger("stepwell.deepspeed")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     for name, block in {

@@ -171,7 +171,8 @@ def program_optimizer(result):
 def program_native(result):
     """DeepSpeed's own op and Stepwell, in the same configurations. Compiles, or takes what was compiled before."""
     import deepspeed
-    from stepwell.deepspeed import cpu_adam, register
+    from stepwell.deepspeed import register
+    from stepwell.deepspeed.native import cpu_adam
 
     # Only cpu_adam is to be compiled.
     deepspeed.comm.torch.build_shm_op = lambda: None

@@ -1,7 +1,7 @@
 """Tensors for tests of DeepSpeed's native ops: one parameter with gradient and moments, and its update."""
 
 import torch
-from stepwell.deepspeed import cpu_adam
+from stepwell.deepspeed.native import cpu_adam
 
 HYPER = {
     "lr": 1e-3,

@@ -123,7 +123,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
 def test_a_spawned_process_is_registered_before_the_script_is_imported(tmp_path):
     (tmp_path / "spawn.py").write_text(SPAWN)
     ours = stepwell("run", "spawn.py", cwd=tmp_path)
-    assert "CHILD stepwell.deepspeed.cpu_adam" in ours.stdout, ours.stderr
+    assert "CHILD stepwell.deepspeed.native.cpu_adam" in ours.stdout, ours.stderr
 
 
 LAUNCHERS = {
@@ -157,6 +157,6 @@ def test_two_ranks_under_a_launcher(tmp_path, form):
     # As `deepspeed rank.py` does, unless it is told --no_local_rank.
     given = [[f"--local_rank={rank}"] if form == "deepspeed --module" else [] for rank in range(2)]
     assert seen == [
-        [rank, 3.0, ["rank.py", *given[rank], "--lr", "3"], "stepwell.deepspeed.cpu_adam"]
+        [rank, 3.0, ["rank.py", *given[rank], "--lr", "3"], "stepwell.deepspeed.native.cpu_adam"]
         for rank in range(2)
     ], result.stdout + result.stderr

@@ -6,7 +6,7 @@ import deepspeed_run
 import pytest
 import torch
 from stepwell import _state
-from stepwell.deepspeed.decoding import DecodingState
+from stepwell.deepspeed.state.decoding import DecodingState
 
 PROGRAM_TIMEOUT = 280
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PROGRAM_TIMEOUT + 60)]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from deepspeed_tensors import HYPER, OPTIMIZER, assert_unchanged, tensors, update
-from stepwell.deepspeed import cpu_adam, fused_adam, native, step_guard
+from stepwell.deepspeed.native import adam, cpu_adam, fused_adam, step_guard
 
 # One fp32 rounding of each of p, m and v per step, and ours of the bias corrections against
 # torch's.
@@ -21,9 +21,9 @@ ULP_RTOL = {torch.float32: FP32_RTOL, torch.bfloat16: 2**-7, torch.float16: 2**-
 @pytest.fixture(autouse=True)
 def optimizer():
     cpu_adam.create_adam(OPTIMIZER, 1e-3, 0.9, 0.999, 1e-8, 0, True, False)
-    native.set_nonfinite("raise")
+    adam.set_nonfinite("raise")
     yield
-    native.set_nonfinite("raise")
+    adam.set_nonfinite("raise")
     cpu_adam.destroy_adam(OPTIMIZER)
 
 
@@ -163,7 +163,7 @@ def test_a_nonfinite_gradient_changes_nothing(value):
     quad[1][123] = value
     with refused_and_unchanged(quad, "a gradient is not finite"):
         update(1, quad)
-    native.set_nonfinite("propagate")
+    adam.set_nonfinite("propagate")
     update(1, quad)
     assert not quad[0][123].isfinite()
 
@@ -183,7 +183,7 @@ def test_rollback_restores():
 
 
 def test_rollback_of_what_cannot_be_undone_changes_nothing():
-    native.set_nonfinite("propagate")
+    adam.set_nonfinite("propagate")
     quad = tensors()
     quad[1][5] = math.inf
     update(1, quad)
@@ -205,7 +205,7 @@ def test_rollback_with_another_gradient_changes_nothing():
 
 
 def test_a_refused_update_is_rolled_back_by_doing_nothing():
-    native.set_nonfinite("refuse")
+    adam.set_nonfinite("refuse")
     quad = tensors()
     update(1, quad)
     kept = [tensor.clone() for tensor in quad]
@@ -222,7 +222,7 @@ def test_a_refused_update_is_rolled_back_by_doing_nothing():
 
 
 def test_an_update_after_a_refused_one_is_rolled_back_in_earnest():
-    native.set_nonfinite("refuse")
+    adam.set_nonfinite("refuse")
     quad = tensors()
     finite = quad[1].clone()
     quad[1][0] = math.nan

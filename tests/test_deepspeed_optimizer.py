@@ -6,7 +6,7 @@ import pytest
 import stepwell
 import torch
 from stepwell.deepspeed import StepwellAdam, StepwellAdamW
-from stepwell.deepspeed.decoding import DecodingState
+from stepwell.deepspeed.state.decoding import DecodingState
 
 NUMEL = 5000
 

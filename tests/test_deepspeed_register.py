@@ -24,8 +24,10 @@ pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 60)
 def test_register_before_and_after_the_import(tmp_path, when):
     result = deepspeed_run.run("register", tmp_path, timeout=PROGRAM_TIMEOUT, when=when)
     assert result["wrapped once"]
-    assert result["ops"] == ["stepwell.deepspeed.cpu_adam"] * 2 + ["stepwell.deepspeed.fused_adam"]
-    assert result["targets"] == ["stepwell.deepspeed.spawn"] * 2
+    assert result["ops"] == ["stepwell.deepspeed.native.cpu_adam"] * 2 + [
+        "stepwell.deepspeed.native.fused_adam"
+    ]
+    assert result["targets"] == ["stepwell.deepspeed.register"] * 2
     assert result["loader"] == "SourceFileLoader"
     assert all(seam.found and seam.filled for seam in result["report"])
     json.dumps([dataclasses.asdict(seam) for seam in result["report"]])

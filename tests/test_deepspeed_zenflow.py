@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_tensors import HYPER, OPTIMIZER, assert_unchanged, tensors, update
-from stepwell.deepspeed import cpu_adam, native, spawn, zenflow
+from stepwell.deepspeed import spawn
+from stepwell.deepspeed.native import adam, cpu_adam, zenflow
 
 
 @pytest.fixture(autouse=True)
 def optimizer():
     cpu_adam.create_adam(OPTIMIZER, 1e-3, 0.9, 0.999, 1e-8, 0, True, False)
-    native.set_nonfinite("raise")
+    adam.set_nonfinite("raise")
     yield
     cpu_adam.destroy_adam(OPTIMIZER)
 
@@ -116,7 +117,7 @@ def test_zenflow_says_why_it_could_not_step(zenflow_running):
         submit(control, 0, 2)
 
 
-def test_zenflow_says_why_its_process_did_not_come_up(monkeypatch):
+def test_zenflow_says_why_its_process_did_not_come_up():
     control = torch.zeros(zenflow.zenflow_adam_ctrl_size(), dtype=torch.uint8)
     zenflow.zenflow_adam_ctrl_init(control.data_ptr(), 1)
     ready = threading.Event()
@@ -124,11 +125,10 @@ def test_zenflow_says_why_its_process_did_not_come_up(monkeypatch):
     def original(*_):
         raise OSError("no memory")
 
-    monkeypatch.setattr(spawn, "_original", lambda _: original)
     kept = signal.getsignal(signal.SIGINT)
     try:
         with pytest.raises(OSError, match="no memory"):
-            spawn.zenflow_worker([], control, ready, [0], True)
+            spawn.zenflow_worker(lambda: original, [], control, ready, [0], True)
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, kept)

@@ -3,8 +3,17 @@
 The only place that imports deepspeed, and only when it is called.
 """
 
-from stepwell.deepspeed.optimizer_type import StepwellAdam, StepwellAdamW
 from stepwell.deepspeed.register import VERSIONS, register, seam_report
 from stepwell.deepspeed.seams import Seam
+from stepwell.deepspeed.state.decoding import DecodingState
+from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
 
-__all__ = ["VERSIONS", "Seam", "StepwellAdam", "StepwellAdamW", "register", "seam_report"]
+__all__ = [
+    "VERSIONS",
+    "DecodingState",
+    "Seam",
+    "StepwellAdam",
+    "StepwellAdamW",
+    "register",
+    "seam_report",
+]

@@ -7,21 +7,16 @@ import importlib.util
 import logging
 import sys
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepwell.deepspeed import (
-    consolidation,
-    cpu_adam,
-    cpu_vendor,
-    fused_adam,
-    native,
-    offload,
-    optimizer_type,
-    spawn,
-    step_guard,
-)
+from stepwell.deepspeed import spawn
 from stepwell.deepspeed.after_import import after_import
+from stepwell.deepspeed.native import adam, cpu_adam, cpu_vendor, fused_adam, step_guard
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
+from stepwell.deepspeed.state import consolidation
+from stepwell.deepspeed.zero import optimizer_type
+from stepwell.deepspeed.zero import seams as zero_seams
 
 if TYPE_CHECKING:
     from stepwell.deepspeed.seams import Place
@@ -47,6 +42,24 @@ def _without_shm(original: Any) -> Any:
         )
 
     return build_shm_op
+
+
+def _registered(process: Any) -> Any:
+    """DeepSpeed's function in whose place `process` is. Called in a process that DeepSpeed has spawned."""
+    register()
+    importlib.import_module("deepspeed")
+    return process.stepwell_original
+
+
+# A spawned process finds its function by module and name.
+def zenflow_process(*args: Any) -> None:
+    """ZenFlow's optimizer process, with Stepwell in DeepSpeed's seams."""
+    spawn.zenflow_worker(partial(_registered, zenflow_process), *args)
+
+
+def superoffload_process(*args: Any, **kwargs: Any) -> None:
+    """SuperOffload's optimizer process, with Stepwell in DeepSpeed's seams."""
+    spawn.superoffload_worker(partial(_registered, superoffload_process), *args, **kwargs)
 
 
 _PLACES: tuple[Place, ...] = (
@@ -94,18 +107,18 @@ _PLACES: tuple[Place, ...] = (
         "process of ZenFlow",
         "deepspeed.runtime.zenflow.zenflow_utils",
         "zenflow_optimizer_process",
-        lambda _: spawn.zenflow_worker,
+        lambda _: zenflow_process,
         ("groups", "ctrl", "ready", "zf_affinity", "adamw_mode"),
     ),
     Attribute(
         "process of SuperOffload",
         "deepspeed.runtime.superoffload.superoffload_utils",
         "superoffload_optimizer_worker",
-        lambda _: spawn.superoffload_worker,
+        lambda _: superoffload_process,
     ),
     *optimizer_type.SEAMS,
     *consolidation.SEAMS,
-    *offload.SEAMS,
+    *zero_seams.SEAMS,
 )
 
 
@@ -165,7 +178,7 @@ def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
         _fill()
     else:
         after_import("deepspeed", _fill_unless_reporting)
-    native.set_nonfinite(nonfinite)
+    adam.set_nonfinite(nonfinite)
 
 
 _REPORTING = threading.local()

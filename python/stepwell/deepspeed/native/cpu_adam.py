@@ -7,14 +7,13 @@ own op they raise ValueError, with nothing changed, for whatever they cannot do.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from stepwell import _core
 from stepwell._hyper import Hyper
 from stepwell._tensors import view
-from stepwell.deepspeed import native
-from stepwell.deepspeed.zenflow import (
+from stepwell.deepspeed.native import adam, optimizers
+from stepwell.deepspeed.native.zenflow import (
     zenflow_adam_create,
     zenflow_adam_ctrl_exit,
     zenflow_adam_ctrl_init,
@@ -34,7 +33,6 @@ __all__ = [
     "adam_update",
     "create_adam",
     "destroy_adam",
-    "is_decoupled",
     "zenflow_adam_create",
     "zenflow_adam_ctrl_exit",
     "zenflow_adam_ctrl_init",
@@ -47,30 +45,6 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass
-class _Optimizer:
-    decoupled: bool
-    refused: dict[int, int] = field(default_factory=dict)
-    """The number of the last update of a parameter, by the address of its `exp_avg`, where that update was refused."""
-
-
-_OPTIMIZERS: dict[int, _Optimizer] = {}
-
-
-def _optimizer(optimizer_id: int) -> _Optimizer:
-    try:
-        return _OPTIMIZERS[optimizer_id]
-    except KeyError:
-        raise ValueError(
-            f"there is no optimizer `{optimizer_id}`, expected one of {sorted(_OPTIMIZERS)}. hint: create_adam makes one"
-        ) from None
-
-
-def is_decoupled(optimizer_id: int) -> bool:
-    """Whether the weight decay of an optimizer is AdamW's."""
-    return _optimizer(optimizer_id).decoupled
 
 
 def create_adam(
@@ -88,7 +62,7 @@ def create_adam(
     Of the hyper-parameters only `adamw_mode` (decoupled weight decay) is kept: updates bring the
     others along.
     """
-    _OPTIMIZERS[optimizer_id] = _Optimizer(decoupled=bool(adamw_mode))
+    optimizers.add(optimizer_id, decoupled=bool(adamw_mode))
     if should_log:
         _LOGGER.info(
             "optimizer %d: lr %g, betas (%g, %g), eps %g, weight_decay %g, %s",
@@ -99,7 +73,7 @@ def create_adam(
 
 def destroy_adam(optimizer_id: int) -> int:
     """Forgets the optimizer `optimizer_id`, if there is one. Returns 0."""
-    _OPTIMIZERS.pop(optimizer_id, None)
+    optimizers.remove(optimizer_id)
     return 0
 
 
@@ -144,13 +118,13 @@ def adam_update(
 
     Raises:
         ValueError: with nothing changed; also for a non-finite gradient (see
-            `native.set_nonfinite`).
+            `adam.set_nonfinite`).
     """
-    optimizer = _optimizer(optimizer_id)
-    tensors = native.NativeTensors(params, grads, exp_avg, exp_avg_sq)
+    optimizer = optimizers.get(optimizer_id)
+    tensors = adam.NativeTensors(params, grads, exp_avg, exp_avg_sq)
     hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
     count = _step_of(step)
-    if native.update([tensors], step=count, hyper=hyper):
+    if adam.update([tensors], step=count, hyper=hyper):
         optimizer.refused.pop(exp_avg.data_ptr(), None)
     else:
         optimizer.refused[exp_avg.data_ptr()] = count
@@ -179,13 +153,13 @@ def adam_rollback(
     Raises:
         ValueError: the update cannot be undone; nothing was changed.
     """
-    optimizer = _optimizer(optimizer_id)
-    tensors = native.NativeTensors(params, grads, exp_avg, exp_avg_sq)
+    optimizer = optimizers.get(optimizer_id)
+    tensors = adam.NativeTensors(params, grads, exp_avg, exp_avg_sq)
     count = _step_of(step)
     if optimizer.refused.get(exp_avg.data_ptr()) == count:
         del optimizer.refused[exp_avg.data_ptr()]
         return 0
-    native.check(tensors)
+    adam.check(tensors)
     if params.numel() == 0:
         return 0
     grad = grads.contiguous()
@@ -198,7 +172,7 @@ def adam_rollback(
 
 
 def _hyper(
-    optimizer: _Optimizer,
+    optimizer: optimizers.NativeOptimizer,
     lr: float,
     beta1: float,
     beta2: float,

@@ -9,9 +9,9 @@ import torch
 
 from stepwell import _state, optim
 from stepwell._hyper import hyper_of
-from stepwell.deepspeed.decoding import DecodingState
 from stepwell.deepspeed.options import options_of
 from stepwell.deepspeed.seams import Attribute, Member, accelerator_name
+from stepwell.deepspeed.state.decoding import DecodingState
 
 if TYPE_CHECKING:
     from collections.abc import Callable

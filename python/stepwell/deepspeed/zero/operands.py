@@ -11,7 +11,7 @@ import torch
 from stepwell import _core, _state, optim
 from stepwell._hyper import Hyper, hyper_of
 from stepwell._tensors import view
-from stepwell.deepspeed import native
+from stepwell.deepspeed.native import adam
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Operands:
             ValueError: it is neither.
         """
         optimizer = self._optimizer
-        policy = optimizer._nonfinite if isinstance(optimizer, optim.Adam) else native.nonfinite()
+        policy = optimizer._nonfinite if isinstance(optimizer, optim.Adam) else adam.nonfinite()
         if policy == "raise":
             raise ValueError(
                 "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such steps "
@@ -154,7 +154,7 @@ class Operands:
                 "step": 0,
                 **{name: _state.zeros(flat.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")},
             }
-        native.check(native.NativeTensors(flat, flat, state["exp_avg"], state["exp_avg_sq"]))
+        adam.check(adam.NativeTensors(flat, flat, state["exp_avg"], state["exp_avg_sq"]))
         tensor = None
         if flat.numel() > 0:
             exp_avg, exp_avg_sq = view(state["exp_avg"]), view(state["exp_avg_sq"])

@@ -8,9 +8,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from stepwell import optim
-from stepwell.deepspeed.optimizer_type import StepwellAdam, StepwellAdamW
 from stepwell.deepspeed.options import options_of
 from stepwell.deepspeed.seams import Attribute, Overridden, accelerator_name
+from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,13 +83,13 @@ def _check_moments(optimizer: Any, options: Options) -> None:
 
 def _stage_1_2() -> tuple[Any, str, type]:
     """Where DeepSpeed's engine finds the class of its optimizer, and ours."""
-    from stepwell.deepspeed.zero_optimizer import OffloadZeroOptimizer
+    from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 
     return importlib.import_module(_ENGINE), "DeepSpeedZeroOptimizer", OffloadZeroOptimizer
 
 
 def _stage_3() -> tuple[Any, str, type]:
-    from stepwell.deepspeed.zero3_optimizer import OffloadZeroOptimizerStage3
+    from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
 
     # The engine imports it along, and it has a subclass of what is found there.
     importlib.import_module("deepspeed.runtime.superoffload.superoffload_stage3")

@@ -17,8 +17,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
-from stepwell.deepspeed.operands import Operands, gradient_scale
-from stepwell.deepspeed.partitions import Fragment, Partition, Partitions, Update
+from stepwell.deepspeed.zero.operands import Operands, gradient_scale
+from stepwell.deepspeed.zero.partitions import Fragment, Partition, Partitions, Update
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from stepwell import _core
 from stepwell._hyper import Hyper
-from stepwell.deepspeed import native
+from stepwell.deepspeed.native import adam, optimizers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -162,8 +162,8 @@ class _Group:
     exp_avg_sq: tuple[torch.Tensor, torch.Tensor]
     stale: torch.Tensor | None
 
-    def tensors(self, now_state: int) -> native.NativeTensors:
-        return native.NativeTensors(
+    def tensors(self, now_state: int) -> adam.NativeTensors:
+        return adam.NativeTensors(
             self.param, self.grad[now_state], self.exp_avg[now_state], self.exp_avg_sq[now_state]
         )
 
@@ -176,18 +176,16 @@ class _Worker:
 
     def step(self, control: _Control, command: _Command) -> None:
         """Does a submitted step: all groups, or none."""
-        from stepwell.deepspeed.cpu_adam import is_decoupled
-
         if len(self.groups) != control.num_groups:
             raise ValueError(
                 f"a step of `{control.num_groups}` groups was submitted, {len(self.groups)} are registered. "
                 "hint: register every group before the first step"
             )
         tensors = [group.tensors(command.now_state) for group in self.groups]
-        native.set_nonfinite("propagate" if control.propagates_nonfinite else "raise")
-        with native.all_finite([(each.param, each.grad) for each in tensors]):
+        adam.set_nonfinite("propagate" if control.propagates_nonfinite else "raise")
+        with adam.all_finite([(each.param, each.grad) for each in tensors]):
             for hyper, each, group in zip(command.groups, tensors, self.groups, strict=False):
-                native.update(
+                adam.update(
                     [each],
                     step=command.step,
                     hyper=Hyper(
@@ -195,7 +193,7 @@ class _Worker:
                         betas=(hyper.beta1, hyper.beta2),
                         eps=hyper.eps,
                         weight_decay=hyper.weight_decay,
-                        decoupled=is_decoupled(self.optimizer_id),
+                        decoupled=optimizers.get(self.optimizer_id).decoupled,
                         bias_correction=bool(hyper.bias_correction),
                         maximize=False,
                     ),
@@ -221,9 +219,7 @@ def _worker(handle: int) -> _Worker:
 
 def zenflow_adam_create(optimizer_id: int, affinity: Sequence[int]) -> int:
     """Makes a worker of an optimizer, with one thread per CPU of `affinity`. Returns its handle."""
-    from stepwell.deepspeed.cpu_adam import is_decoupled
-
-    is_decoupled(optimizer_id)
+    optimizers.get(optimizer_id)
     cpus = [int(cpu) for cpu in affinity]
     handle = next(_HANDLES)
     _WORKERS[handle] = _Worker(
@@ -261,7 +257,7 @@ def zenflow_adam_register_group(
     """
     group = _Group(param, (grad0, grad1), (exp_avg0, exp_avg1), (exp_avg_sq0, exp_avg_sq1), stale)
     for now_state in (0, 1):
-        native.check(group.tensors(now_state))
+        adam.check(group.tensors(now_state))
     if stale is not None and (stale.numel() != param.numel() or stale.dtype != param.dtype):
         raise ValueError(
             f"`stale` is `{stale.dtype}` of {stale.numel()} elements, expected `{param.dtype}` of {param.numel()}. "
@@ -295,7 +291,7 @@ def zenflow_adam_ctrl_init(address: int, num_groups: int) -> None:
     control = _control(address)
     ctypes.memset(address, 0, ctypes.sizeof(_Control))
     control.num_groups = num_groups
-    control.propagates_nonfinite = native.nonfinite() == "propagate"
+    control.propagates_nonfinite = adam.nonfinite() == "propagate"
     control.submitted.init()
     control.done.init()
 

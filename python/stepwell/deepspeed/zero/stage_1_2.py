@@ -2,7 +2,7 @@
 
 Everything that others read stays DeepSpeed's: the fp32 partitions and the optimizer's state, so
 checkpoints of all kinds and `safe_get_full_*`, the order of reductions, loss scaling, what is
-logged. Different are the ways of gradients and weights: see `stepwell.deepspeed.partitions`. Not
+logged. Different are the ways of gradients and weights: see `stepwell.deepspeed.zero.partitions`. Not
 there any more: fp32 gradients on the host, the passes that unscale, clip and cast them, and the
 host's waits for every parameter's norm and overflow.
 
@@ -31,8 +31,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from stepwell.deepspeed.operands import Operands, gradient_scale
-from stepwell.deepspeed.partitions import Fragment, FragmentUploads, Partition, Partitions, Update
+from stepwell.deepspeed.zero.operands import Operands, gradient_scale
+from stepwell.deepspeed.zero.partitions import (
+    Fragment,
+    FragmentUploads,
+    Partition,
+    Partitions,
+    Update,
+)
 from stepwell.offload.gate import Gate
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from weakref import WeakSet
 import torch
 
 from stepwell import _state, optim
-from stepwell.deepspeed.decoding import MOMENT_NAMES
 from stepwell.deepspeed.seams import Attribute
+from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

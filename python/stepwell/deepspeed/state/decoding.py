@@ -36,3 +36,7 @@ class DecodingState(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self), self.numel)
+
+
+# Checkpoints name the class: by a name that stays where files move.
+DecodingState.__module__ = "stepwell.deepspeed"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.deepspeed import native
+from stepwell.deepspeed.native import adam
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor,
                 continue
             state = optimizer.state.get(param) or {}
             moments = [state.get(name, param) for name in ("exp_avg", "exp_avg_sq")]
-            native.check(native.NativeTensors(param.detach(), param.grad.detach(), *moments))
+            adam.check(adam.NativeTensors(param.detach(), param.grad.detach(), *moments))
             yield param.detach(), param.grad.detach()
 
 
@@ -39,7 +39,7 @@ def counting_applied_steps(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         counts = {key: _copy(state.get("step", 0)) for key, state in self.state.items()}
-        with native.recorded() as applied:
+        with adam.recorded() as applied:
             try:
                 return step(self, *args, **kwargs)
             except BaseException:
@@ -69,7 +69,7 @@ def whole(step: Callable[..., Any]) -> Callable[..., Any]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), native.all_finite(list(_gradients(self))):
+        with torch.no_grad(), adam.all_finite(list(_gradients(self))):
             counting(*call.args, **call.kwargs)
         return loss
 

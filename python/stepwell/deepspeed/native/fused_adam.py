@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stepwell._hyper import Hyper
-from stepwell.deepspeed import native
+from stepwell.deepspeed.native import adam
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,4 +64,4 @@ def multi_tensor_adam(
         maximize=False,
     )
     quads = zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
-    native.update([native.NativeTensors(*quad) for quad in quads], step=int(step), hyper=hyper)
+    adam.update([adam.NativeTensors(*quad) for quad in quads], step=int(step), hyper=hyper)

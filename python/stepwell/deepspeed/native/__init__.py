@@ -1,0 +1,1 @@
+"""DeepSpeed's native ops for the CPU, function for function, over the core."""

@@ -1,0 +1,1 @@
+"""What DeepSpeed's checkpoints and accessors need of Stepwell's state."""
