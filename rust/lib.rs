@@ -5,8 +5,8 @@
     reason = "a kernel body must be inlined into its ISA's function to be compiled for it"
 )]
 
-// The layers, from the bottom: error, simd, host, stream, state, adam, grads, device, tier, offload,
-// python. Each uses only layers before it (`tests/layers.rs`).
+// The layers, from the bottom: error, sync, simd, host, stream, state, adam, grads, device, tier,
+// offload, python. Each uses only layers before it (`tests/layers.rs`).
 pub mod adam;
 pub mod device;
 pub mod error;
@@ -18,6 +18,7 @@ mod python;
 pub mod simd;
 pub mod state;
 pub mod stream;
+mod sync;
 pub mod tier;
 
 pub use error::{Error, Result};

@@ -12,16 +12,13 @@
 //! Cost: an entry is 40 bytes, and a step queues one per segment, so the queue is bounded by the
 //! model; two locks per entry.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::VecDeque, time::Duration};
 
 use super::thread::caught;
 use crate::{
     device::{Device, Lane, Mark},
     error::{Error, Result},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
 /// Copies that are with the device at once: of whole segments 64 MB, a millisecond of the bus, so

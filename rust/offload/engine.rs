@@ -1,16 +1,6 @@
 //! What callers have of an engine: they hand over gradients and steps, and wait.
 
-use std::{
-    iter,
-    ops::Range,
-    process,
-    sync::{
-        Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
-    thread::JoinHandle,
-    time::Duration,
-};
+use std::{iter, ops::Range, process, time::Duration};
 
 use super::{
     downloads::{Download, Downloads},
@@ -24,6 +14,11 @@ use crate::{
     host::pool::Pool,
     simd::isa::Isa,
     stream::view::View,
+    sync::{
+        Arc, Condvar, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+        thread::JoinHandle,
+    },
     tier::revocable::HostSlots,
 };
 

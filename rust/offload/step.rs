@@ -1,13 +1,7 @@
 //! A step in the background: its thread, what its workers do with a chunk, and what callers can
 //! learn of it.
 
-use std::{
-    sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
-    },
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use super::{downloads::Downloads, segment::Segments, thread::caught};
 use crate::{
@@ -18,6 +12,10 @@ use crate::{
     simd::isa::Isa,
     state::chunk::Chunk,
     stream::view::check_disjoint,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
     tier::revocable::HostSlots,
 };
 

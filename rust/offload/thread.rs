@@ -4,10 +4,12 @@ use std::{
     any::Any,
     io,
     panic::{AssertUnwindSafe, catch_unwind},
-    thread::{self, JoinHandle},
 };
 
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    sync::thread::{self, JoinHandle},
+};
 
 /// Starts a thread. `body` does not panic: see [`caught`].
 pub(super) fn start(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {

@@ -1,0 +1,21 @@
+//! Locks, atomics and threads: those of the standard library, or of a model checker.
+//!
+//! Compiled with `--cfg shuttle`, what is used from here runs under `shuttle`, which tries many
+//! orders of its threads on one and fails where an order deadlocks or panics. Only what is tested
+//! so takes its locks from here; code that forks, waits in the kernel or has statics keeps the
+//! standard library's. Under the model every test runs within `shuttle::check_random` or its like.
+//!
+//! What the model does not have: timeouts (a wait with one never times out), and orders that only
+//! weakly ordered atomics show.
+
+#[cfg(not(shuttle))]
+pub(crate) use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic},
+    thread,
+};
+
+#[cfg(shuttle)]
+pub(crate) use shuttle::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic},
+    thread,
+};
