@@ -17,7 +17,7 @@ AARCH64 := aarch64-unknown-linux-gnu
 RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs')
 PACKAGE := $(RUST) pyproject.toml README.md LICENSE $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
 
-.PHONY: help test lint test-rust test-python demo bench bench-codec bench-offload wheel stubs format aarch64-toolchain aarch64-test
+.PHONY: help test lint test-rust shuttle test-python demo bench bench-codec bench-offload wheel stubs format aarch64-toolchain aarch64-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,12 @@ lint: $(VENV)/.installed target/stubs/stepwell/_core.pyi ## formatters, clippy, 
 test-rust: ## the Rust tests, and the Criterion benchmarks once each
 	cargo test --locked --lib --tests --benches
 	cargo test --locked --doc
+
+# The crew, the fork gate and the engine's queues, with the locks and threads of a model checker in place of the standard
+# library's (rust/sync.rs): thousands of orders per test.
+shuttle: export RUSTFLAGS += --cfg shuttle
+shuttle: ## tests of the threads under a model checker
+	cargo test -q --locked --profile model --target-dir target/shuttle --lib -- ::model:: $(ARGS)
 
 test-python: $(VENV)/.installed target/wheels/.$(HOST) ## the Python tests (ARGS='-k ...' goes to pytest)
 	$(BIN)/python -m pytest $(ARGS)

@@ -2,20 +2,23 @@
 //!
 //! Compiled with `--cfg shuttle`, what is used from here runs under `shuttle`, which tries many
 //! orders of its threads on one and fails where an order deadlocks or panics. Only what is tested
-//! so takes its locks from here; code that forks, waits in the kernel or has statics keeps the
-//! standard library's. Under the model every test runs within `shuttle::check_random` or its like.
+//! so takes its locks from here. A futex has a model of its own (`host/pool/futex.rs`). Under the
+//! model every test runs within `shuttle::check_random` or its like; those tests are in modules
+//! named `model`, which `make shuttle` runs.
 //!
 //! What the model does not have: timeouts (a wait with one never times out), and orders that only
 //! weakly ordered atomics show.
 
 #[cfg(not(shuttle))]
 pub(crate) use std::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic},
-    thread,
+    hint,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic, mpsc},
+    thread, thread_local,
 };
 
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic},
-    thread,
+    hint,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic, mpsc},
+    thread, thread_local,
 };

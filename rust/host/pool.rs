@@ -23,17 +23,20 @@
 mod crew;
 mod fork;
 mod futex;
+#[cfg(all(test, shuttle))]
+mod model;
 mod placement;
 
 use std::io;
 use std::panic::resume_unwind;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 use std::thread;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::host::topology::{Topology, format_cpu_list};
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Mutex, PoisonError};
 use crate::{Error, Result};
 use crew::{Balance, Crew, run_inline};
 

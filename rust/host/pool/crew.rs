@@ -18,14 +18,14 @@ use std::any::Any;
 use std::io;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
 
 use super::{fork, futex};
+use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use crate::sync::thread::{self, JoinHandle};
+use crate::sync::{Arc, Mutex, PoisonError, hint, mpsc};
 use crate::{Error, Result};
 
 /// Set while a job may be entered; the bits below count the workers inside.
@@ -34,6 +34,8 @@ const OPEN: u32 = 1 << 31;
 /// How long an idle worker looks for the next job before it sleeps: the calls of one step follow
 /// each other within this time.
 const WORKER_SPIN: Duration = Duration::from_micros(50);
+/// How often an idle worker looks between two readings of the clock. The model has no clock.
+const LOOKS_PER_READING: usize = if cfg!(shuttle) { 1 } else { 32 };
 
 /// How a job's tasks move between workers.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -105,7 +107,7 @@ impl Crew {
             shares: cpus.iter().map(|_| Line(AtomicU64::new(0))).collect(),
             panic: Mutex::new(None),
             // A worker that spins on a CPU where another has work only delays it.
-            spin: if shares_cpu { Duration::ZERO } else { WORKER_SPIN },
+            spin: if shares_cpu || cfg!(shuttle) { Duration::ZERO } else { WORKER_SPIN },
             caller_cpu: AtomicUsize::new(usize::MAX),
         });
         let mut crew = Self {
@@ -252,12 +254,12 @@ impl Shared {
             if self.caller_cpu.load(Ordering::Relaxed) == cpu { Duration::ZERO } else { self.spin };
         let begin = Instant::now();
         loop {
-            for _ in 0..32 {
+            for _ in 0..LOOKS_PER_READING {
                 let now = self.epoch.0.load(Ordering::Acquire);
                 if now != epoch {
                     return now;
                 }
-                std::hint::spin_loop();
+                hint::spin_loop();
             }
             if begin.elapsed() >= spin {
                 break;
@@ -362,6 +364,10 @@ fn keep_first(first: &mut Option<Payload>, payload: Payload) {
 }
 
 fn pin(cpu: usize) -> io::Result<()> {
+    if cfg!(shuttle) {
+        // The model's threads are one thread.
+        return Ok(());
+    }
     if cpu >= CpuSet::MAX_CPU {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     }

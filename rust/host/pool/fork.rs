@@ -18,19 +18,33 @@
 use std::cell::Cell;
 use std::io;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::futex;
+use crate::sync::atomic::{AtomicU32, Ordering};
+use crate::sync::thread_local;
 use crate::{Error, Result};
 
 /// Set while a fork waits or is under way; the bits below count the threads inside.
 const FORKING: u32 = 1 << 31;
 
-static GATE: AtomicU32 = AtomicU32::new(0);
+/// Forks wait for the threads inside; threads wait for a fork.
+pub(super) struct Gate {
+    /// `FORKING` and the number of threads inside. Forks and threads sleep on it.
+    state: AtomicU32,
+    /// Counts the forks between the first process and this one. Threads that belong to another
+    /// value do not exist here.
+    generation: AtomicU32,
+}
 
-/// Counts the forks between the first process and this one: what threads belong to another value do
-/// not exist here.
-static GENERATION: AtomicU32 = AtomicU32::new(0);
+/// The gate of this process.
+#[cfg(not(shuttle))]
+static GATE: Gate = Gate::new();
+
+#[cfg(shuttle)]
+shuttle::lazy_static! {
+    /// The gate of this run of the model.
+    pub(super) static ref GATE: Gate = Gate::new();
+}
 
 thread_local! {
     /// Whether this thread is running a task, on a worker or inline.
@@ -39,7 +53,7 @@ thread_local! {
 
 /// Whether the calling thread is running a task.
 pub(super) fn in_task() -> bool {
-    IN_TASK.get()
+    IN_TASK.with(Cell::get)
 }
 
 /// The calling thread runs tasks until the guard drops.
@@ -49,53 +63,109 @@ pub(super) struct TaskScope {
 
 impl TaskScope {
     pub(super) fn new() -> Self {
-        Self { before: IN_TASK.replace(true) }
+        Self { before: IN_TASK.with(|in_task| in_task.replace(true)) }
     }
 }
 
 impl Drop for TaskScope {
     fn drop(&mut self) {
-        IN_TASK.set(self.before);
+        IN_TASK.with(|in_task| in_task.set(self.before));
     }
 }
 
 /// The generation of this process.
 pub(super) fn generation() -> u32 {
-    GENERATION.load(Ordering::Relaxed)
+    GATE.generation()
+}
+
+/// Waits out a fork, then enters the gate of this process.
+pub(super) fn enter() -> Entered<'static> {
+    GATE.enter()
 }
 
 /// Inside the gate until dropped.
-pub(super) struct Entered {
-    /// `None` for a call from a task, whose job already stands inside.
+pub(super) struct Entered<'a> {
+    gate: &'a Gate,
+    /// `None` for a call from a task: the task's job is inside already.
     generation: Option<u32>,
 }
 
-/// Waits out a fork, then enters the gate.
-pub(super) fn enter() -> Entered {
-    if in_task() {
-        return Entered { generation: None };
-    }
-    loop {
-        let seen = GATE.load(Ordering::Relaxed);
-        if seen & FORKING != 0 {
-            futex::wait(&GATE, seen);
-        } else if GATE
-            .compare_exchange_weak(seen, seen + 1, Ordering::Acquire, Ordering::Relaxed)
-            .is_ok()
-        {
-            return Entered { generation: Some(generation()) };
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        // A child that a task has forked starts with an empty gate: this entry is not counted there.
+        if self.generation == Some(self.gate.generation()) {
+            self.gate.leave();
         }
     }
 }
 
-impl Drop for Entered {
-    fn drop(&mut self) {
-        // In a child forked by a task the gate was emptied: this entry is not counted there.
-        if self.generation == Some(generation())
-            && GATE.fetch_sub(1, Ordering::Release) == FORKING + 1
-        {
-            futex::wake_all(&GATE);
+impl Gate {
+    pub(super) const fn new() -> Self {
+        Self { state: AtomicU32::new(0), generation: AtomicU32::new(0) }
+    }
+
+    pub(super) fn generation(&self) -> u32 {
+        self.generation.load(Ordering::Relaxed)
+    }
+
+    /// Waits out a fork, then enters.
+    pub(super) fn enter(&self) -> Entered<'_> {
+        if in_task() {
+            return Entered { gate: self, generation: None };
         }
+        self.change_unless_forking(|state| state + 1);
+        Entered { gate: self, generation: Some(self.generation()) }
+    }
+
+    fn leave(&self) {
+        if self.state.fetch_sub(1, Ordering::Release) == FORKING + 1 {
+            futex::wake_all(&self.state);
+        }
+    }
+
+    /// Waits out a fork, then changes the state.
+    fn change_unless_forking(&self, change: impl Fn(u32) -> u32) {
+        loop {
+            let seen = self.state.load(Ordering::Relaxed);
+            if seen & FORKING != 0 {
+                futex::wait(&self.state, seen);
+            } else if self
+                .state
+                .compare_exchange_weak(seen, change(seen), Ordering::Acquire, Ordering::Relaxed)
+                .is_ok()
+            {
+                return;
+            }
+        }
+    }
+
+    /// Before a fork: closes the gate and waits until it is empty.
+    pub(super) fn prepare(&self) {
+        if in_task() {
+            return;
+        }
+        self.change_unless_forking(|state| state | FORKING);
+        loop {
+            let seen = self.state.load(Ordering::Acquire);
+            if seen == FORKING {
+                return;
+            }
+            futex::wait(&self.state, seen);
+        }
+    }
+
+    /// After a fork, in the parent: opens the gate.
+    pub(super) fn after_in_parent(&self) {
+        if !in_task() {
+            self.state.fetch_and(!FORKING, Ordering::Release);
+            futex::wake_all(&self.state);
+        }
+    }
+
+    /// After a fork, in the child: an empty gate, and threads of a new generation.
+    pub(super) fn after_in_child(&self) {
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        self.state.store(0, Ordering::Release);
     }
 }
 
@@ -116,37 +186,13 @@ pub(super) fn register() -> Result<()> {
 }
 
 extern "C" fn prepare() {
-    if in_task() {
-        return;
-    }
-    loop {
-        let seen = GATE.load(Ordering::Relaxed);
-        if seen & FORKING != 0 {
-            futex::wait(&GATE, seen);
-        } else if GATE
-            .compare_exchange_weak(seen, seen | FORKING, Ordering::Acquire, Ordering::Relaxed)
-            .is_ok()
-        {
-            break;
-        }
-    }
-    loop {
-        let seen = GATE.load(Ordering::Acquire);
-        if seen == FORKING {
-            return;
-        }
-        futex::wait(&GATE, seen);
-    }
+    GATE.prepare();
 }
 
 extern "C" fn parent() {
-    if !in_task() {
-        GATE.fetch_and(!FORKING, Ordering::Release);
-        futex::wake_all(&GATE);
-    }
+    GATE.after_in_parent();
 }
 
 extern "C" fn child() {
-    GENERATION.fetch_add(1, Ordering::Relaxed);
-    GATE.store(0, Ordering::Release);
+    GATE.after_in_child();
 }
