@@ -62,8 +62,11 @@ class HostSums:
         """Whether the gradient of `param` is here, and nobody has cleared or replaced it."""
         return param in self._markers and param.grad is self._markers[param]
 
-    def watch(self, param: torch.Tensor) -> None:
-        """Has autograd make room before it accumulates a gradient of `param`, as long as this object lives."""
+    def watch(self, param: torch.Tensor) -> torch.utils.hooks.RemovableHandle:
+        """Has autograd make room before it accumulates a gradient of `param`.
+
+        Until the hook that is returned is removed, or this object is gone.
+        """
         sums, watched = weakref.ref(self), weakref.ref(param)
 
         def make_room(_: torch.Tensor) -> None:
@@ -71,7 +74,8 @@ class HostSums:
             if alive is not None and param is not None:
                 alive.make_room(param)
 
-        param.register_hook(make_room)  # type: ignore[no-untyped-call]
+        handle: torch.utils.hooks.RemovableHandle = param.register_hook(make_room)  # type: ignore[no-untyped-call]
+        return handle
 
     def make_room(self, param: torch.Tensor) -> None:
         """Before autograd accumulates into `param.grad`."""

@@ -1,15 +1,18 @@
-"""Waits in front of module forwards: a forward that needs a weight waits until it has arrived, and for no other.
+"""Waits in front of module forwards: for the weights that a forward needs, and for no others.
 
 What is gated is the forward of `torch.nn.Module`s that hold parameters of the optimizer. A module
 waits for its own parameters and for those of submodules that it uses without calling them, which a
-forward in training mode shows; in evaluation mode, where modules may take short cuts, the first
-module called waits for everything beneath it. A weight read by any other way (`parameter.norm()`,
-an average of weights) is not seen: that takes `optimizer.synchronize()`, or `gate="step"`. Where
-such a read has a part in a loss and the parameter has not been waited for by then, its gradient
-gives it away, and the backward raises.
+forward in training mode shows. In evaluation mode, where modules may take short cuts, the first
+module called waits for everything beneath it.
 
-Compiled code has no hooks: where torch.compile traces a gated module, that module is no longer
-gated and every step waits for its uploads, which is the same result.
+The gate is there for speed: it waits for all weights of a module at once, before they are needed
+one by one. That every access waits, also one that no hook sees, is the guard's part (`guard`). The
+step itself waits for weights that no forward is known to wait for, and for those that can be
+reached beside the guard.
+
+Compiled code has no hooks, and none looks at the class of a parameter. Where torch.compile or
+torch.jit traces a gated module, the gate is closed, and every step waits for its uploads, which is
+the same result.
 """
 
 from __future__ import annotations
@@ -19,15 +22,19 @@ import itertools
 import logging
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from stepwell.offload.guard import WeightGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from stepwell.offload.guard import Uploads
 
-__all__ = ["Gate", "Uploads"]
+
+__all__ = ["Gate", "remove"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -54,27 +61,21 @@ def _modules() -> list[torch.nn.Module]:
 
 
 def _something_is_compiled() -> bool:
-    """Whether torch.compile has traced anything in this process: hooks that are added later would not be called there."""
+    """Whether torch.compile has traced anything in this process.
+
+    Hooks that are added later would not be called there.
+    """
     utils = sys.modules.get("torch._dynamo.utils")
     return utils is not None and bool(utils.counters["stats"])
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of `module` go to torch.compile, though it may not have traced anything yet."""
+    """Whether calls of `module` go to compiled code, though nothing may have been traced yet."""
     return (
         module.__dict__.get("_compiled_call_impl") is not None
         or type(module).__name__ == "OptimizedModule"
+        or issubclass(type(module), torch.jit.ScriptModule)
     )
-
-
-class Uploads(Protocol):
-    """The new weights on their way to the device."""
-
-    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""
-
-    def finish(self) -> None:
-        """The current stream waits for all weights."""
 
 
 class Gate:
@@ -87,19 +88,17 @@ class Gate:
 
     def __init__(self, params: Iterable[torch.Tensor], uploads: Uploads) -> None:
         self._params = set(params)
-        self._uploads = uploads
         self._called: set[int] = set()
         self._waits: dict[int, list[torch.Tensor]] = {}
         self._num_called = -1
-        # Of the last step: what the stream has not waited for, and what no stream has.
-        self._left: set[torch.Tensor] = set()
-        self._unused: set[torch.Tensor] = set()
-        self._uncovered: set[torch.Tensor] = set()
+        self._uncovered: list[torch.Tensor] = []
         self._children: dict[int, list[int]] = {}
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
+        self.guard = WeightGuard(uploads)
+        """What knows which weights are under way."""
         self.is_open = False
-        """Whether forwards wait by themselves. If not, whoever steps has to wait for all uploads."""
+        """Whether forwards wait by themselves. If not, the step has to wait for all uploads."""
         self._attach()
 
     def _attach(self) -> None:
@@ -144,47 +143,53 @@ class Gate:
                 module.register_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
             ]
-        weakref.finalize(self, _remove, handles)
+        weakref.finalize(self, remove, handles)
         self.is_open = True
 
-    def open(self, params: Iterable[torch.Tensor]) -> None:
-        """From now on forwards wait for their share of `params`; the others take `wait_for_uncovered`, after the submit."""
+    def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:
+        """From now on accesses to `params` wait. The step is submitted after it.
+
+        Args:
+            params: what the step updates.
+            exposed: those of them that the step itself has to wait for, whatever forwards do, in
+                `wait_for_uncovered`.
+        """
+        params = list(params)
         if self._num_called != len(self._called):
             self._waits = self._share_out()
             self._num_called = len(self._called)
-        left = set(params)
-        # Nobody has called a module that would wait for these.
-        self._uncovered = left.difference(*self._waits.values())
-        self._unused = set(left)
-        self._left = left
+        covered = {param for waited in self._waits.values() for param in waited}
+        covered.difference_update(exposed)
+        self._uncovered = [param for param in params if param not in covered]
+        self.guard.protect(params)
 
     def wait_for_uncovered(self) -> None:
-        """Waits for the weights that no forward is known to wait for."""
-        self._wait_for(self._uncovered)
-        self._uncovered = set()
+        """Waits for the weights that no forward is known to wait for, and for those exposed."""
+        self.guard.wait(self._uncovered)
+        self._uncovered = []
 
     def close(self) -> None:
         """No forward waits any more: compiled code does not call the hooks."""
         if self.is_open:
-            _LOGGER.info(
-                "gate='step': torch.compile traces a module whose forward would have to wait"
-            )
+            _LOGGER.info("gate='step': a module whose forward would have to wait is compiled")
             self.is_open = False
-        self._uploads.finish()
-        self.clear()
+        self.finish()
+
+    def finish(self) -> None:
+        """The current stream waits for all weights."""
+        self.guard.finish()
+        self._uncovered = []
 
     def clear(self) -> None:
-        """All weights have been waited for."""
-        self._left = set()
-        self._unused = set()
-        self._uncovered = set()
-
-    def is_unused(self, param: torch.Tensor) -> bool:
-        """Whether nobody has waited for `param` since the last step, so that what was read of it may have been anything."""
-        return param in self._unused
+        """All weights have arrived."""
+        self.guard.clear()
+        self._uncovered = []
 
     def _share_out(self) -> dict[int, list[torch.Tensor]]:
-        """Which module waits for which parameters: those that were called, the nearest above each owner on every way up."""
+        """Which module waits for which parameters.
+
+        Those that were called: the nearest above each owner, on every way up.
+        """
         waits: dict[int, list[torch.Tensor]] = {}
         for owner, params in self._owned.items():
             ahead, seen = [owner], {owner}
@@ -207,22 +212,14 @@ class Gate:
         if self._uncovered:
             # The step was interrupted before it had waited for them.
             self.wait_for_uncovered()
-        if self._left:
-            self._wait_for(self._waits.get(id(module), ()))
+        if self.guard.any_under_way:
+            self.guard.wait(self._waits.get(id(module), ()))
 
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""
-        if self._left:
+        if self.guard.any_under_way:
             beneath = self._reached([id(module)], self._children)
-            self._wait_for(param for key in beneath for param in self._owned.get(key, ()))
-
-    def _wait_for(self, params: Iterable[torch.Tensor]) -> None:
-        left = [param for param in params if param in self._left]
-        if left:
-            is_step_stream = self._uploads.wait(left)
-            self._unused.difference_update(left)
-            if is_step_stream:
-                self._left.difference_update(left)
+            self.guard.wait(param for key in beneath for param in self._owned.get(key, ()))
 
     @staticmethod
     def _reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
@@ -238,7 +235,17 @@ class Gate:
 
 
 class _Hook:
-    """A hook of the gate with this key. A copy of it made by pickle belongs to no gate, as the module that it came with."""
+    """A hook of the gate with this key.
+
+    A copy of it made by pickle belongs to no gate, as the module that it came with.
+    """
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script cannot compile the hook that waits for the weights of an optimizer. "
+            "hint: script the module before the first step, or use gate='step'"
+        )
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -254,7 +261,10 @@ class _ForwardHook(_Hook):
             return
         gate = _GATES.get(self.key)
         if gate is not None and gate.is_open:
-            gate.enter(module)
+            if torch._C._is_tracing():
+                gate.close()
+            else:
+                gate.enter(module)
 
 
 class _StateHook(_Hook):
@@ -266,6 +276,7 @@ class _StateHook(_Hook):
             gate.enter_all(module)
 
 
-def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+def remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+    """Removes hooks."""
     for handle in handles:
         handle.remove()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -17,7 +18,7 @@ from stepwell.offload.accumulation import STAGING_BYTES, HostSums
 from stepwell.offload.budget import GIB, announce
 from stepwell.offload.engine import Engine
 from stepwell.offload.fingerprints import Fingerprints
-from stepwell.offload.gate import Gate
+from stepwell.offload.gate import Gate, remove
 from stepwell.offload.gradients import (
     Gradients,
     OnGrad,
@@ -25,11 +26,13 @@ from stepwell.offload.gradients import (
     checked,
     may_change_after_backward,
 )
+from stepwell.offload.guard import exposed, without_waiting
 from stepwell.offload.norm import squared_norm
 from stepwell.offload.twins import Twins
 from stepwell.optim import AdamW, Moments, Nonfinite, Update
 
 if TYPE_CHECKING:
+    from collections import defaultdict
     from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
@@ -256,11 +259,28 @@ class OffloadAdamW(AdamW):
         self._gate = None
         self._engine = None
 
+    @property
+    def state(self) -> defaultdict[torch.Tensor, _state.State]:
+        """State by parameter, as torch's optimizers have it, after the last step is complete."""
+        if self._engine is not None and self._engine.busy:
+            self._finish()
+        found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
+        return found
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
+        self.__dict__["state"] = state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Gradients have nothing to wait for."""
+        with without_waiting():
+            super().zero_grad(set_to_none)
+
     def _finish(self) -> None:
-        if self._engine is not None:
+        if self._gate is not None:
+            self._gate.finish()
+        elif self._engine is not None:
             self._engine.finish()
-            if self._gate is not None:
-                self._gate.clear()
 
     def synchronize(self) -> None:
         """Waits until the last step is complete: then parameters can be read and written by anyone.
@@ -269,8 +289,9 @@ class OffloadAdamW(AdamW):
             OSError: the step failed in the background.
         """
         if self._engine is not None:
-            self._finish()
             self._engine.synchronize()
+            if self._gate is not None:
+                self._gate.clear()
 
     def reread_parameters(self) -> None:
         """Takes the parameters as they are on the device, however they were written; the next step copies them to the host."""
@@ -308,23 +329,21 @@ class OffloadAdamW(AdamW):
 
     def _hook(self) -> None:
         """Has autograd say when it is done with a gradient, where somebody wants to know."""
-        if not self._gradients.is_told and self._gate_mode == "step" and self._sums is None:
+        if not self._gradients.is_told and self._sums is None:
             return
         for param in self._twins:
             if param not in self._hooked and not is_dtensor(param):
-                param.register_post_accumulate_grad_hook(OnGrad(self._on_grad))  # type: ignore[no-untyped-call]
+                # torch has no types for hooks.
+                hook = OnGrad(self._on_grad)
+                handles = [param.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]
                 if self._sums is not None:
-                    self._sums.watch(param)
+                    handles.append(self._sums.watch(param))
                 self._hooked.add(param)
+                weakref.finalize(self, remove, handles)
 
     @torch.no_grad()
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
-        if self._gate is not None and self._gate.is_unused(param):
-            raise ValueError(
-                f"{self._label(param)} has a gradient, but no forward of a module that holds it has waited for its last update. "
-                "hint: call synchronize() before a parameter is read in another way, or use gate='step'"
-            )
         if self._sums is not None:
             self._sum_up(param)
             return
@@ -533,7 +552,7 @@ class OffloadAdamW(AdamW):
             partial(self._fingerprints.leave_behind, params),
         ]
         if gate is not None:
-            before.append(partial(gate.open, params))
+            before.append(partial(gate.open, params, exposed(params, self._twins)))
         submitted = [
             engine.submission(updates, grad_scale),
             partial(setattr, self, "_is_unreleased", True),

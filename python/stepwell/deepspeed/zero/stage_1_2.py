@@ -181,12 +181,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """The gradient of a parameter that this rank steps, or of a part of it, is reduced."""
-        if self._gate is not None and self._gate.is_unused(param):
-            raise ValueError(
-                f"parameter `{self.param_names.get(param)}` has a gradient, but no forward of a module that holds it has waited for "
-                "its last update. hint: engine.optimizer.synchronize() before a parameter is read in another way, or "
-                '"stepwell": {"gate": "step"}'
-            )
         param_id = self.get_param_id(param)
         group, source, _, numel = self.grad_position[param_id]
         fragment = self._fragment(param)

@@ -1,0 +1,580 @@
+"""Every Python access to a parameter whose new weight is under way gets the new weight.
+
+Weights land when they are waited for, and not before: an access that does not wait sees old ones
+for certain, and a write that does not wait is overwritten for certain.
+"""
+
+import copy
+import gc
+import io
+import pickle
+import threading
+
+import pytest
+import stepwell
+import torch
+from offload_cases import WIDTH, Net, batch, reversed_params
+from optim_cases import bits
+from stepwell.offload.guard import WeightGuard, exposed
+from torch.nn import Parameter
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+SIZE = 4
+
+
+class Landing:
+    """Uploads that land as late as they may: when they are waited for."""
+
+    def __init__(self, is_step_stream=True):
+        self.new = {}
+        self.is_step_stream = is_step_stream
+        self.waits = []
+
+    def wait(self, params, /):
+        params = list(params)
+        self.waits.append(len(params))
+        for param in params:
+            self._land(param)
+        return self.is_step_stream
+
+    def finish(self):
+        self.waits.append("finish")
+        for param in list(self.new):
+            self._land(param)
+
+    def send(self, params, new):
+        """To where `params` are now."""
+        for param, weight in zip(params, new, strict=True):
+            self.new[param] = param.untyped_storage(), weight.untyped_storage()
+
+    def _land(self, param):
+        if param in self.new:
+            memory, weight = self.new.pop(param)
+            memory.copy_(weight)
+
+
+def old_and_new(count=2):
+    torch.manual_seed(0)
+    return [Parameter(torch.randn(SIZE, SIZE)) for _ in range(count)], [
+        torch.randn(SIZE, SIZE) for _ in range(count)
+    ]
+
+
+@pytest.fixture(params=[True, False], ids=["step's stream", "another stream"])
+def under_way(request):
+    """Two parameters under way, their guard, what lands, and the same with all landed."""
+    params, new = old_and_new()
+    uploads = Landing(request.param)
+    guard = WeightGuard(uploads)
+    uploads.send(params, new)
+    guard.protect(params)
+    landed = [Parameter(weight.clone()) for weight in new]
+    yield params, guard, uploads, landed
+    guard.clear()
+    assert all(type(param) is Parameter for param in params)
+
+
+def saved(param):
+    buffer = io.BytesIO()
+    torch.save({"weight": param}, buffer)
+    buffer.seek(0)
+    return torch.load(buffer)["weight"]
+
+
+def linear():
+    net = torch.nn.Linear(SIZE, SIZE, bias=False)
+
+    def call(param):
+        net.weight = param
+        return net(torch.ones(1, SIZE))
+
+    return call
+
+
+def custom(param):
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+    return Twice.apply(param)
+
+
+def through_a_thread(param):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(param.detach().clone()))
+    thread.start()
+    thread.join(timeout=60)
+    return found[0]
+
+
+def with_dual(param):
+    return torch.func.jvp(torch.sin, (param.detach(),), (torch.ones_like(param),))
+
+
+READS = {
+    "norm": lambda p: p.norm(),
+    "arithmetic": lambda p: 2 * p + 1,
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "clone": lambda p: p.clone(),
+    "cpu": lambda p: p.cpu(),
+    "to": lambda p: p.to(torch.float64),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()),
+    "numpy, no_grad": lambda p: torch.from_numpy(p.requires_grad_(False).numpy()),
+    "tolist": lambda p: torch.tensor(p.tolist()),
+    "item": lambda p: torch.tensor(p[0, 0].item()),
+    "index": lambda p: p[1:, 2],
+    "iteration": lambda p: torch.stack(list(p)),
+    "view": lambda p: p.view(-1),
+    "storage": lambda p: torch.tensor(p.untyped_storage().tolist()),
+    "data_ptr": lambda p: torch.tensor(_memory(p.data_ptr())),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "repr": lambda p: _text(repr(p)),
+    "str of a list": lambda p: _text(str([p])),
+    "comparison": lambda p: p > 0,
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "torch.save": saved,
+    "foreach": lambda p: torch.stack(torch._foreach_mul([p], 3)),
+    "foreach norm": lambda p: torch.stack(torch._foreach_norm([p, p])),
+    "stack": lambda p: torch.stack([torch.zeros(SIZE, SIZE), p]),
+    "keyword": lambda p: torch.mul(input=torch.ones(SIZE, SIZE), other=p),
+    "lerp into an average": lambda p: torch.ones(SIZE, SIZE).lerp_(p.detach(), 0.1),
+    "vector": lambda p: torch.nn.utils.parameters_to_vector([p]),
+    "linear": linear(),
+    "functional": lambda p: torch.nn.functional.linear(torch.ones(1, SIZE), p),
+    "aten": lambda p: torch.ops.aten.sum(p),
+    "aten overload": lambda p: torch.ops.aten.sum.default(p),
+    "autograd function": custom,
+    "jvp": with_dual,
+    "hessian": lambda p: torch.func.hessian(lambda w: w.pow(3).sum())(p),
+    "jacobian": lambda p: torch.autograd.functional.jacobian(torch.sin, p),
+    "another thread": through_a_thread,
+    "Parameter(data)": lambda p: Parameter(p.data),
+    "Buffer": lambda p: torch.nn.Buffer(p),
+    "out of place fill": lambda p: torch.zeros(SIZE, SIZE).copy_(p.detach()),
+    "copied from": lambda p: torch.zeros(SIZE, SIZE).copy_(p),
+    "grad of another": lambda p: _grad_of_another(p),
+}
+
+
+def _memory(pointer):
+    import ctypes
+
+    return list((ctypes.c_float * (SIZE * SIZE)).from_address(pointer))
+
+
+def _text(text):
+    return torch.tensor(bytearray(text.encode()))
+
+
+def _grad_of_another(param):
+    other = Parameter(torch.zeros(SIZE, SIZE))
+    other.grad = param
+    return other.grad
+
+
+def flat(found):
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*deprecated:FutureWarning")
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_reads_get_the_new_weight(under_way, read):
+    (param, _), _, _, (landed, _) = under_way
+    expected, found = flat(read(landed)), flat(read(param))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+        # Not `is`: on another stream than the step's, what is returned may still be under way.
+        assert type(one) == type(other)
+        assert one.requires_grad == other.requires_grad
+        assert one.is_leaf == other.is_leaf
+
+
+@torch.no_grad()
+def _no_grad(write, param):
+    write(param)
+
+
+def _hold_data(param):
+    param.data = torch.full_like(param, 5)
+
+
+def _sgd(param):
+    optimizer = torch.optim.SGD([param], lr=0.5)
+    param.grad = torch.ones(SIZE, SIZE)
+    optimizer.step()
+    param.grad = None
+
+
+def _adamw(param, **options):
+    optimizer = torch.optim.AdamW([param], lr=0.5, **options)
+    param.grad = torch.ones(SIZE, SIZE)
+    optimizer.step()
+    param.grad = None
+
+
+WRITES = {
+    "zero_": lambda p: p.zero_(),
+    "init": lambda p: torch.nn.init.constant_(p, 3),
+    "data.copy_": lambda p: p.data.copy_(torch.ones(SIZE, SIZE)),
+    "data =": _hold_data,
+    "clamp_": lambda p: p.clamp_(-0.1, 0.1),
+    "index": lambda p: p.__setitem__(0, 7),
+    "numpy": lambda p: p.detach().numpy().fill(4),
+    "foreach": lambda p: torch._foreach_mul_([p], 2),
+    "out=": lambda p: torch.add(torch.ones(SIZE, SIZE), 1, out=p.detach()),
+    "merge": lambda p: p.add_(torch.ones(SIZE, 1) @ torch.ones(1, SIZE)),
+    "vector": lambda p: torch.nn.utils.vector_to_parameters(torch.ones(SIZE * SIZE), [p]),
+    "SGD": _sgd,
+    "AdamW": _adamw,
+    "AdamW, one by one": lambda p: _adamw(p, foreach=False),
+    "fused AdamW": lambda p: _adamw(p, fused=True),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
+def test_writes_go_on_top_of_the_new_weight(under_way, write):
+    (param, _), guard, _, (landed, _) = under_way
+    _no_grad(write, landed)
+    _no_grad(write, param)
+    guard.finish()
+    assert torch.equal(param, landed)
+
+
+DESCRIPTIONS = {
+    "shape": lambda p: (p.shape, p.size(), p.size(0), p.dim(), p.ndim, p.numel(), len(p)),
+    "dtype": lambda p: (p.dtype, p.is_floating_point(), torch.is_complex(p), p.element_size()),
+    "place": lambda p: (p.device, p.is_cuda, p.layout, p.stride(), p.is_contiguous(), p.nbytes),
+    "autograd": lambda p: (p.requires_grad, p.is_leaf, p.grad_fn, p._version, p.requires_grad_()),
+    "grad": lambda p: (p.grad, setattr(p, "grad", torch.ones(SIZE, SIZE)), p.grad),
+    "delete grad": lambda p: (setattr(p, "grad", torch.ones(SIZE, SIZE)), delattr(p, "grad")),
+    "hooks": lambda p: p.register_hook(lambda grad: grad).remove(),
+    "late hooks": lambda p: p.register_post_accumulate_grad_hook(lambda _: None).remove(),
+    "identity": lambda p: (p in {p}, hash(p), isinstance(p, Parameter), isinstance(p, type(p))),
+    "type": lambda p: (type(p) == Parameter, type(p) in (torch.Tensor, Parameter), {type(p): 1}),
+    "type's name": lambda p: (type(p).__name__, type(p).__module__, issubclass(Parameter, type(p))),
+    "modules": lambda p: list(torch.nn.ParameterList([p]).named_parameters()),
+    "groups": lambda p: torch.optim.SGD([p], lr=1.0).param_groups,
+    "attributes": lambda p: (setattr(p, "note", 1), p.note, delattr(p, "note")),
+}
+
+
+@pytest.mark.parametrize("describe", DESCRIPTIONS.values(), ids=DESCRIPTIONS.keys())
+def test_descriptions_do_not_wait(under_way, describe):
+    (param, _), _, uploads, _ = under_way
+    describe(param)
+    assert not uploads.waits
+
+
+def test_accesses_wait_for_what_they_touch_only(under_way):
+    (param, other), guard, uploads, _ = under_way
+    param.sum()
+    assert uploads.waits == [1]
+    assert guard.is_under_way(other)
+    # The step's stream has waited once and for all; another stream waits each time.
+    assert guard.is_under_way(param) == (not uploads.is_step_stream)
+    param.sum()
+    assert len(uploads.waits) == (1 if uploads.is_step_stream else 2)
+
+
+def test_new_parameters_made_of_one(under_way):
+    (param, _), _, uploads, (landed, _) = under_way
+    made = type(param)(torch.ones(2), requires_grad=False)
+    assert type(made) is Parameter
+    assert not made.requires_grad
+    if uploads.is_step_stream:
+        other = Parameter(param, requires_grad=False)
+        assert type(other) is Parameter
+        assert torch.equal(other, landed)
+        assert not other.requires_grad
+        assert other.data_ptr() == param.data_ptr()
+
+
+def test_swapped_tensors(under_way):
+    (param, _), guard, _, (landed, _) = under_way
+    other = Parameter(torch.zeros(SIZE, SIZE))
+    param.grad = None
+    # Neither may be referred to by anything else.
+    torch.utils.swap_tensors(param, other)
+    assert torch.equal(other, landed)
+    assert torch.equal(param, torch.zeros(SIZE, SIZE))
+    guard.finish()
+    assert torch.equal(other, landed)
+    assert torch.equal(param, torch.zeros(SIZE, SIZE))
+    assert type(other) is type(param) is Parameter
+
+
+def test_a_guard_that_goes_leaves_plain_parameters():
+    (param, _), (new, _) = old_and_new()
+    uploads = Landing()
+    uploads.send([param], [new])
+    guard = WeightGuard(uploads)
+    guard.protect([param])
+    assert type(param) is not Parameter
+    del guard
+    gc.collect()
+    assert type(param) is Parameter
+    assert torch.equal(param, new)
+
+
+def test_failed_uploads_are_told_at_the_access_and_again():
+    (param, _), _ = old_and_new()
+
+    class Failing(Landing):
+        def wait(self, params, /):
+            raise OSError("the device is gone")
+
+    guard = WeightGuard(Failing())
+    guard.protect([param])
+    for _ in range(2):
+        with pytest.raises(OSError, match="the device is gone"):
+            param.sum()
+    guard.clear()
+
+
+# ---- what is reached beside a guard ----
+
+
+ALIASES = {
+    "view": lambda p: p.view(-1),
+    "data": lambda p: p.data,
+    "numpy": lambda p: p.detach().numpy(),
+    "storage": lambda p: p.untyped_storage(),
+    "state dict": lambda p: torch.nn.ParameterList([p]).state_dict(),
+    "dlpack": lambda p: torch.utils.dlpack.to_dlpack(p.detach()),
+    "graph": lambda p: p.t() @ p,
+    "another parameter": lambda p: Parameter(p.data),
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES.keys())
+def test_memory_that_others_hold_is_exposed(alias):
+    params, _ = old_and_new()
+    assert exposed(params, params) == []
+    held = alias(params[1])
+    (found,) = exposed(params, params)
+    assert found is params[1]
+    del held
+    assert exposed(params, params) == []
+
+
+def test_gradients_and_finished_graphs_are_no_aliases():
+    params, _ = old_and_new()
+    loss = (params[0].t() @ params[1]).sum()
+    loss.backward()
+    assert exposed(params, params) == []
+
+
+def test_known_holders_of_one_buffer_are_no_aliases():
+    buffer = torch.zeros(2 * SIZE)
+    params = [Parameter(buffer[:SIZE]), Parameter(buffer[SIZE:])]
+    assert len(exposed(params, params)) == 2
+    assert exposed(params, [*params, buffer]) == []
+    held = params[0].data
+    assert len(exposed(params, [*params, buffer])) == 2
+    assert exposed(params, [*params, buffer, held]) == []
+
+
+def test_other_classes_are_exposed_and_left_alone():
+    class Special(Parameter):
+        pass
+
+    params = [Special(torch.ones(2)), torch.ones(2, requires_grad=True)]
+    assert len(exposed(params, params)) == 2
+    guard = WeightGuard(Landing())
+    guard.protect(params)
+    assert [type(param) for param in params] == [Special, torch.Tensor]
+    assert not guard.any_under_way
+
+
+# ---- the optimizer ----
+
+
+def steps(gate, access, count=5, **options):
+    """What `access` finds after each step, losses, and the weights at the end."""
+    torch.manual_seed(0)
+    net = Net(1 << 20)
+    options = {"lr": 1e-2, "threads": 1, "gate": gate, **options}
+    optimizer = stepwell.OffloadAdamW(reversed_params(net), **options)
+    kept, found = {}, []
+    for step in range(count):
+        optimizer.zero_grad()
+        loss = net(batch(step, width=WIDTH)).square().sum()
+        found.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        found += [value.clone() for value in flat(access(net, optimizer, kept))]
+    optimizer.synchronize()
+    return optimizer, found + [bits(param) for param in net.parameters()]
+
+
+def averaged(net, _, kept):
+    if "average" not in kept:
+        kept["average"] = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    kept["average"].update_parameters(net)
+    return list(kept["average"].parameters())
+
+
+def aliases(net, _, kept):
+    if not kept:
+        kept["data"] = [param.data for param in net.parameters()]
+    return kept["data"]
+
+
+def state_of(net, optimizer, _):
+    return [optimizer.state[param]["exp_avg"] for param in net.parameters()]
+
+
+def kept_state_of(net, optimizer, kept):
+    if not kept:
+        kept["state"] = [optimizer.state[param]["exp_avg"] for param in net.parameters()]
+    return kept["state"]
+
+
+def regularised(net, optimizer, _):
+    optimizer.zero_grad()
+    penalty = sum(param.square().sum() for param in net.parameters())
+    loss = net(batch(9, width=WIDTH)).square().sum() + 1e-3 * penalty
+    loss.backward()
+    optimizer.step()
+    return penalty.detach()
+
+
+def clamped(net, *_):
+    with torch.no_grad():
+        for param in net.parameters():
+            param.clamp_(-0.05, 0.05)
+    return []
+
+
+def other_optimizer(net, _, kept):
+    kept.setdefault("other", torch.optim.AdamW(net.parameters(), lr=1e-3)).step()
+    return []
+
+
+def second_of_ours(net, optimizer, kept):
+    gate = optimizer._gate_mode
+    if not kept:
+        kept["other"] = stepwell.OffloadAdamW(net.parameters(), lr=1e-3, threads=1, gate=gate)
+    kept["other"].step()
+    return []
+
+
+class Later(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def tied_later(net, _, kept):
+    if not kept:
+        kept["later"] = Later(net.first.weight)
+    return kept["later"](batch(1, width=WIDTH)).detach()
+
+
+def forward_method(net, *_):
+    return net.forward(batch(1, width=WIDTH)).detach()
+
+
+def functional_call(net, *_):
+    named = dict(net.named_parameters())
+    return torch.func.functional_call(net, named, (batch(1, width=WIDTH),)).detach()
+
+
+def functional_grad(net, *_):
+    def loss(named):
+        return torch.func.functional_call(net, named, (batch(1, width=WIDTH),)).sum()
+
+    return list(torch.func.grad(loss)(dict(net.named_parameters())).values())
+
+
+ACCESSES = [
+    averaged,
+    aliases,
+    state_of,
+    regularised,
+    clamped,
+    other_optimizer,
+    second_of_ours,
+    tied_later,
+    forward_method,
+    functional_call,
+    functional_grad,
+]
+
+
+@pytest.mark.parametrize("access", ACCESSES)
+def test_accesses_right_after_a_step(access):
+    optimizer, found = steps("module", access)
+    assert optimizer._gate.is_open
+    _, expected = steps("step", access)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize("how", ["unseen", "all", "a later module seen"])
+def test_modules_that_no_hook_is_on(how):
+    # gc.get_objects does not list what is frozen.
+    def access(net, optimizer, kept):
+        return forward_method(net) if how == "unseen" else tied_later(net, optimizer, kept)
+
+    def run(gate):
+        gc.collect()
+        gc.freeze()
+        return steps(gate, access)[1]
+
+    try:
+        for one, other in zip(run("module"), run("step"), strict=True):
+            assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    finally:
+        gc.unfreeze()
+
+
+def test_zero_grad_waits_for_nothing():
+    torch.manual_seed(0)
+    net = Net(1 << 16)
+    optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1)
+    for step in range(3):
+        net(batch(step, width=WIDTH)).square().sum().backward()
+        optimizer.step()
+        if step == 0:
+            # No forward has shown yet what it waits for.
+            continue
+        assert optimizer._gate.guard.any_under_way
+        optimizer.zero_grad(set_to_none=step == 1)
+        net.zero_grad()
+        assert optimizer._gate.guard.any_under_way
+        assert all(param.grad is None for param in net.parameters())
+
+
+def test_hooks_go_with_the_optimizers():
+    net = torch.nn.Linear(4, 4)
+    for _ in range(5):
+        optimizer = stepwell.OffloadAdamW(net.parameters(), accumulate="host")
+        net(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del optimizer
+    assert not net._forward_pre_hooks
+    assert all(not param._post_accumulate_grad_hooks for param in net.parameters())
+    assert all(not param._backward_hooks for param in net.parameters())
+    assert all(type(param) is Parameter for param in net.parameters())
+
+
+def test_many_are_waited_for_by_one_call():
+    params, _ = old_and_new(9)
+    uploads = Landing()
+    guard = WeightGuard(uploads)
+    guard.protect(params)
+    guard.wait(params)
+    assert uploads.waits == [len(params)]
+    assert all(type(param) is Parameter for param in params)
+    params[0].sum()
+    guard.wait(params)
+    assert uploads.waits == [len(params)]
