@@ -90,7 +90,7 @@ fn fused<const Q: usize, M: Moments<Q>>(
 fn adam(criterion: &mut Criterion) {
     for (place, len) in SIZES {
         let mut arrays = Arrays::new(len);
-        for isa in Isa::available().filter(|isa| *isa != Isa::Scalar) {
+        for isa in Isa::available().filter(|isa| *isa != Isa::SCALAR) {
             let mut group = criterion.benchmark_group(format!("adam/{place}/{}", isa.name()));
             group.sample_size(20);
             let id = |name| BenchmarkId::from_parameter(name);
@@ -188,8 +188,8 @@ fn slots(criterion: &mut Criterion) {
         group.sample_size(20);
         group.throughput(Throughput::Bytes((len * 26) as u64));
         group.bench_function("in place", |bencher| {
-            // SAFETY: the tensor's memory is `memory`.
             bencher.iter(|| {
+                // SAFETY: the tensor's memory is `memory`.
                 unsafe { batch::step(&pool, isa, &[tensor], &[10], &hyper) }.expect("a step")
             });
         });
@@ -222,7 +222,7 @@ fn reads(criterion: &mut Criterion) {
     for (place, len) in SIZES {
         let Arrays { grad, high, .. } = Arrays::new(len);
         let mut sums = vec![0.0; len.div_ceil(norm::NORM_BLOCK)];
-        for isa in Isa::available().filter(|isa| *isa != Isa::Scalar) {
+        for isa in Isa::available().filter(|isa| *isa != Isa::SCALAR) {
             let mut group = criterion.benchmark_group(format!("read/{place}/{}", isa.name()));
             group.sample_size(20);
             group.throughput(Throughput::Bytes((len * 4) as u64));

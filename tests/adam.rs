@@ -368,8 +368,8 @@ fn every_size_at_every_offset() {
             let mut before = Held::random(layout, numel, 0, Spread::Special, numel as u64);
             let hyper = Hyper { weight_decay: 0.1, ..Hyper::default() };
             let mut expected = before.moved(0);
-            expected.step(Isa::Scalar, 3, &hyper);
-            assert_follows(&mut before, &mut expected, Isa::Scalar, 3, &hyper);
+            expected.step(Isa::SCALAR, 3, &hyper);
+            assert_follows(&mut before, &mut expected, Isa::SCALAR, 3, &hyper);
             for offset in [numel % 64, (numel * 29 + 1) % 64] {
                 let mut after = before.moved(offset);
                 after.step(widest(), 3, &hyper);

@@ -133,7 +133,7 @@ fn codes_change_at_their_values_on_every_isa() {
         let exp_avg_sq = around(unsigned, largest[1], scales[1]);
         for count in 0..8 {
             let mut expected = held(MomentsKind::Q8, numel);
-            expected.write_moments_on(Isa::Scalar, &exp_avg, &exp_avg_sq, count);
+            expected.write_moments_on(Isa::SCALAR, &exp_avg, &exp_avg_sq, count);
             for isa in Isa::available() {
                 let mut got = held(MomentsKind::Q8, numel);
                 got.write_moments_on(isa, &exp_avg, &exp_avg_sq, count);

@@ -121,8 +121,8 @@ proptest! {
         for layout in Layout::states() {
             let mut given = Values::random(numel, 0, spread, seed);
             let mut expected = Held::zeros(layout, numel, 0);
-            given.write(&mut expected, pool(), Isa::Scalar, count);
-            let expected_values = Values::read(&mut expected, pool(), Isa::Scalar, 0);
+            given.write(&mut expected, pool(), Isa::SCALAR, count);
+            let expected_values = Values::read(&mut expected, pool(), Isa::SCALAR, 0);
             for isa in Isa::available() {
                 let what = format!("{layout:?} on {}", isa.name());
                 let mut held = Held::zeros(layout, numel, offset);

@@ -164,7 +164,7 @@ fn threads_do_not_show() {
         .zip([Dtype::Float32, Dtype::BFloat16, Dtype::Float16, Dtype::BFloat16])
         .map(|(&numel, dtype)| grad(dtype, &draw.values(Spread::Ordinary, numel), numel % 7))
         .collect();
-    let expected = stats(pool(), Isa::Scalar, &mut grads, true);
+    let expected = stats(pool(), Isa::SCALAR, &mut grads, true);
     let values: Vec<f32> = grads.iter().flat_map(Guarded::values).collect();
     let sq_norm: f64 = values.iter().map(|value| f64::from(*value).powi(2)).sum();
     assert!(

@@ -272,12 +272,12 @@ fn dropping_waits_for_the_step() {
 #[test]
 fn a_nonsense_device_is_refused() {
     for (name, said) in [("cuda", "cuda:N"), ("xpu:0", "xpu:0"), ("cuda:-", "cuda:-")] {
-        let Err(error) = Engine::new(name, &[1], pool_of(1), Isa::Scalar) else {
+        let Err(error) = Engine::new(name, &[1], pool_of(1), Isa::SCALAR) else {
             panic!("`{name}` was taken")
         };
         assert!(matches!(&error, Error::Value(message) if message.contains(said)), "{error}");
     }
-    let Err(error) = Engine::new("cuda:4095", &[1], pool_of(1), Isa::Scalar) else {
+    let Err(error) = Engine::new("cuda:4095", &[1], pool_of(1), Isa::SCALAR) else {
         panic!("no such device")
     };
     assert!(matches!(error, Error::Os { .. }), "{error}");

@@ -254,7 +254,7 @@ fn machines_do_not_show() {
         stepped.set_grad(|index| grads[index]);
         stepped.step(widest(), 1, &hyper);
         let mut expected = stepped.moved(0);
-        undo_on(&pool_of(1), Isa::Scalar, std::slice::from_mut(&mut expected), &[1], &hyper)
+        undo_on(&pool_of(1), Isa::SCALAR, std::slice::from_mut(&mut expected), &[1], &hyper)
             .expect("can be undone");
         for workers in [1, 3] {
             for isa in Isa::available() {

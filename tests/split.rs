@@ -101,7 +101,7 @@ proptest! {
     fn a_fingerprint_depends_on_neither_isa_nor_alignment(len in 0_usize..700, offset in 0_usize..40, seed: u64) {
         let values = bf16s(seed, offset + len);
         let aligned = values[offset..].to_vec();
-        let expected = Isa::Scalar.run(Fingerprint(&aligned));
+        let expected = Isa::SCALAR.run(Fingerprint(&aligned));
         prop_assert_ne!(expected, 0);
         for isa in Isa::available() {
             prop_assert_eq!(isa.run(Fingerprint(&values[offset..])), expected, "{}", isa.name());

@@ -85,20 +85,25 @@ pub fn measure(
     let all = || streams.read_write.iter().chain(&streams.read).chain(&streams.write);
     if numel == 0 || passes == 0 || all().count() == 0 || all().any(|&bytes| bytes == 0) {
         return Err(Error::value(format!(
-            "`{numel}` elements of {streams:?}, expected at least one block and streams of whole bytes"
+            "`{passes}` passes over `{numel}` elements of {streams:?}, expected at least one pass, \
+             one block of {BLOCK} elements and streams of whole bytes"
         )));
     }
-    let buffers = |bytes: &[usize]| -> Result<Vec<(usize, Buffer)>> {
-        bytes
-            .iter()
-            .map(|&bytes| Ok((bytes, Buffer::new(numel * bytes, &BufferConfig::default(), pool)?)))
-            .collect()
+    let buffer = |&bytes: &usize| -> Result<(usize, Buffer)> {
+        let nbytes = numel.checked_mul(bytes).ok_or_else(|| {
+            Error::value(format!(
+                "a stream has `{bytes}` bytes for each of {numel} elements, expected streams that \
+                 fit into memory"
+            ))
+        })?;
+        Ok((bytes, Buffer::new(nbytes, &BufferConfig::default(), pool)?))
     };
+    let buffers = |bytes: &[usize]| bytes.iter().map(buffer).collect::<Result<Vec<_>>>();
     let (read_write, read, write) =
         (buffers(&streams.read_write)?, buffers(&streams.read)?, buffers(&streams.write)?);
     let chunks = Chunk::all([numel].into_iter());
-    let mut times = Vec::with_capacity(passes);
-    for pass in 0..warmups + passes {
+    let mut times = Vec::new();
+    for pass in 0..warmups.saturating_add(passes) {
         let started = Instant::now();
         pool.run(chunks.len(), &|task| {
             let range = chunks[task].range(numel);
@@ -147,12 +152,23 @@ mod tests {
                 measure(&pool, isa, CHUNK_LEN + 3 * BLOCK + 1, &streams, 1, 3).expect("a time");
             assert!(time > Duration::ZERO);
         }
-        let isa = Isa::Scalar;
+        let isa = Isa::SCALAR;
         assert!(measure(&pool, isa, 1, &streams, 0, 1).is_err());
         assert!(measure(&pool, isa, 64, &Streams::default(), 0, 1).is_err());
         assert!(
             measure(&pool, isa, 64, &Streams { read: vec![0], ..Streams::default() }, 0, 1)
                 .is_err()
         );
+    }
+
+    #[test]
+    fn a_size_that_wraps_around_is_refused() {
+        let pool = Pool::new(&crate::host::pool::PoolConfig { threads: Some(1), cpus: None })
+            .expect("a pool");
+        // 2^17 elements of so many bytes are 2^17 bytes, if the product is cut off.
+        let streams = Streams { write: vec![(1 << 47) + 1], ..Streams::default() };
+        let refused = measure(&pool, Isa::SCALAR, 1 << 17, &streams, 0, 1);
+        let message = refused.expect_err("too large").to_string();
+        assert!(message.contains("140737488355329") && message.contains("fit"), "{message}");
     }
 }

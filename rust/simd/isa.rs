@@ -6,7 +6,7 @@
 //! where its operations become single instructions. `STEPWELL_ISA` forces an ISA, for tests and for
 //! bug reports.
 
-use std::sync::OnceLock;
+use std::{fmt, sync::OnceLock};
 #[cfg(target_arch = "x86_64")]
 use std::{hint::black_box, mem::MaybeUninit};
 
@@ -19,9 +19,16 @@ use crate::{
     simd::{Simd, fp_env::StandardFpEnv, scalar::Scalar},
 };
 
-/// An instruction set that kernels are compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Isa {
+/// An instruction set that this machine can run.
+///
+/// There is no way to make one of another: [`Isa::detect`], [`Isa::available`] and [`Isa::named`]
+/// look first, and [`Isa::SCALAR`] is the baseline. So [`Isa::run`] is safe.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Isa(Kind);
+
+/// What kernels are compiled for, whether this machine can run it or not.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
     /// The target's baseline. On x86-64 it has no fused multiply-add and calls libm for it: right,
     /// and very slow.
     Scalar,
@@ -62,7 +69,7 @@ fn align_frame() {
 #[target_feature(enable = "avx2,fma,f16c,bmi1,bmi2,lzcnt")]
 fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
     align_frame();
-    // SAFETY: this function has the features, so whoever called it has shown that the machine has.
+    // SAFETY: this function has the features: its caller has shown that the machine has them.
     kernel.run(unsafe { Avx2::new_unchecked() })
 }
 
@@ -86,9 +93,9 @@ fn run_scalar<K: Kernel>(kernel: K) -> K::Output {
     kernel.run(Scalar)
 }
 
-impl Isa {
-    /// Every ISA this crate was compiled for, widest last.
-    pub const ALL: &'static [Self] = &[
+impl Kind {
+    /// All that this crate was compiled for, widest last.
+    const ALL: &'static [Self] = &[
         Self::Scalar,
         #[cfg(target_arch = "x86_64")]
         Self::Avx2,
@@ -98,9 +105,7 @@ impl Isa {
         Self::Neon,
     ];
 
-    /// As `STEPWELL_ISA` spells it.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    fn name(self) -> &'static str {
         match self {
             Self::Scalar => "scalar",
             #[cfg(target_arch = "x86_64")]
@@ -113,8 +118,7 @@ impl Isa {
     }
 
     /// Whether this machine can run it.
-    #[must_use]
-    pub fn is_available(self) -> bool {
+    fn is_available(self) -> bool {
         match self {
             Self::Scalar => true,
             #[cfg(target_arch = "x86_64")]
@@ -138,10 +142,35 @@ impl Isa {
             Self::Neon => true,
         }
     }
+}
+
+impl Isa {
+    /// The target's baseline, which every machine runs.
+    pub const SCALAR: Self = Self(Kind::Scalar);
+
+    /// As `STEPWELL_ISA` spells it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        self.0.name()
+    }
 
     /// The ISAs that this machine can run, widest last.
     pub fn available() -> impl Iterator<Item = Self> {
-        Self::ALL.iter().copied().filter(|isa| isa.is_available())
+        Kind::ALL.iter().copied().filter(|kind| kind.is_available()).map(Self)
+    }
+
+    /// The ISA of this name.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for one that is unknown or that this machine cannot run.
+    pub fn named(name: &str) -> Result<Self> {
+        Self::available().find(|isa| isa.name() == name).ok_or_else(|| {
+            let names: Vec<&str> = Self::available().map(Self::name).collect();
+            Error::value(format!(
+                "the instruction set is `{name}`, expected one that this machine runs: {}",
+                names.join(", ")
+            ))
+        })
     }
 
     /// The ISA in use: the widest available, or what `STEPWELL_ISA` names.
@@ -158,41 +187,37 @@ impl Isa {
     }
 
     /// Runs the kernel, compiled for this ISA, in the standard floating-point environment.
-    ///
-    /// # Panics
-    /// If this machine cannot run the ISA; [`Isa::detect`] and [`Isa::available`] only give those
-    /// that it can.
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
-        debug_assert!(self.is_available(), "{} is not available here", self.name());
         let _standard = StandardFpEnv::enter();
-        match self {
+        match self.0 {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: an `Isa` is only handed out where `is_available` holds, so the features are
-            // there.
-            Self::Avx2 => unsafe { run_avx2(kernel) },
+            // SAFETY: an `Isa` is only made of a kind that is available here, or of the baseline,
+            // so the features are there.
+            Kind::Avx2 => unsafe { run_avx2(kernel) },
             #[cfg(target_arch = "x86_64")]
             // SAFETY: as above.
-            Self::Avx512 => unsafe { run_avx512(kernel) },
+            Kind::Avx512 => unsafe { run_avx512(kernel) },
             #[cfg(target_arch = "aarch64")]
             // SAFETY: as above.
-            Self::Neon => unsafe { run_neon(kernel) },
-            Self::Scalar => run_scalar(kernel),
+            Kind::Neon => unsafe { run_neon(kernel) },
+            Kind::Scalar => run_scalar(kernel),
         }
     }
 }
 
+impl fmt::Debug for Isa {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
 fn choose(forced: Option<&str>) -> std::result::Result<Isa, String> {
-    let available: Vec<Isa> = Isa::available().collect();
+    let widest = Isa::available().last().unwrap_or(Isa::SCALAR);
     match forced {
-        None | Some("") => Ok(available.last().copied().unwrap_or(Isa::Scalar)),
-        Some(name) => available.iter().copied().find(|isa| isa.name() == name).ok_or_else(|| {
-            let names: Vec<&str> = available.iter().map(|isa| isa.name()).collect();
-            format!(
-                "STEPWELL_ISA is `{name}`, expected one that this machine runs: {}\nhint: unset it to use `{}`",
-                names.join(", "),
-                names.last().copied().unwrap_or("scalar"),
-            )
+        None | Some("") => Ok(widest),
+        Some(name) => Isa::named(name).map_err(|error| {
+            format!("STEPWELL_ISA: {error}\nhint: unset it to use `{}`", widest.name())
         }),
     }
 }
@@ -210,5 +235,14 @@ mod tests {
         }
         let message = choose(Some("mmx")).expect_err("mmx is unknown");
         assert!(message.contains("`mmx`") && message.contains("scalar"), "{message}");
+        assert!(message.contains("STEPWELL_ISA") && message.contains(widest.name()), "{message}");
+    }
+
+    #[test]
+    fn there_is_an_isa_for_what_this_machine_runs_and_for_nothing_else() {
+        for kind in Kind::ALL {
+            assert_eq!(Isa::named(kind.name()).is_ok(), kind.is_available());
+            assert_eq!(Isa::available().any(|isa| isa.0 == *kind), kind.is_available());
+        }
     }
 }

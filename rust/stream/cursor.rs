@@ -27,6 +27,22 @@ use crate::{
 /// Elements of the largest unit.
 const UNIT_LEN_MAX: usize = BLOCK;
 
+/// Whether `count` elements from `at` on lie within `len`, for any three numbers.
+///
+/// In a loop over `at`, both `count <= len` and `len - count` stay the same: one comparison is left
+/// of it.
+#[inline(always)]
+const fn holds(len: usize, at: usize, count: usize) -> bool {
+    count <= len && at <= len - count
+}
+
+/// What `at` of a unit of so many vectors is a multiple of where its stores bypass the cache: then
+/// every store of a stream that begins with a line is aligned. A pair of 16-bit elements is one
+/// store of 32, everything else is stored by 16.
+const fn stream_align(vectors: usize) -> usize {
+    if vectors == 1 { LANES } else { 2 * LANES }
+}
+
 /// Whether a unit has so many vectors: one, or pairs.
 const fn is_unit(vectors: usize) -> bool {
     vectors == 1 || vectors.is_multiple_of(2) && vectors * LANES <= UNIT_LEN_MAX
@@ -118,7 +134,7 @@ impl<'a, T: Lane> Cursor<'a, T> {
     /// without a branch.
     #[inline(always)]
     pub fn expect_unit<const Q: usize>(&self, at: usize) {
-        assert!(at + Q * LANES <= self.len);
+        assert!(holds(self.len, at, Q * LANES), "the unit lies within the stream");
     }
 
     /// The unit `at..at + count`, zero-extended, and zeros behind it. `count` is `Q * LANES` but at
@@ -146,18 +162,19 @@ impl<'a, T: Lane> Cursor<'a, T> {
     ) {
         // One branch that is never taken beside a store that would fault.
         assert!(
-            !STREAM || self.streams && at.is_multiple_of(LANES),
+            !STREAM || self.streams && at.is_multiple_of(stream_align(Q)),
             "the target is aligned to its lines"
         );
         if count == Q * LANES {
             self.expect_unit::<Q>(at);
-            // SAFETY: `at + Q * LANES <= len`, and `to` is valid for writes of `len` elements for
-            // 'a (made from `&mut [T]`). No reference to them exists while the cursor does.
-            // Streamed, `to` is aligned to a line and `at` is a multiple of LANES, so the store is
-            // aligned to all its elements.
+            // SAFETY: `at..at + Q * LANES` lies within `len`, and `to` is valid for writes of `len`
+            // elements for 'a (made from `&mut [T]`). No reference to them exists while the cursor
+            // does. Streamed, `to` is aligned to a line (`streams`) and `at` is a multiple of what
+            // one store holds: LANES elements of a single vector or of 4 bytes, 2 * LANES of a pair
+            // of 2 bytes. So each store is aligned to all its bytes, 32 or 64.
             unsafe { store_whole::<S, T, Q, STREAM>(simd, self.to.add(at), unit) };
         } else {
-            assert!(count < Q * LANES && (count == 0 || at + count <= self.len));
+            assert_tail::<Q>(self.len, at, count);
             let mut spilled = [T::default(); UNIT_LEN_MAX];
             // SAFETY: `spilled` holds the unit; `count` elements of it fit behind `at`, as
             // asserted, and cannot overlap a local array.
@@ -197,7 +214,7 @@ impl<'a, T: Lane> Cursor<'a, T> {
     /// was said; beyond the end it asks for nothing that could fault.
     #[inline(always)]
     pub fn prefetch(&self, at: usize, count: usize) {
-        prefetch::lines(self.from, at + self.ahead, count);
+        prefetch::lines(self.from, at.wrapping_add(self.ahead), count);
     }
 }
 
@@ -258,8 +275,17 @@ impl<'a, T: Lane> Source<'a, T> {
     /// As [`Cursor::prefetch`].
     #[inline(always)]
     pub fn prefetch(&self, at: usize, count: usize) {
-        prefetch::lines(self.from, at + self.ahead, count);
+        prefetch::lines(self.from, at.wrapping_add(self.ahead), count);
     }
+}
+
+/// Asserts that `at..at + count`, less than a unit, lies within `len`. No elements lie anywhere.
+#[inline(always)]
+fn assert_tail<const Q: usize>(len: usize, at: usize, count: usize) {
+    assert!(
+        count < Q * LANES && (count == 0 || holds(len, at, count)),
+        "the tail of a unit lies within the stream"
+    );
 }
 
 #[inline(always)]
@@ -271,12 +297,12 @@ fn load_unit<S: Simd, T: Lane, const Q: usize>(
     count: usize,
 ) -> [S::U; Q] {
     if count == Q * LANES {
-        assert!(at + Q * LANES <= len);
-        // SAFETY: `at + Q * LANES <= len`, and `from` is valid for reads of `len` elements while
-        // the cursor lives.
+        assert!(holds(len, at, Q * LANES), "the unit lies within the stream");
+        // SAFETY: `at..at + Q * LANES` lies within `len`, and `from` is valid for reads of `len`
+        // elements while the cursor lives.
         unsafe { load_whole(simd, from.add(at)) }
     } else {
-        assert!(count < Q * LANES && (count == 0 || at + count <= len));
+        assert_tail::<Q>(len, at, count);
         let mut padded = [T::default(); UNIT_LEN_MAX];
         // SAFETY: `count` elements lie behind `at`, as asserted, and cannot overlap a local array
         // that holds the unit.
@@ -307,7 +333,8 @@ unsafe fn load_whole<S: Simd, T: Lane, const Q: usize>(simd: S, from: *const T) 
 }
 
 /// # Safety
-/// `to` is valid for writes of `Q * LANES` elements; with `STREAM`, aligned to LANES of them.
+/// `to` is valid for writes of `Q * LANES` elements; with `STREAM`, aligned to `stream_align(Q)` of
+/// them.
 #[inline(always)]
 unsafe fn store_whole<S: Simd, T: Lane, const Q: usize, const STREAM: bool>(
     simd: S,
@@ -336,5 +363,71 @@ pub fn publish() {
     // SAFETY: a store fence; SSE is in the baseline.
     unsafe {
         std::arch::x86_64::_mm_sfence();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+    use crate::{simd::scalar::Scalar, stream::element::Bf16};
+
+    const LEN: usize = 256;
+
+    #[repr(align(64))]
+    struct Lines<T>([T; LEN]);
+
+    /// What an access that must be refused says.
+    fn refusal(access: impl FnOnce()) -> String {
+        let panic = catch_unwind(AssertUnwindSafe(access)).expect_err("must be refused");
+        panic.downcast_ref::<&str>().map_or_else(
+            || panic.downcast_ref::<String>().cloned().unwrap_or_default(),
+            ToString::to_string,
+        )
+    }
+
+    #[test]
+    fn a_range_that_wraps_around_is_refused() {
+        let mut elements = [1_u32; LEN];
+        let cursor = Cursor::in_place(&mut elements);
+        let (one, four) = ([Scalar.splat_u(2)], [Scalar.splat_u(2); 4]);
+        for at in [LEN - 15, LEN, usize::MAX / 4, usize::MAX - 63, usize::MAX - 15, usize::MAX] {
+            let source = Source::new(&[1_u32; LEN]);
+            let refused = [
+                refusal(|| cursor.store_unit::<_, 1, false>(Scalar, at, 16, one)),
+                refusal(|| cursor.store_unit::<_, 4, false>(Scalar, at, 64, four)),
+                refusal(|| cursor.store_unit::<_, 4, false>(Scalar, at, 63, four)),
+                refusal(|| cursor.store(Scalar, at, 16, Scalar.splat_u(2))),
+                refusal(|| _ = cursor.load_unit::<_, 4>(Scalar, at, 64)),
+                refusal(|| _ = cursor.load_unit::<_, 4>(Scalar, at, 63)),
+                refusal(|| _ = source.load(Scalar, at, 16)),
+                refusal(|| cursor.expect_unit::<1>(at)),
+            ];
+            for said in refused {
+                assert!(said.contains("lies within the stream"), "at {at}: {said}");
+            }
+            cursor.prefetch(at, 16);
+            source.prefetch(at, 16);
+        }
+        assert_eq!(elements, [1; LEN]);
+    }
+
+    #[test]
+    fn a_streamed_store_that_is_not_aligned_is_refused() {
+        let (from, mut to) = (Lines([Bf16(1); LEN]), Lines([Bf16(1); LEN]));
+        let (one, four) = ([Scalar.splat_u(2)], [Scalar.splat_u(2); 4]);
+        let said = "aligned to its lines";
+        let cursor = Cursor::out_of_place(&from.0, &mut to.0);
+        assert!(cursor.streams());
+        // 16 half words are 32 bytes: enough for a vector, not for a pair, which is one store of 64.
+        assert!(refusal(|| cursor.store_unit::<_, 4, true>(Scalar, 16, 64, four)).contains(said));
+        assert!(refusal(|| cursor.store_unit::<_, 1, true>(Scalar, 8, 16, one)).contains(said));
+        cursor.store_unit::<_, 1, true>(Scalar, 16, 16, one);
+        cursor.store_unit::<_, 4, true>(Scalar, 32, 64, four);
+        let cursor = Cursor::out_of_place(&from.0[1..], &mut to.0[1..]);
+        assert!(!cursor.streams(), "its base is not aligned");
+        assert!(refusal(|| cursor.store_unit::<_, 1, true>(Scalar, 0, 16, one)).contains(said));
+        assert_eq!(to.0.iter().filter(|element| element.0 == 2).count(), 80);
     }
 }

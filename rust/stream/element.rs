@@ -127,7 +127,7 @@ pub trait Lane: Copy + Default + Send + Sync + 'static {
     /// Writes the low bits of the lanes of a pair past the cache where the ISA can.
     ///
     /// # Safety
-    /// `to` is valid for writes of 32 elements and aligned to 16.
+    /// `to` is valid for writes of 32 elements and aligned to all of them, up to 64 bytes.
     unsafe fn stream_pair<S: Simd>(simd: S, to: *mut Self, pair: [S::U; 2]);
 }
 

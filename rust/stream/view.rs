@@ -41,8 +41,7 @@ impl View {
                 "address is `{address:#x}` for {dtype}, expected a multiple of {align}"
             )));
         }
-        let fits = numel.checked_mul(dtype.size()).and_then(|bytes| address.checked_add(bytes));
-        if fits.is_none_or(|end| end > isize::MAX as usize) {
+        if !fits(address, dtype, numel) {
             return Err(Error::value(format!(
                 "numel is `{numel}`, expected elements that fit into memory"
             )));
@@ -85,16 +84,19 @@ impl View {
     #[must_use]
     pub fn part(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.numel);
-        Self { numel: range.len(), ..self.at(self.address + range.start * self.dtype.size()) }
+        let address = self.address + range.start * self.dtype.size();
+        assert!(address.is_multiple_of(align(self.dtype)));
+        Self { address, numel: range.len(), ..*self }
     }
 
     /// As many elements of its dtype from `address` on.
     ///
     /// # Panics
-    /// If the address is not aligned as a view's must be.
+    /// If the address is not as [`View::new`] wants it.
     #[must_use]
     pub fn at(&self, address: usize) -> Self {
         assert!(address.is_multiple_of(align(self.dtype)));
+        assert!(fits(address, self.dtype, self.numel), "the elements fit into memory");
         Self { address, ..*self }
     }
 
@@ -283,6 +285,12 @@ impl Route {
 /// What an address of elements of `dtype` is a multiple of. Codes are read four at a time.
 fn align(dtype: Dtype) -> usize {
     if dtype == Dtype::Uint8 { 4 } else { dtype.size() }
+}
+
+/// Whether the elements end within what may be allocated.
+fn fits(address: usize, dtype: Dtype, numel: usize) -> bool {
+    let end = numel.checked_mul(dtype.size()).and_then(|bytes| address.checked_add(bytes));
+    end.is_some_and(|end| isize::try_from(end).is_ok())
 }
 
 /// Checks that nothing that is written overlaps anything else that is written or read.
