@@ -4,12 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import stepwell
 from stepwell import _core
-from stepwell.cli import app, doctor
+from stepwell.cli import _adam_cases, _offload_cases, _parts, app, bench_adam, bench_offload, doctor
 from typer.testing import CliRunner
+
+PACKAGE = Path(stepwell.__file__).parents[1]
 
 
 def test_the_version_is_the_package_s():
@@ -17,29 +20,78 @@ def test_the_version_is_the_package_s():
     assert (result.exit_code, result.output) == (0, f"stepwell {stepwell.__version__}\n")
 
 
-def test_every_command_has_a_help():
-    for command in (["doctor"], ["run"], ["demo"], ["bench", "adam"], ["bench", "codec"]):
-        result = CliRunner().invoke(app, [*command, "--help"])
-        assert result.exit_code == 0, command
-        assert "Usage" in result.output
+def help_of(*command, width):
+    result = CliRunner().invoke(
+        app, [*command, "--help"], terminal_width=width, env={"COLUMNS": str(width)}
+    )
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    # Nothing is cut at the edge of the terminal.
+    assert max(map(len, lines)) <= width
+    return " ".join(result.output.replace("\u2502", " ").split())
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    "command", ["doctor", "run", "demo", "bench adam", "bench codec", "bench offload"]
+)
+def test_every_command_has_a_help_that_fits(command, width):
+    assert "Usage" in help_of(*command.split(), width=width)
+
+
+def test_a_help_keeps_its_defaults_and_its_paragraphs():
+    text = help_of("bench", "adam", width=120)
+    assert "[default: (all physical cores)]" in text
+    assert "[default: 67108864]" in text
+    assert "sources of Python's library" in help_of("bench", "codec", width=120)
+    lines = [
+        line.strip()
+        for line in CliRunner().invoke(app, ["bench", "adam", "--help"]).output.splitlines()
+    ]
+    first = next(index for index, line in enumerate(lines) if line.startswith("All contenders"))
+    assert lines[first - 1] == lines[first + 1] == ""  # a paragraph of its own
+    assert lines[first + 2].startswith("DeepSpeedCPUAdam needs")
+
+
+def test_case_lists_its_cases():
+    assert tuple(case.name for case in _adam_cases.cases(None)) == bench_adam.CASES
+    assert tuple(_offload_cases.CASES) == bench_offload.CASES
+    for command, cases in (("adam", bench_adam.CASES), ("offload", bench_offload.CASES)):
+        text = help_of("bench", command, width=120)
+        assert [case for case in cases if case not in text] == []
+
+
+def test_a_help_does_not_wait_for_torch():
+    program = "import sys; from stepwell.cli import app; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 
 def doctor_json(**environment):
-    command = [sys.executable, "-m", "stepwell", "doctor", "--json"]
     result = subprocess.run(
-        command,
+        [sys.executable, "-m", "stepwell", "doctor", "--json"],
         env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
+    assert "Traceback" not in result.stderr
     # stdout holds the object and nothing else, whatever DeepSpeed has to say.
     return result.returncode, json.loads(result.stdout)
 
 
-def test_json_has_what_the_findings_are_drawn_from():
-    code, report = doctor_json()
+def by_topic(report):
+    return {finding["topic"]: finding for finding in report["findings"]}
+
+
+@pytest.fixture(scope="module")
+def usual():
+    """The exit code and the report of this machine as it is."""
+    return doctor_json()
+
+
+def test_json_has_what_the_findings_are_drawn_from(usual):
+    code, report = usual
     assert code == (1 if report["status"] == "broken" else 0)
     assert list(report) == [
         "status",
@@ -54,14 +106,18 @@ def test_json_has_what_the_findings_are_drawn_from():
     assert report["system"]["isa"] in report["system"]["isas_available"]
     assert {finding["topic"] for finding in report["findings"]} >= {
         "instructions",
-        "cores",
+        "threads",
         "NUMA",
         "huge pages",
         "free memory",
-        "memlock",
+        "locked memory",
         "io_uring",
-        "CUDA",
+        "GPU",
+        "AdamW",
+        "OffloadAdamW",
         "DeepSpeed",
+        "ZeRO-1 and -2",
+        "ZeRO-3",
     }
     for finding in report["findings"]:
         assert list(finding) == ["topic", "status", "found", "meaning", "fix"]
@@ -73,21 +129,100 @@ def test_json_has_what_the_findings_are_drawn_from():
 def test_a_forced_isa_and_few_threads_are_told_with_their_way_back():
     code, report = doctor_json(STEPWELL_ISA="scalar", STEPWELL_THREADS="1")
     assert code == 0
-    findings = {finding["topic"]: finding for finding in report["findings"]}
+    findings = by_topic(report)
     assert findings["instructions"]["status"] == "warning"
     assert findings["instructions"]["fix"] == "unset STEPWELL_ISA"
     if report["system"]["cpus"][-1]["core"] > 0:
-        assert findings["cores"]["status"] == "note"
-        assert "STEPWELL_THREADS is 1" in findings["cores"]["meaning"]
+        assert findings["threads"]["status"] == "note"
+        assert "STEPWELL_THREADS is 1" in findings["threads"]["meaning"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "topic"),
+    [
+        ("STEPWELL_ISA", "mmx", "instructions"),
+        ("STEPWELL_THREADS", "many", "threads"),
+        ("STEPWELL_THREADS", "0", "threads"),
+    ],
+)
+def test_a_setting_that_is_refused_is_a_finding_with_a_hint(variable, value, topic):
+    code, report = doctor_json(**{variable: value})
+    assert code == 1
+    findings = by_topic(report)
+    assert findings[topic]["status"] == "broken"
+    assert f"`{value}`" in findings[topic]["found"]
+    assert variable in findings[topic]["fix"]
+    # What does not depend on the setting is there, and what does is not said to work.
+    assert findings["free memory"]["status"] == "ok"
+    assert findings["optimizers"]["status"] == findings["DeepSpeed"]["status"] == "broken"
+
+
+def test_more_threads_than_cores_are_called_what_they_are():
+    code, report = doctor_json(STEPWELL_THREADS="99")
+    assert code == 0
+    finding = by_topic(report)["threads"]
+    cores = len({cpu["core"] for cpu in report["system"]["cpus"]})
+    if cores < 99:
+        assert finding["status"] == "warning"
+        assert finding["found"].startswith("99 threads on ")
+        assert "slower" in finding["meaning"] or "not faster" in finding["meaning"]
+        assert "STEPWELL_THREADS" in finding["fix"]
+
+
+BROKEN = {
+    "torch that does not load": ("torch", "raise OSError('libcudart.so.12: not found')"),
+    "torch without torch.cuda": ("torch", "__version__ = '0'"),
+    "DeepSpeed that raises": ("deepspeed", "raise RuntimeError('CUDA_HOME does not exist')"),
+    "DeepSpeed that exits": ("deepspeed", "raise SystemExit(3)"),
+    "DeepSpeed that is empty": ("deepspeed", ""),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_package_that_is_broken_is_a_finding(tmp_path, case):
+    package, program = BROKEN[case]
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(program)
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE)])
+    code, report = doctor_json(PYTHONPATH=path)
+    assert code == 1
+    findings = by_topic(report)
+    topics = {"torch": ("GPU", "AdamW", "OffloadAdamW"), "deepspeed": ("DeepSpeed",)}[package]
+    for topic in topics:
+        assert findings[topic]["status"] == "broken"
+        assert findings[topic]["fix"]
+    assert findings["threads"]["status"] != "broken"
+    if package == "deepspeed":
+        assert findings["AdamW"]["status"] == "ok"
+
+
+def test_verbose_names_the_places_in_deepspeed_and_the_rest_does_not(monkeypatch, host, usual):
+    facts = usual[1]["deepspeed"]
+    plain = run_with(monkeypatch, host, facts)
+    verbose = run_with(monkeypatch, host, facts, "--verbose")
+    assert "op cpu_adam" not in plain.output
+    assert "op cpu_adam" in verbose.output
+    assert "_loaded_ops" in verbose.output
+
+
+def test_every_place_in_deepspeed_belongs_to_a_part_that_users_know(usual):
+    _, report = usual
+    names = [seam["name"] for seam in report["deepspeed"]["seams"]]
+    known = tuple(name for part in _parts._PARTS for name in part.seams)
+    assert [name for name in names if not name.startswith(known)] == []
+    for name in known:
+        assert any(seam.startswith(name) for seam in names), name
 
 
 @pytest.fixture
 def host():
     return {
         "isa": "avx2",
+        "isa_error": None,
         "isas_available": ["scalar", "avx2"],
         "cpus": [{"id": cpu, "core": cpu, "node": 0, "kind": "performance"} for cpu in range(4)],
         "pool_cpus": [0, 1, 2, 3],
+        "pool_error": None,
         "numa_nodes": [0],
         "huge_page_policy": "always [madvise] never",
         "free_memory_bytes": 64 << 30,
@@ -96,12 +231,12 @@ def host():
     }
 
 
-def run_with(monkeypatch, host, deepspeed=None):
+def run_with(monkeypatch, host, deepspeed=None, *options):
     monkeypatch.setattr(_core, "system_info", lambda: host)
-    monkeypatch.setattr(doctor, "_deepspeed", lambda: deepspeed)
+    monkeypatch.setattr(_parts, "look_at_deepspeed", lambda: deepspeed)
     for variable in ("STEPWELL_ISA", "STEPWELL_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    return CliRunner().invoke(app, ["doctor"])
+    return CliRunner().invoke(app, ["doctor", *options])
 
 
 def test_a_machine_that_lacks_something_gets_a_warning_with_a_hint(monkeypatch, host):
@@ -116,15 +251,65 @@ def test_a_machine_that_lacks_something_gets_a_warning_with_a_hint(monkeypatch, 
     assert "Operation not permitted" in result.output
     assert result.output.count("warning") == 2
     assert result.output.count("hint:") >= 3
+    assert "could be better: threads, huge pages" in result.output
+
+
+def test_a_sys_that_cannot_be_read_is_a_warning(monkeypatch, host):
+    host |= {"cpus": [], "numa_nodes": [0], "huge_page_policy": None, "free_memory_bytes": None}
+    result = run_with(monkeypatch, host)
+    assert result.exit_code == 0
+    assert "/sys does not say" in result.output
+    assert "could be better: threads, huge pages" in result.output
+
+
+def test_a_section_that_fails_ends_no_other(monkeypatch, host):
+    del host["numa_nodes"]
+    result = run_with(monkeypatch, host)
+    assert result.exit_code == 1
+    assert "KeyError: 'numa_nodes'" in result.output
+    assert "huge pages" in result.output
+    assert "does not work: NUMA" in result.output
+
+    def fail():
+        raise OSError("no machine")
+
+    monkeypatch.setattr(_core, "system_info", fail)
+    report = doctor.diagnose()
+    assert report["status"] == "broken"
+    assert report["system"] is None
+    assert by_topic(report)["AdamW"]["status"] == "ok"
+
+
+def test_a_result_that_is_not_torch_s_is_broken(monkeypatch, host):
+    monkeypatch.setattr(_parts, "_difference_after_a_step", lambda device, make: 1e-3)
+    result = run_with(monkeypatch, host)
+    assert result.exit_code == 1
+    assert "does not work: AdamW, OffloadAdamW" in result.output
 
 
 def test_a_seam_that_is_missing_is_broken(monkeypatch, host):
     seam = {"name": "op cpu_adam", "found": False, "filled": False, "note": "`OpBuilder` has gone"}
-    result = run_with(monkeypatch, host, {"seams": [seam], "error": None})
+    facts = {"version": "0.19.8", "tested": ">=0.19.6,<=0.19.8", "seams": [seam], "error": None}
+    result = run_with(monkeypatch, host, facts)
     assert result.exit_code == 1
     assert "`OpBuilder` has gone" in result.output
-    result = run_with(
-        monkeypatch, host, {"seams": [], "error": "ImportError: deepspeed `0.1` lacks everything"}
-    )
+    facts |= {"seams": [], "error": "ImportError: deepspeed `0.1` lacks everything"}
+    result = run_with(monkeypatch, host, facts)
     assert result.exit_code == 1
     assert "lacks everything" in result.output
+
+
+def test_a_version_that_is_not_tested_and_a_seam_left_to_deepspeed_are_told(monkeypatch, host):
+    seam = {
+        "name": "offload engine, ZeRO-3 optimizer",
+        "found": True,
+        "filled": False,
+        "note": "`step` takes `self, more` in this version of DeepSpeed",
+    }
+    facts = {"version": "0.99", "tested": ">=0.19.6,<=0.19.8", "seams": [seam], "error": None}
+    result = run_with(monkeypatch, host, facts)
+    assert result.exit_code == 0
+    output = " ".join(result.output.split())
+    assert "could be better: DeepSpeed" in output
+    assert "DeepSpeed's own path on Stepwell's kernels" in output
+    assert "`step` takes `self, more`" in output

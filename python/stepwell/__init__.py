@@ -1,33 +1,51 @@
 """Adam(W) over host memory for models that outgrow their GPU."""
 
+import logging
 import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if not sys.platform.startswith("linux"):
     raise ImportError(
-        f"stepwell runs on Linux only, this is `{sys.platform}`. hint: use torch.optim.AdamW here; on Windows, WSL2 is Linux"
+        f"stepwell runs on Linux only, this is `{sys.platform}`. "
+        "hint: use torch.optim.AdamW here; on Windows, WSL2 is Linux"
     )
 
-import logging
-from importlib import import_module
-from types import ModuleType
-
-from stepwell._core import __version__, connect
+try:
+    from stepwell._core import __version__, connect
+except ImportError as error:
+    raise ImportError(
+        f"stepwell's native module cannot be loaded: {error}. "
+        "hint: pip install --force-reinstall stepwell; in its sources, `make test` builds it"
+    ) from error
 
 # Before torch is imported: its OpenMP runtime may narrow this thread's affinity mask.
 connect()
 
-from stepwell.offload import OffloadAdamW
-from stepwell.optim import Adam, AdamW
+if TYPE_CHECKING:
+    from stepwell.offload import OffloadAdamW
+    from stepwell.optim import Adam, AdamW
 
 __all__ = ["Adam", "AdamW", "OffloadAdamW", "__version__"]
 
 # What is logged under "stepwell" is the application's to show.
 logging.getLogger("stepwell").addHandler(logging.NullHandler())
 
+_OPTIMIZERS = {"Adam": "optim", "AdamW": "optim", "OffloadAdamW": "offload"}
+_SUBMODULES = ("deepspeed", "offload", "optim")
 
-def __getattr__(name: str) -> ModuleType:
-    # `stepwell.deepspeed` without an import of its own, and without its cost for who does not use
-    # it.
-    if name == "deepspeed":
-        return import_module("stepwell.deepspeed")
+
+def __getattr__(name: str) -> Any:
+    # Imported when first used: `stepwell --help` needs no torch, `stepwell doctor` runs where torch
+    # is broken, and a program that has no DeepSpeed does not import it.
+    if name in _OPTIMIZERS:
+        value = getattr(import_module(f"stepwell.{_OPTIMIZERS[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        return import_module(f"stepwell.{name}")
     raise AttributeError(f"module `stepwell` has no attribute `{name}`")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OPTIMIZERS, *_SUBMODULES})

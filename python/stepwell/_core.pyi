@@ -404,6 +404,9 @@ def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: S
 def system_info() -> "dict[str, object]":
     """
     What this machine is, as `stepwell doctor` shows it: a dict of plain values.
+
+    A setting that is refused ends nothing here: `isa` or `pool_cpus` is None then, and `isa_error`
+    or `pool_error` holds the message.
     """
 
 def take_fingerprints(tensor: AdamTensor, *, pool: Pool | None = None) -> None:

@@ -175,12 +175,17 @@ pub(super) fn num_chunks(numel: usize) -> usize {
 }
 
 /// What this machine is, as `stepwell doctor` shows it: a dict of plain values.
+///
+/// A setting that is refused ends nothing here: `isa` or `pool_cpus` is None then, and `isa_error`
+/// or `pool_error` holds the message.
 #[pyfunction]
 #[pyo3(signature = () -> "dict[str, object]")]
 pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let topology = Topology::host();
     let info = PyDict::new(py);
-    info.set_item("isa", Isa::detect()?.name())?;
+    let isa = Isa::detect();
+    info.set_item("isa", isa.as_ref().ok().map(|isa| isa.name()))?;
+    info.set_item("isa_error", isa.err().map(|error| error.to_string()))?;
     info.set_item("isas_available", Isa::available().map(Isa::name).collect::<Vec<_>>())?;
     let cpus: PyResult<Vec<_>> = topology
         .cpus()
@@ -197,7 +202,9 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         })
         .collect();
     info.set_item("cpus", cpus?)?;
-    info.set_item("pool_cpus", Pool::global()?.cpus())?;
+    let pool = Pool::global();
+    info.set_item("pool_cpus", pool.as_ref().ok().map(|pool| pool.cpus()))?;
+    info.set_item("pool_error", pool.err().map(|error| error.to_string()))?;
     info.set_item("numa_nodes", topology.nodes())?;
     info.set_item("huge_page_policy", memory::huge_page_policy())?;
     info.set_item("free_memory_bytes", free_memory::free_bytes())?;

@@ -1,4 +1,8 @@
-"""The command line: one file per command. They import torch's frameworks and matplotlib where they use them."""
+"""The command line: one file per command.
+
+A command imports torch, DeepSpeed, transformers and matplotlib where it uses them. So `--help` is
+quick, and `stepwell doctor` runs where one of them is broken.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,12 @@ from stepwell.cli import bench_adam, bench_codec, bench_offload, demo, doctor, r
 __all__ = ["app"]
 
 app = typer.Typer(
-    name="stepwell", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    name="stepwell",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Keeps paragraphs, refills their lines, and leaves what is in brackets alone.
+    rich_markup_mode="markdown",
 )
 bench = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure speed and accuracy on this machine."

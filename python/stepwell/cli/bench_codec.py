@@ -32,7 +32,8 @@ def bench_codec(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="What to train on. [default: Python's standard library]",
+            help="A file to train on. A token is a byte.",
+            show_default="the sources of Python's library",
         ),
     ] = None,
     out: Annotated[
@@ -43,11 +44,14 @@ def bench_codec(
     ] = 192,
     layers: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 4,
 ) -> None:
-    """Train a small byte-level Llama in float32, and compare updates and losses of moments held as fp32, bf16 and q8.
+    """Train a small byte-level Llama, and compare moments held as fp32, bf16 and q8.
 
-    `once`: the moments of the fp32 run, coded and decoded at that step. `tracked`: an optimizer
-    that holds its moments so and was fed the gradients of the fp32 run from the first step on. The
-    update is m_hat / (sqrt(v_hat) + eps), over all parameters.
+    Updates are compared, and losses. The update is m_hat / (sqrt(v_hat) + eps), over all
+    parameters, in two ways:
+
+    - `once`: the moments of the fp32 run are coded and decoded at that step.
+    - `tracked`: an optimizer holds its moments so from the first step on, and gets the gradients of
+      the fp32 run.
     """
     if hidden_size % 64:
         raise typer.BadParameter(f"--hidden-size is `{hidden_size}`, expected a multiple of 64")

@@ -1,4 +1,8 @@
-"""`stepwell bench offload`: training steps of a model on an accelerator whose optimizer is in host memory, against DeepSpeed and the bound."""
+"""`stepwell bench offload`: training steps with the optimizer in host memory.
+
+They are held against DeepSpeed's, against those of a model that is on the GPU with its optimizer,
+and against the bound of an exact step that hides nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["bench_offload"]
 
+CASES = (
+    "torch",
+    "stepwell",
+    "stepwell q8",
+    "stepwell, gate=step",
+    "stepwell, untold",
+    "deepspeed",
+    "deepspeed on stepwell",
+)
+"""The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
+
 _CASE_SECONDS_MAX = 1800
 _WIDTH_PIPED = 170
 _CEILING_NUMEL_MAX = 256 << 20
@@ -31,7 +46,10 @@ _PEER = "deepspeed"
 
 def bench_offload(
     size: Annotated[
-        str, typer.Option(help="tiny, 1b, 3b, 8b, or a transformers config.json of a Llama.")
+        str,
+        typer.Option(
+            help="tiny, 1b, 3b, 8b, or the path of a transformers config.json of a Llama."
+        ),
     ] = "1b",
     sequence_length: Annotated[int, typer.Option(min=8, help="Tokens per sample.")] = 4096,
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
@@ -45,7 +63,11 @@ def bench_offload(
     seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
     only: Annotated[
         list[str] | None,
-        typer.Option("--case", help="Only this case; may be given more than once."),
+        typer.Option(
+            "--case",
+            help=f"Only this case; may be given more than once. One of: {'; '.join(CASES)}.",
+            show_default="those without a comma",
+        ),
     ] = None,
     text: Annotated[
         Path | None,
@@ -53,22 +75,31 @@ def bench_offload(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="What to train on. [default: Python's standard library]",
+            help="A file to train on. A token is a byte.",
+            show_default="the sources of Python's library",
         ),
     ] = None,
     out: Annotated[
         Path, typer.Option(help="Folder for bench_offload.json and bench_offload.png.")
     ] = Path("stepwell-bench"),
 ) -> None:
-    """Time training steps with the optimizer in host memory: this package's engine, DeepSpeed's, and everything on the device.
+    """Time training steps with the optimizer in host memory, against DeepSpeed and the GPU alone.
 
-    Every case trains the same bfloat16 Llama on the same text, in a process of its own, and all are
-    held against the bound of an exact step that hides nothing: L + bytes / R. L: forward and
-    backward alone. R: what this host's memory reads and writes.
+    Every case trains the same bfloat16 Llama on the same text, in a process of its own:
+
+    - `torch`: everything is on the GPU, with torch's fused AdamW.
+    - `stepwell`: OffloadAdamW with fp32 moments; `stepwell q8`: with q8 moments.
+    - `stepwell, gate=step`: the next forward waits for all weights at once.
+    - `stepwell, untold`: `accumulation_steps` is not given.
+    - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
+    - `deepspeed on stepwell`: the same JSON with Stepwell registered.
+
+    Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
+    forward and backward alone. R is the rate at which this host's memory is read and written.
     """
     from rich.console import Console
 
-    from stepwell.cli._offload_cases import CASES, SIZES, Plan
+    from stepwell.cli._offload_cases import SIZES, Plan
     from stepwell.cli._report import circumstances, write
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
@@ -76,7 +107,7 @@ def bench_offload(
         raise typer.BadParameter(
             f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json"
         )
-    names = only or [name for name in CASES if "," not in name]
+    names: list[str] = only or [name for name in CASES if "," not in name]
     if unknown := [name for name in names if name not in CASES]:
         raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(CASES)}")
     plan = Plan(

@@ -29,7 +29,8 @@ def demo(
             exists=True,
             dir_okay=False,
             readable=True,
-            help="What to train on. [default: Python's standard library]",
+            help="A file to train on. A token is a byte.",
+            show_default="the sources of Python's library",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.png.")] = Path(
@@ -41,9 +42,9 @@ def demo(
     ] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Depth of the model.")] = 4,
 ) -> None:
-    """Train a small byte-level Llama through DeepSpeed's ZeRO-2 with CPU offload on Stepwell, then on torch's AdamW, and compare.
+    """Train a small Llama with DeepSpeed on Stepwell, then with torch's AdamW, and compare.
 
-    Both runs have the same weights, samples and steps: bf16 model, fp32 master in host memory,
+    DeepSpeed runs ZeRO-2 with CPU offload. Both runs have the same weights, samples and steps: bf16 model, fp32 master in host memory,
     gradients clipped to norm 1. Uses a GPU where there is one. Nothing is compiled.
     """
     if hidden_size % 64:

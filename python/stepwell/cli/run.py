@@ -68,11 +68,9 @@ def run(
 
     Everything else is as with `python SCRIPT [ARGS]...`. Under a launcher, one of:
 
-    deepspeed --module stepwell run train.py [ARGS]...
-
-    torchrun -m stepwell run train.py [ARGS]...
-
-    accelerate launch -m stepwell run train.py [ARGS]...
+    - `deepspeed --module stepwell run train.py [ARGS]...`
+    - `torchrun -m stepwell run train.py [ARGS]...`
+    - `accelerate launch -m stepwell run train.py [ARGS]...`
     """
     if not module and not Path(target).is_file():
         raise typer.BadParameter(
