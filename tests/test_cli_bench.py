@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from stepwell.cli._adam_cases import Memory, Run, Streams, cases
 from stepwell.cli._report import write
 from stepwell.cli.bench_adam import _check
 
+ROOT = Path(__file__).parents[1]
 TIMEOUT = 110
 
 
@@ -231,3 +233,30 @@ def test_offload_names_what_it_does_not_know(tmp_path, arguments, said):
     ended = stepwell("bench", "offload", *arguments, cwd=tmp_path)
     assert ended.returncode == 2
     assert said in ended.stderr
+
+
+# ---- the picture ----
+
+
+def test_the_readme_s_picture_is_drawn_by_one_command(tmp_path):
+    pytest.importorskip("matplotlib")
+    data = ROOT / "docs" / "step_time.json"
+    for name in ("one.svg", "two.svg", "both.png"):
+        files = [str(data)] * (2 if name == "both.png" else 1)
+        ended = stepwell("bench", "plot", *files, "--out", name, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+    first = (tmp_path / "one.svg").read_bytes()
+    assert first == (tmp_path / "two.svg").read_bytes()  # no date, no random identifiers
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert (ROOT / "docs" / "step_time.svg").is_file()
+    assert "(docs/step_time.svg)" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"cases": []}', '{"cases": [{"failure": "no"}]}'])
+def test_what_is_not_a_report_is_not_drawn(tmp_path, content):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "report.json").write_text(content)
+    ended = stepwell("bench", "plot", "report.json", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "report.json" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -33,7 +33,8 @@ def help_of(*command, width):
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
-    "command", ["doctor", "run", "demo", "bench adam", "bench codec", "bench offload"]
+    "command",
+    ["doctor", "run", "demo", "bench adam", "bench codec", "bench offload", "bench plot"],
 )
 def test_every_command_has_a_help_that_fits(command, width):
     assert "Usage" in help_of(*command.split(), width=width)

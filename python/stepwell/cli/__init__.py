@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from stepwell import _core
-from stepwell.cli import bench_adam, bench_codec, bench_offload, demo, doctor, run
+from stepwell.cli import bench_adam, bench_codec, bench_offload, bench_plot, demo, doctor, run
 
 __all__ = ["app"]
 
@@ -35,6 +35,7 @@ app.add_typer(bench)
 bench.command(name="adam")(bench_adam.bench_adam)
 bench.command(name="codec")(bench_codec.bench_codec)
 bench.command(name="offload")(bench_offload.bench_offload)
+bench.command(name="plot")(bench_plot.bench_plot)
 
 
 def _print_version(wanted: bool) -> None:

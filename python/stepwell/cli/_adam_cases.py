@@ -1,4 +1,7 @@
-"""What `stepwell bench adam` compares: for each layout our one pass, and what others do for the same result."""
+"""What `stepwell bench adam` compares.
+
+For each layout: our one pass, and what DeepSpeed and torch do for the same result.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,10 @@ class Streams:
 
 
 class Memory:
-    """Named tensors of one length, made when first asked for, from one allocator: huge pages, faulted in by the pool."""
+    """Named tensors of one length, made when first asked for.
+
+    They come from one allocator: on huge pages, first touched by the pool.
+    """
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
@@ -122,7 +128,7 @@ class Contender:
     """One way to step."""
 
     name: str
-    """Who, and how."""
+    """The package, and how it steps."""
     streams: tuple[Streams, ...]
     """What each of its passes moves."""
     prepare: Callable[[Memory], Run]
@@ -138,7 +144,10 @@ class Case:
     title: str
     """For people."""
     tolerance: float
-    """How far our change of the weights may be from a peer's: the L2 norm of the difference over that of the change."""
+    """How far our change of the weights may be from a peer's.
+
+    The L2 norm of the difference over that of the change.
+    """
     ours: Contender
     """This package."""
     peers: tuple[Contender, ...]
@@ -251,7 +260,10 @@ def _deepspeed(memory: Memory, *, native: Any, dtype: torch.dtype, three_passes:
 
 
 def _between_casts(memory: Memory, passes: Passes) -> Passes:
-    """The step as ZeRO's CPU offload does it: the gradient is scaled in place before, the weights are cast after."""
+    """The step as ZeRO's CPU offload does it.
+
+    The gradient is scaled in place before it, the weights are cast after it.
+    """
     param, grad, weight = (
         memory.param(torch.float32),
         memory.grad(torch.float32),
@@ -265,7 +277,7 @@ def _between_casts(memory: Memory, passes: Passes) -> Passes:
     }
 
 
-# ---- who meets whom ----
+# ---- the cases ----
 
 _FLOAT32 = Streams(read_write=(4, 4, 4), read=(4,))
 _THREE_PASSES = (Streams(read_write=(4,)), _FLOAT32, Streams(read=(4,), write=(2,)))

@@ -1,4 +1,7 @@
-"""The two training runs of `stepwell demo`: the same model, data and steps, on DeepSpeed with Stepwell and on torch alone."""
+"""The two training runs of `stepwell demo`: DeepSpeed with Stepwell, and torch alone.
+
+Both have the same model, data and steps.
+"""
 
 from __future__ import annotations
 
@@ -202,7 +205,10 @@ class _single_rank:  # noqa: N801
 
 
 def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
-    """Torch's fused AdamW over float32 masters in host memory, clipped alike, for a bfloat16 model; told each loss."""
+    """A bfloat16 model with torch's fused AdamW over float32 masters in host memory.
+
+    Gradients are clipped as in the other run. `told` gets each loss.
+    """
     model = plan.shape.build(seed=plan.seed).to(plan.device)
     weights = list(model.parameters())
     for weight in weights:

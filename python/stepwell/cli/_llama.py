@@ -1,4 +1,4 @@
-"""The small model that `demo` and `bench codec` train: a byte-level Llama on text found on this machine."""
+"""The small model that `demo` and `bench codec` train: a byte-level Llama, and its text."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ByteText:
     """Where it is from, for people."""
 
     def batches(self, shape: LlamaShape, *, seed: int) -> Iterator[torch.Tensor]:
-        """Endless samples (int64, batch x sequence) from random places, the same for the same seed."""
+        """Endless samples (int64, batch x sequence) from places that follow from `seed`."""
         generator = torch.Generator().manual_seed(seed)
         last = self.data.numel() - shape.sequence_length
         offsets = torch.arange(shape.sequence_length)

@@ -1,6 +1,7 @@
-"""One training run of `stepwell bench offload`, in a process of its own: `python -m stepwell.cli._offload_cases JSON`.
+"""One training run of `stepwell bench offload`, in a process of its own.
 
-The last line that it prints is a JSON object with what was measured.
+It is started as `python -m stepwell.cli._offload_cases JSON`. The last line that it prints is a
+JSON object with what was measured.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ if TYPE_CHECKING:
 __all__ = ["CASES", "SIZES", "Plan"]
 
 SIZES: dict[str, dict[str, int]] = {
-    "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "vocab_size": 4096},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256},
-    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
-           "num_key_value_heads": 8, "vocab_size": 128256},
-    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 128256},
+    "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
+             "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096},
+    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+    "3b": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+           "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 128256},
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
 
 _LR, _BETAS, _EPS, _WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
@@ -109,9 +110,12 @@ class Run:
     backward: Callable[[torch.Tensor], object]
     """Of a loss."""
     step: Callable[[], float | None]
-    """The optimizer's, which clears the gradients; called after every backward where `steps_itself`. Returns the norm of the gradients."""
+    """The optimizer's, which clears the gradients. It returns the norm of the gradients.
+
+    It is called after every backward where `steps_itself`, else after the last.
+    """
     steps_itself: bool = False
-    """Whether it counts the micro-steps."""
+    """Whether `step` counts the micro-steps itself."""
     breakdown: Callable[[], dict[str, float]] = dict
     """Seconds and bytes of the last step, as far as they are known."""
     finish: Callable[[], object] = lambda: None

@@ -1,4 +1,7 @@
-"""Timing in interleaved pairs: what two things cost in the same minute on the same machine, and how sure that is."""
+"""Timing in interleaved pairs.
+
+What two things cost in the same minute on the same machine, and how sure that is.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _SETTLE_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times longer a peer takes: the median over pairs, with the bounds of its 95 % interval."""
+    """How many times longer a peer takes: the median over pairs, and its 95 % interval."""
 
     median: float
     low: float
@@ -46,9 +49,10 @@ class Ratio:
 def interleave(
     contenders: Mapping[str, Passes], *, repeats: int
 ) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every pass of every contender in each of `repeats` rounds, after one round unmeasured.
+    """Seconds of every pass of every contender in each of `repeats` rounds.
 
-    Every round runs each contender once, in an order that rotates from round to round.
+    One round before them is not measured. Every round runs each contender once, in an order that
+    rotates from round to round.
     """
     names = list(contenders)
     seconds = {name: {pass_: [0.0] * repeats for pass_ in contenders[name]} for name in names}
@@ -65,7 +69,10 @@ def interleave(
 
 
 def ratio(peer: Sequence[float], ours: Sequence[float]) -> Ratio:
-    """The peer's seconds over ours, pair by pair; the interval is a percentile bootstrap over the pairs, from a fixed seed."""
+    """The peer's seconds over ours, pair by pair.
+
+    The interval is a percentile bootstrap over the pairs, from a fixed seed.
+    """
     ratios = [theirs / mine for theirs, mine in zip(peer, ours, strict=True)]
     draw = random.Random(0)
     medians = sorted(

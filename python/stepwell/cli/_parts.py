@@ -120,7 +120,7 @@ def _try_optimizer(
         return Finding(
             topic=name,
             status="broken",
-            found=f"a weight is `{difference:.2g}` from torch's after a step, expected 1e-5 at most",
+            found=f"a weight is `{difference:.2g}` from torch's after a step, expected below 1e-5",
             meaning="results are wrong on this machine",
             fix="report it, with what `stepwell doctor --json` prints",
         )

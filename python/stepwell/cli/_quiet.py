@@ -15,7 +15,10 @@ __all__ = ["quiet_deepspeed"]
 
 @contextlib.contextmanager
 def quiet_deepspeed() -> Iterator[None]:
-    """Within it, log messages below errors are dropped, and all else goes to stderr; DeepSpeed's handlers keep to that."""
+    """Within it, log messages below errors are dropped, and all else goes to stderr.
+
+    The handlers that DeepSpeed makes within it keep writing to stderr after it.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

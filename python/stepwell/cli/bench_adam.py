@@ -1,4 +1,4 @@
-"""`stepwell bench adam`: one optimizer step against DeepSpeedCPUAdam's and torch's, and against what memory allows."""
+"""`stepwell bench adam`: one optimizer step against the peers', and what memory allows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def bench_adam(
     }
     machine = report["machine"]
     console.print(
-        f"{numel:,} parameters, {report['threads']} pinned threads, {machine['cpu']}, {report['date']}",
+        f"{numel:,} parameters, {report['threads']} pinned threads, {machine['cpu']}, "
+        f"{report['date']}",
         highlight=False,
     )
     for case in chosen:
@@ -107,7 +108,10 @@ def bench_adam(
 
 
 def _bind(threads: int | None) -> None:
-    """Gives all contenders the same pinned cores; starts this process anew, since OpenMP reads its settings as it is loaded."""
+    """Gives all contenders the same pinned cores.
+
+    Starts this process anew for that: OpenMP reads its settings as it is loaded.
+    """
     variable = "_STEPWELL_BENCH_CPUS"
     if variable not in os.environ:
         cpus = list(_core.Pool(threads=threads).cpus)
@@ -133,7 +137,8 @@ def _bind(threads: int | None) -> None:
     os.sched_setaffinity(0, bound)
     if sorted(pool.cpus) != sorted(cpus):
         raise typer.BadParameter(
-            f"the pool is on CPUs `{pool.cpus}`, expected {cpus}. hint: unset LOCAL_RANK and LOCAL_WORLD_SIZE"
+            f"the pool is on CPUs `{pool.cpus}`, expected {cpus}. "
+            "hint: unset LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     torch.set_num_threads(len(cpus))
 
@@ -142,7 +147,10 @@ def _bind(threads: int | None) -> None:
 
 
 def _load_deepspeed(console: Console) -> tuple[Any | None, str | None]:
-    """DeepSpeed's own native module, or why there is none. Nothing is registered in this process."""
+    """DeepSpeed's own native module, or why there is none.
+
+    Nothing is registered in this process.
+    """
     absence = _build_problem()
     if absence is None:
         console.print("loading DeepSpeedCPUAdam; its first build takes minutes")
@@ -153,7 +161,10 @@ def _load_deepspeed(console: Console) -> tuple[Any | None, str | None]:
                 return CPUAdamBuilder().load(verbose=False), None
         except Exception as error:  # noqa: BLE001  # compiler, linker, ninja, CUDA: whatever stands in the way is told
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            absence = f"its op cannot be built: {lines[0].strip()} hint: it needs a C++ compiler and ninja"
+            absence = (
+                f"its op cannot be built: {lines[0].strip()} "
+                "hint: it needs a C++ compiler and ninja"
+            )
     console.print(f"without DeepSpeedCPUAdam: {absence}", style="yellow", markup=False)
     return None, absence
 
@@ -168,7 +179,10 @@ def _build_problem() -> str | None:
 
 
 def _build_lock() -> Path | None:
-    """The file that an older torch waits for without end where a killed build has left it behind; a newer one locks it instead."""
+    """The file that an older torch waits for without end where a killed build has left it.
+
+    A newer torch locks the file instead, so there is nothing to wait for.
+    """
     from torch.utils import cpp_extension
 
     if not hasattr(cpp_extension, "FileBaton"):
@@ -184,7 +198,10 @@ def _build_lock() -> Path | None:
 
 
 def ceiling(streams: Sequence[Streams], numel: int) -> float:
-    """Seconds that these passes take at least: the same arrays, pages, chunks and threads, with next to no arithmetic."""
+    """Seconds that these passes take at least.
+
+    The same arrays, pages, chunks and threads, with next to no arithmetic.
+    """
     seconds: list[float] = [
         _core.stream_ceiling(
             numel=numel,
@@ -198,7 +215,9 @@ def ceiling(streams: Sequence[Streams], numel: int) -> float:
 
 
 def _check(case: Case, numel: int) -> dict[str, float]:
-    """How far our change of the weights is from each peer's after some steps, each on tensors of its own.
+    """How far our change of the weights is from each peer's after some steps.
+
+    Each contender steps tensors of its own.
 
     Raises:
         ValueError: farther than the case tolerates.
@@ -222,7 +241,8 @@ def _check(case: Case, numel: int) -> dict[str, float]:
     for name, difference in differences.items():
         if not difference <= case.tolerance:
             raise ValueError(
-                f"case `{case.name}`: the result differs from that of {name} by `{difference:.2g}`, expected {case.tolerance:.2g} at most"
+                f"case `{case.name}`: the result differs from that of {name} by "
+                f"`{difference:.2g}`, expected {case.tolerance:.2g} at most"
             )
     return differences
 
@@ -258,7 +278,7 @@ def _measure(case: Case, memory: Memory, repeats: int) -> dict[str, Any]:
     return {"name": case.name, "title": case.title, "contenders": results}
 
 
-# ---- telling ----
+# ---- output ----
 
 
 def _print(console: Console, result: dict[str, Any]) -> None:
@@ -282,7 +302,8 @@ def _print(console: Console, result: dict[str, Any]) -> None:
             f"{one['bytes_per_param']}",
             f"{one['gb_per_second']:.1f}",
             f"{one['share_of_ceiling']:.0%}" if "share_of_ceiling" in one else "",
-            f"{against['median']:.2f} ({against['low']:.2f}-{against['high']:.2f}) {against['verdict']:>7}"
+            f"{against['median']:.2f} ({against['low']:.2f}-{against['high']:.2f}) "
+            f"{against['verdict']:>7}"
             if against
             else "",
         )
@@ -311,6 +332,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
         "ns per parameter and step (less is better); beside a peer: its time over stepwell's"
     )
     axes.set_title(
-        f"{report['numel']:,} parameters, {report['threads']} threads, {report['machine']['cpu']}, {report['date']}",
+        f"{report['numel']:,} parameters, {report['threads']} threads, "
+        f"{report['machine']['cpu']}, {report['date']}",
         fontsize=9,
     )

@@ -1,4 +1,4 @@
-"""`stepwell bench codec`: what holding moments in 2 or 4 bytes instead of 8 does to a real training run."""
+"""`stepwell bench codec`: what moments of 2 or 4 bytes instead of 8 do to a training run."""
 
 from __future__ import annotations
 

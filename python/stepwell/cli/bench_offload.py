@@ -101,6 +101,7 @@ def bench_offload(
 
     from stepwell.cli._offload_cases import SIZES, Plan
     from stepwell.cli._report import circumstances, write
+    from stepwell.cli._step_times import circumstances_line
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
     if size not in SIZES and not Path(size).is_file():
@@ -121,9 +122,8 @@ def bench_offload(
         text=str(text.resolve()) if text else None,
     )
     report: dict[str, Any] = {**circumstances(), "plan": asdict(plan), **_ceilings()}
-    machine = report["machine"]
     console.print(
-        f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores of {machine['cpu']}, {report['date']}; "
+        f"{circumstances_line(report)}; "
         f"R {report['memory_gb_per_second']:.0f} GB/s"
         + "".join(
             f", {name} {rate:.0f} GB/s" for name, rate in report["bus_gb_per_second"].items()
@@ -281,27 +281,14 @@ def _print(console: Console, report: dict[str, Any]) -> None:
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
-    done = [case for case in report["cases"] if "seconds" in case]
+    from stepwell.cli._step_times import circumstances_line, draw_step_times
+
     left, right = figure.subplots(1, 2)
-    for position, case in enumerate(reversed(done)):
-        left.barh(
-            position,
-            case["seconds"],
-            color="tab:blue" if "stepwell" in case["name"] else "tab:gray",
-        )
-        if "bound_seconds" in case:
-            left.plot([case["bound_seconds"]] * 2, [position - 0.4, position + 0.4], color="black")
-    if report["forward_backward_seconds"]:
-        left.axvline(report["forward_backward_seconds"], color="tab:gray", linestyle=":")
-    left.set_yticks(range(len(done)), [case["name"] for case in reversed(done)])
-    left.set_xlabel("seconds per step; bar: L + bytes / R; dotted: L")
-    for case in done:
-        right.plot(case["losses"], label=case["name"], linewidth=1)
+    draw_step_times(left, report)
+    for case in report["cases"]:
+        if "seconds" in case:
+            right.plot(case["losses"], label=case["name"], linewidth=1)
     right.set_xlabel("step")
     right.set_ylabel("loss")
     right.legend(fontsize=7)
-    machine = report["machine"]
-    figure.suptitle(
-        f"{machine['gpu'] or 'no GPU'}, {machine['cores']} cores of {machine['cpu']}, {report['date']}",
-        fontsize=9,
-    )
+    figure.suptitle(circumstances_line(report), fontsize=9)

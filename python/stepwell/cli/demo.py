@@ -1,4 +1,4 @@
-"""`stepwell demo`: a small Llama trained by DeepSpeed on Stepwell, then by torch, and how far apart they end."""
+"""`stepwell demo`: a small Llama trained by DeepSpeed on Stepwell, then by torch."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def demo(
 ) -> None:
     """Train a small Llama with DeepSpeed on Stepwell, then with torch's AdamW, and compare.
 
-    DeepSpeed runs ZeRO-2 with CPU offload. Both runs have the same weights, samples and steps: bf16 model, fp32 master in host memory,
-    gradients clipped to norm 1. Uses a GPU where there is one. Nothing is compiled.
+    DeepSpeed runs ZeRO-2 with CPU offload. Both runs have the same weights, samples and steps: a
+    bf16 model, an fp32 master in host memory, gradients clipped to norm 1.
+
+    The demo uses a GPU where there is one. Nothing is compiled.
     """
     if hidden_size % 64:
         raise typer.BadParameter(f"--hidden-size is `{hidden_size}`, expected a multiple of 64")
@@ -132,7 +134,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     console.print(table)
     distance = report["distance"]
     console.print(
-        f"{report['num_params']:,} parameters, {report['steps']} steps; the loss curves differ by {distance['max']:.2g} at most, "
+        f"{report['num_params']:,} parameters, {report['steps']} steps; "
+        f"the loss curves differ by {distance['max']:.2g} at most, "
         f"{distance['mean']:.2g} on average, {distance['final']:.2g} at the end",
         highlight=False,
     )

@@ -1,4 +1,7 @@
-"""`stepwell run`: a Python program with Stepwell registered in DeepSpeed, in this process and in those it spawns."""
+"""`stepwell run`: a Python program with Stepwell registered in DeepSpeed.
+
+Also in the processes that the program spawns.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ class Launch:
     """The option that the `deepspeed` launcher puts in front of a program's arguments."""
 
     def __call__(self) -> None:
-        """Registers Stepwell, then runs the program as `python` would; its exceptions and exits are the caller's."""
+        """Registers Stepwell, then runs the program as `python` would.
+
+        The program's exceptions and exits reach the caller.
+        """
         assert self.target is not None
         _register()
         if self.local_rank is not None:
@@ -86,7 +92,10 @@ def run(
 
 
 def _set_path_entry(entry: str) -> None:
-    """Puts the program's folder where `python` puts it: in the place of the console script's, or of the working directory."""
+    """Puts the program's folder where `python` puts it.
+
+    That is the place of the console script's folder, or of the working directory.
+    """
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = entry
 
@@ -104,7 +113,10 @@ def _run_script(path: str) -> None:
 
 
 def _register() -> None:
-    """Registers in this process, and in those that it starts by spawn or forkserver before they import the program."""
+    """Registers in this process, and in those that it starts by spawn or forkserver.
+
+    They register before they import the program.
+    """
     from stepwell import deepspeed
 
     deepspeed.register()
