@@ -1,5 +1,6 @@
 """accumulate="host": gradients are summed in host memory, the same sums as on the device, and whoever reads one there is told."""
 
+import copy
 import os
 
 import pytest
@@ -62,7 +63,7 @@ def test_gradients_are_freed_and_whoever_reads_one_is_told():
         param.grad.untyped_storage().nbytes() == param.itemsize for param in net.parameters()
     )
     assert all(param.grad.isnan().all() for param in net.parameters())
-    with pytest.raises(RuntimeError, match="single memory location"):
+    with pytest.raises(ValueError, match=r"mul_`(.|\n)*clip_norm"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0, error_if_nonfinite=True)
@@ -81,6 +82,135 @@ def test_cleared_gradients_are_cleared(clear):
         clear(net, optimizer)
         optimizer.step()
         run(net, optimizer, 1)
+    assert_equal(ours, theirs)
+
+
+ZEROINGS = {
+    "zero_": lambda grad: grad.zero_(),
+    "data.zero_": lambda grad: grad.data.zero_(),
+    "detach().zero_": lambda grad: grad.detach().zero_(),
+    "torch.zero_": torch.zero_,
+    "fill_": lambda grad: grad.fill_(0),
+    "foreach": lambda grad: torch._foreach_zero_([grad]),
+}
+
+
+@pytest.mark.parametrize("zero", ZEROINGS.values(), ids=ZEROINGS.keys())
+def test_gradients_zeroed_in_place_are_zero(zero):
+    ours, theirs = pair(accumulate="host")
+    for net, optimizer in (ours, theirs):
+        for step in range(4):
+            loss_of(net, step).backward()
+            optimizer.step()
+            for param in net.parameters():
+                zero(param.grad)
+        # Zero, and not none: moments and weights decay.
+        zero(net[0].bias.grad)
+        optimizer.step()
+        loss_of(net, 5).backward()
+        zero(net[0].weight.grad)
+        assert not net[0].weight.grad.any()
+        loss_of(net, 6).backward()
+        optimizer.step()
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "clear",
+    [
+        lambda net, optimizer: optimizer.zero_grad(set_to_none=False),
+        lambda net, optimizer: net.zero_grad(set_to_none=False),
+    ],
+    ids=["optimizer", "model"],
+)
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, stepwell.AdamW])
+def test_zero_grad_that_leaves_zeros(clear, cls):
+    ours, theirs = pair(accumulate="host")
+    if cls is torch.optim.AdamW:
+        theirs = theirs[0], torch.optim.AdamW(theirs[0].parameters(), lr=1e-2)
+    for net, optimizer in (ours, theirs):
+        for step in range(4):
+            loss_of(net, step).backward()
+            loss_of(net, step + 1).backward()
+            optimizer.step()
+            clear(net, optimizer)
+        optimizer.step()
+    if cls is torch.optim.AdamW:
+        ours[1].synchronize()
+        for param, expected in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+            torch.testing.assert_close(param, expected)
+    else:
+        assert_equal(ours, theirs)
+
+
+EDITS = {
+    "mul_": lambda grad: grad.mul_(2),
+    "data.mul_": lambda grad: grad.data.mul_(2),
+    "*=": lambda grad: grad.__imul__(2),
+    "copy_": lambda grad: grad.copy_(torch.zeros(grad.shape)),
+    "fill_": lambda grad: grad.fill_(1),
+    "a part": lambda grad: grad.__setitem__(0, 0),
+    "a view": lambda grad: grad.view(-1)[0].zero_(),
+    "data =": lambda grad: setattr(grad, "data", torch.zeros(grad.shape)),
+    "foreach": lambda grad: torch._foreach_mul_([grad], 2),
+    "clamp": lambda grad: torch.nn.utils.clip_grad_value_([_holder(grad)], 1.0),
+    "out": lambda grad: torch.mul(torch.zeros(grad.shape), 2, out=grad),
+    "nan_to_num_": lambda grad: torch.nan_to_num_(grad, 0),
+    "masked_fill_": lambda grad: grad.masked_fill_(torch.ones(grad.shape, dtype=torch.bool), 0),
+}
+
+
+def _holder(grad):
+    param = torch.nn.Parameter(torch.zeros(grad.shape))
+    param.grad = grad
+    return param
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_other_edits_of_gradients_raise_and_change_nothing(edit):
+    ours, theirs = pair(accumulate="host")
+    for net, _ in (ours, theirs):
+        loss_of(net, 1).backward()
+    with pytest.raises(ValueError, match=r"in host memory(.|\n)*hint: clear it by zero_grad"):
+        edit(ours[0][0].weight.grad)
+    assert ours[0][0].weight.grad.isnan().all()
+    for _, optimizer in (ours, theirs):
+        optimizer.step()
+    assert_equal(ours, theirs)
+
+
+def test_numpy_of_a_gradient_is_a_copy():
+    net, _ = pair(accumulate="host")[0]
+    loss_of(net, 1).backward()
+    net[0].weight.grad.numpy().fill(0)
+    assert net[0].weight.grad.isnan().all()
+    copied = copy.deepcopy(net[0].weight.grad)
+    assert type(copied) is torch.Tensor
+    assert copied.mul_(2).isnan().all()
+
+
+def test_a_backward_that_fails_between_the_marker_and_the_sum():
+    ours, theirs = pair(accumulate="host")
+    for net, _ in (ours, theirs):
+        loss_of(net, 1).backward()
+    broken = [True]
+
+    def fail(_):
+        if broken[0]:
+            raise RuntimeError("a hook fails")
+
+    for net, _ in (ours, theirs):
+        net[0].weight.register_hook(fail)
+        with pytest.raises(RuntimeError, match="a hook fails"):
+            loss_of(net, 2).backward()
+    broken[0] = False
+    loss_of(ours[0], 3).backward()
+    with pytest.raises(ValueError, match=r"a backward failed(.|\n)*zero_grad"):
+        ours[1].step()
+    for net, optimizer in (ours, theirs):
+        optimizer.zero_grad()
+        loss_of(net, 4).backward()
+        optimizer.step()
     assert_equal(ours, theirs)
 
 

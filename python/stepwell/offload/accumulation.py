@@ -2,16 +2,14 @@
 
 - A sum is that of the same additions in the same order as on the device, in the gradient's dtype:
   the same bits.
-- In the place of a gradient that was taken, the parameter has a marker: its shape, one element of
-  memory, NaN. Who clears gradients removes it, and the sum with it; who reads one sees NaN; who
-  scales one in place gets torch's error.
+- In the place of a gradient that was taken, the parameter has a marker (`marker`). Who removes it,
+  or zeroes it, does so with the sum; who reads it sees NaN; who changes it otherwise gets an error.
 - Memory beside the sums: `STAGING_BYTES`, pinned. Cost: a byte of gradient crosses the bus in each
   backward, and the host's memory five times.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import weakref
 from collections import deque
@@ -20,7 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell.offload.marker import GradMarker
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from stepwell.offload.twins import Twins
 
 __all__ = ["STAGING_BYTES", "HostSums"]
@@ -43,7 +45,11 @@ class HostSums:
     def __init__(self, twins: Twins, device: torch.device) -> None:
         self._twins = twins
         self._device = device
-        self._markers: dict[torch.Tensor, torch.Tensor] = {}
+        self._markers: dict[torch.Tensor, GradMarker] = {}
+        # Parameters whose marker was taken away for a gradient of autograd that is to come, and
+        # those for which none came.
+        self._expecting: set[torch.Tensor] = set()
+        self._bereft: set[torch.Tensor] = set()
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         slots = (
@@ -79,20 +85,43 @@ class HostSums:
 
     def make_room(self, param: torch.Tensor) -> None:
         """Before autograd accumulates into `param.grad`."""
+        if param in self._expecting:
+            # A backward failed in between: nobody knows whether the sum was cleared since.
+            self._bereft.add(param)
         if self.has(param):
+            self._expecting.add(param)
             param.grad = None
         else:
             self._markers.pop(param, None)
 
+    @property
+    def unknown(self) -> list[torch.Tensor]:
+        """Parameters whose sum a failed backward has left in the dark, until `clear`."""
+        return [*self._bereft, *(param for param in self._expecting if param.grad is None)]
+
+    def clear(self) -> None:
+        """All gradients were cleared."""
+        self._expecting.clear()
+        self._bereft.clear()
+
+    def zero_where_zeroed(self, params: Iterable[torch.Tensor]) -> None:
+        """Sets the sums to zero whose gradients were, since they came here. After `finish`."""
+        for param in params:
+            if self._markers[param].is_zeroed:
+                self._twins.grad(param).zero_()
+
     def add(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Adds the contiguous `grad`, which `param` has, to its sum, in the background, and frees it on the device.
+        """Adds the contiguous `grad`, which `param` has, to its sum, and frees it on the device.
+
+        The addition is done in the background.
 
         Raises:
             ValueError: this is a forked child.
         """
         self._check_process()
         target = self._twins.grad(param).view(-1)
-        is_first = param not in self._markers
+        marker = self._markers.get(param)
+        add = _set if marker is None else _add_to_zero if marker.is_zeroed else _add
         self._nbytes += grad.nbytes
         length = _SLOT_BYTES // grad.itemsize
         for piece, part in zip(
@@ -104,13 +133,12 @@ class HostSums:
                     last_use.result()
                 staged = staging[: part.nbytes].view(part.dtype)
                 arrived = self._copy(part, staged)
-                last_use = self._adder.submit(_add, arrived, piece, staged, is_first)
+                last_use = self._adder.submit(_run, add, arrived, piece, staged)
             finally:
                 self._slots.append((staging, last_use))
-        self._markers[param] = torch.full(
-            (), math.nan, dtype=grad.dtype, device=grad.device
-        ).expand(grad.shape)
+        self._markers[param] = GradMarker.of(grad)
         param.grad = self._markers[param]
+        self._expecting.discard(param)
 
     def _copy(self, part: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event | None:
         if self._stream is None:
@@ -140,12 +168,25 @@ class HostSums:
 
 
 @torch.no_grad()
-def _add(
-    arrived: torch.cuda.Event | None, target: torch.Tensor, staged: torch.Tensor, is_first: bool
+def _run(
+    add: Callable[[torch.Tensor, torch.Tensor], object],
+    arrived: torch.cuda.Event | None,
+    target: torch.Tensor,
+    staged: torch.Tensor,
 ) -> None:
     if arrived is not None:
         arrived.synchronize()
-    if is_first:
-        target.copy_(staged)
-    else:
-        target.add_(staged)
+    add(target, staged)
+
+
+def _set(target: torch.Tensor, grad: torch.Tensor) -> None:
+    target.copy_(grad)
+
+
+def _add(target: torch.Tensor, grad: torch.Tensor) -> None:
+    target.add_(grad)
+
+
+def _add_to_zero(target: torch.Tensor, grad: torch.Tensor) -> None:
+    # A gradient of -0 becomes 0, as it does on the device.
+    torch.add(grad, 0, out=target)

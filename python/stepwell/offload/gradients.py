@@ -1,19 +1,21 @@
-"""Gradients on their way from autograd to the host: which backward is the last, and whether what was copied is what is stepped.
+"""Gradients on their way from autograd to the host: which backward is the last, and what was copied.
 
 A gradient that is copied during the backward may still be changed before the step (clipping,
-another backward). It is then copied again: a copy counts only while the gradient is the same tensor
-at the same version.
+another backward). It is then copied again. A copy counts only while the gradient is the same tensor
+at the same version, and has the checksum that it had when it was copied: writes through `.data` do
+not change the version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from stepwell._sharding import is_dtensor, local
+from stepwell.offload.checksums import checksum, differences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -39,14 +41,14 @@ class Gradients:
         self._is_last = True
         self._backwards: dict[torch.Tensor, int] = {}
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
-        self._copied: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
-        self.is_told = accumulation_steps is not None
+        self._copied: dict[torch.Tensor, _Copied] = {}
+        self.knows_last = accumulation_steps is not None
         """Whether the user says which backward is the last."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in it are not the last."""
-        self.is_told = True
+        self.knows_last = True
         before, self._is_last = self._is_last, False
         try:
             yield
@@ -56,7 +58,7 @@ class Gradients:
     def count(self, param: torch.Tensor) -> bool:
         """Counts a backward that reached `param`; whether it is known to be the last before the step."""
         count = self._backwards[param] = self._backwards.get(param, 0) + 1
-        return self.is_told and self._is_last and count >= self._accumulation_steps
+        return self.knows_last and self._is_last and count >= self._accumulation_steps
 
     def add(self, param: torch.Tensor, grad: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
         """Sets a last gradient aside, and returns those that are to be copied now: in batches, since each copy costs a call.
@@ -70,14 +72,43 @@ class Gradients:
         self._waiting[param] = grad
         return batch
 
-    def note(self, batch: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """These gradients are copied as they are now."""
-        self._copied.update((param, (grad, grad._version)) for param, grad in batch.items())
+    def mark_copied(self, batch: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """These gradients are copied as they are now, in the order of the current stream."""
+        self._copied.update(
+            (param, _Copied(grad, grad._version, checksum(grad))) for param, grad in batch.items()
+        )
 
     def is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
-        """Whether `grad` is on the host as it is now."""
-        copied, version = self._copied.get(param, (None, 0))
-        return copied is grad and version == grad._version
+        """Whether `grad` is on the host as it is now, as far as `read_with` has looked."""
+        copied = self._copied.get(param)
+        return copied is not None and copied.grad is grad and copied.version == grad._version
+
+    def read_with(self, scalar: torch.Tensor) -> float:
+        """The value of `scalar`, which is on the device or in host memory.
+
+        On the way, in the same transfer, it looks whether gradients that were copied have changed.
+        """
+        copied = {
+            param: each for param, each in self._copied.items() if self.is_copied(param, each.grad)
+        }
+        now = {param: checksum(each.grad) for param, each in copied.items()}
+        # `grad.data = ...` may give it another size or device.
+        changed = {
+            param
+            for param, each in copied.items()
+            if (each.checksum.shape, each.checksum.device) != (now[param].shape, now[param].device)
+        }
+        compared = [param for param in copied if param not in changed]
+        value = scalar.view(1)
+        if compared:
+            before = [copied[param].checksum for param in compared]
+            differ = differences(before, [now[param] for param in compared])
+            value = torch.cat([value, differ.to(value)])
+        number, *found = value.tolist()
+        changed.update(param for param, differs in zip(compared, found, strict=True) if differs)
+        for param in changed:
+            self._copied[param] = copied[param]._replace(version=_CHANGED)
+        return float(number)
 
     def is_outdated(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether a gradient of `param` was copied that `grad` is not any more."""
@@ -88,6 +119,18 @@ class Gradients:
         self._backwards = {}
         self._waiting = {}
         self._copied = {}
+
+
+# No tensor has this version.
+_CHANGED = -1
+
+
+class _Copied(NamedTuple):
+    """A gradient as it was when it was copied."""
+
+    grad: torch.Tensor
+    version: int
+    checksum: torch.Tensor
 
 
 class OnGrad:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-__all__ = ["Uploads", "WeightGuard", "without_waiting"]
+__all__ = ["DESCRIPTIVE", "Uploads", "WeightGuard", "exposed", "without_waiting"]
 
 without_waiting = torch._C.DisableTorchFunctionSubclass
 """A context in which accesses do not wait: for code that touches no weight."""
@@ -178,8 +178,7 @@ def _methods(*names: str) -> Iterator[Any]:
     return (getattr(torch.Tensor, name) for name in names if hasattr(torch.Tensor, name))
 
 
-# What neither reads nor writes a weight, nor hands out a way to do so.
-_DESCRIPTIVE: frozenset[Any] = frozenset(
+DESCRIPTIVE: frozenset[Any] = frozenset(
     [
         *_getters("shape", "ndim", "dtype", "device", "layout", "itemsize", "nbytes", "names"),
         *_getters("requires_grad", "is_leaf", "grad_fn", "grad", "_grad", "output_nr", "name"),
@@ -199,6 +198,7 @@ _DESCRIPTIVE: frozenset[Any] = frozenset(
         torch.numel,
     ]
 )
+"""Functions of torch that neither read nor write a tensor's elements, nor hand out a way to."""
 
 (_get_grad,) = _getters("grad")
 (_set_grad,) = _setters("grad")
@@ -236,7 +236,7 @@ class _UnderWay(Parameter, metaclass=_UnderWayMeta):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _DESCRIPTIVE:
+        if func in DESCRIPTIVE:
             with without_waiting():
                 return func(*args, **kwargs)
         params: list[_UnderWay] = []

@@ -273,6 +273,10 @@ class OffloadAdamW(AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Gradients have nothing to wait for."""
+        if self._sums is not None:
+            super().zero_grad(set_to_none)
+            self._sums.clear()
+            return
         with without_waiting():
             super().zero_grad(set_to_none)
 
@@ -323,13 +327,13 @@ class OffloadAdamW(AdamW):
         Outside of it, from its first use on, every backward is taken for the last.
         """
         context = self._gradients.no_sync()
-        self._gradients.is_told = True
+        self._gradients.knows_last = True
         self._hook()
         return context
 
     def _hook(self) -> None:
         """Has autograd say when it is done with a gradient, where somebody wants to know."""
-        if not self._gradients.is_told and self._sums is None:
+        if not self._gradients.knows_last and self._sums is None:
             return
         for param in self._twins:
             if param not in self._hooked and not is_dtensor(param):
@@ -362,7 +366,7 @@ class OffloadAdamW(AdamW):
                 # Some weight of the last step has not been used.
                 self._finish()
             engine.take(list(batch), list(batch.values()))
-            self._gradients.note(batch)
+            self._gradients.mark_copied(batch)
 
     def _checked_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parameters that have a gradient, and those, as they are copied."""
@@ -384,7 +388,13 @@ class OffloadAdamW(AdamW):
                     self._sum_up(param)
                 grads.append(self._twins.grad(param))
         if self._sums is not None:
+            if unknown := self._sums.unknown:
+                raise ValueError(
+                    f"a backward failed while it summed the gradient of {self._label(unknown[0])}. "
+                    "hint: optimizer.zero_grad(), and the backwards of this step again"
+                )
             self._sums.finish()
+            self._sums.zero_where_zeroed(params)
         return params, grads
 
     def _label(self, param: torch.Tensor) -> str:
@@ -478,7 +488,8 @@ class OffloadAdamW(AdamW):
             self._fingerprints.doubt(stale)
             self._twins.refresh(stale)
         place = self._device if self._sums is None else torch.device("cpu")
-        norm = math.sqrt(float(squared_norm(params, grads, place))) * inverse_scale
+        squared = squared_norm(params, grads, place)
+        norm = math.sqrt(self._gradients.read_with(squared)) * inverse_scale
         self.grad_norm = norm
         self._seconds = {"norm": time.perf_counter() - begin}
         if not math.isfinite(norm) and self._nonfinite != "propagate":

@@ -1,0 +1,138 @@
+"""What stands in for a gradient that was moved to host memory: its shape, and one element of memory.
+
+- It reads as NaN, or as zero once it was zeroed; so do its views.
+- `zero_()` in its various forms (`zero_grad(set_to_none=False)`, `_foreach_zero_`, by way of
+  `.data`) is noted in `is_zeroed`, for whoever holds the gradient to heed.
+- Everything else that would change it raises, with a hint: the gradient itself is not there.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell.offload.guard import DESCRIPTIVE, without_waiting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+__all__ = ["GradMarker"]
+
+_ZEROING = frozenset([torch.Tensor.zero_, torch.zero_, torch._foreach_zero_])
+_FILLING = frozenset([torch.Tensor.fill_, torch.fill_])
+# What gives the same gradient under another name.
+_SAME = frozenset(
+    [
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.detach,
+        torch.Tensor.detach_,
+        torch.detach,
+        torch.detach_,
+    ]
+)
+# What gives a way to the element that cannot be watched.
+_ESCAPING = frozenset([torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
+_ASSIGNING = frozenset(
+    ["__setitem__", "__set__", "__delete__", "__setstate__"]
+    + [f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")]
+    + [f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")]
+)
+
+
+class GradMarker(torch.Tensor):
+    """Stands in for a gradient."""
+
+    is_zeroed: bool
+    """Whether the gradient was set to zero after it had been moved."""
+    is_part: bool
+    """Whether it is a view of one."""
+
+    @staticmethod
+    def of(grad: torch.Tensor) -> GradMarker:
+        """A marker with the shape, dtype and device of `grad`."""
+        element = torch.full((), math.nan, dtype=grad.dtype, device=grad.device)
+        return _marker(element.expand(grad.shape), is_part=False)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with without_waiting():
+            if func in DESCRIPTIVE:
+                return func(*args, **kwargs)
+            if func in _SAME:
+                return args[0]
+            if func in _ESCAPING:
+                return func(args[0].clone(), *args[1:], **kwargs)
+            changed = [*_markers(_changed(func, args, kwargs))]
+            is_zeroing = func in _ZEROING or (func in _FILLING and _is_zero(args, kwargs))
+            for marker in changed:
+                if marker.is_part or not is_zeroing:
+                    raise ValueError(
+                        "a gradient is changed that is in host memory (`accumulate` is `host`), "
+                        f"by `{func.__name__}`. hint: clear it by zero_grad() or zero_(); clip by "
+                        "the optimizer's clip_norm; for all else accumulate='device'"
+                    )
+            result = func(*args, **kwargs)
+            for marker in changed:
+                marker.is_zeroed = True
+            return _with_parts(result, list(_markers((args, kwargs))))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with without_waiting():
+            copied = memo[id(self)] = self.clone().as_subclass(torch.Tensor)
+            return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        with without_waiting():
+            # torch has no types for it.
+            return self.clone().as_subclass(torch.Tensor).__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
+
+def _marker(tensor: torch.Tensor, *, is_part: bool) -> GradMarker:
+    marker = tensor.as_subclass(GradMarker)
+    marker.is_zeroed = False
+    marker.is_part = is_part
+    return marker
+
+
+def _markers(value: Any) -> Iterable[GradMarker]:
+    if isinstance(value, GradMarker):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _markers(each)
+    elif isinstance(value, dict):
+        yield from _markers(list(value.values()))
+
+
+def _changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Those of the arguments that `func` writes to."""
+    name = func.__name__.partition(".")[0]
+    is_in_place = name in _ASSIGNING or (name.endswith("_") and not name.endswith("__"))
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return [first if is_in_place else None, kwargs.get("out")]
+
+
+def _is_zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    value = args[1] if len(args) > 1 else kwargs.get("value")
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _with_parts(result: Any, markers: list[GradMarker]) -> Any:
+    """`result` in which views of a marker are markers too, which refuse to be changed."""
+    if isinstance(result, (list, tuple)) and type(result) in (list, tuple):
+        return type(result)(_with_parts(each, markers) for each in result)
+    if not isinstance(result, torch.Tensor) or any(result is marker for marker in markers):
+        return result
+    storages = {marker.untyped_storage()._cdata for marker in markers}
+    if result.layout == torch.strided and result.untyped_storage()._cdata in storages:
+        return _marker(result, is_part=True)
+    return result.as_subclass(torch.Tensor)

@@ -1,0 +1,258 @@
+"""Gradients that are copied early count only as they are when the step is made."""
+
+import pytest
+import stepwell
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from offload_cases import assert_equal, loss_of, pair, small
+from optim_cases import DTYPES
+from stepwell.offload import gradients
+from stepwell.offload.checksums import checksum, differences
+
+
+@pytest.fixture(autouse=True)
+def _every_gradient_is_a_batch(monkeypatch):
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
+
+
+# ---- checksums ----
+
+
+def is_different(before, after):
+    return bool(differences([before], [after]).item())
+
+
+SIZES = [1, 7, 4095, 4096, 4097, 12288, 100_003]
+
+
+def words(dtype, count, offset=0):
+    """Bits of all kinds, NaNs among them, that begin `offset` elements into their storage."""
+    size = torch.finfo(dtype).bits // 8
+    return torch.randint(0, 256, ((count + offset) * size,), dtype=torch.uint8).view(dtype)[offset:]
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("count", SIZES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_bits_have_equal_checksums(dtype, count, offset):
+    tensor = words(dtype, count, offset)
+    before = checksum(tensor)
+    assert before.dtype == torch.int64
+    assert before.nbytes <= 72 << 10
+    assert not is_different(before, checksum(tensor))
+
+
+CHANGES = {
+    "scaled": lambda t: t.mul_(0.5),
+    "negated": lambda t: t.neg_(),
+    "reversed": lambda t: t.copy_(t.flip(0)),
+    "zeroed": lambda t: t.zero_(),
+    "the first": lambda t: t[0].mul_(1.5),
+    "the last": lambda t: t[-1].mul_(1.5),
+    "a small one": lambda t: t[len(t) // 2].copy_(1e-30),
+    "a NaN": lambda t: t[len(t) // 3].copy_(float("nan")),
+    "clamped": lambda t: t.clamp_(-1e-3, 1e-3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize("count", [7, 4096, 12288, 100_003])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_changes_are_seen(dtype, count, change):
+    tensor = torch.randn(count).to(dtype)
+    before = checksum(tensor)
+    change(tensor)
+    assert is_different(before, checksum(tensor))
+
+
+@pytest.mark.parametrize("period", [1, 2, 4, 64, 1024])
+def test_signs_of_patterns_are_seen(period):
+    # As many positive as negative ones, all of one size.
+    signs = torch.tensor([1.0, -1.0]).repeat_interleave(period)
+    tensor = signs.repeat(1 << 16)[: 1 << 16]
+    tensor[: len(tensor) // 3] *= 2
+    before = checksum(tensor)
+    tensor[::3].neg_()
+    assert is_different(before, checksum(tensor))
+
+
+@given(count=st.sampled_from(SIZES), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 31))
+def test_a_single_bit_is_seen(count, at, bit):
+    tensor = torch.linspace(-1, 1, count)
+    before = checksum(tensor)
+    word = tensor.view(torch.int32)[int(at * count)]
+    word.bitwise_xor_(torch.tensor((1 << bit) - (1 << 32 if bit == 31 else 0)).int())
+    assert is_different(before, checksum(tensor))
+
+
+def test_each_pair_is_told_apart():
+    tensors = [torch.randn(count) for count in SIZES]
+    before = [checksum(tensor) for tensor in tensors]
+    for tensor in tensors[1::2]:
+        tensor.neg_()
+    found = differences(before, [checksum(tensor) for tensor in tensors]).tolist()
+    assert found == [float(index % 2) for index in range(len(SIZES))]
+
+
+def test_memory_that_begins_amid_a_word():
+    memory = bytearray(200_008)
+    tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=2)
+    before = checksum(tensor)
+    assert not is_different(before, checksum(tensor))
+    tensor[50_000] = 1
+    assert is_different(before, checksum(tensor))
+
+
+# ---- edits between the backward and the step ----
+
+
+def _replace_data(grad):
+    grad.data = grad.data * 0.1
+
+
+EDITS = {
+    "data.mul_": lambda grad: grad.data.mul_(1e-3),
+    "data.neg_": lambda grad: grad.data.neg_(),
+    "data.clamp_": lambda grad: grad.data.clamp_(-1e-2, 1e-2),
+    "data.zero_": lambda grad: grad.data.zero_(),
+    "data.add_": lambda grad: grad.data.add_(1e-3),
+    "numpy": lambda grad: grad.numpy().fill(0.5),
+    "data =": _replace_data,
+    "mul_": lambda grad: grad.mul_(1e-3),
+    "set_": lambda grad: grad.set_(grad.data * 0.1),
+}
+
+
+@pytest.mark.parametrize("which", ["all", "one"])
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS.keys())
+def test_gradients_changed_after_their_copy_cross_again(edit, which, caplog):
+    ours, theirs = pair(accumulation_steps=1)
+    for net, optimizer in (ours, theirs):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            for param in list(net.parameters())[:: 1 if which == "all" else 4]:
+                edit(param.grad)
+            optimizer.step()
+    assert_equal(ours, theirs)
+    assert caplog.text.count("cross the bus again") == 1
+    assert ours[1].grad_norm == pytest.approx(
+        torch.nn.utils.get_total_norm([p.grad for p in theirs[0].parameters()]).item()
+    )
+
+
+def test_gradients_that_are_not_changed_cross_once():
+    net, optimizer = pair(accumulation_steps=1)[0]
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.timing["bytes_downloaded"] == sum(param.nbytes for param in net.parameters())
+
+
+# ---- steps that are not made, backwards that fail ----
+
+
+class Broken(torch.autograd.Function):
+    """Passes on what it gets, and fails in the backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("this backward fails")
+
+
+def fail_half_way(net, step):
+    """A backward that reaches the last layer, and no other."""
+    *front, last = net
+    x = torch.linspace(-1, 1, 28).view(4, 7) + step
+    for layer in front:
+        x = layer(x)
+    with pytest.raises(RuntimeError, match="this backward fails"):
+        last(Broken.apply(x)).square().sum().backward()
+
+
+OPTIONS = [{}, {"accumulation_steps": 1}, {"accumulation_steps": 2}, {"accumulate": "host"}]
+OPTION_IDS = ["untold", "told", "two", "host"]
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["cleared", "not cleared"])
+@pytest.mark.parametrize("options", OPTIONS, ids=OPTION_IDS)
+def test_a_backward_that_fails_leaves_what_it_leaves_in_torch(options, clears):
+    """Nothing but what is in `param.grad`, and that only until it is cleared."""
+    ours = small()
+    theirs = small()
+    optimizer = stepwell.OffloadAdamW(ours.parameters(), lr=1e-2, **options)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    for net, each in ((ours, optimizer), (theirs, reference)):
+        for step in range(4):
+            each.zero_grad()
+            if step % 2:
+                fail_half_way(net, step)
+                if clears:
+                    each.zero_grad()
+            loss_of(net, step).backward()
+            loss_of(net, step + 1).backward()
+            each.step()
+    optimizer.synchronize()
+    for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(param, expected)
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                optimizer.state[param][name], reference.state[expected][name]
+            )
+
+
+def skip_by_nan(net, optimizer):
+    loss_of(net, 7).backward()
+    net[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+
+
+def skip_by_found_inf(net, optimizer):
+    loss_of(net, 7).backward()
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    del optimizer.found_inf
+
+
+def refuse(net, optimizer):
+    loss_of(net, 7).backward()
+    whole = net[0].weight.grad
+    net[0].weight.grad = None
+    net[0].bias.grad = torch.zeros_like(net[0].bias).to_sparse()
+    with pytest.raises(ValueError, match="expected a dense tensor"):
+        optimizer.step()
+    net[0].weight.grad = whole
+
+
+def fail_in_a_closure(net, optimizer):
+    def closure():
+        loss_of(net, 7).backward()
+        raise RuntimeError("this closure fails")
+
+    with pytest.raises(RuntimeError, match="this closure fails"):
+        optimizer.step(closure)
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=OPTION_IDS[:3])
+@pytest.mark.parametrize("abandon", [skip_by_nan, skip_by_found_inf, refuse, fail_in_a_closure])
+def test_gradients_of_a_step_that_was_not_made_are_not_stepped(abandon, options):
+    ours, theirs = pair(**options)
+    for net, optimizer in (ours, theirs):
+        for step in range(4):
+            optimizer.zero_grad()
+            if step % 2:
+                abandon(net, optimizer)
+                optimizer.zero_grad()
+            loss_of(net, step).backward()
+            if step == 3:
+                # A parameter of the abandoned step that has no part in this one.
+                net[3].weight.grad = None
+            optimizer.step()
+    assert_equal(ours, theirs)
