@@ -8,7 +8,8 @@ const LAYERS: [&str; 12] = [
     "offload", "python",
 ];
 
-/// Every `crate::` path of a source, with the names that a `use crate::{...}` lists at its first level.
+/// Every `crate::` path of a source, with the names that a `use crate::{...}` lists at its first
+/// level.
 fn first_segments(source: &str) -> Vec<String> {
     let mut found = Vec::new();
     for (at, prefix) in source.match_indices("crate::") {

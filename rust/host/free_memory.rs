@@ -2,7 +2,7 @@
 //! this process leave.
 //!
 //! Pages of files, reclaimable slabs and the cache of ZFS count as free: the kernel gives them up
-//! when memory is asked for. Swap does not: a step that swaps is not what anybody wants.
+//! when memory is asked for. Swap does not: a step that swaps is slower than any refusal.
 //!
 //! Cost: a few small files are read, some 100 us.
 

@@ -42,7 +42,7 @@ pub struct BufferConfig {
     pub lock: bool,
 }
 
-/// Host memory that belongs to nobody else. See the [module](self).
+/// Host memory of its own. See the [module](self).
 #[derive(Debug)]
 pub struct Buffer {
     mapping: Mapping,
@@ -118,13 +118,14 @@ pub fn huge_page_policy() -> Option<String> {
         .map(|text| text.trim().to_owned())
 }
 
-/// Two processes may both be told that the same memory is free: this is for the user who asks for
+/// Two processes may both read that the same memory is free: this is for the user who asks for
 /// too much, not a reservation.
 fn refuse_beyond(free: Option<u64>, nbytes: usize) -> Result<()> {
     match free {
         Some(free) if nbytes as u64 > free => Err(Error::os(
             format!(
-                "cannot take `{nbytes}` bytes of host memory, `{free}` are free; hint: moments of `q8` or `bf16` take less than fp32; \
+                "cannot take `{nbytes}` bytes of host memory, `{free}` are free; hint: moments of \
+                 `q8` or `bf16` take less than fp32; \
                  see `free -h` and the container's limit"
             ),
             Errno::NOMEM,
@@ -149,8 +150,10 @@ fn warn_without_huge_pages(huge_page_bytes: usize, room: usize) {
     let policy = huge_page_policy().unwrap_or_else(|| "none".to_owned());
     log::warn!(
         target: "stepwell",
-        "huge pages for `{huge_page_bytes}` of `{room}` bytes only, the rest is in small pages (slower); the kernel's policy is `{policy}`; \
-         hint: `echo madvise > {HUGE_PAGE_FOLDER}/enabled`; where that is set, memory is fragmented: `echo 1 > /proc/sys/vm/compact_memory`"
+        "huge pages for `{huge_page_bytes}` of `{room}` bytes only, the rest is in small pages \
+         (slower); the kernel's policy is `{policy}`; \
+         hint: `echo madvise > {HUGE_PAGE_FOLDER}/enabled`; where that is set, memory is \
+         fragmented: `echo 1 > /proc/sys/vm/compact_memory`"
     );
 }
 
@@ -190,8 +193,8 @@ struct Mapping {
 // SAFETY: the mapping belongs to this value alone and may be unmapped from any thread; its
 // addresses are the same on all of them.
 unsafe impl Send for Mapping {}
-// SAFETY: nothing reads or writes the memory through a shared mapping but `populate`, before anyone
-// else has seen it; users of the raw pointer answer for their own accesses.
+// SAFETY: nothing reads or writes the memory through a shared mapping but `populate`, before any
+// other code has seen it; users of the raw pointer answer for their own accesses.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -199,7 +202,8 @@ impl Mapping {
         let refused = |errno: Errno| {
             Error::os(
                 format!(
-                    "cannot map `{len}` bytes of host memory; hint: see `free -h`, `ulimit -v` and `sysctl vm.overcommit_memory`"
+                    "cannot map `{len}` bytes of host memory; hint: see `free -h`, `ulimit -v` and \
+                     `sysctl vm.overcommit_memory`"
                 ),
                 errno,
             )
@@ -266,7 +270,8 @@ impl Mapping {
             None => Ok(()),
             Some(errno) => Err(Error::os(
                 format!(
-                    "cannot fault in `{}` bytes of host memory; hint: see `free -h` and the container's limit",
+                    "cannot fault in `{}` bytes of host memory; hint: see `free -h` and the \
+                     container's limit",
                     self.len
                 ),
                 errno,
@@ -287,8 +292,8 @@ impl Mapping {
             }
         }
         for offset in (begin..end).step_by(rustix::param::page_size()) {
-            // SAFETY: inside the mapping, which nobody else has seen yet; ranges of different
-            // workers do not overlap.
+            // SAFETY: inside the mapping, which no other code has seen yet; ranges of
+            // different workers do not overlap.
             unsafe { self.begin.as_ptr().add(offset).write_volatile(0) };
         }
         Ok(())
@@ -298,11 +303,14 @@ impl Mapping {
         // SAFETY: the range is this mapping; locking does not change its contents. It ends with the
         // mapping.
         unsafe { rustix::mm::mlock(self.begin.as_ptr().cast(), self.len) }.map_err(|errno| {
-            let limit = memlock_limit_bytes().map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
+            let limit = memlock_limit_bytes()
+                .map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"));
             Error::os(
                 format!(
-                    "cannot lock `{}` bytes of host memory: RLIMIT_MEMLOCK is `{limit}`; hint: raise it with `ulimit -l unlimited` \
-                     (`--ulimit memlock=-1` for a container, `LimitMEMLOCK=infinity` for a service, /etc/security/limits.conf for a login), \
+                    "cannot lock `{}` bytes of host memory: RLIMIT_MEMLOCK is `{limit}`; hint: \
+                     raise it with `ulimit -l unlimited` \
+                     (`--ulimit memlock=-1` for a container, `LimitMEMLOCK=infinity` for a \
+                     service, /etc/security/limits.conf for a login), \
                      or do without the lock",
                     self.len
                 ),
@@ -360,10 +368,14 @@ mod tests {
     use super::*;
 
     const SMAPS: &str = "\
-7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \nSize:                  4 kB\nAnonHugePages:         8 kB\n\
-7f0000200000-7f0000800000 rw-p 00000000 00:00 0 \nSize:               6144 kB\nAnonHugePages:      4096 kB\nVmFlags: rd wr\n\
-7f0000900000-7f0000a00000 ---p 00000000 00:00 0 \nSize:               1024 kB\n\
-7f0000a00000-7f0000b00000 ---p 00000000 00:00 0 \nAnonHugePages:      1024 kB\n";
+7f0000000000-7f0000001000 rw-p 00000000 00:00 0 \n\
+Size:                  4 kB\nAnonHugePages:         8 kB\n\
+7f0000200000-7f0000800000 rw-p 00000000 00:00 0 \n\
+Size:               6144 kB\nAnonHugePages:      4096 kB\nVmFlags: rd wr\n\
+7f0000900000-7f0000a00000 ---p 00000000 00:00 0 \n\
+Size:               1024 kB\n\
+7f0000a00000-7f0000b00000 ---p 00000000 00:00 0 \n\
+AnonHugePages:      1024 kB\n";
 
     #[test]
     fn more_than_is_free_is_refused_with_both_numbers() {

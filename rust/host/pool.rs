@@ -42,7 +42,7 @@ use crew::{Balance, Crew, run_inline};
 
 pub use placement::{RankShare, choose_cpus};
 
-/// Number of workers of a pool that is not told otherwise.
+/// The variable that sets the number of workers where the configuration does not.
 pub const THREADS_VARIABLE: &str = "STEPWELL_THREADS";
 
 /// What a pool is made of. The default: one worker per allowed physical core, or as many as
@@ -127,7 +127,8 @@ impl Pool {
         let distinct = cpus.iter().collect::<std::collections::HashSet<_>>().len();
         if distinct < cpus.len() {
             warnings.push(format!(
-                "`{}` workers share the `{distinct}` CPUs `{}`; hint: {THREADS_VARIABLE} and `threads` above the number of CPUs only cost time",
+                "`{}` workers share the `{distinct}` CPUs `{}`; hint: {THREADS_VARIABLE} and \
+                 `threads` above the number of CPUs only cost time",
                 cpus.len(),
                 format_cpu_list(&cpus)
             ));
@@ -241,7 +242,8 @@ fn log_all(warnings: &[String]) {
 
 fn unpinned_warning(cpu: usize, error: &io::Error) -> String {
     format!(
-        "workers are not pinned: the system refused CPU `{cpu}`: {error}; hint: allow `sched_setaffinity` in the sandbox"
+        "workers are not pinned: the system refused CPU `{cpu}`: {error}; hint: allow \
+         `sched_setaffinity` in the sandbox"
     )
 }
 
@@ -264,7 +266,8 @@ impl Environment {
         let threads = number(THREADS_VARIABLE)?;
         if threads == Some(0) {
             return Err(Error::value(format!(
-                "invalid {THREADS_VARIABLE} `0`, expected at least 1; hint: unset it for one thread per physical core"
+                "invalid {THREADS_VARIABLE} `0`, expected at least 1; hint: unset it for one \
+                 thread per physical core"
             )));
         }
         let share = match (number("LOCAL_RANK")?, number("LOCAL_WORLD_SIZE")?) {
@@ -313,7 +316,8 @@ fn before_openmp(
         (Some(_), Some(at_load)) if now.len() == 1 && at_load.len() > 1 => (at_load.clone(), None),
         (Some(name), _) if now.len() == 1 => {
             let warning = format!(
-                "{name} is set and this thread is bound to CPU `{}`, so the pool has one worker\nhint: import stepwell before torch, or unset {name}",
+                "{name} is set and this thread is bound to CPU `{}`, so the pool has one \
+                 worker\nhint: import stepwell before torch, or unset {name}",
                 format_cpu_list(&now)
             );
             (now, Some(warning))
@@ -322,7 +326,7 @@ fn before_openmp(
     }
 }
 
-/// Whether someone has bound this process to less than the container lets it use.
+/// Whether this process is bound to fewer CPUs than the container lets it use.
 fn is_bound(allowed: &[usize], topology: &Topology) -> bool {
     // The kernel cuts a mask of all CPUs down to what the control groups allow, of either version
     // and however they are mounted. Asked on a thread of its own, whose mask then goes with it.
@@ -338,7 +342,7 @@ fn is_bound(allowed: &[usize], topology: &Topology) -> bool {
     available.is_some_and(|available| is_narrower(allowed, &available, topology.isolated_cpus()))
 }
 
-/// Isolated CPUs are outside every mask that nobody has set: they do not count.
+/// Isolated CPUs are outside the default mask: they do not count.
 fn is_narrower(allowed: &[usize], available: &[usize], isolated: &[usize]) -> bool {
     available.iter().any(|cpu| !allowed.contains(cpu) && !isolated.contains(cpu))
 }
@@ -361,7 +365,7 @@ mod tests {
         assert_eq!(
             before_openmp(vec![1], Some(&whole), |_| false),
             (vec![1], None),
-            "someone else's mask is respected"
+            "a mask set from outside is respected"
         );
         assert_eq!(
             before_openmp(vec![1, 2], Some(&whole), bound),
@@ -412,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mask_that_somebody_set_is_narrower() {
+    fn a_mask_that_was_set_is_narrower() {
         assert!(!is_narrower(&[0, 1, 2, 3], &[0, 1, 2, 3], &[]));
         assert!(is_narrower(&[0, 1], &[0, 1, 2, 3], &[]));
         assert!(!is_narrower(&[0, 1], &[0, 1, 2, 3], &[2, 3]));

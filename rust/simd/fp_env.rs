@@ -1,9 +1,9 @@
 //! The floating-point environment that every kernel runs in: round to nearest, subnormals kept,
 //! exceptions masked.
 //!
-//! New threads inherit flush-to-zero from whoever started them, and `torch.set_flush_denormal` sets
-//! it for the caller; results must depend on neither (S1), so each kernel entry sets the control
-//! register and restores it afterwards.
+//! A new thread inherits flush-to-zero from the one that started it, and `torch.set_flush_denormal`
+//! sets it for the caller; results must depend on neither (S1), so each kernel entry sets the
+//! control register and restores it afterwards.
 
 use std::{arch::asm, marker::PhantomData};
 

@@ -6,7 +6,7 @@
 //! to 16-bit types. (Automatic vectorisation of lane arrays was tried first: as fast for the simple
 //! bodies, and 2 to 3 times slower where it chose the wrong loop.)
 //!
-//! The implementors are tokens: whoever holds one has shown that the machine has the features, so
+//! The implementors are tokens: code that holds one has shown that the machine has the features, so
 //! their methods are safe.
 
 #[cfg(target_arch = "x86_64")]

@@ -57,6 +57,10 @@ fn prefetch_line(address: *const u8) {
 fn prefetch_line(address: *const u8) {
     // SAFETY: a prefetch of any address, mapped or not, changes nothing but the cache.
     unsafe {
-        std::arch::asm!("prfm pldl1keep, [{}]", in(reg) address, options(nostack, readonly, preserves_flags))
+        std::arch::asm!(
+            "prfm pldl1keep, [{}]",
+            in(reg) address,
+            options(nostack, readonly, preserves_flags)
+        )
     };
 }

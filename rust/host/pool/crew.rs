@@ -217,7 +217,7 @@ impl Shared {
         }
     }
 
-    /// Tells every idle worker to look.
+    /// Wakes every idle worker.
     fn announce(&self) {
         // Either the worker counts itself before this load, or it sees the new epoch before it
         // sleeps: both are sequentially consistent.

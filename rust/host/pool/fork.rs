@@ -1,4 +1,4 @@
-//! Keeps `fork` and running jobs apart, so that a child never inherits a lock that nobody will
+//! Keeps `fork` and running jobs apart, so that a child never inherits a lock that no thread will
 //! release.
 //!
 //! Every call that uses a pool's locks or workers stands inside a gate ([`enter`]). The handlers
@@ -92,7 +92,8 @@ pub(super) struct Entered<'a> {
 
 impl Drop for Entered<'_> {
     fn drop(&mut self) {
-        // A child that a task has forked starts with an empty gate: this entry is not counted there.
+        // A child that a task has forked starts with an empty gate: this entry is not counted
+        // there.
         if self.generation == Some(self.gate.generation()) {
             self.gate.leave();
         }

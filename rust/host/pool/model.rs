@@ -66,7 +66,7 @@ fn every_worker_runs_its_own() {
     });
 }
 
-/// Nobody else does what a worker misses, and it is announced to while it goes to sleep.
+/// No other worker does what one misses, and a job is announced to it while it goes to sleep.
 #[test]
 fn a_worker_alone_misses_no_job() {
     check(|| {

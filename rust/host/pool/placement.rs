@@ -53,7 +53,8 @@ pub fn choose_cpus(
     }
     if let Some(threads) = config.threads.filter(|&threads| threads == 0 || threads > THREADS_MAX) {
         return Err(Error::value(format!(
-            "invalid number of threads `{threads}`, expected 1 to {THREADS_MAX}; hint: leave it out for one per physical core"
+            "invalid number of threads `{threads}`, expected 1 to {THREADS_MAX}; hint: leave it \
+             out for one per physical core"
         )));
     }
     if let Some(cpus) = &config.cpus {
@@ -61,7 +62,8 @@ pub fn choose_cpus(
     }
     if share.rank >= share.num_ranks {
         return Err(Error::value(format!(
-            "local rank `{}` is not below the local world size `{}`; hint: LOCAL_RANK and LOCAL_WORLD_SIZE are set by the launcher",
+            "local rank `{}` is not below the local world size `{}`; hint: LOCAL_RANK and \
+             LOCAL_WORLD_SIZE are set by the launcher",
             share.rank, share.num_ranks
         )));
     }
@@ -74,7 +76,8 @@ pub fn choose_cpus(
 fn check_cpus(cpus: &[usize], allowed: &[usize], threads: Option<usize>) -> Result<Vec<usize>> {
     if cpus.is_empty() {
         return Err(Error::value(
-            "empty list of CPUs, expected at least one; hint: leave it out for one per physical core",
+            "empty list of CPUs, expected at least one; hint: leave it out for one per physical \
+             core",
         ));
     }
     if let Some(threads) = threads.filter(|&threads| threads != cpus.len()) {
@@ -87,7 +90,8 @@ fn check_cpus(cpus: &[usize], allowed: &[usize], threads: Option<usize>) -> Resu
     for &cpu in cpus {
         if !allowed.contains(&cpu) {
             return Err(Error::value(format!(
-                "CPU `{cpu}` is not among those this process may use, `{}`; hint: see `taskset -p` and the container's cpuset",
+                "CPU `{cpu}` is not among those this process may use, `{}`; hint: see `taskset -p` \
+                 and the container's cpuset",
                 format_cpu_list(allowed)
             )));
         }
