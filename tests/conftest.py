@@ -1,4 +1,4 @@
-"""What every test runs under: fixed seeds, hypothesis profiles, and markers that say why they skip."""
+"""What every test runs under: fixed seeds, hypothesis profiles, markers that skip."""
 
 import os
 import shutil

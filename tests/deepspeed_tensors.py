@@ -1,4 +1,7 @@
-"""Tensors for tests of DeepSpeed's native ops: one parameter with gradient and moments, and its update."""
+"""Tensors for tests of DeepSpeed's native ops.
+
+One parameter with its gradient and moments, and its update.
+"""
 
 import torch
 from stepwell.deepspeed.native import cpu_adam

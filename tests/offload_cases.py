@@ -1,4 +1,7 @@
-"""What the tests of `stepwell.OffloadAdamW` share: models with their twins under `stepwell.AdamW`, and training steps."""
+"""What the tests of `stepwell.OffloadAdamW` share.
+
+Models with their twins under `stepwell.AdamW`, and training steps.
+"""
 
 import copy
 
@@ -61,7 +64,10 @@ def train(net, optimizer, steps, first=0, scheduler=None, width=7):
 
 
 def pair(net=None, dtype=torch.float32, **options):
-    """A model under OffloadAdamW, and the same under AdamW: ((model, optimizer), (model, optimizer))."""
+    """A model under OffloadAdamW, and the same under AdamW.
+
+    Returns ((model, optimizer), (model, optimizer)).
+    """
     net = small(dtype) if net is None else net
     twin = copy.deepcopy(net)
     ours = {"gate", "accumulation_steps", "clip_norm", "threads", "host_bytes_max", "accumulate"}

@@ -1,4 +1,7 @@
-"""What the tests of the optimizers share: an oracle in float64, snapshots, and the combinations of master and codec."""
+"""What the tests of the optimizers share.
+
+An oracle in float64, snapshots, and the combinations of master and codec.
+"""
 
 import itertools
 import math
@@ -56,7 +59,10 @@ def master(optimizer, param):
 
 
 class Oracle:
-    """Adam(W) in float64 (Kingma and Ba, 2015, algorithm 1; Loshchilov and Hutter, 2019, algorithm 2)."""
+    """Adam(W) in float64.
+
+    Kingma and Ba, 2015, algorithm 1; Loshchilov and Hutter, 2019, algorithm 2.
+    """
 
     def __init__(self, start):
         self.param = start.detach().double()

@@ -1,4 +1,7 @@
-"""Exchanges state with DeepSpeedCPUAdam on its own compiled op, both ways, for each codec. Run by test_optim_state_dict.py."""
+"""Exchanges state with DeepSpeedCPUAdam on its own compiled op, both ways, for each codec.
+
+Run by test_optim_state_dict.py.
+"""
 
 import copy
 

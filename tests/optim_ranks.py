@@ -1,4 +1,7 @@
-"""Two gloo ranks that run functions for the tests of sharded parameters; started once, since importing torch takes seconds; and what they shard."""
+"""Two gloo ranks that run functions for the tests of sharded parameters, and what they shard.
+
+The ranks are started once, since importing torch takes seconds.
+"""
 
 import faulthandler
 import queue

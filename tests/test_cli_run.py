@@ -128,7 +128,8 @@ def test_a_spawned_process_is_registered_before_the_script_is_imported(tmp_path)
 
 LAUNCHERS = {
     "torchrun -m": "torchrun --standalone --nproc-per-node 2 -m stepwell run rank.py --lr 3",
-    "accelerate": "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no "
+    "accelerate": "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
+    "--mixed_precision no --dynamo_backend no "
     "--main_process_port 0 -m stepwell run rank.py --lr 3",
     "deepspeed --module": "deepspeed --num_gpus 2 --module stepwell run rank.py --lr 3",
 }

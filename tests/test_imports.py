@@ -1,4 +1,7 @@
-"""The modules of the package import each other without circles, and only one folder imports DeepSpeed."""
+"""The modules of the package import each other without circles.
+
+Only one folder imports DeepSpeed.
+"""
 
 import ast
 import graphlib
@@ -16,7 +19,7 @@ MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
 
 
 def statements(tree):
-    """Every import of a module at any depth, also in functions, but for those that only types need."""
+    """Every import of a module, also in functions, but for those that only types need."""
     ahead = [tree]
     while ahead:
         node = ahead.pop()
@@ -37,7 +40,10 @@ def imported(path):
 
 
 def target(name):
-    """The module of the package that an imported name is, or lies in. The extension imports none."""
+    """The module of the package that an imported name is, or lies in.
+
+    The extension imports none.
+    """
     if name.startswith("stepwell._core"):
         return None
     return next((known for known in (name, name.rpartition(".")[0]) if known in MODULES), None)

@@ -1,4 +1,7 @@
-"""accumulate="host": gradients are summed in host memory, the same sums as on the device, and whoever reads one there is told."""
+"""accumulate="host": gradients are summed in host memory, with the sums of the device.
+
+A program that reads one on the device meets NaN or an error.
+"""
 
 import copy
 import os

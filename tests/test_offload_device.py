@@ -1,4 +1,7 @@
-"""stepwell.OffloadAdamW beside whatever accelerator there is: on a machine with a GPU its copies and streams are CUDA's, elsewhere the host's."""
+"""stepwell.OffloadAdamW beside the accelerator of this machine.
+
+With a GPU its copies and streams are CUDA's, elsewhere the host's.
+"""
 
 import os
 

@@ -1,4 +1,7 @@
-"""What goes wrong around OffloadAdamW: interrupted, moved, freed, forked. No hang, no crash, a clear error, and nothing half done."""
+"""What goes wrong around OffloadAdamW: interrupted, moved, freed, forked.
+
+No hang, no crash, a clear error, and nothing half done.
+"""
 
 import gc
 import signal
@@ -81,7 +84,10 @@ def heard_interrupts():
 @pytest.mark.usefixtures("heard_interrupts")
 @pytest.mark.parametrize("where", ["step", "synchronize", "forward", "state_dict"])
 def test_keyboard_interrupt_while_waiting(where):
-    """Ctrl-C arrives while a large step runs: the call is left, the step goes on, and so does the training after it."""
+    """Ctrl-C arrives while a large step runs.
+
+    The call is left, the step goes on, and so does the training after it.
+    """
 
     def net_and_optimizer():
         torch.manual_seed(0)
@@ -170,7 +176,10 @@ def test_keyboard_interrupt_from_a_timer():
 
 
 def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
-    """The step is under way when Ctrl-C lands: afterwards gradients may be written, as after any step."""
+    """The step is under way when Ctrl-C lands.
+
+    Afterwards gradients may be written, as after any step.
+    """
     (net, optimizer), (twin, reference) = pair()
     for each in ((net, optimizer), (twin, reference)):
         train(*each, 1)

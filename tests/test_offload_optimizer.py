@@ -1,4 +1,7 @@
-"""stepwell.OffloadAdamW over the host as an asynchronous device: the same bits as stepwell.AdamW, however it is used."""
+"""stepwell.OffloadAdamW over the host as an asynchronous device.
+
+The same bits as stepwell.AdamW, however it is used.
+"""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""OffloadAdamW over two gloo ranks: DistributedDataParallel and FSDP2 (`fully_shard`), their norms and their checkpoints."""
+"""OffloadAdamW over two gloo ranks: DistributedDataParallel and FSDP2 (`fully_shard`).
+
+Their norms and their checkpoints too.
+"""
 
 import pytest
 import stepwell

@@ -1,4 +1,7 @@
-"""State dicts of OffloadAdamW: exact resumption, exchange with torch.optim.AdamW, torch.distributed.checkpoint."""
+"""State dicts of OffloadAdamW.
+
+Exact resumption, exchange with torch.optim.AdamW, torch.distributed.checkpoint.
+"""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""OffloadAdamW under transformers' Trainer: its clipping and its logged norm, accumulation, bf16, and exact resumption."""
+"""OffloadAdamW under transformers' Trainer.
+
+Its clipping and its logged norm, accumulation, bf16, and exact resumption.
+"""
 
 import math
 

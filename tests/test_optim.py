@@ -56,7 +56,10 @@ hypers = st.fixed_dictionaries(
 
 
 def tolerance(oracle, steps, lr):
-    """Of float32 arithmetic: the parameter is rounded each step, and the update (at most some 20 times lr) as well."""
+    """Of float32 arithmetic.
+
+    The parameter is rounded each step, and the update (at most some 20 times lr) as well.
+    """
     return ULPS * steps * (oracle.param.abs() + 20 * lr * oracle.cancellation + 1e-30)
 
 

@@ -1,4 +1,7 @@
-"""Sharded parameters: FSDP2 with CPU offload and plain DTensors over two gloo ranks, and their checkpoints."""
+"""Sharded parameters over two gloo ranks, and their checkpoints.
+
+FSDP2 with CPU offload, and plain DTensors.
+"""
 
 import copy
 

@@ -1,4 +1,7 @@
-"""State dicts: exact resumption, conversion between codecs, and exchange with torch.optim.AdamW and DeepSpeedCPUAdam."""
+"""State dicts: exact resumption, conversion between codecs, and exchange.
+
+They are exchanged with torch.optim.AdamW and DeepSpeedCPUAdam.
+"""
 
 import copy
 import io

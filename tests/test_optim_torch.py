@@ -1,4 +1,7 @@
-"""What a torch optimizer is used with: schedulers, closures, hooks, copies, groups, autograd's version check, GradScaler."""
+"""What a torch optimizer is used with.
+
+Schedulers, closures, hooks, copies, groups, autograd's version check, GradScaler.
+"""
 
 import copy
 import io

@@ -1,4 +1,7 @@
-"""Whoever writes to a parameter between two steps wins; a parameter with trailing bits never becomes another value or a NaN."""
+"""What is written to a parameter between two steps wins.
+
+A parameter with trailing bits never becomes another value or a NaN.
+"""
 
 import math
 

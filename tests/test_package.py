@@ -1,4 +1,7 @@
-"""The package as its users meet it: the wheel in a fresh environment without a compiler, and the build from source."""
+"""The package as its users meet it.
+
+The wheel in a fresh environment without a compiler, and the build from source.
+"""
 
 import email.parser
 import json
@@ -56,7 +59,7 @@ def package_files():
 
 
 def other_interpreters():
-    """Every CPython 3.10 or later on this machine, but one per minor version, on PATH or kept by pyenv."""
+    """One CPython of each minor version from 3.10 on, on PATH or kept by pyenv."""
     folders = os.environ.get("PATH", "").split(os.pathsep)
     versions = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     folders += sorted(str(folder) for folder in versions.glob("3.*/bin"))
@@ -95,7 +98,9 @@ def unpacked(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def fresh(wheel, tmp_path_factory):
-    """A new virtual environment with the wheel in it: its `bin` folder and an environment whose PATH has only that.
+    """A new virtual environment with the wheel in it.
+
+    Returns its `bin` folder, and an environment whose PATH has only that.
 
     pip, torch and the rest are lent by the running interpreter (all its packages except stepwell
     itself), so that nothing is fetched and pip still checks the wheel's requirements against what
@@ -297,7 +302,10 @@ def test_source_installs(sdist, tmp_path):
         env=env,
         timeout_s=BUILD_SECONDS_MAX,
     )
-    program = "import stepwell, stepwell._core as core; print(core.__version__, stepwell.__file__, core.__file__)"
+    program = (
+        "import stepwell, stepwell._core as core; "
+        "print(core.__version__, stepwell.__file__, core.__file__)"
+    )
     output = run(
         sys.executable, "-c", program, cwd="/", env={**os.environ, "PYTHONPATH": str(tmp_path)}
     )
