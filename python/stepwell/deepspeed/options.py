@@ -18,11 +18,20 @@ class Options:
     """The block, with defaults for what it leaves out."""
 
     engine: bool = True
-    """Whether ZeRO-1 and -2 with CPU offload run on the offload engine. If not: DeepSpeed's own path, on Stepwell's kernels."""
+    """Whether ZeRO with CPU offload runs on the offload engine.
+
+    If not, it is DeepSpeed's own path, on Stepwell's kernels.
+    """
     moments: str | None = None
-    """How `exp_avg` and `exp_avg_sq` are held: "fp32", "bf16" or "q8". None: as the optimizer's type says, which is fp32."""
+    """How `exp_avg` and `exp_avg_sq` are held: "fp32", "bf16" or "q8".
+
+    None: as the optimizer's type says, or else fp32.
+    """
     gate: str = "module"
-    """Who waits for the new weights: "module", each forward for its own; "step", `engine.step()` for all."""
+    """What waits for the new weights.
+
+    "module": each forward for its own; "step": `engine.step()` for all.
+    """
     threads: int | None = None
     """Workers that step; None: one per physical core of this process, but one."""
     host_bytes_max: int | None = None
@@ -33,7 +42,8 @@ class Options:
             raise ValueError(f"`stepwell.engine` is `{self.engine}`, expected true or false")  # noqa: TRY004
         if self.moments is not None and self.moments not in _state.MOMENTS:
             raise ValueError(
-                f"`stepwell.moments` is `{self.moments}`, expected one of {', '.join(_state.MOMENTS)}"
+                f"`stepwell.moments` is `{self.moments}`, expected one of "
+                f"{', '.join(_state.MOMENTS)}"
             )
         if self.gate not in _GATES:
             raise ValueError(
@@ -72,6 +82,7 @@ def options_of(engine: Any) -> Options:
     unknown = sorted(block.keys() - set(known))
     if unknown:
         raise ValueError(
-            f"`{', '.join(unknown)}` in the block `stepwell` of the DeepSpeed JSON, expected {', '.join(known)}"
+            f"`{', '.join(unknown)}` in the block `stepwell` of the DeepSpeed JSON, expected "
+            f"{', '.join(known)}"
         )
     return Options(**block)

@@ -1,4 +1,6 @@
-"""What runs in the processes that DeepSpeed spawns: its own functions, with Stepwell in their seams.
+"""What runs in the processes that DeepSpeed spawns.
+
+DeepSpeed's own functions, with Stepwell in their seams.
 
 `register` makes the functions by whose names a spawned process finds these.
 """

@@ -1,4 +1,4 @@
-"""Parameters on an accelerator, optimizer state in host memory: the faces of the offload engine for PyTorch."""
+"""Parameters on an accelerator, optimizer state in host memory, for PyTorch."""
 
 from stepwell.offload.optimizer import OffloadAdamW
 from stepwell.offload.trainer import fold_clipping

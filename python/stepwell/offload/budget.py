@@ -35,7 +35,8 @@ def announce(numel: int, *, state: int, pinned: int, limit: int | None, held: in
             "hint: moments='q8' takes 6 bytes per parameter less than fp32"
         )
     _LOGGER.info(
-        "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB pinned for gradients and weights",
+        "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB pinned for "
+        "gradients and weights",
         (pinned + state) / GIB,
         numel,
         state / GIB,

@@ -1,4 +1,7 @@
-"""One Adam update of tensors as DeepSpeed's native ops take them: checked in full, then done by the core, or not at all."""
+"""One Adam update of tensors as DeepSpeed's native ops take them.
+
+It is checked in full, then done by the core, or not at all.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ _MOMENT_DTYPES = {
 
 
 class NativeTensors(NamedTuple):
-    """One parameter of an update. The moments are float32 or of the parameter's dtype, and rounded to nearest."""
+    """One parameter of an update.
+
+    The moments are float32, or of the parameter's dtype and rounded to nearest.
+    """
 
     param: torch.Tensor
     grad: torch.Tensor
@@ -49,7 +55,10 @@ class NativeTensors(NamedTuple):
 
 
 class _Policy:
-    """What updates with a non-finite gradient do, and what has been done; of the process, as DeepSpeed's op is."""
+    """What updates with a non-finite gradient do, and what has been done.
+
+    It is the process's, as DeepSpeed's op is.
+    """
 
     nonfinite: Nonfinite = "raise"
     is_checked: bool = False
@@ -97,11 +106,13 @@ def check(tensors: NativeTensors) -> None:
     for name, tensor in tensors._asdict().items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(  # noqa: TRY004
-                f"`{name}` is `{type(tensor).__name__}`, expected a tensor. hint: pass the tensors of one parameter"
+                f"`{name}` is `{type(tensor).__name__}`, expected a tensor. hint: pass the tensors "
+                "of one parameter"
             )
         if not tensor.is_cpu:
             raise ValueError(
-                f"`{name}` is on `{tensor.device}`, expected the CPU. hint: this optimizer steps in host memory: set "
+                f"`{name}` is on `{tensor.device}`, expected the CPU. hint: this optimizer steps "
+                "in host memory: set "
                 "zero_optimization.offload_optimizer.device to `cpu` in the DeepSpeed JSON"
             )
         if tensor.layout != torch.strided:
@@ -116,22 +127,27 @@ def check(tensors: NativeTensors) -> None:
         # A gradient is only read, so a copy does; what is written must be written where it is.
         if name != "grad" and not is_run(tensor):
             raise ValueError(
-                f"`{name}` is not contiguous (shape `{tuple(tensor.shape)}`, strides `{tensor.stride()}`), expected it to "
+                f"`{name}` is not contiguous (shape `{tuple(tensor.shape)}`, strides "
+                f"`{tensor.stride()}`), expected it to "
                 "be. hint: use .contiguous(), or stepwell.AdamW, which steps any strides"
             )
     if param.dtype not in _MOMENT_DTYPES:
         raise ValueError(
-            f"`param` is `{param.dtype}`, expected float32, bfloat16 or float16. hint: parameter.to(torch.float32)"
+            f"`param` is `{param.dtype}`, expected float32, bfloat16 or float16. hint: "
+            "parameter.to(torch.float32)"
         )
     if tensors.grad.dtype != param.dtype:
         raise ValueError(
-            f"`grad` is `{tensors.grad.dtype}`, expected `{param.dtype}`, as the parameter is. hint: grad.to(param.dtype)"
+            f"`grad` is `{tensors.grad.dtype}`, expected `{param.dtype}`, as the parameter is. "
+            "hint: grad.to(param.dtype)"
         )
     dtypes = _MOMENT_DTYPES[param.dtype]
     if tensors.exp_avg.dtype not in dtypes or tensors.exp_avg_sq.dtype != tensors.exp_avg.dtype:
         raise ValueError(
-            f"the moments of a `{param.dtype}` parameter are `{tensors.exp_avg.dtype}` and `{tensors.exp_avg_sq.dtype}`, "
-            f"expected both to be one of {', '.join(f'`{dtype}`' for dtype in dtypes)}. hint: start from fresh state"
+            f"the moments of a `{param.dtype}` parameter are `{tensors.exp_avg.dtype}` and "
+            f"`{tensors.exp_avg_sq.dtype}`, "
+            f"expected both to be one of {', '.join(f'`{dtype}`' for dtype in dtypes)}. hint: "
+            "start from fresh state"
         )
 
 
@@ -147,7 +163,10 @@ def _runs(tensors: Sequence[NativeTensors]) -> list[torch.Tensor]:
 
 
 def _may_go_on(grads: list[_core.TensorView], pool: _core.Pool | None) -> bool:
-    """Whether to go on with an update: False where a gradient is not finite, and the policy is to refuse such updates."""
+    """Whether to go on with an update.
+
+    False where a gradient is not finite, and the policy is to refuse such updates.
+    """
     if _Policy.is_checked or _Policy.nonfinite == "propagate" or not grads:
         return True
     if _core.grad_stats(grads, norm=False, pool=pool).finite:
@@ -156,14 +175,17 @@ def _may_go_on(grads: list[_core.TensorView], pool: _core.Pool | None) -> bool:
         _LOGGER.info("refused an update: its gradient is not finite; nothing was changed")
         return False
     raise ValueError(
-        "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such steps (bf16.check_grad_overflow, "
+        "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such steps "
+        "(bf16.check_grad_overflow, "
         "fp16.loss_scale 0), lower lr, or register(nonfinite='propagate')"
     )
 
 
 @contextmanager
 def all_finite(tensors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Checks (parameter, gradient) pairs of a step in one read; updates inside do not read them for that again.
+    """Checks (parameter, gradient) pairs of a step in one read.
+
+    Updates inside do not read them for that again.
 
     Raises:
         ValueError: a gradient is not finite, and the policy is to raise.

@@ -81,7 +81,8 @@ def _step_of(step: int | torch.Tensor) -> int:
     count = int(step)
     if count < 1 or count != step:
         raise ValueError(
-            f"`step` is `{step}`, expected the number of the update, from 1. hint: count before the update"
+            f"`step` is `{step}`, expected the number of the update, from 1. hint: count before "
+            "the update"
         )
     return count
 

@@ -1,4 +1,7 @@
-"""DeepSpeed's native op `fused_adam` on CPU accelerators: what its FusedAdam calls where nothing is offloaded."""
+"""DeepSpeed's native op `fused_adam` on CPU accelerators.
+
+DeepSpeed's FusedAdam calls it where nothing is offloaded.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,8 @@ def multi_tensor_adam(
     """
     if len(tensor_lists) != 4 or len({len(tensors) for tensors in tensor_lists}) != 1:
         raise ValueError(
-            f"`tensor_lists` has the lengths `{[len(tensors) for tensors in tensor_lists]}`, expected four equal ones. "
+            f"`tensor_lists` has the lengths `{[len(tensors) for tensors in tensor_lists]}`, "
+            "expected four equal ones. "
             "hint: gradients, parameters, exp_avg, exp_avg_sq"
         )
     grads, params, exp_avgs, exp_avg_sqs = tensor_lists

@@ -1,4 +1,7 @@
-"""The optimizers that DeepSpeed's native op `cpu_adam` has made in this process, by DeepSpeed's numbers for them."""
+"""The optimizers that DeepSpeed's native op `cpu_adam` has made in this process.
+
+They go by DeepSpeed's numbers for them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ class NativeOptimizer:
     decoupled: bool
     """Whether its weight decay is AdamW's."""
     refused: dict[int, int] = field(default_factory=dict)
-    """The number of the last update of a parameter, by the address of its `exp_avg`, where that update was refused."""
+    """The number of the last update of a parameter, where that update was refused.
+
+    By the address of its `exp_avg`.
+    """
 
 
 _OPTIMIZERS: dict[int, NativeOptimizer] = {}

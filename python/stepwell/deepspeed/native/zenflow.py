@@ -1,4 +1,6 @@
-"""The ZenFlow part of DeepSpeed's native op `cpu_adam`: updates by a process of their own, told through shared memory.
+"""The ZenFlow part of DeepSpeed's native op `cpu_adam`.
+
+Updates are done by a process of their own, which gets them through shared memory.
 
 The training process lays a control block into a shared tensor and submits steps to it; the
 optimizer process, which maps the same tensors, runs them one after the other. Two process-shared
@@ -68,7 +70,10 @@ class _Semaphore(ctypes.Structure):
         _check(_libc.sem_post(ctypes.byref(self)), "sem_post")
 
     def wait(self, timeout_seconds: float) -> bool:
-        """Whether it could be taken within a slice of time. Runs without the GIL; Ctrl-C interrupts it."""
+        """Whether it could be taken within a slice of time.
+
+        Runs without the GIL; Ctrl-C interrupts it.
+        """
         nanoseconds = time.time_ns() + int(timeout_seconds * 1e9)
         deadline = _Timespec(*divmod(nanoseconds, 10**9))
         if _libc.sem_timedwait(ctypes.byref(self), ctypes.byref(deadline)) == 0:
@@ -129,7 +134,8 @@ class _Control(ctypes.Structure):
         """The command to fill in before `submitted` is posted."""
         if self.num_submitted - self.num_done >= OUTSTANDING_MAX:
             raise ValueError(
-                f"`{OUTSTANDING_MAX}` submitted steps are not done yet. hint: zenflow_adam_wait for each step"
+                f"`{OUTSTANDING_MAX}` submitted steps are not done yet. hint: zenflow_adam_wait "
+                "for each step"
             )
         command: _Command = self.commands[self.num_submitted % OUTSTANDING_MAX]
         self.num_submitted += 1
@@ -154,7 +160,10 @@ def _control(address: int) -> _Control:
 
 @dataclass
 class _Group:
-    """A parameter group: one flat parameter, its gradients and moments in two sets, and a copy of it for the uploader."""
+    """A parameter group: one flat parameter, and what belongs to it.
+
+    Its gradients and moments in two sets, and a copy of it for the uploader.
+    """
 
     param: torch.Tensor
     grad: tuple[torch.Tensor, torch.Tensor]
@@ -178,7 +187,8 @@ class _Worker:
         """Does a submitted step: all groups, or none."""
         if len(self.groups) != control.num_groups:
             raise ValueError(
-                f"a step of `{control.num_groups}` groups was submitted, {len(self.groups)} are registered. "
+                f"a step of `{control.num_groups}` groups was submitted, {len(self.groups)} are "
+                "registered. "
                 "hint: register every group before the first step"
             )
         tensors = [group.tensors(command.now_state) for group in self.groups]
@@ -260,13 +270,15 @@ def zenflow_adam_register_group(
         adam.check(group.tensors(now_state))
     if stale is not None and (stale.numel() != param.numel() or stale.dtype != param.dtype):
         raise ValueError(
-            f"`stale` is `{stale.dtype}` of {stale.numel()} elements, expected `{param.dtype}` of {param.numel()}. "
+            f"`stale` is `{stale.dtype}` of {stale.numel()} elements, expected `{param.dtype}` of "
+            f"{param.numel()}. "
             "hint: torch.zeros_like(param)"
         )
     worker = _worker(handle)
     if len(worker.groups) == GROUPS_MAX:
         raise ValueError(
-            f"ZenFlow has more than `{GROUPS_MAX}` parameter groups. hint: merge groups of equal options"
+            f"ZenFlow has more than `{GROUPS_MAX}` parameter groups. hint: merge groups of equal "
+            "options"
         )
     worker.groups.append(group)
 
@@ -297,7 +309,9 @@ def zenflow_adam_ctrl_init(address: int, num_groups: int) -> None:
 
 
 def zenflow_adam_run_worker(handle: int, address: int) -> None:
-    """Runs submitted steps until the exit command, the end of the training process, or a step that fails.
+    """Runs submitted steps.
+
+    Until the exit command, the end of the training process, or a step that fails.
 
     Why a step failed is raised by `zenflow_adam_wait` in the training process, and here.
     """
@@ -357,7 +371,8 @@ def zenflow_adam_submit(
     hypers = (lr, beta1, beta2, eps, weight_decay, bias_correction)
     if {len(values) for values in hypers} != {control.num_groups}:
         raise ValueError(
-            f"hyper-parameters of `{[len(values) for values in hypers]}` groups were submitted, expected "
+            f"hyper-parameters of `{[len(values) for values in hypers]}` groups were submitted, "
+            "expected "
             f"{control.num_groups} of each. hint: zenflow_adam_ctrl_init was given that number"
         )
     if now_state not in (0, 1) or step < 1:
