@@ -166,10 +166,13 @@ def test_keyboard_interrupt_from_a_timer():
                     optimizer.step()
             except KeyboardInterrupt:
                 pass
-        signal.setitimer(signal.ITIMER_REAL, 0) optimizer.synchronize() count =
-        float(optimizer.state[param]["step"]) assert count >= 2 assert
-        torch.allclose(param.detach(), torch.full_like(param, -count), rtol=1e-4), (param[0],
-        param[-1], count) print("whole")
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        optimizer.synchronize()
+        count = float(optimizer.state[param]["step"])
+        assert count >= 2
+        expected = torch.full_like(param, -count)
+        assert torch.allclose(param.detach(), expected, rtol=1e-4), (param[0], param[-1], count)
+        print("whole")
         """
     )
     assert out == "whole\n"

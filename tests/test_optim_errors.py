@@ -318,9 +318,10 @@ import os, signal, sys
 import torch, stepwell
 from stepwell import _core
 
-params = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(8)] optimizer =
-stepwell.AdamW([{"params": [param], "lr": 1e-3 * (1 + index)} for index, param in
-enumerate(params)], betas=(0.9, 0.9999)) for param in params:
+params = [torch.nn.Parameter(torch.zeros(1 << 16)) for _ in range(8)]
+groups = [{"params": [param], "lr": 1e-3 * (1 + index)} for index, param in enumerate(params)]
+optimizer = stepwell.AdamW(groups, betas=(0.9, 0.9999))
+for param in params:
     param.grad = torch.ones_like(param)
 optimizer.step()
 interrupts = 0

@@ -11,6 +11,19 @@ from stepwell import _core
 
 __all__ = ["Hyper", "hyper_of"]
 
+_KEYS = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "capturable",
+    "differentiable",
+    "decoupled_weight_decay",
+    "bias_correction",
+)
+
 
 class Hyper(NamedTuple):
     """What one call of the core steps its tensors with; equal groups share a call."""
@@ -28,22 +41,52 @@ class Hyper(NamedTuple):
         return _core.Hyper(**self._asdict(), grad_scale=grad_scale)
 
 
+def _number(value: object, key: str, where: str) -> float:
+    """`value` as a float; of a tensor its one element.
+
+    Raises:
+        ValueError: it is no number.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(
+            f"`{key}` of {where} has the shape `{tuple(value.shape)}`, expected one number"
+        )
+    # Not what `float` would parse: schedulers calculate with it.
+    is_numeric = hasattr(value, "__float__") or isinstance(value, int)
+    if not is_numeric or (isinstance(value, torch.Tensor) and value.is_complex()):
+        raise ValueError(
+            f"`{key}` of {where} is `{value!r}` (`{type(value).__name__}`), expected a number"
+        )
+    return float(value)  # type: ignore[arg-type]
+
+
 def hyper_of(group: dict[str, Any], where: str) -> Hyper:
     """The hyper-parameters of `group`, checked.
 
     Raises:
         ValueError: one of them is out of its range, or asks for what this optimizer does not do.
     """
-    for key in ("lr", "eps", "weight_decay"):
-        if isinstance(group[key], torch.Tensor) and group[key].numel() != 1:
+    if missing := [key for key in _KEYS if key not in group]:
+        raise ValueError(
+            f"`{missing[0]}` of {where} is missing. hint: add groups by optimizer.add_param_group()"
+        )
+    lr, eps, weight_decay = (
+        _number(group[key], key, where) for key in ("lr", "eps", "weight_decay")
+    )
+    for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        if not 0.0 <= value < math.inf:
             raise ValueError(
-                f"`{key}` of {where} has the shape `{tuple(group[key].shape)}`, expected one number"
+                f"`{key}` of {where} is `{value}`, expected a finite number, 0 or more"
             )
-        if not 0.0 <= float(group[key]) < math.inf:
-            raise ValueError(
-                f"`{key}` of {where} is `{group[key]}`, expected a finite number, 0 or more"
-            )
-    betas = tuple(float(beta) for beta in group["betas"])
+    betas = group["betas"]
+    if isinstance(betas, str) or not hasattr(betas, "__iter__"):
+        raise ValueError(
+            f"`betas` of {where} is `{betas!r}`, expected two numbers from 0 to below 1. "
+            "hint: betas=(0.9, 0.999)"
+        )
+    betas = tuple(_number(beta, "betas", where) for beta in betas)
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(
             f"`betas` of {where} is `{group['betas']}`, expected two numbers from 0 to below 1"
@@ -52,16 +95,18 @@ def hyper_of(group: dict[str, Any], where: str) -> Hyper:
         raise ValueError(
             f"`amsgrad` of {where} is set, which is not supported. hint: use torch.optim.AdamW(amsgrad=True)"
         )
+    if not isinstance(group.get("seed", 0), int):
+        raise ValueError(f"`seed` of {where} is `{group['seed']!r}`, expected an integer")  # noqa: TRY004
     for key in ("capturable", "differentiable"):
         if group[key]:
             raise ValueError(
                 f"`{key}` of {where} is set, which is not supported. hint: use torch.optim.AdamW({key}=True)"
             )
     return Hyper(
-        lr=float(group["lr"]),
+        lr=lr,
         betas=(betas[0], betas[1]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
+        eps=eps,
+        weight_decay=weight_decay,
         decoupled=bool(group["decoupled_weight_decay"]),
         bias_correction=bool(group["bias_correction"]),
         maximize=bool(group["maximize"]),

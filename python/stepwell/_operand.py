@@ -1,24 +1,101 @@
-"""One parameter of a step with its gradient and state, as the core takes them: made once, used while no address changes."""
+"""One parameter of a step with its gradient and its state, as the core takes them.
+
+A step goes through three values, each made from the one before, and none of them changes:
+`Operand`, a parameter with a gradient that were checked; `Bound`, these with a state, as the core
+steps them; and the `Bound` that the optimizer keeps for the next step, which is used again while
+every tensor is where it was. A value holds all memory that it names, so a step may run as long as
+its values live.
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stepwell import _core
 from stepwell._sharding import is_dtensor, local
-from stepwell._state import FINGERPRINTS, adam_tensor, part_names, refreshed
+from stepwell._state import FINGERPRINTS, adam_tensor, key_of, part_names, refreshed
 from stepwell._tensors import check_grad, check_param, is_run, view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from stepwell import _core
     from stepwell._state import State
-    from stepwell._tensors import Written
 
-__all__ = ["Operand"]
+__all__ = ["Bound", "Operand", "Rounding", "bind", "prepare"]
+
+
+class Rounding(NamedTuple):
+    """What the stochastic rounding of a parameter follows from, beside the step."""
+
+    seed: int
+    ordinal: int
+    """Of the parameter among all parameters of the groups, as in a state dict."""
+
+
+class _Part(NamedTuple):
+    """A tensor of a bound state, and where it was."""
+
+    name: str
+    value: torch.Tensor
+    piece: torch.Tensor
+    """Of this rank."""
+    address: int
+    is_run: bool
+
+
+class Bound(NamedTuple):
+    """A parameter, its gradient and its state as the core steps them."""
+
+    tensor: _core.AdamTensor | None
+    """None: this rank's piece of the parameter is empty."""
+    write_backs: tuple[partial[Any], ...]
+    """Calls that finish the step: what does not lie as the core reads it was copied, and is copied back."""
+    param_signature: tuple[Any, ...]
+    grad_signature: tuple[Any, ...]
+    parts: tuple[_Part, ...]
+    rounding: Rounding
+    is_exclusive: bool
+    """Whether steps alone write the parameter, so that they need not look whether it is still theirs."""
+    grad_view: _core.TensorView
+
+    def has(self, state: State) -> bool:
+        """Whether the tensors of `state` are those that are bound, where they were."""
+        for name, value, piece, address, was_run in self.parts:
+            if state.get(name) is not value or piece.data_ptr() != address:
+                return False
+            if was_run and not piece.is_contiguous():
+                return False
+        return True
+
+    def kept(self) -> Bound:
+        """What is worth keeping for the next step: not copies, which are made for one step."""
+        return (
+            self._replace(tensor=None, write_backs=(), grad_signature=())
+            if self.write_backs
+            else self
+        )
+
+
+class Operand(NamedTuple):
+    """A parameter and its gradient, checked for the coming step."""
+
+    param: torch.Tensor
+    """In host memory."""
+    grad: torch.Tensor
+    """This rank's piece, in one run."""
+    grad_view: _core.TensorView
+    param_signature: tuple[Any, ...]
+    grad_signature: tuple[Any, ...]
+    """Empty: `grad` is a copy."""
+    state: State | None
+    """None: the parameter was never stepped."""
+    is_moved: bool
+    """Whether the step writes memory that the last one did not."""
+    is_grad_moved: bool
+    """Whether the gradient lies elsewhere than at the last step."""
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -28,132 +105,109 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
 
 
-def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: str) -> torch.Tensor:
+def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
     """`grad` sharded as `param` is: tensor parallelism leaves gradients of replicated parameters as partial sums."""
     if is_dtensor(param) != is_dtensor(grad):
         raise ValueError(
-            f"only one of {label} and its gradient is a DTensor. hint: distribute both alike"
+            f"only one of {label()} and its gradient is a DTensor. hint: distribute both alike"
         )
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         return grad.redistribute(param.device_mesh, param.placements)
     return grad
 
 
-class Operand:
-    """A parameter of a step: `take` its gradient, `bind` its state, step `tensor`, call what `write_backs` has.
+def prepare(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    state: State | None,
+    moments: str,
+    label: Callable[[], str],
+    last: Bound | None,
+) -> Operand:
+    """Checks a parameter with its gradient and its state. What is as in `last` was checked before.
 
-    Tensors that do not lie as the core reads them (see `is_run`) are copied for each step, and
-    written back after it.
-
-    Attributes:
-        param: the parameter.
-        label: names it in errors.
-        grad_view: its gradient, this rank's piece, as the core reads it. Valid from `take` to
-            `release`.
-        tensor: what the core steps; None where this rank's piece is empty. Valid after `bind`.
-        write_backs: calls that finish the step, in any order. Valid from `bind` to `release`.
-        moved: whether memory that a step writes lies elsewhere than when the caller last cleared
-            this.
-        is_exclusive: whether steps alone write the parameter, so that they need not look whether it
-            is still theirs.
+    Raises:
+        ValueError: no step could work with them; the message calls the parameter `label()`.
     """
+    signature = _signature(local(param))
+    is_moved = last is None or signature is None or signature != last.param_signature
+    if is_moved:
+        check_param(param, label())
+        signature = _signature(local(param))
+    assert signature is not None
+    grad = _placed_as(param, grad, label)
+    piece = local(grad)
+    grad_signature = _signature(piece)
+    is_grad_moved = last is None or grad_signature is None or grad_signature != last.grad_signature
+    if is_moved or is_grad_moved:
+        check_grad(param, grad, label())
+    assert grad_signature is not None
+    grad_view = None if last is None or is_grad_moved else last.grad_view
+    if not is_run(piece):
+        piece = torch.empty(piece.shape, dtype=piece.dtype, device="cpu").copy_(piece)
+        grad_signature = ()
+    if state is not None and (is_moved or last is None or not last.has(state)):
+        is_moved = True
+        state = refreshed(param, state, moments, label())
+    return Operand(
+        param,
+        piece,
+        view(piece) if grad_view is None else grad_view,
+        signature,
+        grad_signature,
+        state,
+        is_moved,
+        is_grad_moved,
+    )
 
-    def __init__(self, param: torch.Tensor, label: str) -> None:
-        self.param = param
-        self.label = label
-        self.moved = True
-        self.is_exclusive = False
-        self.tensor: _core.AdamTensor | None = None
-        self.write_backs: list[partial[Any]] = []
-        self._grad: torch.Tensor | None = None
-        self._param_signature: tuple[Any, ...] | None = None
-        self._grad_signature: tuple[Any, ...] | None = None
-        self._runs: list[tuple[str, torch.Tensor, torch.Tensor, int]] = []
-        self._is_bound = False
-        self._is_bound_exclusively = False
 
-    def take(self, grad: torch.Tensor) -> None:
-        """Takes the gradient of the coming step.
+def bind(
+    operand: Operand,
+    state: State,
+    moments: str,
+    rounding: Rounding,
+    last: Bound | None,
+    *,
+    is_exclusive: bool = False,
+) -> Bound:
+    """`operand` with `state`, as the core steps them: `last` itself while nothing has moved."""
+    if (
+        last is not None
+        and not operand.is_moved
+        and not operand.is_grad_moved
+        and operand.state is state
+        and last.rounding == rounding
+        and last.is_exclusive == is_exclusive
+    ):
+        return last
+    write_backs: list[partial[Any]] = []
 
-        Raises:
-            ValueError: the parameter or its gradient cannot be stepped.
-        """
-        piece = local(self.param)
-        signature = _signature(piece)
-        if signature is None or signature != self._param_signature:
-            self._is_bound, self._param_signature, self._grad_signature = False, None, None
-            check_param(self.param, self.label)
-            self._param_signature, self.moved = signature, True
-        grad = _placed_as(self.param, grad, self.label)
-        signature = _signature(local(grad))
-        if signature is None or signature != self._grad_signature:
-            self._is_bound, self._grad_signature = False, None
-            check_grad(self.param, grad, self.label)
-            self._grad_signature = signature
-        self._grad = local(grad)
-        if not is_run(self._grad):
-            self._is_bound = False
-            self._grad = torch.empty(self._grad.shape, dtype=self._grad.dtype).copy_(self._grad)
-        if not self._is_bound:
-            self.grad_view = view(self._grad)
-
-    def check_grad(self, written: Written) -> None:
-        """Raises ValueError if the gradient taken lies in memory that the step writes."""
-        if not self._is_bound and self._grad is not None:
-            written.check_grad(self._grad, self.label)
-
-    def _holds(self, state: State) -> bool:
-        """Whether the tensors of `state` are those that are bound, where they were."""
-        for name, value, run, address in self._runs:
-            if state.get(name) is not value or run.data_ptr() != address:
-                return False
-        return True
-
-    def check(self, state: State, moments: str) -> State:
-        """The state to bind: `state` itself unless the parameter's dtype has changed.
-
-        Raises:
-            ValueError: it is not of this parameter.
-        """
-        if self._holds(state):
-            if self._is_bound:
-                return state
-        else:
-            self.moved = True
-        return refreshed(self.param, state, moments, self.label)
-
-    def bind(self, state: State, moments: str, key: Callable[[], int]) -> None:
-        """Makes `tensor` of the parameter, the gradient taken and `state`, unless it is the same as for the last step."""
-        if (
-            self._is_bound
-            and self._is_bound_exclusively == self.is_exclusive
-            and self._holds(state)
-        ):
-            return
-        if not self._runs or not self._holds(state):
-            self.moved = True
-        self.write_backs = []
-        names = part_names(self.param, moments)
-        parts = {name: local(state[name]) for name in names}
-        self._runs = [(name, state[name], parts[name], parts[name].data_ptr()) for name in names]
-        self.tensor = None
-        piece = local(self.param)
-        if piece.numel() > 0:
-            left_out = {FINGERPRINTS} if self.is_exclusive else set()
-            runs = {name: self._run(part) for name, part in parts.items() if name not in left_out}
-            param = self._run(piece)
-            self.tensor = adam_tensor(param, runs, grad=self.grad_view, key=key())
-        self._is_bound_exclusively = self.is_exclusive
-        self._is_bound = not self.write_backs
-
-    def release(self) -> None:
-        """Lets go of the gradient and of copies. A gradient at the same address may follow."""
-        self._grad = None
-        self.write_backs = []
-
-    def _run(self, tensor: torch.Tensor) -> torch.Tensor:
+    def run_of(tensor: torch.Tensor) -> torch.Tensor:
         if is_run(tensor):
             return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        self.write_backs.append(partial(tensor.copy_, copy))
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+        write_backs.append(partial(tensor.copy_, copy))
         return copy
+
+    pieces = {name: local(state[name]) for name in part_names(operand.param, moments)}
+    tensor = None
+    if operand.grad.numel() > 0:
+        left_out = {FINGERPRINTS} if is_exclusive else set()
+        runs = {name: run_of(piece) for name, piece in pieces.items() if name not in left_out}
+        param = run_of(local(operand.param))
+        key = key_of(rounding.seed, rounding.ordinal, operand.param)
+        tensor = adam_tensor(param, runs, grad=operand.grad_view, key=key)
+    parts = tuple(
+        _Part(name, state[name], piece, piece.data_ptr(), is_run(piece))
+        for name, piece in pieces.items()
+    )
+    return Bound(
+        tensor,
+        tuple(write_backs),
+        operand.param_signature,
+        operand.grad_signature,
+        parts,
+        rounding,
+        is_exclusive,
+        operand.grad_view,
+    )

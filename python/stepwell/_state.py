@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, like, local, longest_piece, piece_index, row_shape, rows
-from stepwell._tensors import tensor_on, view
+from stepwell._tensors import is_run, tensor_on, view
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,13 +30,16 @@ __all__ = [
     "convert",
     "decode",
     "key_of",
+    "make_dense",
     "nbytes",
     "new",
     "packed",
     "part_names",
     "refreshed",
+    "repair_step",
     "shield",
     "step_of",
+    "step_tensor",
     "take_fingerprints",
     "unshielded",
     "zeros",
@@ -98,7 +101,7 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Fresh host memory for state, as a 1-D tensor."""
     nbytes = numel * dtype.itemsize
     if nbytes < BUFFER_BYTES_MIN:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     return tensor_on(_core.Buffer(nbytes)).view(dtype)
 
 
@@ -106,8 +109,13 @@ def _part(param: torch.Tensor, part: _Part) -> torch.Tensor:
     """A part of fresh state, all zeros."""
     if part.length is None:
         piece = local(param)
-        return like(param, zeros(piece.numel(), part.dtype).view(piece.shape))
-    return rows(param, zeros(part.length(longest_piece(param)), part.dtype))
+        return _like_part(param, part, zeros(piece.numel(), part.dtype).view(piece.shape))
+    return _like_part(param, part, zeros(part.length(longest_piece(param)), part.dtype))
+
+
+def _like_part(param: torch.Tensor, part: _Part, piece: torch.Tensor) -> torch.Tensor:
+    """State of `param` from this rank's piece of a part."""
+    return like(param, piece) if part.length is None else rows(param, piece.view(-1))
 
 
 def _shape(param: torch.Tensor, part: _Part) -> list[int]:
@@ -160,18 +168,49 @@ def nbytes(param: torch.Tensor, moments: str) -> int:
 def new(param: torch.Tensor, moments: str) -> State:
     """State for a parameter that was never stepped."""
     parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
-    return {"step": torch.tensor(0.0), **{part.name: _part(param, part) for part in parts}}
+    return {"step": step_tensor(0), **{part.name: _part(param, part) for part in parts}}
 
 
-def step_of(state: State, label: str) -> int:
+def step_tensor(step: int) -> torch.Tensor:
+    """A counter of updates as torch's optimizers have it: float32, on the CPU, whatever torch's defaults are."""
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
+
+
+def _floats(shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
+
+
+def step_of(state: State, label: Callable[[], str]) -> int:
     """The number of updates that `state` has seen."""
     step = state.get("step")
     value = float(step) if isinstance(step, (int, float, torch.Tensor)) else -1.0
     if not (value >= 0 and value.is_integer()):
         raise ValueError(
-            f"the state of {label} has the step `{step}`, expected a count. hint: load a complete state dict"
+            f"the state of {label()} has the step `{step}`, expected a count. hint: load a complete state dict"
         )
     return int(value)
+
+
+def repair_step(state: State, step: int) -> None:
+    """Makes `state["step"]` a counter that steps can add to, where it is none: a number, or a tensor of another kind."""
+    counter = state["step"]
+    is_counter = (
+        isinstance(counter, torch.Tensor)
+        and counter.dtype == torch.float32
+        and counter.is_cpu
+        and not counter.is_inference()
+    )
+    if not is_counter:
+        state["step"] = step_tensor(step)
+
+
+def make_dense(param: torch.Tensor, state: State, moments: str) -> None:
+    """Gives those tensors of `state` that do not lie in one run memory of their own, in which they do."""
+    for name in part_names(param, moments):
+        piece = local(state[name])
+        if not is_run(piece):
+            dense = zeros(piece.numel(), piece.dtype).view(piece.shape).copy_(piece)
+            state[name] = _like_part(param, _PARTS[name], dense)
 
 
 def refreshed(param: torch.Tensor, state: State, moments: str, label: str) -> State:
@@ -251,11 +290,11 @@ def decode(param: torch.Tensor, state: State) -> State:
     if "exp_avg" in state:
         return {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
     piece = local(param)
-    decoded = {name: torch.empty(piece.shape) for name in ("exp_avg", "exp_avg_sq")}
+    decoded = {name: _floats(piece.shape) for name in ("exp_avg", "exp_avg_sq")}
     if piece.numel() > 0:
         # The codec of the moments does not look at the parameter: memory that is never touched
         # stands for it.
-        tensor = adam_tensor(torch.empty(piece.numel()), _moment_runs(state, "q8"))
+        tensor = adam_tensor(_floats((piece.numel(),)), _moment_runs(state, "q8"))
         _core.read_state(
             tensor, exp_avg=view(decoded["exp_avg"]), exp_avg_sq=view(decoded["exp_avg_sq"])
         )
@@ -270,7 +309,7 @@ def _encode(
     if piece.numel() == 0:
         return
     runs = _moment_runs(state, moments)
-    tensor = adam_tensor(torch.empty(piece.numel()), runs, key=key)
+    tensor = adam_tensor(_floats((piece.numel(),)), runs, key=key)
     exp_avg, exp_avg_sq = (local(decoded[name]).contiguous() for name in ("exp_avg", "exp_avg_sq"))
     _core.write_state(tensor, step=step, exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
 
@@ -313,7 +352,7 @@ def convert(
         raise ValueError(
             f"the loaded state of {label} is AMSGrad's. hint: train on with torch.optim.AdamW(amsgrad=True)"
         )
-    step = step_of(loaded, label)
+    step = step_of(loaded, lambda: label)
     loaded = _unpacked(param, {name: _to_cpu(value) for name, value in loaded.items()})
     source = _MOMENTS["q8"] if "exp_avg_codes" in loaded else _float_parts(loaded)
     for part in source:
@@ -322,14 +361,15 @@ def convert(
                 f"`{part.name}` in the loaded state of {label} {problem}. hint: load the state dict of an Adam(W) over the "
                 "same parameters; sharded parameters take it through torch.distributed.checkpoint.state_dict"
             )
-    state: State = {"step": torch.tensor(float(step))}
+    state: State = {"step": step_tensor(step)}
     target = _MOMENTS[moments]
     if source == target:
         state |= {part.name: _copy(param, part, loaded[part.name], current) for part in target}
     else:
         state |= {part.name: _part(param, part) for part in target}
         _encode(param, state, moments, key=key, step=max(step, 1), decoded=decode(param, loaded))
-    for part in _MASTERS[param.dtype]:
+    # A frozen parameter may be of any dtype; it gets its master when it is stepped.
+    for part in _MASTERS.get(param.dtype, ()):
         if part.name not in loaded:
             state[part.name] = _part(param, part)
         elif problem := _problem(param, part, loaded[part.name]):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
@@ -12,9 +13,20 @@ from stepwell import _core
 from stepwell._sharding import check_placements, local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
-__all__ = ["Written", "check_grad", "check_param", "is_run", "tensor_on", "view"]
+__all__ = [
+    "Written",
+    "check_grad",
+    "check_param",
+    "is_run",
+    "ordinary_tensors",
+    "tensor_on",
+    "view",
+]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _NAMES = {
     torch.float32: "float32",
@@ -25,6 +37,17 @@ _NAMES = {
     torch.int32: "int32",
 }
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def ordinary_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`method` without grad mode, and outside of inference mode, whose tensors could not be written outside of it."""
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return run
 
 
 def tensor_on(buffer: _core.Buffer) -> torch.Tensor:
@@ -139,10 +162,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
         return False
     # Rare: the strides interleave. Number the elements and see whether one was overwritten.
     begin, end = _span(tensor)
-    numbers = torch.arange(tensor.numel()).view(tensor.shape)
-    places = torch.empty((end - begin) // tensor.itemsize, dtype=numbers.dtype).as_strided(
-        tensor.shape, tensor.stride()
-    )
+    numbers = torch.arange(tensor.numel(), dtype=torch.int64, device="cpu").view(tensor.shape)
+    room = torch.empty((end - begin) // tensor.itemsize, dtype=torch.int64, device="cpu")
+    places = room.as_strided(tensor.shape, tensor.stride())
     return not torch.equal(places.copy_(numbers), numbers)
 
 
@@ -158,7 +180,7 @@ def _share_an_element(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether two tensors whose spans overlap have a byte in common. Takes a byte of memory per byte of the spans."""
     begin = min(_span(first)[0], _span(second)[0])
     end = max(_span(first)[1], _span(second)[1])
-    marked = torch.zeros(end - begin, dtype=torch.uint8)
+    marked = torch.zeros(end - begin, dtype=torch.uint8, device="cpu")
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         shape = [*tensor.shape, tensor.itemsize]
@@ -197,15 +219,13 @@ class Written:
         # What is not a run is copied for a step, so no gradient can be in its way.
         self._runs = [(begin, end, label) for begin, end, label, tensor in spans if is_run(tensor)]
 
-    def check_grad(self, grad: torch.Tensor, label: str) -> None:
-        """Raises ValueError if `grad`, the run of the gradient of `label`, lies in memory that a step writes."""
+    def owner_of(self, grad: torch.Tensor) -> str | None:
+        """What a step writes in the memory of `grad`, a run: its label. None: nothing."""
         if grad.numel() == 0:
-            return
+            return None
         begin, end = _span(grad)
         # The last run that begins before the gradient ends: runs are disjoint, so no earlier one
         # reaches further.
         index = bisect_left(self._runs, (end,)) - 1
-        if index >= 0 and self._runs[index][1] > begin:
-            raise ValueError(
-                f"the gradient of {label} shares memory with {self._runs[index][2]}. hint: grad.clone()"
-            )
+        is_shared = index >= 0 and self._runs[index][1] > begin
+        return self._runs[index][2] if is_shared else None

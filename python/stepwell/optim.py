@@ -10,16 +10,18 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from stepwell import _core, _state
+from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
-from stepwell._operand import Operand
+from stepwell._operand import Bound, Operand, Rounding, bind, prepare
 from stepwell._sharding import agree, is_dtensor, local, meshes
-from stepwell._tensors import Written, check_param
+from stepwell._tensors import Written, check_param, ordinary_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT, StateDict
@@ -27,42 +29,34 @@ if TYPE_CHECKING:
 __all__ = ["Adam", "AdamW"]
 
 Moments: TypeAlias = Literal["fp32", "bf16", "q8"]
-Nonfinite: TypeAlias = Literal["raise", "skip", "propagate"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_NONFINITE = ("raise", "skip", "propagate")
 # How a step is executed elsewhere, not what it computes: of a loaded group these are left behind.
 _EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Update(NamedTuple):
-    """One parameter of a step."""
+    """One parameter of a step, checked."""
 
     param: torch.Tensor
     operand: Operand
     hyper: Hyper
-    state: _state.State | None
-    """None: it has none yet."""
     step: int
     """Which update of the parameter this is, from 1."""
-    key: Callable[[], int]
-    """Of the stochastic rounding."""
+    rounding: Rounding
 
 
-def _nonfinite_message(
-    updates: list[Update], stats: _core.GradStats | None, grad_scale: float
-) -> str:
-    """What a step with a non-finite gradient raises."""
-    index = None if stats is None else stats.first_nonfinite
-    if index is not None:
-        what = f"the gradient of {[u.operand.label for u in updates if u.operand.grad_view.numel][index]} is not finite"
-    elif stats is not None and stats.finite and stats.absmax * grad_scale > _FLOAT32_MAX:
-        what = f"a gradient of `{stats.absmax}` overflows float32 times `{grad_scale}` (1 / grad_scale)"
-    else:
-        what = "a gradient on another rank is not finite"
-    return f"{what}; nothing was changed. hint: lower lr or clip; nonfinite='skip' leaves such steps out"
+class BoundUpdate(NamedTuple):
+    """An update as the core applies it. It holds all memory that the core works with."""
+
+    param: torch.Tensor
+    operand: Operand
+    hyper: Hyper
+    step: int
+    state: _state.State
+    bound: Bound
 
 
 class Adam(Optimizer):
@@ -96,7 +90,7 @@ class Adam(Optimizer):
             rounded stochastically) or "q8" (2.1, 8-bit codes with a scale per group, rounded
             stochastically).
         nonfinite: what a NaN or an infinity in any gradient does: "raise" a ValueError, "skip" the
-            step and count it in `skipped_steps`, or "propagate" as in torch, which saves reading
+            step, count it in `skipped_steps` and warn in the log of `stepwell`, or "propagate" as in torch, which saves reading
             the gradients once more. With DTensor parameters every rank does as the rank that found
             it.
         seed: of the stochastic rounding. Equal seeds give equal bits.
@@ -114,6 +108,8 @@ class Adam(Optimizer):
     # torch.amp.GradScaler leaves unscaling to us, and sets the attributes `grad_scale` and
     # `found_inf`.
     _step_supports_amp_scaling = True
+
+    _num_skipped_here = 0  # by this object: a loaded `skipped_steps` counts others' as well
 
     def __init__(
         self,
@@ -138,13 +134,13 @@ class Adam(Optimizer):
             raise ValueError(
                 f"`moments` is `{moments}`, expected one of {', '.join(_state.MOMENTS)}"
             )
-        if nonfinite not in _NONFINITE:
+        if nonfinite not in NONFINITE:
             raise ValueError(
-                f"`nonfinite` is `{nonfinite}`, expected one of {', '.join(_NONFINITE)}"
+                f"`nonfinite` is `{nonfinite}`, expected one of {', '.join(NONFINITE)}"
             )
         self._moments: Moments = moments
         self._nonfinite: Nonfinite = nonfinite
-        self._operands: dict[torch.Tensor, Operand] = {}
+        self._bound: dict[torch.Tensor, Bound] = {}
         self._written: Written | None = None
         self._meshes: list[DeviceMesh] | None = None
         defaults = {
@@ -171,6 +167,7 @@ class Adam(Optimizer):
 
     # ---- parameters and their groups ----
 
+    @ordinary_tensors
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, as torch's optimizers do.
 
@@ -185,18 +182,20 @@ class Adam(Optimizer):
                 )
         super().add_param_group(param_group)
         try:
-            index = len(self.param_groups) - 1
-            hyper_of(param_group, f"group {index}")
-            with torch.no_grad():
-                self._admit(param_group["params"])
-                self._written = Written(self._memory())
-            self._meshes = None
-        except ValueError:
+            hyper_of(param_group, f"group {len(self.param_groups) - 1}")
+            self._admit(param_group["params"])
+            written = Written(self._memory())
+        except BaseException:
             self.param_groups.pop()
             raise
+        self._written, self._meshes = written, None
 
     def _admit(self, params: list[torch.Tensor]) -> None:
-        """Raises ValueError if one of `params`, which have just been added, could not be stepped."""
+        """Makes ready for steps of `params`, which have just been added; if it raises, it has changed nothing.
+
+        Raises:
+            ValueError: one of them could not be stepped.
+        """
         labels = dict(self._labelled())
         for param in params:
             if param.requires_grad:
@@ -210,6 +209,9 @@ class Adam(Optimizer):
                 name = f"parameter `{names[index]}`" if names else "the parameter"
                 shape = "unknown" if torch.nn.parameter.is_lazy(param) else tuple(param.shape)
                 yield param, f"{name} (group {group_index}, index {index}, shape {shape})"
+
+    def _label(self, param: torch.Tensor) -> str:
+        return dict(self._labelled())[param]
 
     def _memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All that a step may write, with its name."""
@@ -234,7 +236,9 @@ class Adam(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.no_grad()
+    # A compiled function that steps calls this as it is.
+    @_disable_dynamo
+    @ordinary_tensors
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Updates the parameters that have a gradient.
 
@@ -253,22 +257,15 @@ class Adam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            self._step()
-        finally:
-            for operand in self._operands.values():
-                operand.release()
+        self._step()
         return loss
 
     def _step(self) -> None:
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) > 0:
-            self._count_skipped()
+        if self._scaler_found_inf():
+            self._is_taken(Facts(found_inf=True), [], None, "")
             return
-        may_initialize = all(group["lr"] == 0 for group in self.param_groups) and not any(
-            self.state.values()
-        )
-        must_inspect = may_initialize or self._nonfinite != "propagate"
+        is_first_at_lr_0 = self._is_first_at_lr_0()
+        must_inspect = is_first_at_lr_0 or self._nonfinite != "propagate"
         updates: list[Update] = []
         grad_scale = 1.0
         stats: _core.GradStats | None = None
@@ -286,33 +283,70 @@ class Adam(Optimizer):
             stats.finite and stats.absmax * grad_scale <= _FLOAT32_MAX
         )
         is_nonzero = stats is not None and stats.absmax != 0
-        is_refused = error is not None
+        has_error = error is not None
         if must_inspect:
             # Ranks that share parameters step together or not at all, so each hears of the others'
             # errors.
-            if self._meshes is None:
-                self._meshes = meshes(
-                    param for group in self.param_groups for param in group["params"]
-                )
-            is_refused, is_nonfinite, is_nonzero = agree(
-                self._meshes, [is_refused, is_nonfinite, is_nonzero]
+            has_error, is_nonfinite, is_nonzero = agree(
+                self._agreeing_meshes(), [has_error, is_nonfinite, is_nonzero]
             )
-        if error is not None:
-            raise error
-        if is_refused:
-            raise ValueError(
-                "another rank could not step, and nothing was changed. hint: its own error says why"
-            )
-        if is_nonfinite and self._nonfinite != "propagate":
-            if self._nonfinite == "raise":
-                raise ValueError(_nonfinite_message(updates, stats, grad_scale))
-            self._count_skipped()
-        elif may_initialize and not is_nonzero:
-            # The dummy step by which torch.distributed.checkpoint has state made.
-            for update in updates:
-                self.state[update.param] = _state.new(update.operand.param, self._moments)
-        else:
+        facts = Facts(
+            has_error=has_error,
+            is_nonfinite=is_nonfinite,
+            is_nonzero=is_nonzero,
+            is_first_at_lr_0=is_first_at_lr_0,
+        )
+        what = self._describe_nonfinite(updates, stats, grad_scale) if is_nonfinite else ""
+        if self._is_taken(facts, updates, error, what):
             self._apply(updates, grad_scale)
+
+    def _is_taken(
+        self, facts: Facts, updates: Sequence[Update], error: ValueError | None, nonfinite: str
+    ) -> bool:
+        """Whether the updates are to be applied; if not, this has done what is to be done instead.
+
+        Args:
+            facts: what the decision follows from.
+            updates: of the step.
+            error: what keeps this rank from stepping.
+            nonfinite: what is not finite, if anything is.
+
+        Raises:
+            ValueError: the step is refused.
+        """
+        outcome = decide(facts, self._nonfinite)
+        if outcome is Outcome.REFUSE:
+            if error is not None:
+                raise error
+            if facts.has_error:
+                raise ValueError(
+                    "another rank could not step, and nothing was changed. "
+                    "hint: its own error says why"
+                )
+            raise ValueError(
+                f"{nonfinite}; nothing was changed. "
+                "hint: lower lr or clip; nonfinite='skip' leaves such steps out"
+            )
+        if outcome is Outcome.SKIP:
+            self._count_skipped(nonfinite)
+        elif outcome is Outcome.MAKE_STATE:
+            for update in updates:
+                self.state[update.param] = self._fresh_state(update)
+        return outcome is Outcome.STEP and len(updates) > 0
+
+    def _scaler_found_inf(self) -> bool:
+        """Whether a GradScaler has found a gradient that is not finite."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and float(found_inf) > 0
+
+    def _is_first_at_lr_0(self) -> bool:
+        """Whether this may be the dummy step by which torch.distributed.checkpoint has state made."""
+        return all(group["lr"] == 0 for group in self.param_groups) and not any(self.state.values())
+
+    def _agreeing_meshes(self) -> list[DeviceMesh]:
+        if self._meshes is None:
+            self._meshes = meshes(param for group in self.param_groups for param in group["params"])
+        return self._meshes
 
     def _inverse_grad_scale(self) -> float:
         scale = getattr(self, "grad_scale", None)
@@ -324,10 +358,37 @@ class Adam(Optimizer):
             )
         return 1.0 / float(scale)
 
-    def _count_skipped(self) -> None:
+    def _describe_nonfinite(
+        self, updates: list[Update], stats: _core.GradStats | None, grad_scale: float
+    ) -> str:
+        """What is not finite."""
+        index = None if stats is None else stats.first_nonfinite
+        if index is not None:
+            param = [u.param for u in updates if u.operand.grad_view.numel][index]
+            return f"the gradient of {self._label(param)} is not finite"
+        if stats is not None and stats.finite and stats.absmax * grad_scale > _FLOAT32_MAX:
+            return f"a gradient of `{stats.absmax}` overflows float32 times `{grad_scale}` (1 / grad_scale)"
+        return "a gradient on another rank is not finite"
+
+    def _count_skipped(self, nonfinite: str) -> None:
+        """Counts a step that was skipped, and warns: of the first, and whenever their number has doubled.
+
+        `nonfinite`: what is not finite; empty: a GradScaler said so, which looks for its scale.
+        """
         for group in self.param_groups:
             group["skipped_steps"] += 1
-        _LOGGER.info("skipped a step: a gradient is not finite (%d so far)", self.skipped_steps)
+        if not nonfinite:
+            _LOGGER.info("skipped a step for a GradScaler (%d so far)", self.skipped_steps)
+            return
+        self._num_skipped_here += 1
+        is_power_of_2 = self._num_skipped_here & (self._num_skipped_here - 1) == 0
+        _LOGGER.log(
+            logging.WARNING if is_power_of_2 else logging.INFO,
+            "skipped a step: %s (%d skipped so far; said again when twice as many are). "
+            "hint: lower lr or clip; nonfinite='raise' stops at the first",
+            nonfinite,
+            self.skipped_steps,
+        )
 
     def _updates(self) -> list[Update]:
         """What the coming step does, checked in full.
@@ -336,7 +397,13 @@ class Adam(Optimizer):
             ValueError: it cannot be done.
         """
         updates = []
-        labels = None
+        labels: dict[torch.Tensor, str] = {}
+
+        def label_of(param: torch.Tensor) -> str:
+            if not labels:
+                labels.update(self._labelled())
+            return labels[param]
+
         hypers = [
             hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)
         ]
@@ -348,25 +415,50 @@ class Adam(Optimizer):
         for index, (hyper, group, param) in enumerate(params):
             if param.grad is None:
                 continue
-            operand = self._operands.get(param)
-            if operand is None:
-                labels = labels or dict(self._labelled())
-                operand = self._operands[param] = Operand(self._host_side(param), labels[param])
-            operand.take(self._host_grad(param))
+            label = partial(label_of, param)
             state = self.state.get(param) or None
-            step = 1
-            if state is not None:
-                step = 1 + _state.step_of(state, operand.label)
-                state = operand.check(state, self._moments)
-            key = partial(_state.key_of, group["seed"], index, param)
-            updates.append(Update(param, operand, hyper, state, step, key))
-        if self._written is None or any(update.operand.moved for update in updates):
-            self._written = Written(self._memory())
-            for update in updates:
-                update.operand.moved = False
-        for update in updates:
-            update.operand.check_grad(self._written)
+            step = 1 if state is None else 1 + _state.step_of(state, label)
+            operand = prepare(
+                self._host_side(param),
+                self._host_grad(param),
+                state,
+                self._moments,
+                label,
+                self._bound.get(param),
+            )
+            rounding = self._rounding(index, group, param)
+            updates.append(Update(param, operand, hyper, step, rounding))
+        self._check_shared_memory(updates)
         return updates
+
+    def _check_shared_memory(self, updates: list[Update]) -> None:
+        """Raises ValueError if a gradient lies in memory that the step writes, or two of what it writes share some."""
+        is_current = self._written is not None and not any(
+            update.operand.is_moved for update in updates
+        )
+        if is_current and self._sharing([u for u in updates if u.operand.is_grad_moved]) is None:
+            return
+        # What was written by earlier steps may have been freed since, and be a gradient's by now:
+        # an error follows from what is alive.
+        self._written = Written(self._memory())
+        if (found := self._sharing(updates)) is not None:
+            param, owner = found
+            raise ValueError(
+                f"the gradient of {self._label(param)} shares memory with {owner}. "
+                "hint: grad.clone()"
+            )
+
+    def _sharing(self, updates: list[Update]) -> tuple[torch.Tensor, str] | None:
+        """The first parameter whose gradient lies in memory that steps write, and whose memory that is."""
+        assert self._written is not None
+        for update in updates:
+            if (owner := self._written.owner_of(update.operand.grad)) is not None:
+                return update.param, owner
+        return None
+
+    def _rounding(self, index: int, group: dict[str, Any], _: torch.Tensor) -> Rounding:
+        """What the stochastic rounding of a parameter follows from: what a state dict has of it, so that a resumed run rounds alike."""
+        return Rounding(group["seed"], index)
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step: `param` itself."""
@@ -377,43 +469,59 @@ class Adam(Optimizer):
         assert param.grad is not None
         return param.grad
 
+    def _fresh_state(self, update: Update) -> _state.State:
+        """State of a parameter that was never stepped."""
+        return _state.new(update.operand.param, self._moments)
+
+    def _is_exclusive(self, _: torch.Tensor) -> bool:
+        """Whether steps alone write the host side of a parameter."""
+        return False
+
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
         """Applies updates that were checked: nothing is changed before nothing can fail any more."""
-        states = self._bind(updates)
+        bound_updates = self._bind(updates)
         batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
         calls: list[partial[Any]] = []
-        for update in updates:
-            if update.operand.tensor is not None:
+        for update in bound_updates:
+            if update.bound.tensor is not None:
                 tensors, steps = batches.setdefault(update.hyper, ([], []))
-                tensors.append(update.operand.tensor)
+                tensors.append(update.bound.tensor)
                 steps.append(update.step)
-                calls += update.operand.write_backs
+                calls += update.bound.write_backs
         stepping: list[partial[Any]] = [
             partial(_core.adam_step, tensors, steps=steps, hyper=hyper.core(grad_scale))
             for hyper, (tensors, steps) in batches.items()
         ]
-        self._commit(updates, states, [*stepping, *calls])
+        self._commit(bound_updates, [*stepping, *calls])
 
-    def _bind(self, updates: list[Update]) -> list[_state.State]:
-        """Binds the operands of the updates to their states, which are returned; those that have none get one."""
-        states = []
-        for _, operand, _, known_state, step, key in updates:
-            state = _state.new(operand.param, self._moments) if known_state is None else known_state
-            if not isinstance(state["step"], torch.Tensor):
-                state["step"] = torch.tensor(float(step - 1))
-            operand.bind(state, self._moments, key)
-            states.append(state)
-        return states
+    def _bind(self, updates: list[Update]) -> list[BoundUpdate]:
+        """The updates with their states; those that have none get one."""
+        bound_updates = []
+        for update in updates:
+            param, operand, hyper, step, rounding = update
+            state = self._fresh_state(update) if operand.state is None else operand.state
+            _state.repair_step(state, step - 1)
+            bound = bind(
+                operand,
+                state,
+                self._moments,
+                rounding,
+                self._bound.get(param),
+                is_exclusive=self._is_exclusive(param),
+            )
+            self._bound[param] = bound.kept()
+            bound_updates.append(BoundUpdate(param, operand, hyper, step, state, bound))
+        return bound_updates
 
-    def _commit(
-        self, updates: list[Update], states: list[_state.State], calls: list[partial[Any]]
-    ) -> None:
+    def _commit(self, updates: list[BoundUpdate], calls: list[partial[Any]]) -> None:
         """Makes the calls that step, counts the updates, and tells autograd."""
-        if states:
-            calls.append(partial(torch._foreach_add_, [state["step"] for state in states], 1))
-        for update, state in zip(updates, states, strict=True):
-            if self.state.get(update.param) is not state:
-                self.state[update.param] = state
+        if updates:
+            steps = [update.state["step"] for update in updates]
+            calls.append(partial(torch._foreach_add_, steps, 1))
+        for update in updates:
+            if self.state.get(update.param) is not update.state:
+                self.state[update.param] = update.state
+                self._written = None
             torch.autograd.graph.increment_version(update.param)
             if is_dtensor(update.param):
                 torch.autograd.graph.increment_version(local(update.param))
@@ -454,7 +562,7 @@ class Adam(Optimizer):
         with torch.no_grad():
             for index, state in packed["state"].items():
                 if isinstance(index, int) and state:
-                    step = _state.step_of(state, f"parameter {index}")
+                    step = _state.step_of(state, partial("parameter {}".format, index))
                     decoded[index] = {
                         "step": step,
                         **_state.decode(self._host_side(params[index]), state),
@@ -465,6 +573,8 @@ class Adam(Optimizer):
         ]
         return {**packed, "state": decoded, "param_groups": groups}
 
+    @_disable_dynamo
+    @ordinary_tensors
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Loads a state dict of this class, of torch.optim.Adam(W) or of DeepSpeedCPUAdam.
 
@@ -495,7 +605,7 @@ class Adam(Optimizer):
             self._complete(state["param_groups"])
             state = {**state, "state": self._convert(state["state"], state["param_groups"])}
         super().__setstate__(state)
-        self._operands = {}
+        self._bound = {}
         self._written = None
         self._meshes = None
 
@@ -514,7 +624,6 @@ class Adam(Optimizer):
                 group.setdefault(key, value)
             hyper_of(group, f"loaded group {index}")
 
-    @torch.no_grad()
     def _convert(self, loaded: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
         """Loaded state in this optimizer's form."""
         labels = dict(self._labelled())
@@ -527,7 +636,9 @@ class Adam(Optimizer):
             source = _state.unshielded(loaded.get(param, {}))
             if source:
                 host_side = self._host_side(param)
-                check_param(host_side, labels[param])
+                if param.requires_grad:
+                    # A frozen one may be anywhere, and of any dtype.
+                    check_param(host_side, labels[param])
                 converted[param] = _state.convert(
                     host_side,
                     source,

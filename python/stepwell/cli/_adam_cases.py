@@ -19,8 +19,8 @@ from stepwell._tensors import view
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stepwell._decision import Nonfinite
     from stepwell.cli._pairs import Passes
-    from stepwell.optim import Nonfinite
 
 __all__ = ["OURS", "Case", "Contender", "Memory", "Run", "Streams", "cases"]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from stepwell._hyper import Hyper
     from stepwell.offload.twins import Twins
-    from stepwell.optim import Update
+    from stepwell.optim import BoundUpdate
 
 __all__ = ["Engine", "current_stream", "device_name"]
 
@@ -109,7 +109,7 @@ class Engine:
             stream=self._stream(),
         )
 
-    def submission(self, updates: Sequence[Update], grad_scale: float) -> partial[None]:
+    def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> partial[None]:
         """A call that starts the step of bound updates and returns, with no Python in it that could be interrupted.
 
         After it, and before anybody writes a gradient: `release`.
@@ -117,7 +117,7 @@ class Engine:
         hypers: dict[Hyper, _core.Hyper] = {
             update.hyper: update.hyper.core(grad_scale) for update in updates
         }
-        stepped = [update for update in updates if update.operand.tensor is not None]
+        stepped = [update for update in updates if update.bound.tensor is not None]
         # Not the parameters: their memory may be swapped for other while new weights are on their
         # way.
         weights = [local(update.param).detach() for update in stepped]
@@ -127,7 +127,7 @@ class Engine:
         return partial(
             self._core.submit,
             [self._indices[update.param] for update in stepped],
-            [update.operand.tensor for update in stepped if update.operand.tensor is not None],
+            [update.bound.tensor for update in stepped if update.bound.tensor is not None],
             weights=[weight.data_ptr() for weight in weights],
             steps=[update.step for update in stepped],
             hypers=[hypers[update.hyper] for update in stepped],

@@ -1,72 +1,125 @@
-"""The norm of all gradients, on the device that has them: a few kernels and no wait for the host."""
+"""The norm of all gradients, on the device that has them: a few kernels, and one number that the host waits for.
+
+Norms of single gradients are float32, their squares are summed in double precision, in the order
+given: equal gradients give equal bits. The square of a finite gradient may overflow float32. So a
+norm that is not finite is computed once more in double precision, in which nothing that is finite
+overflows, and only gradients that are not finite have a norm that is not.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from stepwell._sharding import is_dtensor, local
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-__all__ = ["squared_norm"]
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["gradient_norm", "norms_of"]
 
 
-def squared_norm(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], device: torch.device
-) -> torch.Tensor:
-    """The sum of squares of all gradients, a float64 scalar on `device`; not finite if a gradient is not.
+def gradient_norm(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    device: torch.device,
+    read: Callable[[torch.Tensor], float] = float,
+) -> float:
+    """The 2-norm of all gradients; not finite if, and only if, a gradient is not.
 
-    Norms of single gradients are float32 and their squares are summed in double precision, in the
-    order given: equal gradients give equal bits. Pieces of DTensors are summed over the ranks that
-    hold them, which all have to call this.
+    Pieces of DTensors are summed over the ranks that hold them, which all have to call this.
 
     Args:
         params: the parameters.
         grads: their gradients, sharded as they are.
         device: where they are.
+        read: brings the one number to the host, perhaps with others that are wanted there.
+    """
+    pieces = [local(grad) for grad in grads]
+    squares = norms_of(pieces, device, torch.float32).double().square()
+    shares = _shares(params)
+    sums = [share.over_ranks(squares) for share in shares]
+    squared_norm = read(reduce(torch.add, sums))
+    if not math.isfinite(squared_norm):
+        # Ranks that hold pieces of one share have the same sum of it, and so look again together.
+        squared_norm = sum(
+            found if math.isfinite(found) else float(share.over_ranks(_wide(pieces, share, device)))
+            for share, found in zip(shares, map(float, sums), strict=True)
+        )
+    return math.sqrt(squared_norm)
+
+
+def norms_of(
+    pieces: Sequence[torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """The 2-norm of each of `pieces`, a vector of `dtype` on `device`, where they are.
+
+    float32 overflows where the squares of a piece do; float64 does not for any finite piece.
     """
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)
-    pieces = [local(grad) for grad in grads]
     for index, piece in enumerate(pieces):
         by_dtype[piece.dtype].append(index)
-    norms = torch.zeros(len(pieces), dtype=torch.float32, device=device)
+    norms = torch.zeros(len(pieces), dtype=dtype, device=device)
     for indices in by_dtype.values():
-        found = torch._foreach_norm([pieces[index] for index in indices], 2.0, dtype=torch.float32)
+        found = torch._foreach_norm([pieces[index] for index in indices], 2.0, dtype=dtype)
         if len(indices) == len(pieces):
-            norms = torch.stack(found)
-        else:
-            norms[indices] = torch.stack(found)
-    squares = norms.double().square()
-    sharded = [index for index, param in enumerate(params) if is_dtensor(param)]
-    if not sharded:
-        return squares.sum()
-    return _over_ranks(params, squares, sharded)
+            return torch.stack(found)
+        norms[indices] = torch.stack(found)
+    return norms
 
 
-def _over_ranks(
-    params: Sequence[torch.Tensor], squares: torch.Tensor, sharded: list[int]
-) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor, Partial, Replicate
+class _Share(NamedTuple):
+    """Parameters whose squares are summed over the same ranks."""
 
+    indices: list[int] | None
+    """Of the parameters; None: all."""
+    mesh: DeviceMesh | None
+    """None: each rank has all of each gradient."""
+    cuts: tuple[bool, ...]
+    """Per dimension of the mesh whether it cuts the parameters: copies of a piece count once."""
+
+    def over_ranks(self, squares: torch.Tensor) -> torch.Tensor:
+        """The sum of the share's squares, of all parameters' `squares` on this rank."""
+        mine = squares.sum() if self.indices is None else squares[self.indices].sum()
+        if self.mesh is None:
+            return mine
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        placements = [Partial("sum") if cut else Replicate() for cut in self.cuts]
+        there = (
+            mine.to(self.mesh.device_type) if mine.device.type != self.mesh.device_type else mine
+        )
+        whole = DTensor.from_local(there, self.mesh, placements, run_check=False).full_tensor()
+        return whole.to(mine.device)
+
+
+def _shares(params: Sequence[torch.Tensor]) -> list[_Share]:
     layouts: dict[Any, list[int]] = defaultdict(list)
-    for index in sharded:
-        param = params[index]
+    plain = []
+    for index, param in enumerate(params):
         if is_dtensor(param):
-            # Copies of a piece count once.
             cuts = tuple(not placement.is_replicate() for placement in param.placements)
             layouts[param.device_mesh, cuts].append(index)
-    plain = sorted(set(range(len(params))) - set(sharded))
-    total = squares[plain].sum()
-    for (mesh, cuts), indices in layouts.items():
-        mine = squares[indices].sum()
-        placements = [Partial("sum") if cut else Replicate() for cut in cuts]
-        if mine.device.type != mesh.device_type:
-            mine = mine.to(mesh.device_type)
-        total = total + DTensor.from_local(
-            mine, mesh, placements, run_check=False
-        ).full_tensor().to(total.device)
-    return total
+        else:
+            plain.append(index)
+    if not layouts:
+        return [_Share(None, None, ())]
+    # Always the plain ones, too, so that sums are added in one order.
+    sharded = (_Share(indices, mesh, cuts) for (mesh, cuts), indices in layouts.items())
+    return [_Share(plain, None, ()), *sharded]
+
+
+def _wide(pieces: Sequence[torch.Tensor], share: _Share, device: torch.device) -> torch.Tensor:
+    """The squares of the share's gradients in double precision; 0 for the others."""
+    indices = range(len(pieces)) if share.indices is None else share.indices
+    squares = torch.zeros(len(pieces), dtype=torch.float64, device=device)
+    if indices:
+        of_share = [pieces[index] for index in indices]
+        squares[list(indices)] = norms_of(of_share, device, torch.float64).square()
+    return squares

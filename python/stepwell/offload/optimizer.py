@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from stepwell import _state
-from stepwell._sharding import agree, is_dtensor, local, meshes
+from stepwell._decision import Facts, Nonfinite
+from stepwell._sharding import agree, is_dtensor, local
 from stepwell._tensors import Written, check_param
 from stepwell.offload.accumulation import STAGING_BYTES, HostSums
 from stepwell.offload.budget import GIB, announce
@@ -27,9 +28,9 @@ from stepwell.offload.gradients import (
     may_change_after_backward,
 )
 from stepwell.offload.guard import exposed, without_waiting
-from stepwell.offload.norm import squared_norm
+from stepwell.offload.norm import gradient_norm
 from stepwell.offload.twins import Twins
-from stepwell.optim import AdamW, Moments, Nonfinite, Update
+from stepwell.optim import AdamW, Moments, Update
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -397,9 +398,6 @@ class OffloadAdamW(AdamW):
             self._sums.zero_where_zeroed(params)
         return params, grads
 
-    def _label(self, param: torch.Tensor) -> str:
-        return dict(self._labelled())[param]
-
     def _sum_up(self, param: torch.Tensor) -> None:
         """Moves the gradient of `param` to the host, and adds it to what is there."""
         assert self._sums is not None
@@ -427,12 +425,13 @@ class OffloadAdamW(AdamW):
             # Ctrl-C may have landed behind the submit, and nobody else waits for this.
             if self._is_unreleased:
                 self._release()
+            else:
+                self._abandon()
             raise
         finally:
             self._gradients.reset()
         if not is_begun:
-            # Nobody else waits for what was copied in vain, and its gradients may be freed next.
-            self.synchronize()
+            self._abandon()
             return
         if self._gate is not None and self._gate.is_open:
             self._gate.wait_for_uncovered()
@@ -447,37 +446,57 @@ class OffloadAdamW(AdamW):
         if self._gate is None or not self._gate.is_open:
             self._finish()
 
+    def _abandon(self) -> None:
+        """Once a step was skipped or refused: nobody else waits for what was copied in vain, and its gradients may be freed next."""
+        self.synchronize()
+
     def _begin_step(self) -> bool:
         """Decides on the step and hands it to the background; whether there is one."""
         begin = time.perf_counter()
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and self._sums is not None:
+        if self._sums is not None and getattr(self, "found_inf", None) is not None:
             raise ValueError(
                 "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
             )
-        if found_inf is not None and float(found_inf) > 0:
-            self._count_skipped()
-            return False
+        if self._scaler_found_inf():
+            return self._is_taken(Facts(found_inf=True), [], None, "")
         error: ValueError | None = None
         params: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         updates: list[Update] = []
         inverse_scale = 1.0
+        norm = 0.0
         try:
             inverse_scale = self._inverse_grad_scale()
             params, grads = self._checked_gradients()
             updates = self._updates()
         except ValueError as caught:
             error = caught
-        if self._meshes is None:
-            self._meshes = meshes(param for group in self.param_groups for param in group["params"])
-        (is_refused,) = agree(self._meshes, [error is not None])
-        if error is not None:
-            raise error
-        if is_refused:
-            raise ValueError(
-                "another rank could not step, and nothing was changed. hint: its own error says why"
+        (has_error,) = agree(self._agreeing_meshes(), [error is not None])
+        facts = Facts(has_error=has_error)
+        if not has_error:
+            self._reread(params)
+            place = self._device if self._sums is None else torch.device("cpu")
+            norm = gradient_norm(params, grads, place, read=self._gradients.read_with)
+            norm *= inverse_scale
+            self.grad_norm = norm
+            self._seconds = {"norm": time.perf_counter() - begin}
+            facts = Facts(
+                is_nonfinite=not math.isfinite(norm),
+                is_nonzero=norm != 0,
+                is_first_at_lr_0=self._is_first_at_lr_0(),
             )
+        what = f"the norm of the gradients is `{norm}`"
+        if not self._is_taken(facts, updates, error, what):
+            return False
+        # After the norm, which would come down behind them; the step begins with the first that is
+        # there.
+        if self._sums is None:
+            self._take_missing(params, grads)
+        self._apply(updates, inverse_scale * self._clip_coefficient(norm))
+        return True
+
+    def _reread(self, params: Sequence[torch.Tensor]) -> None:
+        """Copies to the host those of `params` that others have written on the device."""
         if stale := self._twins.stale(params):
             _LOGGER.debug(
                 "%d parameters were written by others since the last step, and are read again",
@@ -487,32 +506,6 @@ class OffloadAdamW(AdamW):
             # First: Ctrl-C may come before the copies have ended.
             self._fingerprints.doubt(stale)
             self._twins.refresh(stale)
-        place = self._device if self._sums is None else torch.device("cpu")
-        squared = squared_norm(params, grads, place)
-        norm = math.sqrt(self._gradients.read_with(squared)) * inverse_scale
-        self.grad_norm = norm
-        self._seconds = {"norm": time.perf_counter() - begin}
-        if not math.isfinite(norm) and self._nonfinite != "propagate":
-            if self._nonfinite == "raise":
-                self.synchronize()
-                raise ValueError(
-                    f"the norm of the gradients is `{norm}`; nothing was changed. "
-                    "hint: lower lr or clip; nonfinite='skip' leaves such steps out"
-                )
-            self._count_skipped()
-            return False
-        if norm == 0 and not self.state and all(group["lr"] == 0 for group in self.param_groups):
-            # The dummy step by which torch.distributed.checkpoint has state made.
-            self.state.update((update.param, self._fresh_state(update)) for update in updates)
-            return False
-        if not updates:
-            return False
-        # After the norm, which would come down behind them; the step begins with the first that is
-        # there.
-        if self._sums is None:
-            self._take_missing(params, grads)
-        self._apply(updates, inverse_scale * self._clip_coefficient(norm))
-        return True
 
     def _take_missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """Copies the gradients that were not, or were changed since."""
@@ -543,15 +536,17 @@ class OffloadAdamW(AdamW):
 
     def _fresh_state(self, update: Update) -> _state.State:
         """State of a parameter that was never stepped: what was set aside for it, unless that was loaded over."""
-        return self._fresh.get(update.param) or _state.new(update.operand.param, self._moments)
+        return self._fresh.get(update.param) or super()._fresh_state(update)
+
+    def _is_exclusive(self, param: torch.Tensor) -> bool:
+        return not self._fingerprints.is_doubted(param)
 
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
-        updates = [
-            u if u.state is not None else u._replace(state=self._fresh_state(u)) for u in updates
-        ]
         for update in updates:
-            update.operand.is_exclusive = not self._fingerprints.is_doubted(update.param)
-        states = self._bind(updates)
+            if update.operand.is_moved and update.operand.state is not None:
+                # The step goes on in the background, and works on the state itself.
+                _state.make_dense(update.operand.param, update.operand.state, self._moments)
+        bound_updates = self._bind(updates)
         params = [update.param for update in updates]
         engine = self._opened_engine()
         gate = self._gate if self._gate is not None and self._gate.is_open else None
@@ -565,10 +560,10 @@ class OffloadAdamW(AdamW):
         if gate is not None:
             before.append(partial(gate.open, params, exposed(params, self._twins)))
         submitted = [
-            engine.submission(updates, grad_scale),
+            engine.submission(bound_updates, grad_scale),
             partial(setattr, self, "_is_unreleased", True),
         ]
-        self._commit(updates, states, [*before, *submitted])
+        self._commit(bound_updates, [*before, *submitted])
         self._fingerprints.believe(params)
         for param in params:
             self._fresh.pop(param, None)

@@ -56,7 +56,7 @@ def fold_clipping(trainer: Any) -> None:
             theirs: torch.Tensor | None = clip_theirs(parameters, max_norm, norm_type=norm_type)
             return theirs
         optimizer.clip_norm = max_norm if math.isfinite(max_norm) else None
-        norms.append(torch.tensor(math.nan))
+        norms.append(torch.tensor(math.nan, dtype=torch.float32, device="cpu"))
         return norms[-1]
 
     def tell(stepped: torch.optim.Optimizer, *_: Any) -> None:

@@ -50,7 +50,10 @@ class Twins:
         nbytes = self.nbytes(params) // 2
         for twins in (self._weights, self._grads):
             buffer = _core.Buffer(nbytes)
-            memory, begin = tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8), 0
+            memory, begin = (
+                tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu"),
+                0,
+            )
             for param in params:
                 piece = local(param)
                 run = memory[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)

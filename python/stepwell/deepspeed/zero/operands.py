@@ -132,7 +132,7 @@ class Operands:
             tensor = _state.adam_tensor(flat, runs, key=key, **views)
         return Operand(
             tensor,
-            1 + _state.step_of(state, label),
+            1 + _state.step_of(state, lambda: label),
             hyper_of(group, f"the group of {label}"),
             state,
             master,
@@ -179,7 +179,7 @@ class Operands:
         for operand in operands:
             count = operand.state["step"]
             is_tensor = isinstance(count, torch.Tensor)
-            stepped = torch.tensor(float(operand.step)) if is_tensor else operand.step
+            stepped = _state.step_tensor(operand.step) if is_tensor else operand.step
             calls += [
                 partial(operand.state.__setitem__, "step", stepped),
                 partial(self._optimizer.state.__setitem__, operand.master, operand.state),

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell import _state, optim
+from stepwell import optim
 from stepwell._hyper import hyper_of
+from stepwell._operand import Rounding
 from stepwell.deepspeed.options import options_of
 from stepwell.deepspeed.seams import Attribute, Member, accelerator_name
 from stepwell.deepspeed.state.decoding import DecodingState
@@ -49,19 +50,12 @@ class _UnderZeRO(optim.Adam):
         """What DeepSpeed asks its own optimizer for: whether the moments are float32."""
         return self._moments == "fp32"
 
-    def _updates(self) -> list[optim.Update]:
+    def _rounding(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
         # ZeRO shows one partition at a time, each of them as the first parameter: their roundings
         # must differ all the same, and from those of other ranks, by a number that is the same when
         # the run is resumed.
-        updates = []
-        for update in super()._updates():
-            param = update.operand.param
-            index = self._ordinals.setdefault(param, len(self._ordinals)) + (self._rank << 32)
-            seed = self.param_groups[0]["seed"]
-            updates.append(
-                update._replace(key=functools.partial(_state.key_of, seed, index, param))
-            )
-        return updates
+        ordinal = self._ordinals.setdefault(param, len(self._ordinals))
+        return Rounding(self.param_groups[0]["seed"], ordinal + (self._rank << 32))
 
     @functools.cached_property
     def _ordinals(self) -> dict[torch.Tensor, int]:
