@@ -19,6 +19,7 @@ MODULES = (
     "deepspeed_checkpoint_programs",
     "deepspeed_register_programs",
     "deepspeed_offload_programs",
+    "deepspeed_gradient_programs",
 )
 
 

@@ -10,7 +10,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepwell.deepspeed import spawn
+from stepwell.deepspeed import accelerate, spawn
 from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.native import adam, cpu_adam, cpu_vendor, fused_adam, step_guard
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
@@ -178,6 +178,7 @@ def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
         _fill()
     else:
         after_import("deepspeed", _fill_unless_reporting)
+    accelerate.keep_optimizers()
     adam.set_nonfinite(nonfinite)
 
 

@@ -248,7 +248,7 @@ class Overridden:
     module: str
     path: str
     methods: Mapping[str, tuple[str, ...]]
-    """By their names: their first parameters."""
+    """By their names: their first parameters. Of a property: none."""
     maker: Attribute
     """Where the subclass is made."""
 
@@ -276,6 +276,8 @@ class Overridden:
                 return f"`{self.where}.{method}` does not exist in this version of DeepSpeed"
             # Of one that is replaced, what was there.
             found = getattr(owner, method)
+            if isinstance(found, property):
+                continue
             names = tuple(inspect.signature(getattr(found, "stepwell_original", found)).parameters)
             # A decorator of DeepSpeed's takes anything and passes it on.
             if names[: len(expected)] != expected and names != ("args", "kwargs"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,11 +17,27 @@ from stepwell.deepspeed.native import adam
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Operand", "Operands", "gradient_scale"]
+__all__ = ["Operand", "Operands", "global_norm", "gradient_scale"]
+
+
+def _scalar(norm: float) -> torch.Tensor:
+    """A norm in float32, as DeepSpeed has it; in float64 where float32 cannot hold it."""
+    fits = not math.isfinite(norm) or norm <= torch.finfo(torch.float32).max
+    return torch.tensor(norm, dtype=torch.float32 if fits else torch.float64, device="cpu")
+
+
+def global_norm(norm: float, loss_scale: float) -> torch.Tensor:
+    """The norm of the gradients, for `get_global_grad_norm`.
+
+    Args:
+        norm: of the gradients, times the loss scale.
+        loss_scale: that the gradients were made with.
+    """
+    return _scalar(norm / loss_scale)
 
 
 def gradient_scale(norm: float, loss_scale: float, clip_grad: float) -> float:
-    """What gradients are multiplied by: the inverse of the loss scale, times the clip coefficient. In float32, as DeepSpeed's.
+    """The factor of the gradients: the inverse of the loss scale, times the clip coefficient. In float32, as DeepSpeed's.
 
     Args:
         norm: of the gradients, times the loss scale.
@@ -29,7 +46,7 @@ def gradient_scale(norm: float, loss_scale: float, clip_grad: float) -> float:
     """
     if clip_grad == 0.0:
         return 1.0 / loss_scale
-    clip = ((torch.tensor(norm) / loss_scale) + 1e-6) / clip_grad
+    clip = ((_scalar(norm) / loss_scale) + 1e-6) / clip_grad
     return float(1.0 / (torch.clamp(clip, min=1.0) * loss_scale))
 
 

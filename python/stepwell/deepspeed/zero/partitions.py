@@ -15,6 +15,7 @@ and 8 for the moments, which the caller holds. All of it is announced before any
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 import weakref
 from functools import partial
@@ -28,7 +29,7 @@ from stepwell.offload.budget import announce
 from stepwell.offload.engine import current_stream, device_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = ["Fragment", "FragmentUploads", "Partition", "Partitions", "Update"]
 
@@ -179,20 +180,47 @@ class Partitions:
         self._norms[fragment] = _norm(grad).to(self.device)
         self._written.add(fragment)
 
-    def squared_norm(self) -> torch.Tensor:
-        """The sum of squares of all gradients since the last step, a float32 scalar on the device; not finite if one is not.
+    def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
+        """The norm of all gradients since the last step, all of which are complete; not finite if one is not.
 
-        All gradients are complete.
+        The host waits for the backward. Squares that float32 cannot hold are summed anew in double
+        precision.
+
+        Args:
+            add_up: adds a scalar on the device up over the ranks, in place. All ranks call it
+                equally often.
         """
         for fragment in list(self._sums):
             self.send(fragment)
-        if not self._norms:
-            return torch.zeros((), device=self.device)
-        return torch.stack(list(self._norms.values())).double().square().sum().float()
+        squares = torch.zeros((), dtype=torch.float32, device=self.device)
+        if self._norms:
+            squares = torch.stack(list(self._norms.values())).double().square().sum().float()
+        add_up(squares)
+        total = float(squares)
+        if not math.isfinite(total):
+            wide = torch.tensor(self._exact_squares(), dtype=torch.float64, device=self.device)
+            add_up(wide)
+            total = float(wide)
+        return math.sqrt(total) if math.isfinite(total) else math.inf
+
+    def _exact_squares(self) -> float:
+        """The sum of squares of all gradients, of what is in host memory; infinite if one is not finite."""
+        self.arrive()
+        stats = _core.grad_stats(
+            [
+                view(self.grads[group].narrow(0, begin, numel))
+                for group, begin, numel in self._norms
+            ]
+        )
+        return stats.sq_norm if stats.finite else math.inf
 
     def arrive(self) -> None:
         """Waits until all gradients that were sent are in `grads`."""
         self._lane.wait()
+
+    def drop_sums(self) -> None:
+        """Forgets all gradients that are not complete."""
+        self._sums.clear()
 
     def drop(self) -> None:
         """Forgets all gradients since the last step."""

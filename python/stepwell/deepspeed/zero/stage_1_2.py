@@ -31,7 +31,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from stepwell.deepspeed.zero.operands import Operands, gradient_scale
+from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
     Fragment,
     FragmentUploads,
@@ -68,6 +69,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._options = options
         self._operands = Operands(init_optimizer, dist.get_rank())
         self._gate: Gate | None = None
+        self._backward = Backward()
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
@@ -157,6 +159,40 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 if param._hp_mapping is not None:
                     param._hp_mapping.stepwell_partitions = self._partitions
 
+    # ---- the backward ----
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """What DeepSpeed's `engine.backward` calls first."""
+        self._backward.announce()
+        return super().scale_if_loss(value)
+
+    def clear_backward_seen_flag(self) -> None:
+        """The beginning of a forward."""
+        self._backward.note_forward()
+        super().clear_backward_seen_flag()
+
+    def backward_prologue(self) -> None:
+        """The beginning of a backward."""
+        self._backward.begin()
+        super().backward_prologue()
+
+    def process_gradients(self, param: Any, i: int) -> None:
+        """A gradient is there."""
+        self._backward.note_gradient()
+        super().process_gradients(param, i)
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        """The end of a backward."""
+        super().backward_epilogue(*args, **kwargs)
+        self._backward.end()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As DeepSpeed's; after a backward that raised, drops all gradients since the last step."""
+        if self._backward.is_unended:
+            set_to_none = True
+            self._drop_gradients()
+        super().zero_grad(set_to_none)
+
     # ---- gradients ----
 
     def setup_buckets(self) -> None:
@@ -212,22 +248,26 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Steps all partitions in the background, or skips the step if a gradient is not finite."""
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._offload_accumulated_param_ids: set[int] = set()
-        self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
-        norm = self._norm()
-        self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
-        scale = float(self.loss_scale)
-        is_checked = self.dtype != torch.bfloat16 or self.check_grad_overflow
-        self.overflow = not math.isfinite(norm) and (is_checked or self._operands.skips_nonfinite())
-        self._update_scale(self.overflow)
-        if self.overflow:
-            self._global_grad_norm: Any = math.inf
-            self._skip()
-            return
-        self._global_grad_norm = torch.tensor(norm / scale)
+        self._backward.check()
         try:
+            self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
+            norm = self._partitions.norm(self._add_up)
+            self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
+            scale = float(self.loss_scale)
+            is_checked = self.dtype != torch.bfloat16 or self.check_grad_overflow
+            self.overflow = not math.isfinite(norm) and (
+                is_checked or self._operands.skips_nonfinite()
+            )
+            self._update_scale(self.overflow)
+            if self.overflow:
+                self._global_grad_norm: Any = math.inf
+                self._skip()
+                return
+            self._global_grad_norm = global_norm(norm, scale)
             self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
             self._partitions.settle()
+            self.zero_grad(set_to_none=True)
             self._drop_gradients()
             raise
         self._release_sums()
@@ -243,15 +283,13 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
 
-    def _norm(self) -> float:
-        """The norm of the gradients of all ranks, times the loss scale. Where the host waits for the backward."""
-        squares = self._partitions.squared_norm()
+    def _add_up(self, squares: torch.Tensor) -> None:
+        """Adds this rank's squared norm to those of the others, in place."""
         if self.local_overflow:
-            # Found in what somebody has set.
+            # Found in a gradient that was set.
             squares.fill_(math.inf)
         if not self._is_alone:
             dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        return math.sqrt(float(squares))
 
     def _skip(self) -> None:
         self.zero_grad(set_to_none=True)
@@ -261,8 +299,20 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self.timers(timer).stop()
 
     def _drop_gradients(self) -> None:
+        """Drops all gradients since the last step, also those that wait for a reduction."""
         self._partitions.drop()
         self._release_sums()
+        for bucket in self.ipg_buckets.values():
+            bucket.clear()
+        self.extra_large_param_to_reduce.clear()
+        for params in self.previous_reduced_grads.values():
+            params.clear()
+        self.params_already_reduced = [False] * len(self.params_already_reduced)
+        self._release_ipg_buffers()
+        self.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._offload_accumulated_param_ids = set()
+        self._backward.reset()
+        self._backward_active_depth = 0
 
     def _release_sums(self) -> None:
         self.local_overflow = False

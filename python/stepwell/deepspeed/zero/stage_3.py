@@ -17,7 +17,8 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
-from stepwell.deepspeed.zero.operands import Operands, gradient_scale
+from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import Fragment, Partition, Partitions, Update
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         **kwargs: Any,
     ) -> None:
         self._options = options
+        self._backward = Backward()
         self._operands = Operands(init_optimizer, dist.get_rank())
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
@@ -67,6 +69,60 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def timing(self) -> dict[str, float]:
         """What the last step took in the background, as `OffloadAdamW.timing`."""
         return self._partitions.timing()
+
+    # ---- the backward ----
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """What DeepSpeed's `engine.backward` calls first."""
+        self._backward.announce()
+        return super().scale_if_loss(value)
+
+    def clear_backward_seen_flag(self) -> None:
+        """The beginning of a forward."""
+        self._backward.note_forward()
+        super().clear_backward_seen_flag()
+
+    def backward_prologue(self) -> None:
+        """The beginning of a backward."""
+        self._backward.begin()
+        super().backward_prologue()
+
+    def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
+        """A gradient is there."""
+        self._backward.note_gradient()
+        super().reduce_ready_partitions_and_remove_grads(param)
+
+    def backward_epilogue(self) -> None:
+        """The end of a backward."""
+        super().backward_epilogue()
+        self._backward.end()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As DeepSpeed's, which drops earlier micro-batches; after a backward that raised, all gradients since the last step."""
+        if self._backward.is_unended:
+            set_to_none = True
+            self._drop_gradients()
+        self._partitions.drop_sums()
+        super().zero_grad(set_to_none)
+
+    def _drop_gradients(self) -> None:
+        """Drops all gradients since the last step, also those that wait for a reduction."""
+        self._partitions.drop()
+        if not get_accelerator().resolves_data_dependency():
+            self.reduce_and_partition_stream.synchronize()
+        for bucket in self.ipg_buckets.values():
+            bucket.clear_params()
+        for params in self.fp16_groups:
+            for param in params:
+                param.grad = None
+        for param_id in self.params_already_reduced:
+            self.params_already_reduced[param_id] = False
+        self._offload_boundary_param_ids = set()
+        # Weights that the backward had gathered.
+        self.parameter_offload.release_backward_leftovers()
+        self._partition_all_parameters()
+        self._backward.reset()
+        self._backward_active_depth = 0
 
     # ---- gradients ----
 
@@ -147,25 +203,29 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Steps all partitions, or skips the step if a gradient is not finite."""
+        self._backward.check()
         self._pre_step()
         self._partition_all_parameters()
-        squares = self._partitions.squared_norm()
-        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        norm, scale = math.sqrt(float(squares)), float(self.loss_scale)
-        self.overflow = not math.isfinite(norm)
-        if self._loss_scale_update_and_overflow_cleanup():
-            self._partitions.drop()
-            return
-        self._global_grad_norm = torch.tensor(norm / scale)
-        self.timers(OPTIMIZER_STEP_TIMER).start()
         try:
+            norm, scale = self._partitions.norm(self._add_up), float(self.loss_scale)
+            self.overflow = not math.isfinite(norm)
+            if self._loss_scale_update_and_overflow_cleanup():
+                self._drop_gradients()
+                return
+            self._global_grad_norm = global_norm(norm, scale)
+            self.timers(OPTIMIZER_STEP_TIMER).start()
             self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
             self._partitions.settle()
-            self._partitions.drop()
+            self.zero_grad(set_to_none=True)
+            self._drop_gradients()
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
+
+    def _add_up(self, squares: torch.Tensor) -> None:
+        """Adds this rank's squared norm to those of the others, in place."""
+        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
 
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions

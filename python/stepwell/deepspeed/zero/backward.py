@@ -1,0 +1,63 @@
+"""Which backward the gradients of an optimizer come from: what a backward that raised has left behind is never stepped."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["Backward"]
+
+
+class Backward:
+    """The current backward, as DeepSpeed's calls of its optimizer show it.
+
+    A backward that raises does not reach its end. Its gradients are partial, and some of them have
+    been added to those of earlier micro-batches. So the next backward and the next step raise, until
+    the gradients are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._is_running = self._has_gradients = self._has_failed = False
+
+    @property
+    def is_unended(self) -> bool:
+        """Whether a backward has begun that has not ended."""
+        return self._is_running or self._has_gradients
+
+    def announce(self) -> None:
+        """`engine.backward` is called. Raises ValueError if the backward before it has failed."""
+        self.check()
+        self._is_running = True
+
+    def begin(self) -> None:
+        """Autograd has reached the outputs of a forward. One backward may begin at several forwards."""
+        self._is_running = True
+
+    def note_forward(self) -> None:
+        """A forward of the engine begins: a backward that is not running by now has failed."""
+        # Activation checkpoints run forwards within a backward.
+        if self._has_gradients and torch._C._current_graph_task_id() == -1:
+            self._has_failed = True
+
+    def note_gradient(self) -> None:
+        """A gradient is there. Raises ValueError if it is of another backward than one that has failed."""
+        if self._has_failed:
+            self.check()
+        # Some loss functions run a backward of their own in the forward, which no call ends.
+        self._has_gradients = self._is_running
+
+    def end(self) -> None:
+        """All gradients of the backward are there."""
+        self._is_running = self._has_gradients = False
+
+    def check(self) -> None:
+        """Raises ValueError if there are gradients of a backward that has failed."""
+        if self._has_gradients:
+            raise ValueError(
+                "a backward has not ended, so its gradients are partial: it raised, and the exception "
+                "was caught. hint: engine.optimizer.zero_grad() after the exception drops all gradients "
+                "since the last step"
+            )
+
+    def reset(self) -> None:
+        """The gradients of the backward have been dropped."""
+        self._is_running = self._has_gradients = self._has_failed = False

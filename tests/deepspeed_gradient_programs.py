@@ -1,0 +1,222 @@
+"""Programs (see deepspeed_run) of gradients that must not be stepped, or must be, on the offload engine."""
+
+import math
+
+import torch
+from deepspeed_engines import (
+    configuration,
+    initialize,
+    partitions,
+    perceptron,
+    squared,
+    train,
+    vectors,
+)
+from deepspeed_offload_programs import Forked, uneven
+
+FP32_SUMS = {"grad_accum_dtype": "fp32"}
+
+
+def fail_backward(engine, batch, *, plainly=False):
+    """A backward that raises when some gradients are there already."""
+
+    def fail(_):
+        raise RuntimeError("out of memory")
+
+    handle = engine.module[0].weight.register_hook(fail)
+    loss = squared(engine, batch)
+    try:
+        loss.backward() if plainly else engine.backward(loss)
+    except RuntimeError as error:
+        assert "out of memory" in str(error)
+    else:
+        raise AssertionError("the backward did not fail")
+    finally:
+        handle.remove()
+
+
+def recovered(config, failures, *, rank=0, model=perceptron):
+    """A run in which backwards fail before some micro-batches, each of which is followed by the hint."""
+    engine = initialize(model(), config)
+    losses = []
+    for number, batch in enumerate(
+        vectors(4 * config.get("gradient_accumulation_steps", 1), rank=rank)
+    ):
+        if number in failures:
+            (other,) = vectors(1, first=100 + number, rank=rank)
+            fail_backward(engine, other, plainly=number % 2 == 1)
+            engine.zero_grad()
+            engine.optimizer.zero_grad()
+        losses += train(engine, [batch], squared)
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
+
+
+def unrecovered(stage, after):
+    """What the next call after a failed backward raises."""
+    engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage))
+    first, second = vectors(2)
+    fail_backward(engine, first)
+    try:
+        if after == "step":
+            engine.step()
+        elif after == "backward":
+            engine.backward(squared(engine, second))
+        else:
+            squared(engine, second).backward()
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.optimizer.zero_grad()
+        engine.destroy()
+    return ""
+
+
+def failed_backwards(result):
+    """Backwards that raise, with and without what the error's hint says."""
+    cases = {
+        f"ZeRO-{stage}{name}": configuration(stage=stage, dtype="bf16", **options)
+        for stage in (1, 2, 3)
+        for name, options in {
+            "": {},
+            ", overlap_comm": {"zero": {"overlap_comm": True}},
+            ", accumulated": {"gradient_accumulation_steps": 3},
+            ", fp32 sums": {"gradient_accumulation_steps": 3, "data_types": FP32_SUMS},
+        }.items()
+    }
+    for name, config in cases.items():
+        # In the first micro-batch of a step: nothing else is lost.
+        gas = config.get("gradient_accumulation_steps", 1)
+        result[name] = recovered(config, ()), recovered(config, (0, 2 * gas))
+    for stage in (1, 2, 3):
+        config = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
+        # In the second: the first goes with it. DeepSpeed's own ZeRO-1 is the only stage that
+        # gets over it.
+        result[f"ZeRO-{stage}, second micro-batch"] = (
+            recovered({**config, "stepwell": {"engine": False}}, (1,)) if stage == 1 else None,
+            recovered(config, (1,)),
+        )
+        for after in ("step", "backward", "plain backward"):
+            result[f"ZeRO-{stage}, {after}"] = unrecovered(stage, after)
+
+
+def cleared(config):
+    """`zero_grad` between the micro-batches of a step, none of which has failed."""
+    engine = initialize(perceptron(), config)
+    losses = train(engine, vectors(6), squared, before_step=engine.optimizer.zero_grad)
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
+
+
+def refused(config, block):
+    """Losses after a step that was refused for a NaN."""
+    engine = initialize(perceptron(), {**config, "stepwell": block})
+    train(engine, vectors(1), squared)
+    (bad,) = vectors(1, first=5)
+    bad[0, 0] = math.nan
+    before = partitions(engine)
+    try:
+        train(engine, [bad], squared)
+    except ValueError as error:
+        message = str(error)
+    else:
+        message = ""
+    # What DeepSpeed's own path needs, after an exception in its step.
+    engine.optimizer.zero_grad()
+    found = {"before": before, "after": partitions(engine), "message": message}
+    found["losses"] = train(engine, vectors(3, first=10), squared)
+    found["partitions"] = partitions(engine)
+    engine.destroy()
+    return found
+
+
+def huge(config, factor):
+    """A step with finite gradients, of which float32 cannot hold the squares."""
+    engine = initialize(perceptron(), config)
+    train(engine, vectors(1), squared)
+    before = partitions(engine)
+    (batch,) = vectors(1, first=1)
+    handles = [
+        param.register_hook(lambda grad: grad * factor) for param in engine.module.parameters()
+    ]
+    train(engine, [batch], squared)
+    for handle in handles:
+        handle.remove()
+    found = {
+        "before": before,
+        "after": partitions(engine),
+        "norm": float(engine.get_global_grad_norm()),
+        "skipped": engine.skipped_steps,
+    }
+    engine.destroy()
+    return found
+
+
+def skipped(stage):
+    """The moments of a parameter that had a gradient only in a step that was skipped."""
+    from deepspeed import utils
+
+    engine = initialize(
+        Forked(), configuration(dtype="bf16", stage=stage, params={"betas": [0.5, 0.5]})
+    )
+    first, second = vectors(2)
+    weight = engine.module.second.weight
+    engine.backward(squared(engine, first))
+    utils.safe_set_full_grad(engine.module.first.weight, torch.full((32, 32), math.nan))
+    engine.step()
+    assert engine.skipped_steps == 1
+    train(engine, [second], squared)
+    found = utils.safe_get_full_optimizer_state(weight, "exp_avg").clone()
+    engine.destroy()
+    return found
+
+
+def program_gradients(result):
+    """All that one rank does."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    failed_backwards(result.setdefault("failed", {}))
+    for stage in (1, 2, 3):
+        accumulating = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
+        result[f"cleared, ZeRO-{stage}"] = [
+            cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
+        ]
+        result[f"skipped, ZeRO-{stage}"] = skipped(stage)
+        result[f"huge, ZeRO-{stage}"] = [
+            huge(configuration(stage=stage, clip=0.1), factor) for factor in (1.0, 2.0**80)
+        ]
+        result[f"huge, bf16, ZeRO-{stage}"] = [
+            huge(configuration(stage=stage, dtype="bf16", clip=0.1), factor)
+            for factor in (1.0, 2.0**80)
+        ]
+    for stage in (1, 2):
+        unchecked = configuration(
+            dtype="bf16", stage=stage, precision={"check_grad_overflow": False}
+        )
+        result[f"refused, ZeRO-{stage}"] = [
+            refused(unchecked, {"engine": engine}) for engine in (True, False)
+        ]
+
+
+def program_gradients_ranks(result):
+    """Two ranks, on both of which backwards fail."""
+    import os
+
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    rank = int(os.environ["RANK"])
+    for stage in (1, 2, 3):
+        for name, options in {
+            "": {"zero": {"reduce_bucket_size": 1500}},
+            ", accumulated": {"gradient_accumulation_steps": 2},
+            ", fp32 sums": {"gradient_accumulation_steps": 2, "data_types": FP32_SUMS},
+        }.items():
+            config = configuration(stage=stage, dtype="bf16", **options)
+            result[f"ZeRO-{stage}{name}"] = [
+                recovered(config, failures, rank=rank, model=uneven) for failures in ((), (0, 4))
+            ]
+        result[f"huge, ZeRO-{stage}"] = huge(configuration(stage=stage, clip=1.0), 2.0**80)
