@@ -3,6 +3,7 @@
 The only place that imports deepspeed, and only when it is called.
 """
 
+from stepwell.deepspeed.plan import Plan
 from stepwell.deepspeed.register import VERSIONS, register, seam_report
 from stepwell.deepspeed.seams import Seam
 from stepwell.deepspeed.state.decoding import DecodingState
@@ -11,6 +12,7 @@ from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
 __all__ = [
     "VERSIONS",
     "DecodingState",
+    "Plan",
     "Seam",
     "StepwellAdam",
     "StepwellAdamW",

@@ -63,7 +63,7 @@ def _kept(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(original)
     def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         if isinstance(optimizer, OffloadAdamW):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004
                 "the optimizer is `OffloadAdamW`, which offloads by itself, beside `offload_optimizer` in the "
                 "DeepSpeed JSON. hint: stepwell.AdamW under DeepSpeed, which steps its partitions"
             )

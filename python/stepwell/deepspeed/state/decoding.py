@@ -31,7 +31,9 @@ class DecodingState(dict[str, Any]):
     def __missing__(self, name: str) -> torch.Tensor:
         if name not in MOMENT_NAMES:
             raise KeyError(name)
-        decoded: torch.Tensor = _state.decode(torch.empty(self.numel), self)[name]
+        decoded: torch.Tensor = _state.decode(
+            torch.empty(self.numel, dtype=torch.float32, device="cpu"), self
+        )[name]
         return decoded
 
     def __reduce__(self) -> tuple[Any, ...]:

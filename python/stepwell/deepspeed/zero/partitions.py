@@ -124,7 +124,7 @@ class Partitions:
 
     def _memory(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         buffer = _core.Buffer(numel * dtype.itemsize)
         if pinned:
             self._engine.pin(buffer)
@@ -207,10 +207,7 @@ class Partitions:
         """The sum of squares of all gradients, of what is in host memory; infinite if one is not finite."""
         self.arrive()
         stats = _core.grad_stats(
-            [
-                view(self.grads[group].narrow(0, begin, numel))
-                for group, begin, numel in self._norms
-            ]
+            [view(self.grads[group].narrow(0, begin, numel)) for group, begin, numel in self._norms]
         )
         return stats.sq_norm if stats.finite else math.inf
 

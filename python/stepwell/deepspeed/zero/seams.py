@@ -1,4 +1,4 @@
-"""ZeRO with CPU offload on the offload engine: when, and DeepSpeed's seams for it."""
+"""DeepSpeed's seams for ZeRO with CPU offload on the offload engine."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from stepwell import optim
-from stepwell.deepspeed.options import options_of
-from stepwell.deepspeed.seams import Attribute, Overridden, accelerator_name
-from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
+from stepwell.deepspeed.plan import plan
+from stepwell.deepspeed.seams import Attribute, Overridden
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from stepwell.deepspeed.options import Options
 
 __all__ = ["SEAMS"]
 
@@ -23,62 +19,8 @@ _ENGINE = "deepspeed.runtime.engine"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
 _FRAGMENT = "deepspeed.utils.tensor_fragment"
-_ACCELERATORS = ("cpu", "cuda")
 
 _LOGGER = logging.getLogger(__name__)
-
-
-def _in_the_way(engine: Any, optimizer: Any, options: Options) -> str | None:
-    """Why a DeepSpeedEngine with ZeRO and CPU offload keeps DeepSpeed's own path; None if it need not."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.runtime.pipe.module import PipelineModule
-    from deepspeed.runtime.torch_autocast import is_autocast_initialized
-
-    is_ours = type(optimizer) in (
-        DeepSpeedCPUAdam,
-        StepwellAdam,
-        StepwellAdamW,
-        optim.Adam,
-        optim.AdamW,
-    )
-    mpu = engine.mpu
-    obstacles = {
-        '"engine" is false in the block `stepwell`': not options.engine,
-        f"the accelerator is `{accelerator_name()}`": accelerator_name() not in _ACCELERATORS,
-        f"the optimizer is `{type(optimizer).__name__}`": not is_ours,
-        "ZenFlow is on": engine.zenflow,
-        "SuperOffload is on": engine.super_offload(),
-        "parameters are offloaded": _device_of(engine.zero_offload_param()) is not None,
-        "zero_hpz_partition_size is not 1": engine.zero_hpz_partition_size() != 1,
-        "weights are quantized": engine.zero_quantized_weights()
-        or engine.zero_quantized_nontrainable_weights(),
-        "offload_optimizer.ratio is not 1": engine.zero_partial_offload() != 1.0,
-        "the model has mixtures of experts": engine.has_moe_layers,
-        "the model is a pipeline": isinstance(engine.module, PipelineModule),
-        "the model is parallel": mpu is not None
-        and not hasattr(mpu, "initialize_sequence_parallel"),
-        "torch_autocast is on": is_autocast_initialized(),
-        "DeepCompile is on": engine.is_deepcompile_enabled(),
-        "the hybrid engine is on": engine._config.hybrid_engine.enabled,
-    }
-    reasons = [reason for reason, is_there in obstacles.items() if is_there]
-    return reasons[0] if reasons else _CLASSES[engine.zero_optimization_stage() == 3].unused()
-
-
-def _device_of(offload: Any) -> str | None:
-    """The device of an offload configuration; None: nothing is offloaded."""
-    device = None if offload is None else str(getattr(offload.device, "value", offload.device))
-    return None if device == "none" else device
-
-
-def _check_moments(optimizer: Any, options: Options) -> None:
-    """Raises ValueError for an optimizer that does not hold its moments as the block says."""
-    held = optimizer._moments if isinstance(optimizer, optim.Adam) else "fp32"
-    if options.moments not in (None, held):
-        raise ValueError(
-            f"`stepwell.moments` is `{options.moments}`, but the optimizer is `{type(optimizer).__name__}` with `{held}`. "
-            "hint: optimizers of type Adam, AdamW, StepwellAdam and StepwellAdamW in the JSON take it from there"
-        )
 
 
 def _stage_1_2() -> tuple[Any, str, type]:
@@ -100,26 +42,27 @@ def _stage_3() -> tuple[Any, str, type]:
     )
 
 
+def _unfit(zero_class: str) -> str | None:
+    """Why a class of ours does not fit this version of DeepSpeed; None if it does."""
+    return _CLASSES[zero_class].unused()
+
+
 def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any) -> Any:
-        options = options_of(self)
-        _check_moments(optimizer, options)
-        device = _device_of(self.zero_offload_optimizer())
-        if device is None:
-            return original(self, optimizer)
-        reason = f"offload_optimizer.device is `{device}`" if device != "cpu" else None
-        reason = reason or _in_the_way(self, optimizer, options)
-        if reason is not None:
-            _LOGGER.info(
-                "not on the offload engine, but DeepSpeed's own path on Stepwell's kernels: %s",
-                reason,
-            )
+        decided = plan(self, optimizer, _unfit)
+        self.stepwell_plan = decided
+        if decided.zero_class is None:
+            if decided.reasons:
+                _LOGGER.info(
+                    "not on the offload engine, but DeepSpeed's own path on Stepwell's kernels: %s",
+                    "; ".join(decided.reasons),
+                )
             return original(self, optimizer)
         # DeepSpeed's function knows what the constructor takes.
-        module, name, cls = _stage_3() if self.zero_optimization_stage() == 3 else _stage_1_2()
+        module, name, cls = _PLACES[decided.zero_class]()
         theirs = getattr(module, name)
-        setattr(module, name, functools.partial(cls, options=options))
+        setattr(module, name, functools.partial(cls, plan=decided))
         try:
             return original(self, optimizer)
         finally:
@@ -235,11 +178,13 @@ _CLASS_3 = Overridden(
     },
     _MAKER,
 )
-_CLASSES = (_CLASS, _CLASS_3)
+_CLASSES = {"OffloadZeroOptimizer": _CLASS, "OffloadZeroOptimizerStage3": _CLASS_3}
+_PLACES = {"OffloadZeroOptimizer": _stage_1_2, "OffloadZeroOptimizerStage3": _stage_3}
 
 SEAMS = (
     _MAKER,
-    *_CLASSES,
+    _CLASS,
+    _CLASS_3,
     Attribute(
         "offload engine, state access",
         _FRAGMENT,

@@ -45,7 +45,7 @@ from stepwell.offload.gate import Gate
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from stepwell.deepspeed.options import Options
+    from stepwell.deepspeed.plan import Plan
 
 __all__ = ["OffloadZeroOptimizer"]
 
@@ -54,19 +54,19 @@ _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
 class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # DeepSpeed has no types
-    """See the module. Takes what its base class takes, and `options`."""
+    """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     def __init__(
         self,
         init_optimizer: Any,
         *args: Any,
-        options: Options,
+        plan: Plan,
         offload_optimizer_config: Any,
         **kwargs: Any,
     ) -> None:
         self._masters: list[torch.Tensor] = []
         self._partitions: Partitions
-        self._options = options
+        self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
         self._gate: Gate | None = None
         self._backward = Backward()
@@ -136,7 +136,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         ]
         self._partitions = Partitions(
-            partitions, threads=self._options.threads, host_bytes_max=self._options.host_bytes_max
+            partitions,
+            threads=self._plan.options.threads,
+            host_bytes_max=self._plan.options.host_bytes_max,
         )
 
     @property
@@ -307,7 +309,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.extra_large_param_to_reduce.clear()
         for params in self.previous_reduced_grads.values():
             params.clear()
-        self.params_already_reduced = [False] * len(self.params_already_reduced)
+        self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
         self._release_ipg_buffers()
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._offload_accumulated_param_ids = set()
@@ -353,7 +355,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _open_gate(self) -> bool:
         """Whether forwards wait for the weights of the step that comes."""
         params = [param for group in self.bit16_groups for param in group]
-        if self._gate is None and self._is_alone and self._options.gate == "module":
+        if self._gate is None and self._plan.gate == "module":
             self._gate = Gate(
                 params,
                 FragmentUploads(

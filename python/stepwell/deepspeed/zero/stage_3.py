@@ -24,24 +24,24 @@ from stepwell.deepspeed.zero.partitions import Fragment, Partition, Partitions, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from stepwell.deepspeed.options import Options
+    from stepwell.deepspeed.plan import Plan
 
 __all__ = ["OffloadZeroOptimizerStage3"]
 
 
 class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no types
-    """See the module. Takes what its base class takes, and `options`."""
+    """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     def __init__(
         self,
         module: torch.nn.Module,
         init_optimizer: Any,
         *args: Any,
-        options: Options,
+        plan: Plan,
         offload_optimizer_config: Any,
         **kwargs: Any,
     ) -> None:
-        self._options = options
+        self._plan = plan
         self._backward = Backward()
         self._operands = Operands(init_optimizer, dist.get_rank())
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
@@ -62,7 +62,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             for master, weight in zip(self.fp32_partitioned_groups_flat, weights, strict=True)
         ]
         self._partitions = Partitions(
-            partitions, threads=self._options.threads, host_bytes_max=self._options.host_bytes_max
+            partitions,
+            threads=self._plan.options.threads,
+            host_bytes_max=self._plan.options.host_bytes_max,
         )
 
     @property
@@ -117,7 +119,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 param.grad = None
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
-        self._offload_boundary_param_ids = set()
+        self._offload_boundary_param_ids: set[int] = set()
         # Weights that the backward had gathered.
         self.parameter_offload.release_backward_leftovers()
         self._partition_all_parameters()
