@@ -468,10 +468,33 @@ def options(result):
         "no offload": configuration(offload=None),
         "ZeRO-3": configuration(stage=3),
         "ZeRO-3, q8": configuration(stage=3, stepwell={"moments": "q8"}),
+        "ZeRO-2, parameters": configuration(zero={"offload_param": {"device": "cpu"}}),
+        "several": configuration(
+            stage=3, zero={"offload_param": {"device": "cpu"}}, stepwell={"engine": False}
+        ),
     }.items():
         handler.lines.clear()
         found = run(config, steps=1)
         result[f"path, {name}"] = found["class"], found["base"], list(handler.lines)
+    # Plans are values.
+    for name, config in {
+        "ZeRO-2": configuration(dtype="bf16"),
+        "gate step": configuration(dtype="bf16", stepwell={"gate": "step"}),
+        "ZeRO-3": configuration(dtype="bf16", stage=3),
+        "no offload": configuration(offload=None),
+        "several": configuration(
+            stage=3, zero={"offload_param": {"device": "cpu"}}, stepwell={"engine": False}
+        ),
+    }.items():
+        engine = initialize(perceptron(), config)
+        result[f"plan, {name}"] = engine.stepwell_plan
+        engine.destroy()
+    inference = configuration(stage=3, stepwell={"moments": "q8"})
+    del inference["optimizer"]
+    import deepspeed
+
+    engine = deepspeed.initialize(model=perceptron(), config=inference)[0]
+    result["plan, inference"] = engine.stepwell_plan
     # A version of DeepSpeed that calls it in another way.
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 

@@ -20,6 +20,7 @@ MODULES = (
     "deepspeed_register_programs",
     "deepspeed_offload_programs",
     "deepspeed_gradient_programs",
+    "deepspeed_weight_programs",
     "deepspeed_client_programs",
 )
 

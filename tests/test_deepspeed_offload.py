@@ -309,6 +309,12 @@ def test_options(runs):
             "DeepSpeedCPUAdam",
             "parameters are offloaded",
         ),
+        "ZeRO-2, parameters": ("OffloadZeroOptimizer", "DeepSpeedCPUAdam", None),
+        "several": (
+            "DeepSpeedZeroOptimizer_Stage3",
+            "DeepSpeedCPUAdam",
+            '"engine" is false in the block `stepwell`; parameters are offloaded',
+        ),
         "other version": (
             "DeepSpeedZeroOptimizer",
             "DeepSpeedCPUAdam",
@@ -320,3 +326,29 @@ def test_options(runs):
         assert (found_cls, found_base) == (cls, base)
         assert len(lines) == (part is not None)
         assert part is None or part in lines[0]
+
+
+def test_plans(runs):
+    found = {
+        name.removeprefix("plan, "): plan
+        for name, plan in runs["options"].items()
+        if name.startswith("plan, ")
+    }
+    expected = {
+        "ZeRO-2": ("OffloadZeroOptimizer", "ram", "module", ()),
+        "gate step": ("OffloadZeroOptimizer", "ram", "step", ()),
+        "ZeRO-3": ("OffloadZeroOptimizerStage3", "ram", "step", ()),
+        "no offload": (None, None, None, ()),
+        "several": (
+            None,
+            None,
+            None,
+            ('"engine" is false in the block `stepwell`', "parameters are offloaded"),
+        ),
+        "inference": (None, None, None, ()),
+    }
+    assert {
+        name: (plan.zero_class, plan.tier, plan.gate, plan.reasons) for name, plan in found.items()
+    } == expected
+    assert found["inference"].options.moments == "q8"
+    assert len({found[name] for name in expected}) == len(expected)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stepwell.deepspeed.plan import plan
 from stepwell.deepspeed.seams import Attribute, Overridden
+from stepwell.deepspeed.state.home import home_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,9 +75,9 @@ def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
 def _weights_got(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_hp_fragment(self: Any, optim_state_key: str | None = None) -> Any:
-        partitions = getattr(self, "stepwell_partitions", None)
-        if partitions is not None:
-            partitions.finish()
+        home = home_of(self)
+        if home is not None:
+            home.wait_for_step()
         return original(self, optim_state_key)
 
     return get_hp_fragment
@@ -85,9 +86,9 @@ def _weights_got(original: Callable[..., Any]) -> Callable[..., Any]:
 def _gradient_got(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_lp_grad_fragment(self: Any, index_in_param_group: int) -> Any:
-        partitions = getattr(self, "stepwell_partitions", None)
-        if partitions is not None:
-            partitions.arrive()
+        home = home_of(self)
+        if home is not None:
+            home.wait_for_gradients()
         return original(self, index_in_param_group)
 
     return get_lp_grad_fragment
@@ -109,7 +110,6 @@ _CLASS = Overridden(
     {
         "initialize_optimizer_states": ("self",),
         "_get_offload_gradient_dict": ("self",),
-        "_link_all_hp_params": ("self",),
         "_lazy_init_hp_params_optimizer_state": ("self",),
         "scale_if_loss": ("self", "value"),
         "clear_backward_seen_flag": ("self",),
@@ -140,9 +140,8 @@ _CLASS = Overridden(
         "step": ("self", "closure"),
         "state_dict": ("self",),
         "load_state_dict": ("self", "state_dict_list"),
-        "refresh_fp32_params": ("self",),
-        "update_lp_params": ("self",),
         "offload_states": ("self", "include"),
+        "reload_states": ("self", "non_blocking"),
         "destroy": ("self",),
     },
     _MAKER,

@@ -6,8 +6,8 @@ logged. Different are the ways of gradients and weights: see `stepwell.deepspeed
 there any more: fp32 gradients on the host, the passes that unscale, clip and cast them, and the
 host's waits for every parameter's norm and overflow.
 
-- On one rank nothing is reduced, so nothing goes through reduction buckets, and forwards wait for
-  their own weights only.
+- On one rank nothing is reduced, so nothing goes through reduction buckets. Forwards wait for
+  their own weights only, and so does every other access to a parameter from Python.
 - On several, reductions are DeepSpeed's; `step()` waits for the uploads and gathers.
 - A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they
   were made with.
@@ -16,6 +16,7 @@ host's waits for every parameter's norm and overflow.
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
+from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
@@ -41,6 +43,7 @@ from stepwell.deepspeed.zero.partitions import (
     Update,
 )
 from stepwell.offload.gate import Gate
+from stepwell.offload.guard import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -65,6 +68,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         **kwargs: Any,
     ) -> None:
         self._masters: list[torch.Tensor] = []
+        self.stepwell_homes: list[RamHome] = []
+        """Of the partitions, by group; none while DeepSpeed's constructor makes them."""
         self._partitions: Partitions
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
@@ -73,6 +78,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
+        # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
+        self._known_holders = self._holders()
 
     # ---- data ----
 
@@ -80,7 +87,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """The masters, after the last step is complete."""
         self.synchronize()
-        return self._masters
+        return [home.master() for home in self.stepwell_homes] or self._masters
 
     @single_partition_of_fp32_groups.setter
     def single_partition_of_fp32_groups(self, masters: list[torch.Tensor]) -> None:
@@ -140,6 +147,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             threads=self._plan.options.threads,
             host_bytes_max=self._plan.options.host_bytes_max,
         )
+        self.stepwell_homes = [
+            RamHome(self.optimizer, master, self._partitions) for master in self._masters
+        ]
 
     @property
     def timing(self) -> dict[str, float]:
@@ -153,13 +163,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self.offload_gradient_dict[group] = [
                 grad.narrow(0, begin, numel) for _, begin, numel in fragments
             ]
-
-    def _link_all_hp_params(self) -> None:
-        super()._link_all_hp_params()
-        for params in self.bit16_groups:
-            for param in params:
-                if param._hp_mapping is not None:
-                    param._hp_mapping.stepwell_partitions = self._partitions
 
     # ---- the backward ----
 
@@ -193,7 +196,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._backward.is_unended:
             set_to_none = True
             self._drop_gradients()
-        super().zero_grad(set_to_none)
+        # Gradients have nothing to wait for.
+        with without_waiting():
+            super().zero_grad(set_to_none)
 
     # ---- gradients ----
 
@@ -345,15 +350,17 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         is_gated = self._open_gate()
         self._operands.commit(operands, submit)
         partitions.forget()
-        self._lazy_init_hp_params_optimizer_state()
-        if not is_gated:
+        if self._gate is not None and is_gated:
+            self._gate.wait_for_uncovered()
+        else:
             partitions.finish()
+        self._lazy_init_hp_params_optimizer_state()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
 
     # ---- waiting ----
 
     def _open_gate(self) -> bool:
-        """Whether forwards wait for the weights of the step that comes."""
+        """Whether accesses wait for the weights of the step that comes."""
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._plan.gate == "module":
             self._gate = Gate(
@@ -364,19 +371,48 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         if self._gate is None or not self._gate.is_open:
             return False
-        self._gate.open(params)
+        self._gate.open(params, self._exposed())
         return True
 
-    def synchronize(self) -> None:
-        """Waits until the last step is complete in host memory; the current stream waits for the weights.
+    def _exposed(self) -> list[torch.Tensor]:
+        """Parameters whose weights can be reached without an access that the gate's guard sees.
 
-        Needed before weights are read by other ways than forwards of modules and their
-        `state_dict`.
+        All parameters of a group are on one memory. If it has more holders than DeepSpeed made, a
+        view or `.data` of some parameter is alive.
         """
-        if self._is_made():
+        found = self._holders()
+        exposed = [
+            param
+            for params, counts, known in zip(
+                self.bit16_groups, found, self._known_holders, strict=True
+            )
+            for param in params
+            if type(param) is not torch.nn.Parameter
+            or any(count > least for count, least in zip(counts, known, strict=True))
+        ]
+        self._known_holders = [
+            (min(count, least), min(python_count, python_least))
+            for (count, python_count), (least, python_least) in zip(
+                found, self._known_holders, strict=True
+            )
+        ]
+        return exposed
+
+    def _holders(self) -> list[tuple[int, int]]:
+        """How often the memory of each group's weights is referred to in C++, and in Python."""
+        holders = []
+        for flat in self.bit16_groups_flat:
+            storage = flat.untyped_storage()
+            count: int = torch._C._storage_Use_Count(storage._cdata)
+            holders.append((count, sys.getrefcount(storage)))
+        return holders
+
+    def synchronize(self) -> None:
+        """Waits until the last step is complete in host memory; the current stream waits for the weights."""
+        if self._gate is not None:
+            self._gate.finish()
+        elif self._is_made():
             self._partitions.finish()
-            if self._gate is not None:
-                self._gate.clear()
 
     def _is_made(self) -> bool:
         # DeepSpeed's constructor reads its data before it calls `initialize_optimizer_states`.
@@ -394,22 +430,17 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._partitions.synchronize()
         super().load_state_dict(*args, **kwargs)
 
-    def refresh_fp32_params(self) -> None:
-        """Takes the weights for the masters."""
-        self.synchronize()
-        super().refresh_fp32_params()
-
-    def update_lp_params(self) -> None:
-        """Takes the masters for the weights."""
-        self.synchronize()
-        super().update_lp_params()
-
     def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
         """As DeepSpeed's, of what is not in host memory already."""
         self.synchronize()
         self._partitions.synchronize()
         wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
         super().offload_states(include=wanted, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """As DeepSpeed's."""
+        super().reload_states(non_blocking)
+        self._known_holders = self._holders()
 
     def destroy(self) -> None:
         """Ends the use of the device."""

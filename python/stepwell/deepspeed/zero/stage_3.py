@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
+from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import Fragment, Partition, Partitions, Update
@@ -66,6 +67,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             threads=self._plan.options.threads,
             host_bytes_max=self._plan.options.host_bytes_max,
         )
+        self.stepwell_homes = [
+            RamHome(self.optimizer, master, self._partitions)
+            for master in self.fp32_partitioned_groups_flat
+        ]
 
     @property
     def timing(self) -> dict[str, float]:

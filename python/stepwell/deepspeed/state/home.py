@@ -1,0 +1,152 @@
+"""Where the state of a flat partition is, and how checkpoints, fragments and loaders get at it.
+
+They know a `Home`. Another tier is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakSet
+
+import torch
+
+from stepwell import _state, optim
+from stepwell.deepspeed.state.decoding import MOMENT_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["Home", "RamHome", "attach", "home_of", "loading"]
+
+_ATTRIBUTE = "stepwell_home"
+
+_BEING_LOADED: WeakSet[optim.Adam] = WeakSet()
+
+
+class Home(Protocol):
+    """The state of one partition."""
+
+    def master(self) -> torch.Tensor:
+        """The fp32 partition, flat, after the last step: the next step begins from what is written to it."""
+
+    def holds_moments(self) -> bool:
+        """Whether `moment` has the moments; else they are found where DeepSpeed's optimizers keep them."""
+
+    def moment(self, name: str) -> torch.Tensor | None:
+        """A moment, flat. A copy where it is held in codes; None before the first step."""
+
+    def check_writable(self, name: str) -> None:
+        """Raises ValueError for a moment of which parts cannot be written."""
+
+    def wait_for_step(self) -> None:
+        """Waits until the last step is complete."""
+
+    def wait_for_gradients(self) -> None:
+        """Waits until all gradients that were sent are in host memory."""
+
+
+class Waits(Protocol):
+    """What has work on partitions under way."""
+
+    def finish(self) -> None:
+        """Waits until the last step is complete."""
+
+    def arrive(self) -> None:
+        """Waits until all gradients that were sent are in host memory."""
+
+
+class RamHome:
+    """State in host memory: a tensor, and its entry in `optimizer.state`.
+
+    Args:
+        optimizer: steps the partition.
+        master: the partition.
+        waits: what steps it in the background; None: it is stepped by `optimizer.step()`.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, master: torch.Tensor, waits: Waits | None = None
+    ) -> None:
+        self._optimizer = optimizer
+        self._master = master
+        self._waits = waits
+
+    def master(self) -> torch.Tensor:
+        """The fp32 partition, after the last step."""
+        self.wait_for_step()
+        return self._master
+
+    def holds_moments(self) -> bool:
+        """Whether the optimizer is Stepwell's, and DeepSpeed is not loading a checkpoint into it."""
+        return isinstance(self._optimizer, optim.Adam) and self._optimizer not in _BEING_LOADED
+
+    def moment(self, name: str) -> torch.Tensor | None:
+        """A moment, decoded where it is held in codes; None before the first step."""
+        self.wait_for_step()
+        state = self._optimizer.state.get(self._master)
+        if not state:
+            return None
+        if name in state:
+            moment: torch.Tensor = state[name]
+            return moment
+        with torch.no_grad():
+            return _state.decode(self._master, state).get(name)
+
+    def check_writable(self, name: str) -> None:
+        """Raises ValueError for a moment that is held in codes."""
+        optimizer = self._optimizer
+        is_coded = isinstance(optimizer, optim.Adam) and optimizer._moments == "q8"
+        if is_coded and name in MOMENT_NAMES:
+            raise ValueError(
+                f"`{name}` is held in 8-bit codes (moments `q8`), of which parts cannot be set. "
+                "hint: moments `fp32` or `bf16` for runs that set optimizer state"
+            )
+
+    def wait_for_step(self) -> None:
+        """Waits until the last step is complete."""
+        if self._waits is not None:
+            self._waits.finish()
+
+    def wait_for_gradients(self) -> None:
+        """Waits until all gradients that were sent are in host memory."""
+        if self._waits is not None:
+            self._waits.arrive()
+
+
+def attach(home: Home, params: Iterable[Any]) -> None:
+    """Has DeepSpeed's fragments of `params` know the home of the partition that they lie in."""
+    for param in params:
+        if param._hp_mapping is not None:
+            setattr(param._hp_mapping, _ATTRIBUTE, home)
+
+
+def home_of(fragment: Any) -> Home | None:
+    """The home of the partition of one of DeepSpeed's fragments; None: its state is DeepSpeed's."""
+    home: Home | None = getattr(fragment, _ATTRIBUTE, None)
+    return home
+
+
+@contextlib.contextmanager
+def loading(optimizer: optim.Adam) -> Iterator[None]:
+    """DeepSpeed loads a universal checkpoint. Meanwhile it hands over fragments, not state.
+
+    At the end what it has written into `optimizer.state`, plain float32 moments and one `step` for
+    several partitions, takes the optimizer's form.
+    """
+    _BEING_LOADED.add(optimizer)
+    try:
+        yield
+    finally:
+        _BEING_LOADED.discard(optimizer)
+    with torch.no_grad():
+        for index, (param, state) in enumerate(optimizer.state.items()):
+            if state:
+                optimizer.state[param] = _state.convert(
+                    param,
+                    state,
+                    optimizer._moments,
+                    key=_state.key_of(0, index, param),
+                    current=state,
+                    label=f"partition {index}",
+                )
