@@ -157,14 +157,24 @@ def test_frozen_parameters_and_such_without_gradient(mode):
     assert net[2].weight not in ours[1].state
 
 
-def test_parameter_thawed_later_is_refused_until_it_is_added():
+def test_parameter_thawed_later_is_stepped_from_then_on():
+    net = small()
+    net[0].weight.requires_grad_(False)
+    ours, theirs = pair(net)
+    for model, optimizer in (ours, theirs):
+        train(model, optimizer, 1)
+        model[0].weight.requires_grad_(True)
+        train(model, optimizer, 2, first=1)
+    assert_equal(ours, theirs)
+
+
+def test_gradient_of_a_frozen_parameter_is_refused():
     net = small()
     net[0].weight.requires_grad_(False)
     optimizer = stepwell.OffloadAdamW(net.named_parameters())
-    train(net, optimizer, 1)
-    net[0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"`0.weight`.*has a gradient, but was frozen"):
-        train(net, optimizer, 1)
+    net[0].weight.grad = torch.ones_like(net[0].weight)
+    with pytest.raises(ValueError, match=r"`0.weight`.*has a gradient, but is frozen"):
+        optimizer.step()
 
 
 def test_step_without_any_gradient_does_nothing():

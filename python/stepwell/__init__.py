@@ -1,6 +1,5 @@
 """Adam(W) over host memory for models that outgrow their GPU."""
 
-import logging
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
     from stepwell.optim import Adam, AdamW
 
 __all__ = ["Adam", "AdamW", "OffloadAdamW", "__version__"]
-
-# What is logged under "stepwell" is the application's to show.
-logging.getLogger("stepwell").addHandler(logging.NullHandler())
 
 _OPTIMIZERS = {"Adam": "optim", "AdamW": "optim", "OffloadAdamW": "offload"}
 _SUBMODULES = ("deepspeed", "offload", "optim")

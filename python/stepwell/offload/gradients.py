@@ -163,8 +163,8 @@ def check_in_place(
     """Raises ValueError, which calls it `label()`, if `param` is not where and what it was when it was added."""
     if param not in twins:
         raise ValueError(
-            f"{label()} has a gradient, but was frozen when it was added. "
-            "hint: add it to the optimizer after requires_grad_(True)"
+            f"{label()} has a gradient, but is frozen. "
+            "hint: parameter.requires_grad_(True), or parameter.grad = None"
         )
     piece, twin = local(param), local(twins.weight(param))
     if piece.device != device:

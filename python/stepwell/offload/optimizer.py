@@ -99,8 +99,10 @@ class OffloadAdamW(AdamW):
             the host during the last of them; if not, in `step()`, unless `no_sync()` is used. The
             result is the same. Only for parameters of one process: those of DDP are final after the
             backward only.
-        nonfinite: what a NaN or an infinity in any gradient does: "skip" the step and count it in
-            `skipped_steps`, "raise" a ValueError, or "propagate" as in torch. With DTensor
+        nonfinite: what a NaN or an infinity in any gradient does: "skip" the step, count it in
+            `skipped_steps` and warn in the log of `stepwell`; "raise" a ValueError; or "propagate"
+            as in torch. The default is not that of `AdamW`: 16-bit gradients of a long run on an
+            accelerator overflow now and then, and one of them is not to end it. With DTensor
             parameters all ranks decide together.
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
@@ -198,11 +200,12 @@ class OffloadAdamW(AdamW):
 
     def _admit(self, params: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
-        new = [param for param in params if param.requires_grad]
+        new = [param for param in params if param.requires_grad and param not in self._twins]
         for param in new:
             check_param(param, labels[param], on_device=True)
         # Refuses tensors that share memory.
-        Written((labels[param], local(param)) for param in [*self._twins, *new])
+        known = [param for param in self._twins if param in labels]
+        Written((labels[param], local(param)) for param in [*known, *new])
         if self._accumulate == "host" and (
             sharded := [param for param in new if is_dtensor(param)]
         ):
@@ -216,19 +219,48 @@ class OffloadAdamW(AdamW):
                     f"{labels[param]} is on `{local(param).device}`, others on `{device}`, expected one device. "
                     "hint: an optimizer for each device"
                 )
-        self._announce(new)
+        host_bytes = self._announce(new)
         self._close_engine()
-        self._device = device
         self._twins.add(new)
-        if self._accumulate == "host" and self._sums is None:
-            self._sums = HostSums(self._twins, device)
-        # `state` has it from the first step on, as torch's optimizers have.
-        self._fresh.update(
-            (param, _state.new(self._twins.weight(param), self._moments)) for param in new
-        )
+        try:
+            # `state` has it from the first step on, as torch's optimizers have.
+            fresh = {
+                param: _state.new(self._twins.weight(param), self._moments)
+                for param in new
+                if not self.state.get(param)
+            }
+            if self._accumulate == "host" and self._sums is None:
+                self._sums = HostSums(self._twins, device)
+        except BaseException:
+            self._twins.remove(new)
+            raise
+        self._device = device
+        self._host_bytes += host_bytes
+        self._fresh.update(fresh)
+        # Trailing bits in loaded state may not be those of the weights.
+        self._fingerprints.doubt(param for param in new if self.state.get(param))
         self._hook()
 
-    def _announce(self, params: Sequence[torch.Tensor]) -> None:
+    def _admit_new(self) -> None:
+        """Makes ready for what has come since groups were added: thawed parameters, and those put into `param_groups`.
+
+        Raises:
+            ValueError: one of them could not be stepped.
+        """
+        new = {
+            param: None
+            for group in self.param_groups
+            for param in group["params"]
+            if param.requires_grad and param not in self._twins
+        }
+        if new:
+            self._admit(list(new))
+            # The engine that had copies is gone.
+            self._gradients.reset()
+            self._meshes = None
+
+    def _announce(self, params: Sequence[torch.Tensor]) -> int:
+        """Says what `params` take of host memory, and returns it, in bytes."""
         pinned = Twins.nbytes(params) + (
             STAGING_BYTES if self._accumulate == "host" and not len(self._twins) else 0
         )
@@ -236,7 +268,7 @@ class OffloadAdamW(AdamW):
         numel = sum(local(param).numel() for param in params)
         limit = None if self._host_bytes_max is None else self._host_bytes_max - self._host_bytes
         announce(numel, state=state, pinned=pinned, limit=limit)
-        self._host_bytes += state + pinned
+        return state + pinned
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
@@ -377,6 +409,8 @@ class OffloadAdamW(AdamW):
             for param in group["params"]
             if param.grad is not None
         ]
+        if any(param not in self._twins for param in params):
+            self._admit_new()
         grads = []
         for param in params:
             check_in_place(param, self._twins, self._device, partial(self._label, param))
@@ -570,7 +604,9 @@ class OffloadAdamW(AdamW):
 
     def _take_fingerprints(self, params: Sequence[torch.Tensor]) -> None:
         for param in self._fingerprints.behind(params):
-            _state.take_fingerprints(self._twins.weight(param), self.state[param], self._moments)
+            # The user may have deleted it: what is made next has new fingerprints.
+            if state := self.state.get(param):
+                _state.take_fingerprints(self._twins.weight(param), state, self._moments)
             self._fingerprints.note(param)
 
     # ---- state dicts ----
@@ -591,6 +627,7 @@ class OffloadAdamW(AdamW):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
         self.synchronize()
+        self._admit_new()
         self._take_fingerprints(list(self._twins))
         if state_dict["state"]:
             # Not beside what is loaded.

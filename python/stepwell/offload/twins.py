@@ -45,11 +45,11 @@ class Twins:
         """Makes the twins of `params`, and copies their weights.
 
         Raises:
-            OSError: there is no memory for them.
+            OSError: there is no memory for them; nothing was changed.
         """
         nbytes = self.nbytes(params) // 2
-        for twins in (self._weights, self._grads):
-            buffer = _core.Buffer(nbytes)
+        buffers = [_core.Buffer(nbytes), _core.Buffer(nbytes)]
+        for twins, buffer in zip((self._weights, self._grads), buffers, strict=True):
             memory, begin = (
                 tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu"),
                 0,
@@ -59,8 +59,15 @@ class Twins:
                 run = memory[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
                 twins[param] = like(param, run)
                 begin += _aligned(piece.nbytes)
-            self.buffers.append(buffer)
+        self.buffers += buffers
         self.refresh(params)
+
+    def remove(self, params: Sequence[torch.Tensor]) -> None:
+        """Takes back the last `add`, which was of `params`."""
+        for param in params:
+            for known in (self._weights, self._grads, self._versions):
+                known.pop(param, None)
+        del self.buffers[-2:]
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self._weights

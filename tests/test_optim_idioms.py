@@ -1,0 +1,278 @@
+"""What users of torch's optimizers do, under each of ours: as under torch.optim.AdamW, or an error that says what to do."""
+
+import copy
+import logging
+
+import pytest
+import stepwell
+import torch
+
+OURS = [stepwell.AdamW, stepwell.OffloadAdamW]
+
+
+def ones(*shape, **options):
+    return torch.nn.Parameter(
+        torch.ones(*shape, device="cpu", **{"dtype": torch.float32, **options})
+    )
+
+
+def finish(optimizer):
+    if isinstance(optimizer, stepwell.OffloadAdamW):
+        optimizer.synchronize()
+
+
+def step(optimizer, params, value=1.0):
+    for param in params:
+        param.grad = torch.full_like(param, value)
+    optimizer.step()
+    finish(optimizer)
+
+
+@pytest.fixture
+def default_dtype():
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_step_counts_in_float32_whatever_the_default_is(cls, dtype, default_dtype):
+    default_dtype(dtype)
+    param = ones(8)
+    optimizer = cls([param])
+    for _ in range(260):
+        step(optimizer, [param])
+    resumed = cls([param])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in (optimizer, resumed):
+        counter = each.state[param]["step"]
+        assert (counter.item(), counter.dtype) == (260.0, torch.float32)
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+def test_default_device_is_not_followed(cls, moments):
+    param = ones(64)
+    with torch.device("meta"):
+        optimizer = cls([param], moments=moments)
+        step(optimizer, [param])
+        decoded = optimizer.decoded_state_dict()["state"][0]
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(optimizer, [param])
+    tensors = [*optimizer.state[param].values(), decoded["exp_avg"]]
+    assert all(tensor.is_cpu for tensor in tensors)
+    assert optimizer.state[param]["step"] == 2
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_state_made_in_inference_mode_can_be_stepped_outside(cls):
+    param = ones(4)
+    optimizer = cls([param])
+    with torch.inference_mode():
+        step(optimizer, [param])
+        optimizer.load_state_dict(optimizer.state_dict())
+    step(optimizer, [param])
+    assert optimizer.state[param]["step"] == 2
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("value", [1e18, 1e20, 3e38])
+def test_gradients_whose_squares_overflow_are_finite(cls, value):
+    params = [ones(4), ones(4)]
+    optimizer = cls(params, lr=0.1, weight_decay=0.0, nonfinite="raise")
+    params[1].grad = torch.ones(4)
+    params[0].grad = torch.full((4,), value)
+    optimizer.step()
+    finish(optimizer)
+    if cls is stepwell.OffloadAdamW:
+        assert optimizer.grad_norm == pytest.approx(2.0 * value)
+    assert params[1][0].item() == pytest.approx(0.9)
+
+
+def test_a_norm_beyond_float32_is_clipped_by():
+    param = ones(4)
+    optimizer = stepwell.OffloadAdamW([param], clip_norm=1.0)
+    step(optimizer, [param], 1e20)
+    assert optimizer.state[param]["exp_avg"][0].item() == pytest.approx(0.1 * 0.5)
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_skipped_steps_are_warned_of_when_their_number_doubles(cls, caplog):
+    param = ones(4)
+    optimizer = cls([param], nonfinite="skip")
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        for _ in range(9):
+            step(optimizer, [param], float("nan"))
+    assert [record.args[1] for record in caplog.records] == [1, 2, 4, 8]
+    assert logging.getLogger("stepwell").handlers == []
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_dummy_step_makes_state_under_propagate(cls):
+    param = ones(4)
+    optimizer = cls([param], lr=0.0, nonfinite="propagate")
+    step(optimizer, [param], 0.0)
+    assert optimizer.state[param]["step"] == 0
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize(
+    "option",
+    [{"betas": 0.9}, {"lr": None}, {"lr": "1e-3"}, {"weight_decay": None}, {"seed": "x"}],
+    ids=str,
+)
+def test_bad_group_leaves_the_optimizer_as_it_was(cls, option):
+    first, second = ones(4), ones(4)
+    optimizer = cls([first])
+    with pytest.raises(ValueError, match=next(iter(option))):
+        optimizer.add_param_group({"params": [second], **option})
+    assert len(optimizer.param_groups) == 1
+    step(optimizer, [first])
+
+
+def test_no_memory_for_a_group_leaves_the_optimizer_as_it_was(monkeypatch):
+    from stepwell.offload import twins
+
+    first, second = ones(4), ones(4)
+    optimizer = stepwell.OffloadAdamW([first])
+
+    class Core:
+        @staticmethod
+        def Buffer(_):  # noqa: N802
+            raise OSError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(twins, "_core", Core)
+        with pytest.raises(OSError, match="no memory"):
+            optimizer.add_param_group({"params": [second]})
+    step(optimizer, [first, second])
+    assert torch.equal(second, torch.ones(4))
+    optimizer.add_param_group({"params": [second]})
+    step(optimizer, [first, second])
+    assert not torch.equal(second, torch.ones(4))
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("edit", ["thaw", "replace", "append"])
+def test_parameters_that_come_later(cls, edit):
+    def run(cls):
+        first, second, third = ones(4), ones(4), ones(4)
+        if edit == "thaw":
+            second.requires_grad_(False)
+        optimizer = cls([first, second], lr=0.1)
+        step(optimizer, [first])
+        if edit == "thaw":
+            second.requires_grad_(True)
+        elif edit == "replace":
+            optimizer.param_groups[0]["params"][1] = second = third
+        else:
+            second = third
+            optimizer.param_groups.append({**optimizer.param_groups[0], "params": [third]})
+        step(optimizer, [first, second])
+        step(optimizer, [first, second])
+        return torch.stack([first, second]).detach()
+
+    torch.testing.assert_close(run(cls), run(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("where", [{"device": "meta"}, {"dtype": torch.float64}], ids=str)
+def test_resuming_with_a_parameter_that_is_frozen_now(cls, where):
+    params = [ones(4), ones(4)]
+    optimizer = cls(params)
+    step(optimizer, params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    frozen, live = torch.nn.Parameter(torch.ones(4, **where), requires_grad=False), ones(4)
+    resumed = cls([frozen, live])
+    resumed.load_state_dict(saved)
+    assert torch.equal(resumed.state[frozen]["exp_avg"], saved["state"][0]["exp_avg"])
+    step(resumed, [live])
+    assert resumed.state[live]["step"] == 2
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("edit", ["seed", "swap", "drop"])
+def test_resumed_run_rounds_alike_after_an_edit(cls, edit):
+    def grads(params, number):
+        torch.manual_seed(number)
+        for param in params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            param.grad.copy_(torch.randn_like(param))
+
+    params = [torch.nn.Parameter(torch.randn(512)) for _ in range(3)]
+    optimizer = cls([{"params": params[:2]}, {"params": params[2:]}], lr=1e-2, moments="q8")
+    grads(params, 1)
+    optimizer.step()
+    first, second = optimizer.param_groups
+    if edit == "seed":
+        first["seed"] = second["seed"] = 7
+    elif edit == "swap":
+        first["params"], second["params"] = second["params"], first["params"]
+    else:
+        del optimizer.state[params[0]]
+        first["params"] = [params[1]]
+    order = [param for group in optimizer.param_groups for param in group["params"]]
+    grads(order, 2)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    copies = {param: torch.nn.Parameter(param.detach().clone()) for param in order}
+    groups = [
+        {"params": [copies[param] for param in group["params"]]} for group in optimizer.param_groups
+    ]
+    resumed = cls(groups, lr=1e-2, moments="q8")
+    resumed.load_state_dict(saved)
+    for number in (3, 4):
+        grads(order, number)
+        optimizer.step()
+        grads(copies.values(), number)
+        resumed.step()
+    for each in (optimizer, resumed):
+        finish(each)
+    assert all(torch.equal(param, other) for param, other in copies.items())
+
+
+def test_memory_that_was_freed_is_shared_with_nobody():
+    param, other = ones(64), ones(64)
+    optimizer = stepwell.AdamW([param, other])
+    step(optimizer, [param, other])
+    freed = optimizer.state.pop(other)["exp_avg"]
+    other.grad, param.grad = None, freed.fill_(1.0)
+    optimizer.step()
+    param.grad = optimizer.state[param]["exp_avg"]
+    with pytest.raises(ValueError, match="shares memory"):
+        optimizer.step()
+
+
+def test_state_that_is_not_dense_is_stepped():
+    param = ones(64, 64)
+    optimizer = stepwell.OffloadAdamW([param])
+    step(optimizer, [param])
+    state = optimizer.state[param]
+    state["exp_avg"] = state["exp_avg"].t()
+    before = state["exp_avg"].clone()
+    step(optimizer, [param], 3.0)
+    assert not torch.equal(before, optimizer.state[param]["exp_avg"])
+
+
+# Dynamo reads the gradients of what is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("cls", OURS)
+def test_compiled_function_that_steps(cls):
+    def losses(compiled):
+        torch.manual_seed(0)
+        net = torch.nn.Linear(4, 4)
+        optimizer = cls(net.parameters(), lr=0.1)
+
+        def train(x):
+            loss = net(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        run = torch.compile(train, backend="eager") if compiled else train
+        return [run(torch.ones(2, 4)).item() for _ in range(4)]
+
+    assert losses(compiled=True) == losses(compiled=False)
