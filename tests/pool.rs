@@ -108,7 +108,10 @@ fn message(payload: &(dyn Any + Send)) -> &str {
 #[test]
 fn every_index_exactly_once() {
     within_time_limit(|| {
-        proptest!(ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() }, |(threads in 1_usize..9, jobs in prop::collection::vec(0_usize..300, 1..20), slow in 0_usize..300)| {
+        let config =
+            ProptestConfig { cases: 40, failure_persistence: None, ..ProptestConfig::default() };
+        let all_jobs = prop::collection::vec(0_usize..300, 1..20);
+        proptest!(config, |(threads in 1_usize..9, jobs in all_jobs, slow in 0_usize..300)| {
             let pool = pool(threads);
             for tasks in jobs {
                 let counters = counters(tasks);

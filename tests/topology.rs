@@ -279,21 +279,27 @@ proptest! {
         let cpus = choose(&topology, &allowed, None);
         let cores: HashSet<usize> = allowed.iter().map(|&cpu| topology.cpu(cpu).core).collect();
         prop_assert_eq!(cpus.len(), cores.len(), "one worker per allowed core");
-        prop_assert_eq!(&cpus.iter().map(|&cpu| topology.cpu(cpu).core).collect::<HashSet<_>>(), &cores);
+        let cores_used: HashSet<usize> = cpus.iter().map(|&cpu| topology.cpu(cpu).core).collect();
+        prop_assert_eq!(&cores_used, &cores);
         prop_assert!(cpus.iter().all(|cpu| allowed.contains(cpu)));
         let key = |cpu: &usize| (topology.cpu(*cpu).kind, topology.cpu(*cpu).node);
         prop_assert!(cpus.is_sorted_by_key(key), "performance first, node by node");
 
         let every = choose(&topology, &allowed, Some(allowed.len()));
-        prop_assert_eq!(&every.iter().copied().collect::<HashSet<_>>(), &allowed.iter().copied().collect::<HashSet<_>>());
+        let set = |cpus: &[usize]| cpus.iter().copied().collect::<HashSet<_>>();
+        prop_assert_eq!(set(&every), set(&allowed));
         prop_assert_eq!(&every[..cpus.len()], &cpus[..], "a prefix of one order");
         let beyond = choose(&topology, &allowed, Some(allowed.len() + more));
-        prop_assert!(beyond.iter().zip(every.iter().cycle()).all(|(a, b)| a == b), "then around again");
+        let repeated = every.iter().cycle();
+        prop_assert!(beyond.iter().zip(repeated).all(|(a, b)| a == b), "then around again");
     }
 
     #[test]
     fn ranks_share_the_cores((topology, allowed) in machine(), num_ranks in 1_usize..16) {
-        let of_rank = |rank| choose_cpus(&topology, &allowed, &PoolConfig::default(), RankShare { rank, num_ranks }).expect("CPUs");
+        let of_rank = |rank| {
+            let share = RankShare { rank, num_ranks };
+            choose_cpus(&topology, &allowed, &PoolConfig::default(), share).expect("CPUs")
+        };
         let whole = choose(&topology, &allowed, None);
         let shares: Vec<Vec<usize>> = (0..num_ranks).map(of_rank).collect();
         prop_assert!(shares.iter().all(|share| !share.is_empty()));
@@ -305,9 +311,11 @@ proptest! {
             prop_assert!(sizes.clone().max() <= sizes.min().map(|least| least + 1), "and even");
             // Each kind in proportion, as far as whole cores go.
             for kind in [CoreKind::Performance, CoreKind::Efficiency] {
-                let count = |cpus: &[usize]| cpus.iter().filter(|&&cpu| topology.cpu(cpu).kind == kind).count();
+                let is_kind = |cpu: &&usize| topology.cpu(**cpu).kind == kind;
+                let count = |cpus: &[usize]| cpus.iter().filter(is_kind).count();
                 let counts: Vec<usize> = shares.iter().map(|share| count(share)).collect();
-                let (least, most) = (counts.iter().min().expect("ranks"), counts.iter().max().expect("ranks"));
+                let least = counts.iter().min().expect("ranks");
+                let most = counts.iter().max().expect("ranks");
                 prop_assert!(most - least <= 2, "{:?}", counts);
             }
         } else {
