@@ -501,15 +501,17 @@ class Adam(Optimizer):
             param, operand, hyper, step, rounding = update
             state = self._fresh_state(update) if operand.state is None else operand.state
             _state.repair_step(state, step - 1)
+            last = self._bound.get(param)
             bound = bind(
                 operand,
                 state,
                 self._moments,
                 rounding,
-                self._bound.get(param),
+                last,
                 is_exclusive=self._is_exclusive(param),
             )
-            self._bound[param] = bound.kept()
+            if bound is not last:
+                self._bound[param] = bound.kept()
             bound_updates.append(BoundUpdate(param, operand, hyper, step, state, bound))
         return bound_updates
 
