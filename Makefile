@@ -87,8 +87,9 @@ shuttle: ## the tests of the threads under a model checker
 	cargo test -q --locked --profile model --target-dir target/shuttle --lib -- ::model:: $(ARGS)
 
 # The compiler's sanitizers, which the stable compiler has and does not offer yet. The standard
-# library is not instrumented. Few cases: instrumented code without optimisation is slow.
-sanitize = RUSTC_BOOTSTRAP=1 PROPTEST_CASES=4 \
+# library is not instrumented. Few cases: instrumented code without optimisation is slow, and
+# writing out a backtrace takes longer than tests of failures wait.
+sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=4 \
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
   cargo test -q --locked --profile model --target $(X86_64) --target-dir target/$(1)-sanitizer
 ASAN_TESTS := downloads memory offload slots
