@@ -64,7 +64,7 @@ def test_the_parameters_of_the_model_may_be_anywhere():
     optimizer = StepwellAdamW([*model.parameters(), empty], lr=1)
     with pytest.raises(ValueError, match="`moments` is set for a parameter group"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "moments": "q8"})
-    with pytest.raises(ValueError, match="`lr` of group 1 is `-1`"):
+    with pytest.raises(ValueError, match=r"`lr` of group 1 is `-1\.0`"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": -1})
     # What is stepped must be in host memory, and is checked then.
     model.weight.grad = torch.zeros(4, 4, device="meta")

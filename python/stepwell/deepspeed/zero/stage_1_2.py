@@ -86,7 +86,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     @property
     def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
         """The masters, after the last step is complete."""
-        self.synchronize()
         return [home.master() for home in self.stepwell_homes] or self._masters
 
     @single_partition_of_fp32_groups.setter
