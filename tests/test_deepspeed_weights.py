@@ -6,7 +6,7 @@ import torch
 from deepspeed_weight_programs import READS
 from test_deepspeed_offload import assert_same_partitions
 
-PROGRAM_TIMEOUT = 200
+PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
 
 

@@ -1,4 +1,4 @@
-"""Stepwell's optimizers under accelerate, which puts an optimizer of DeepSpeed's in the place of any that it does not know.
+"""Stepwell's optimizers under accelerate, which would replace them by DeepSpeed's.
 
 `accelerate.prepare` with an `offload_optimizer` in the DeepSpeed JSON makes a DeepSpeedCPUAdam of the
 optimizer that it is given. Of Stepwell's that would lose `moments`, `seed` and, since it is no

@@ -32,9 +32,15 @@ class Plan:
     tier: Literal["ram"] | None
     """Where the engine keeps state; None: that is DeepSpeed's affair."""
     gate: Literal["module", "step"] | None
-    """What waits for new weights: forwards for their own, or `step()` for all; None: not on the engine."""
+    """What waits for new weights: forwards for their own, or `step()` for all.
+
+    None: it is not on the engine.
+    """
     reasons: tuple[str, ...]
-    """Why offloaded state is not on the engine, all of them. Empty where it is, or nothing is offloaded."""
+    """Why offloaded state is not on the engine, all of them.
+
+    Empty where it is, or where nothing is offloaded.
+    """
     options: Options
     """The block `stepwell` of the DeepSpeed JSON."""
 

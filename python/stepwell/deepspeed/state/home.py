@@ -28,7 +28,10 @@ class Home(Protocol):
     """The state of one partition."""
 
     def master(self) -> torch.Tensor:
-        """The fp32 partition, flat, after the last step: the next step begins from what is written to it."""
+        """The fp32 partition, flat, after the last step.
+
+        The next step begins from what is written to it.
+        """
 
     def holds_moments(self) -> bool:
         """Whether `moment` has the moments; else they are found where DeepSpeed's optimizers keep them."""

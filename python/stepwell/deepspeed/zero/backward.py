@@ -1,4 +1,4 @@
-"""Which backward the gradients of an optimizer come from: what a backward that raised has left behind is never stepped."""
+"""What a backward that raised has left behind is never stepped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Backward:
             self._has_failed = True
 
     def note_gradient(self) -> None:
-        """A gradient is there. Raises ValueError if it is of another backward than one that has failed."""
+        """A gradient is there. Raises ValueError if the backward before has failed."""
         if self._has_failed:
             self.check()
         # Some loss functions run a backward of their own in the forward, which no call ends.
