@@ -98,7 +98,7 @@ def optimizers(cuda: dict[str, Any], obstacle: str | None = None) -> Iterator[Fi
     yield _try_optimizer(
         "OffloadAdamW",
         "cuda" if on_gpu else "cpu",
-        "on the GPU" if on_gpu else "in host memory, for want of a GPU",
+        "on the GPU" if on_gpu else "in host memory (there is no GPU)",
         lambda stepwell, params: stepwell.OffloadAdamW(params),
     )
 
@@ -128,7 +128,7 @@ def _try_optimizer(
         topic=name,
         status="ok",
         found="works",
-        meaning=f"it stepped a small layer {where}, as torch.optim.AdamW did",
+        meaning=f"a step of a small layer {where} gave the weights of torch.optim.AdamW",
     )
 
 

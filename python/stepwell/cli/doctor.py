@@ -140,26 +140,21 @@ def _print_seams(console: Console, report: dict[str, Any]) -> None:
     from rich.text import Text
 
     seams = (report["deepspeed"] or {}).get("seams", [])
-    table = Table(
-        box=None,
-        pad_edge=False,
-        title="\nplaces in DeepSpeed",
-        title_justify="left",
-        padding=(0, 1),
-    )
-    table.add_column("", no_wrap=True)
-    table.add_column("place", no_wrap=True)
-    table.add_column("where, and why not", overflow="fold")
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for seam in seams:
-        state: tuple[str, str] = (
+        state, style = (
             ("filled", "green")
             if seam["filled"]
             else ("left", "cyan")
             if seam["found"]
             else ("missing", "bold red")
         )
-        table.add_row(Text(*state), seam["name"], Text(seam["note"]))
+        place = Text(seam["name"]).append(f"\n{seam['note']}", style="dim")
+        table.add_row(Text(state, style=style), place)
     if seams:
+        console.print("\nplaces in DeepSpeed", style="bold")
         console.print(table)
 
 
