@@ -14,8 +14,9 @@ import pytest
 TIMEOUT = 100  # seconds of one command: several of them import torch and DeepSpeed on few cores
 
 SHOW = """
-import json, sys print(json.dumps([sys.argv, sys.path, __name__, __file__, repr(__spec__) if
-__spec__ is None else __spec__.name])) assert sys.modules["__main__"].__dict__ is globals()
+import json, sys
+print(json.dumps([sys.argv, sys.path, __name__, __file__, repr(__spec__) if __spec__ is None else __spec__.name]))
+assert sys.modules["__main__"].__dict__ is globals()
 """
 
 SPAWN = """
@@ -36,11 +37,14 @@ if __name__ == "__main__":
 """
 
 RANK = """
-import json, os, sys import deepspeed, torch, torch.distributed as dist from
-deepspeed.ops.op_builder.builder import OpBuilder dist.init_process_group("gloo") ranks =
-torch.tensor([2.0 ** dist.get_rank()]) dist.all_reduce(ranks) seen = json.dumps([dist.get_rank(),
-ranks.item(), sys.argv, OpBuilder._loaded_ops["cpu_adam"].__name__]) os.write(1, f"RANK
-{seen}\\n".encode())  # one write: the other rank's line must not come between
+import json, os, sys
+import deepspeed, torch, torch.distributed as dist
+from deepspeed.ops.op_builder.builder import OpBuilder
+dist.init_process_group("gloo")
+ranks = torch.tensor([2.0 ** dist.get_rank()])
+dist.all_reduce(ranks)
+seen = json.dumps([dist.get_rank(), ranks.item(), sys.argv, OpBuilder._loaded_ops["cpu_adam"].__name__])
+os.write(1, f"RANK {seen}\\n".encode())  # one write: the other rank's line must not come between
 dist.destroy_process_group()
 """
 

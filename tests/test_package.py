@@ -202,8 +202,7 @@ try:
     core.TensorView(address=64, dtype="float31", numel=1)
 except ValueError as error:
     message = str(error)
-print(json.dumps({"version": core.__version__, "params": sorted(set(arrays[0])), "message":
-message}))
+print(json.dumps({"version": core.__version__, "params": sorted(set(arrays[0])), "message": message}))
 """
 
 
@@ -222,15 +221,19 @@ def test_one_extension_steps_on_every_python(unpacked, minor):
 
 
 FRESH_PROGRAM = """
-import json, sys, time import torch before = set(sys.modules) start = time.perf_counter() import
-stepwell import_s = time.perf_counter() - start imported = sorted({name.split(".")[0] for name in
-set(sys.modules) - before}) ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 1001)) for _ in
-range(2)) for param, optimizer in [(ours, stepwell.AdamW([ours], lr=1e-2)), (theirs,
-torch.optim.AdamW([theirs], lr=1e-2))]:
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import stepwell
+import_s = time.perf_counter() - start
+imported = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 1001)) for _ in range(2))
+for param, optimizer in [(ours, stepwell.AdamW([ours], lr=1e-2)), (theirs, torch.optim.AdamW([theirs], lr=1e-2))]:
     param.square().sum().backward()
     optimizer.step()
-torch.testing.assert_close(ours, theirs) print(json.dumps({"import_s": import_s, "imported":
-imported, "file": stepwell.__file__, "version": stepwell.__version__}))
+torch.testing.assert_close(ours, theirs)
+print(json.dumps({"import_s": import_s, "imported": imported, "file": stepwell.__file__, "version": stepwell.__version__}))
 """
 
 
