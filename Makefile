@@ -101,7 +101,8 @@ asan-lib: ## the library's own tests under the address sanitizer
 asan: ## those and the Rust tests of memory (minutes to compile)
 	$(call sanitize,address) --lib $(addprefix --test ,$(ASAN_TESTS)) $(ARGS)
 
-# It does not know the fences of an uninstrumented standard library.
+# What it cannot know of the standard library is suppressed.
+tsan: export TSAN_OPTIONS ?= suppressions=$(CURDIR)/tests/tsan-suppressions.txt
 tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compile)
 	$(call sanitize,thread) --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
 
