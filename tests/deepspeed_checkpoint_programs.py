@@ -63,7 +63,10 @@ NOT_UNIVERSAL = ("q8, bf16 masters, ZeRO-2", "fp32, bf16 masters, ZeRO-3")
 
 
 def program_checkpoints(result, folder):
-    """Runs that are saved, go on, and are resumed by another engine; what DeepSpeed's tools make of the checkpoints."""
+    """Runs that are saved, go on, and are resumed by another engine.
+
+    And what DeepSpeed's tools make of the checkpoints.
+    """
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()

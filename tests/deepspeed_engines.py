@@ -1,4 +1,7 @@
-"""DeepSpeed engines for tests: configurations, tiny models, training, and what the optimizer holds."""
+"""DeepSpeed engines for tests.
+
+Configurations, tiny models, training, and what the optimizer holds.
+"""
 
 import functools
 

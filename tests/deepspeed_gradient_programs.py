@@ -1,4 +1,4 @@
-"""Programs (see deepspeed_run) of gradients that must not be stepped, or must be, on the offload engine."""
+"""Programs (see deepspeed_run) of gradients that must, or must not, be stepped by the engine."""
 
 import math
 
@@ -36,7 +36,7 @@ def fail_backward(engine, batch, *, plainly=False):
 
 
 def recovered(config, failures, *, rank=0, model=perceptron):
-    """A run in which backwards fail before some micro-batches, each of which is followed by the hint."""
+    """A run in which backwards fail before some micro-batches; after each the hint is followed."""
     engine = initialize(model(), config)
     losses = []
     for number, batch in enumerate(

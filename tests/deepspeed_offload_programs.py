@@ -1,4 +1,7 @@
-"""Programs (see deepspeed_run) of ZeRO-1 and -2 on the offload engine, against DeepSpeed's own path on Stepwell's op."""
+"""Programs (see deepspeed_run) of ZeRO-1 and -2 on the offload engine.
+
+Against DeepSpeed's own path on Stepwell's op.
+"""
 
 import logging
 import math
@@ -171,7 +174,10 @@ def with_groups(config):
 
 
 def fp16(result):
-    """fp16 with a loss scale that overflows at first, that grows, and gradients that are not finite."""
+    """fp16 with a loss scale that overflows at first and grows.
+
+    And with gradients that are not finite.
+    """
     import deepspeed
 
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
@@ -249,7 +255,10 @@ def poisoned(config):
 
 
 def access(result):
-    """Gradients and state in the hands of others, backwards in unusual numbers, and an end without a farewell."""
+    """Gradients and state that the program reads and writes, and unusual numbers of backwards.
+
+    The process ends without destroying the engine.
+    """
     from deepspeed import utils
 
     (batch, other) = vectors(2)
@@ -333,7 +342,7 @@ def access(result):
 
 
 def checkpoints(result, folder):
-    """Checkpoints of one path, loaded by the other and by DeepSpeed's tools where there is no Stepwell."""
+    """Checkpoints of one path, loaded by the other, and by DeepSpeed's tools without Stepwell."""
     for name, options in {"ZeRO-2": {}, "ZeRO-1": {"stage": 1}, "ZeRO-3": {"stage": 3}}.items():
         for engine_saves in (True, False):
             saved = str(Path(folder) / f"{name}_{engine_saves}")
@@ -355,9 +364,11 @@ def checkpoints(result, folder):
         "import sys; sys.modules['stepwell'] = None\n"
         "from deepspeed.utils import zero_to_fp32\n"
         "import torch, glob\n"
-        "torch.save(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(sys.argv[1]), sys.argv[2])\n"
+        "torch.save(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(sys.argv[1]), "
+        "sys.argv[2])\n"
         "(path,) = glob.glob(sys.argv[1] + '/*/*optim_states.pt')\n"
-        "print(sorted(torch.load(path, weights_only=False)['optimizer_state_dict']['base_optimizer_state']['state'][0]))\n"
+        "print(sorted(torch.load(path, "
+        "weights_only=False)['optimizer_state_dict']['base_optimizer_state']['state'][0]))\n"
     )
     saved, converted = str(Path(folder) / "ZeRO-2_True"), str(Path(folder) / "fp32.pt")
     command = [sys.executable, "-c", program, saved, converted]

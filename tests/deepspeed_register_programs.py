@@ -1,4 +1,7 @@
-"""Programs (see deepspeed_run) of `register`: seams, DeepSpeed's own optimizer, SuperOffload's process."""
+"""Programs (see deepspeed_run) of `register`.
+
+Seams, DeepSpeed's own optimizer, SuperOffload's process.
+"""
 
 import pickle
 import sys
@@ -169,7 +172,10 @@ def program_optimizer(result):
 
 
 def program_native(result):
-    """DeepSpeed's own op and Stepwell, in the same configurations. Compiles, or takes what was compiled before."""
+    """DeepSpeed's own op and Stepwell, in the same configurations.
+
+    It compiles the op, or takes what was compiled before.
+    """
     import deepspeed
     from stepwell.deepspeed import register
     from stepwell.deepspeed.native import cpu_adam
@@ -195,7 +201,10 @@ def program_native(result):
 
 
 def program_superoffload(result):
-    """SuperOffload's optimizer process and what its ZeRO optimizer asks of it, without the GPU that the rest of it needs."""
+    """SuperOffload's optimizer process, and what its ZeRO optimizer asks of it.
+
+    Without the GPU that the rest of SuperOffload needs.
+    """
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()

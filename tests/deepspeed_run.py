@@ -1,4 +1,6 @@
-"""Programs that the tests of DeepSpeed run in processes of their own: `python deepspeed_run.py PROGRAM RESULT_FILE OPTIONS`.
+"""Programs that the tests of DeepSpeed run in processes of their own.
+
+They are started as `python deepspeed_run.py PROGRAM RESULT_FILE OPTIONS`.
 
 A program is a function `program_NAME(result, **options)` in one of `MODULES`. Importing DeepSpeed
 takes seconds, so it makes many runs and puts what the tests look at into `result`.
@@ -26,7 +28,9 @@ MODULES = (
 
 
 def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
-    """Runs a program in `ranks` processes. Returns what it saved; with several ranks, what each did.
+    """Runs a program in `ranks` processes.
+
+    Returns what it saved; with several ranks, what each did.
 
     An exception in the program is an AssertionError here, with what the program printed; so is
     anything that it compiled.

@@ -1,4 +1,7 @@
-"""Checkpoints of DeepSpeed engines on Stepwell: resumed to the bit, and read by DeepSpeed's own tools."""
+"""Checkpoints of DeepSpeed engines on Stepwell.
+
+Resumed to the bit, and read by DeepSpeed's own tools.
+"""
 
 import deepspeed_checkpoint_programs
 import deepspeed_engines

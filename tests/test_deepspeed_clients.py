@@ -1,4 +1,7 @@
-"""Libraries that come between the user and DeepSpeed: Stepwell's optimizers arrive as they were made."""
+"""Libraries that come between the user and DeepSpeed.
+
+Stepwell's optimizers arrive as they were made.
+"""
 
 import deepspeed_run
 import pytest

@@ -1,4 +1,7 @@
-"""Gradients of failed backwards, of skipped and refused steps, and of huge norms, under ZeRO on the engine."""
+"""Gradients of failed backwards, of skipped and refused steps, and of huge norms.
+
+Under ZeRO on the engine.
+"""
 
 import math
 

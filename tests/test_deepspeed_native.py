@@ -1,4 +1,7 @@
-"""DeepSpeed's native ops over the core, without DeepSpeed: arithmetic, checks, rollback, steps of an optimizer."""
+"""DeepSpeed's native ops over the core, without DeepSpeed.
+
+Arithmetic, checks, rollback, steps of an optimizer.
+"""
 
 import math
 from contextlib import contextmanager

@@ -1,4 +1,7 @@
-"""ZeRO on the offload engine: DeepSpeed's own results, its loss scaling, its checkpoints, its accessors."""
+"""ZeRO on the offload engine.
+
+DeepSpeed's own results, its loss scaling, its checkpoints, its accessors.
+"""
 
 import itertools
 import math
@@ -285,7 +288,8 @@ def test_two_ranks(tmp_path):
 def test_options(runs):
     result = runs["options"]
     expected = {
-        "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, expected engine, moments, gate, threads, host_bytes_max",
+        "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, "
+        "expected engine, moments, gate, threads, host_bytes_max",
         "no block": "`stepwell` is `[1]`",
         "engine": "`stepwell.engine` is `1`",
         "moments": "`stepwell.moments` is `fp8`",

@@ -1,4 +1,7 @@
-"""StepwellAdamW as ZeRO uses it, without DeepSpeed: partitions that come and go, state dicts that tools read."""
+"""StepwellAdamW as ZeRO uses it, without DeepSpeed.
+
+Partitions that come and go, state dicts that tools read.
+"""
 
 import io
 
@@ -19,7 +22,10 @@ def flat(seed=0, dtype=torch.float32):
 
 
 def step_one_at_a_time(optimizer, params):
-    """As ZeRO-1/2 do (groups come and go), with the parameters of ZeRO-3 (they come and go in a group)."""
+    """As ZeRO-1/2 do (groups come and go).
+
+    With the parameters of ZeRO-3, which come and go in a group.
+    """
     groups = optimizer.param_groups
     for param in params:
         optimizer.param_groups = [{**groups[0], "params": [param]}]

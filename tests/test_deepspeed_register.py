@@ -1,4 +1,7 @@
-"""`register`: when it is called, what it fills, which DeepSpeed it refuses; the seams that `stepwell doctor` shows."""
+"""`register`: when it is called, what it fills, which DeepSpeed it refuses.
+
+The seams that `stepwell doctor` shows.
+"""
 
 import dataclasses
 import importlib.util
@@ -129,7 +132,10 @@ def test_an_unknown_policy_is_refused():
 
 
 def test_importing_the_package_imports_no_deepspeed():
-    program = "import stepwell.deepspeed, sys; stepwell.deepspeed.register(); assert 'deepspeed' not in sys.modules"
+    program = (
+        "import stepwell.deepspeed, sys; stepwell.deepspeed.register(); "
+        "assert 'deepspeed' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
 
 
@@ -205,7 +211,8 @@ def test_curves_of_deepspeeds_own_op(tmp_path):
     folder = built_ops()
     if not (folder / "cpu_adam.so").exists() and not os.environ.get("STEPWELL_TEST_COMPILE"):
         pytest.skip(
-            f"DeepSpeed's own cpu_adam is not built ({folder}); STEPWELL_TEST_COMPILE=1 builds it, in minutes"
+            f"DeepSpeed's own cpu_adam is not built ({folder}); STEPWELL_TEST_COMPILE=1 builds it, "
+            "in minutes"
         )
     # ninja is a Python package as well.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

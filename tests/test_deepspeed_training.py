@@ -1,4 +1,7 @@
-"""Training under DeepSpeed on Stepwell: ZeRO-1/2/3, the precisions, ZenFlow, two ranks. Nothing may be compiled."""
+"""Training under DeepSpeed on Stepwell: ZeRO-1/2/3, the precisions, ZenFlow, two ranks.
+
+Nothing may be compiled.
+"""
 
 import itertools
 import os

@@ -1,4 +1,7 @@
-"""Weights under ZeRO on the engine between a step and the next forward: every access gets the new ones."""
+"""Weights under ZeRO on the engine between a step and the next forward.
+
+Every access gets the new ones.
+"""
 
 import deepspeed_run
 import pytest

@@ -39,7 +39,10 @@ def zenflow_process(groups, control, ready, propagates=False):
 
 
 def start_zenflow(num_groups=2, submitted=()):
-    """Starts a worker, after `submitted` steps: keywords of `submit`. It finds them all when it comes up."""
+    """Starts a worker, after `submitted` steps: keywords of `submit`.
+
+    It finds them all when it comes up.
+    """
     context = multiprocessing.get_context("spawn")
     groups = []
     for seed in range(num_groups):

@@ -1,4 +1,7 @@
-"""The pages: what they point to exists, their programs parse, and they can be read in a terminal."""
+"""The pages: what they point to exists, and their programs parse.
+
+They can be read in a terminal, and the README fits two screens.
+"""
 
 import ast
 import re

@@ -1,4 +1,7 @@
-"""What users of torch's optimizers do, under each of ours: as under torch.optim.AdamW, or an error that says what to do."""
+"""What users of torch's optimizers do, under each of ours.
+
+It works as under torch.optim.AdamW, or an error says what to do.
+"""
 
 import copy
 import logging

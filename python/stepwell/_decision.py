@@ -23,7 +23,10 @@ class Outcome(Enum):
     REFUSE = "refuse"
     """Nothing is changed, and an error says why."""
     MAKE_STATE = "make state"
-    """State is made, and no update is counted: so torch.distributed.checkpoint makes room for what it loads."""
+    """State is made, and no update is counted.
+
+    torch.distributed.checkpoint makes room in this way for what it loads.
+    """
 
 
 class Facts(NamedTuple):

@@ -93,14 +93,16 @@ def hyper_of(group: dict[str, Any], where: str) -> Hyper:
         )
     if group["amsgrad"]:
         raise ValueError(
-            f"`amsgrad` of {where} is set, which is not supported. hint: use torch.optim.AdamW(amsgrad=True)"
+            f"`amsgrad` of {where} is set, which is not supported. hint: use "
+            "torch.optim.AdamW(amsgrad=True)"
         )
     if not isinstance(group.get("seed", 0), int):
         raise ValueError(f"`seed` of {where} is `{group['seed']!r}`, expected an integer")  # noqa: TRY004
     for key in ("capturable", "differentiable"):
         if group[key]:
             raise ValueError(
-                f"`{key}` of {where} is set, which is not supported. hint: use torch.optim.AdamW({key}=True)"
+                f"`{key}` of {where} is set, which is not supported. hint: use "
+                f"torch.optim.AdamW({key}=True)"
             )
     return Hyper(
         lr=lr,

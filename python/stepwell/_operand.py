@@ -52,13 +52,16 @@ class Bound(NamedTuple):
     tensor: _core.AdamTensor | None
     """None: this rank's piece of the parameter is empty."""
     write_backs: tuple[partial[Any], ...]
-    """Calls that finish the step: what does not lie as the core reads it was copied, and is copied back."""
+    """Calls that finish the step.
+
+    A tensor that does not lie as the core reads it was copied, and is copied back.
+    """
     param_signature: tuple[Any, ...]
     grad_signature: tuple[Any, ...]
     parts: tuple[_Part, ...]
     rounding: Rounding
     is_exclusive: bool
-    """Whether steps alone write the parameter, so that they need not look whether it is still theirs."""
+    """Whether steps alone write the parameter. They then need not look for other writes."""
     grad_view: _core.TensorView
 
     def has(self, state: State) -> bool:
@@ -99,14 +102,20 @@ class Operand(NamedTuple):
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """What must be equal for the core to find `tensor` where it was. None: it is no tensor for the core."""
+    """What must be equal for the core to find `tensor` where it was.
+
+    None: it is no tensor for the core.
+    """
     if tensor.layout != torch.strided or tensor.is_nested:
         return None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
 
 
 def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
-    """`grad` sharded as `param` is: tensor parallelism leaves gradients of replicated parameters as partial sums."""
+    """`grad` sharded as `param` is.
+
+    Tensor parallelism leaves gradients of replicated parameters as partial sums.
+    """
     if is_dtensor(param) != is_dtensor(grad):
         raise ValueError(
             f"only one of {label()} and its gradient is a DTensor. hint: distribute both alike"

@@ -1,4 +1,6 @@
-"""DTensor parameters: their local pieces, state that is sharded like them, and agreement between their ranks.
+"""DTensor parameters: their local pieces, and state that is sharded like them.
+
+Also what their ranks have to agree on.
 
 A q8 code or a fingerprint belongs to a *piece* of a parameter, not to one of its elements, so it
 cannot be laid out as the parameter is. Each piece gets a row: a tensor of shape (pieces along dim
@@ -38,7 +40,10 @@ _PLAIN = (torch.nn.Parameter, torch.Tensor)
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    """Whether `tensor` is a DTensor. Importing DTensor takes a second: where nobody has, there is none."""
+    """Whether `tensor` is a DTensor.
+
+    Importing DTensor takes a second: where it was not imported, there is none.
+    """
     if type(tensor) in _PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -46,7 +51,10 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The piece of `tensor` that this rank holds (all of it, unless it is a DTensor). Call it without grad mode."""
+    """The piece of `tensor` that this rank holds (all of it, unless it is a DTensor).
+
+    Call it without grad mode.
+    """
     if not is_dtensor(tensor):
         return tensor
     piece = tensor.to_local()
@@ -61,12 +69,13 @@ def check_placements(param: torch.Tensor, label: str) -> None:
     for placement in param.placements:
         if placement.is_partial() or not (placement.is_replicate() or hasattr(placement, "dim")):
             raise ValueError(
-                f"{label} is placed as `{placement}`, expected Shard or Replicate. hint: redistribute it first"
+                f"{label} is placed as `{placement}`, expected Shard or Replicate. hint: "
+                "redistribute it first"
             )
 
 
 def _cuts(param: DTensor) -> list[tuple[int, int, int]]:
-    """(dimension cut, number of pieces, which of them is here) per mesh dimension that cuts the parameter."""
+    """(dimension cut, number of pieces, the piece here) per mesh dimension that cuts it."""
     mesh = param.device_mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     # Not `is_shard()`: the strided shards of FSDP over tensor parallelism deny it.
@@ -86,7 +95,10 @@ def _pieces(param: DTensor) -> list[int]:
 
 
 def piece_index(param: torch.Tensor) -> int:
-    """A number for the piece that this rank holds; ranks that hold copies of a piece agree on it. 0 for a plain tensor."""
+    """A number for the piece that this rank holds; ranks that hold copies of a piece agree on it.
+
+    0 for a plain tensor.
+    """
     index = 0
     for _, count, here in _cuts(param) if is_dtensor(param) else ():
         index = index * count + here
@@ -129,7 +141,10 @@ def row_shape(param: torch.Tensor, length: int) -> list[int]:
 
 
 def rows(param: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """State with a row per piece of `param`, from this rank's 1-D `row`; `row` itself for a plain tensor."""
+    """State with a row per piece of `param`, from this rank's 1-D `row`.
+
+    `row` itself for a plain tensor.
+    """
     if not is_dtensor(param):
         return row
     shape = row_shape(param, row.numel())

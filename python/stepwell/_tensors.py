@@ -1,4 +1,7 @@
-"""Torch tensors as the core takes them: which are fit, where they lie, and that no two of them overlap."""
+"""Torch tensors as the core takes them.
+
+Which are fit, where they lie, and that no two of them overlap.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def ordinary_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`method` without grad mode, and outside of inference mode, whose tensors could not be written outside of it."""
+    """`method` without grad mode and outside of inference mode.
+
+    Tensors of inference mode could not be written outside of it.
+    """
 
     @functools.wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -58,7 +64,10 @@ def tensor_on(buffer: _core.Buffer) -> torch.Tensor:
 
 
 def view(tensor: torch.Tensor, numel: int | None = None) -> _core.TensorView:
-    """The first `numel` elements (default: all) of a contiguous CPU tensor. The caller keeps it alive."""
+    """The first `numel` elements (default: all) of a contiguous CPU tensor.
+
+    The caller keeps it alive.
+    """
     return _core.TensorView(
         address=tensor.data_ptr(),
         dtype=_NAMES[tensor.dtype],
@@ -67,7 +76,7 @@ def view(tensor: torch.Tensor, numel: int | None = None) -> _core.TensorView:
 
 
 def is_run(tensor: torch.Tensor) -> bool:
-    """Whether the elements of `tensor` lie one after the other, in row-major order, as they read."""
+    """Whether the elements of `tensor` lie one after the other, in row-major order."""
     # A lazily negated tensor holds the opposite of what it reads; a lazy zero holds nothing.
     return (
         tensor.is_contiguous()
@@ -96,49 +105,61 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
     piece = local(param)
     if piece.is_meta:
         raise ValueError(
-            f"{label} is on `meta`, expected the CPU. hint: model.to_empty(device='cpu') and load its weights"
+            f"{label} is on `meta`, expected the CPU. hint: model.to_empty(device='cpu') and load "
+            "its weights"
         )
     if not piece.is_cpu and not on_device:
         raise ValueError(
-            f"{label} is on `{piece.device}`, expected the CPU. hint: stepwell.OffloadAdamW steps parameters on an "
+            f"{label} is on `{piece.device}`, expected the CPU. hint: stepwell.OffloadAdamW steps "
+            "parameters on an "
             "accelerator; this one takes model.cpu(), or FSDP2's CPUOffloadPolicy"
         )
     if on_device and not is_run(piece):
         raise ValueError(
-            f"{label} is not contiguous (strides `{piece.stride()}`), expected rows one after the other. "
+            f"{label} is not contiguous (strides `{piece.stride()}`), expected rows one after the "
+            "other. "
             "hint: parameter.data = parameter.data.contiguous() before the optimizer is made"
         )
     if piece.is_complex():
         raise ValueError(
-            f"{label} is `{piece.dtype}`, expected real numbers. hint: optimize torch.view_as_real(parameter)"
+            f"{label} is `{piece.dtype}`, expected real numbers. hint: optimize "
+            "torch.view_as_real(parameter)"
         )
     if piece.dtype not in _FLOATS:
         raise ValueError(
-            f"{label} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: parameter.to(torch.float32)"
+            f"{label} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: "
+            "parameter.to(torch.float32)"
         )
     if piece.numel() > 0 and piece.data_ptr() == 0:
         raise ValueError(
-            f"{label} has no memory of its own (`{type(param).__name__}`), expected a plain tensor. hint: unwrap it"
+            f"{label} has no memory of its own (`{type(param).__name__}`), expected a plain "
+            "tensor. hint: unwrap it"
         )
     if _overlaps_itself(piece):
         raise ValueError(
-            f"{label} holds the same element more than once (an expanded tensor). hint: parameter.clone()"
+            f"{label} holds the same element more than once (an expanded tensor). hint: "
+            "parameter.clone()"
         )
 
 
 def check_grad(param: torch.Tensor, grad: torch.Tensor, label: str) -> None:
-    """Raises ValueError, which names the parameter by `label`, if no step could apply `grad` to `param`."""
+    """Raises ValueError, which names `label`, if no step could apply `grad` to `param`."""
     what = f"the gradient of {label}"
-    hint = "use dense gradients (nn.Embedding(sparse=False)), or torch.optim.SparseAdam for these parameters"
+    hint = (
+        "use dense gradients (nn.Embedding(sparse=False)), or torch.optim.SparseAdam for these "
+        "parameters"
+    )
     _check_strided(grad, what, hint)
     piece = local(grad)
     if not piece.is_cpu:
         raise ValueError(
-            f"{what} is on `{piece.device}`, expected the CPU, where the parameter is. hint: grad.to('cpu')"
+            f"{what} is on `{piece.device}`, expected the CPU, where the parameter is. hint: "
+            "grad.to('cpu')"
         )
     if piece.dtype not in _FLOATS:
         raise ValueError(
-            f"{what} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: grad.to(torch.float32)"
+            f"{what} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: "
+            "grad.to(torch.float32)"
         )
     if piece.shape != local(param).shape:
         raise ValueError(
@@ -177,7 +198,10 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _share_an_element(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors whose spans overlap have a byte in common. Takes a byte of memory per byte of the spans."""
+    """Whether two tensors whose spans overlap have a byte in common.
+
+    Takes a byte of memory per byte of the spans.
+    """
     begin = min(_span(first)[0], _span(second)[0])
     end = max(_span(first)[1], _span(second)[1])
     marked = torch.zeros(end - begin, dtype=torch.uint8, device="cpu")

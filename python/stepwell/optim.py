@@ -60,7 +60,9 @@ class BoundUpdate(NamedTuple):
 
 
 class Adam(Optimizer):
-    """Adam over parameters in host memory: torch.optim.Adam's algorithm and interface, stepped by the Rust core.
+    """Adam over parameters in host memory, stepped by the Rust core.
+
+    The algorithm and the interface are those of torch.optim.Adam.
 
     Each step is one pass over the memory of each parameter, its gradient and its state, on all
     cores. Beside a float32 parameter only its moments are kept. A bfloat16 parameter has an exact
@@ -90,7 +92,8 @@ class Adam(Optimizer):
             rounded stochastically) or "q8" (2.1, 8-bit codes with a scale per group, rounded
             stochastically).
         nonfinite: what a NaN or an infinity in any gradient does: "raise" a ValueError, "skip" the
-            step, count it in `skipped_steps` and warn in the log of `stepwell`, or "propagate" as in torch, which saves reading
+            step, count it in `skipped_steps` and warn in the log of `stepwell`, or "propagate" as
+            in torch, which saves reading
             the gradients once more. With DTensor parameters every rank does as the rank that found
             it.
         seed: of the stochastic rounding. Equal seeds give equal bits.
@@ -191,7 +194,9 @@ class Adam(Optimizer):
         self._written, self._meshes = written, None
 
     def _admit(self, params: list[torch.Tensor]) -> None:
-        """Makes ready for steps of `params`, which have just been added; if it raises, it has changed nothing.
+        """Makes ready for steps of `params`, which have just been added.
+
+        If it raises, it has changed nothing.
 
         Raises:
             ValueError: one of them could not be stepped.
@@ -225,7 +230,7 @@ class Adam(Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that a non-finite gradient kept from being applied, under nonfinite="skip" or a GradScaler."""
+        """Steps left out for a non-finite gradient, under nonfinite="skip" or a GradScaler."""
         return max(int(group["skipped_steps"]) for group in self.param_groups)
 
     # ---- the step ----
@@ -340,7 +345,7 @@ class Adam(Optimizer):
         return found_inf is not None and float(found_inf) > 0
 
     def _is_first_at_lr_0(self) -> bool:
-        """Whether this may be the dummy step by which torch.distributed.checkpoint has state made."""
+        """Whether torch.distributed.checkpoint may have asked for this step, to have state made."""
         return all(group["lr"] == 0 for group in self.param_groups) and not any(self.state.values())
 
     def _agreeing_meshes(self) -> list[DeviceMesh]:
@@ -354,7 +359,8 @@ class Adam(Optimizer):
             return 1.0
         if not 0.0 < float(scale) < math.inf:
             raise ValueError(
-                f"`grad_scale` is `{float(scale)}`, expected a positive number. hint: GradScaler sets it"
+                f"`grad_scale` is `{float(scale)}`, expected a positive number. hint: GradScaler "
+                "sets it"
             )
         return 1.0 / float(scale)
 
@@ -367,11 +373,16 @@ class Adam(Optimizer):
             param = [u.param for u in updates if u.operand.grad_view.numel][index]
             return f"the gradient of {self._label(param)} is not finite"
         if stats is not None and stats.finite and stats.absmax * grad_scale > _FLOAT32_MAX:
-            return f"a gradient of `{stats.absmax}` overflows float32 times `{grad_scale}` (1 / grad_scale)"
+            return (
+                f"a gradient of `{stats.absmax}` overflows float32 times `{grad_scale}` "
+                "(1 / grad_scale)"
+            )
         return "a gradient on another rank is not finite"
 
     def _count_skipped(self, nonfinite: str) -> None:
-        """Counts a step that was skipped, and warns: of the first, and whenever their number has doubled.
+        """Counts a step that was skipped, and warns.
+
+        It warns of the first, and whenever their number has doubled.
 
         `nonfinite`: what is not finite; empty: a GradScaler said so, which looks for its scale.
         """
@@ -432,7 +443,7 @@ class Adam(Optimizer):
         return updates
 
     def _check_shared_memory(self, updates: list[Update]) -> None:
-        """Raises ValueError if a gradient lies in memory that the step writes, or two of what it writes share some."""
+        """Raises ValueError if gradients or written tensors share memory that the step writes."""
         is_current = self._written is not None and not any(
             update.operand.is_moved for update in updates
         )
@@ -449,7 +460,10 @@ class Adam(Optimizer):
             )
 
     def _sharing(self, updates: list[Update]) -> tuple[torch.Tensor, str] | None:
-        """The first parameter whose gradient lies in memory that steps write, and whose memory that is."""
+        """The first parameter whose gradient lies in memory that steps write.
+
+        And the name of the tensor that has that memory.
+        """
         assert self._written is not None
         for update in updates:
             if (owner := self._written.owner_of(update.operand.grad)) is not None:
@@ -457,7 +471,10 @@ class Adam(Optimizer):
         return None
 
     def _rounding(self, index: int, group: dict[str, Any], _: torch.Tensor) -> Rounding:
-        """What the stochastic rounding of a parameter follows from: what a state dict has of it, so that a resumed run rounds alike."""
+        """What the stochastic rounding of a parameter follows from.
+
+        A state dict has all of it, so a resumed run rounds alike.
+        """
         return Rounding(group["seed"], index)
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
@@ -478,7 +495,10 @@ class Adam(Optimizer):
         return False
 
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
-        """Applies updates that were checked: nothing is changed before nothing can fail any more."""
+        """Applies updates that were checked.
+
+        All that can fail comes before the first change.
+        """
         bound_updates = self._bind(updates)
         batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
         calls: list[partial[Any]] = []
@@ -551,7 +571,9 @@ class Adam(Optimizer):
         return result
 
     def decoded_state_dict(self) -> StateDict:
-        """The state dict with plain Adam moments, whatever `moments` is, for other optimizers and for tools.
+        """The state dict with plain Adam moments, whatever `moments` is.
+
+        For other optimizers and for tools.
 
         Per parameter: `step` (an int), `exp_avg` and `exp_avg_sq` (float32, shape of the
         parameter). float32 moments are those of the optimizer, as in `state_dict`; others are
@@ -616,8 +638,10 @@ class Adam(Optimizer):
         for index, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
             if group.get("state_format", _core.STATE_FORMAT) != _core.STATE_FORMAT:
                 raise ValueError(
-                    f"`state_format` of the loaded state dict is `{group['state_format']}`, expected `{_core.STATE_FORMAT}`: another "
-                    "version of stepwell saved it. hint: load it with that version, and save `decoded_state_dict()`"
+                    f"`state_format` of the loaded state dict is `{group['state_format']}`, "
+                    f"expected `{_core.STATE_FORMAT}`: another "
+                    "version of stepwell saved it. hint: load it with that version, and save "
+                    "`decoded_state_dict()`"
                 )
             group.update(
                 {key: live[key] for key in _EXECUTION_KEYS}, state_format=_core.STATE_FORMAT
@@ -653,7 +677,10 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """AdamW over parameters in host memory: `Adam` with decoupled weight decay, 0.01 unless given."""
+    """AdamW over parameters in host memory.
+
+    `Adam` with decoupled weight decay, 0.01 unless given.
+    """
 
     def __init__(
         self,

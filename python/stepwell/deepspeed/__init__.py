@@ -1,4 +1,6 @@
-"""Stepwell inside DeepSpeed: `register()` fills DeepSpeed's seams, so that its CPU offload runs on Stepwell's kernels.
+"""Stepwell inside DeepSpeed.
+
+`register()` fills DeepSpeed's seams, so that its CPU offload runs on Stepwell's kernels.
 
 The only place that imports deepspeed, and only when it is called.
 """

@@ -1,8 +1,8 @@
 """Stepwell's optimizers under accelerate, which would replace them by DeepSpeed's.
 
-`accelerate.prepare` with an `offload_optimizer` in the DeepSpeed JSON makes a DeepSpeedCPUAdam of the
-optimizer that it is given. Of Stepwell's that would lose `moments`, `seed` and, since it is no
-`torch.optim.AdamW`, the decoupled weight decay.
+With an `offload_optimizer` in the DeepSpeed JSON, `accelerate.prepare` makes a DeepSpeedCPUAdam of
+the optimizer that it is given. One of Stepwell's would lose `moments` and `seed`. It would also lose
+the decoupled weight decay, since it is no `torch.optim.AdamW`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def _replace() -> None:
     original = getattr(module, _FUNCTION, None)
     if original is None:
         _LOGGER.warning(
-            "`%s.%s` does not exist: this version of accelerate may put DeepSpeed's optimizer in the "
+            "`%s.%s` does not exist: this version of accelerate may put DeepSpeed's optimizer in "
+            "the "
             "place of Stepwell's. hint: name the optimizer in the DeepSpeed JSON, "
             '"optimizer": {"type": "StepwellAdamW"}',
             _MODULE,
@@ -64,7 +65,8 @@ def _kept(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         if isinstance(optimizer, OffloadAdamW):
             raise ValueError(  # noqa: TRY004
-                "the optimizer is `OffloadAdamW`, which offloads by itself, beside `offload_optimizer` in the "
+                "the optimizer is `OffloadAdamW`, which offloads by itself, beside "
+                "`offload_optimizer` in the "
                 "DeepSpeed JSON. hint: stepwell.AdamW under DeepSpeed, which steps its partitions"
             )
         return optimizer if isinstance(optimizer, optim.Adam) else original(optimizer)

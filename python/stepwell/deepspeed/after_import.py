@@ -53,7 +53,9 @@ class _Finder(MetaPathFinder):
 
 
 def after_import(name: str, then: Callable[[], None]) -> None:
-    """Calls `then` at the end of every import of the module `name` from now on; where it raises, so does the import.
+    """Calls `then` at the end of every import of the module `name` from now on.
+
+    Where it raises, so does the import.
 
     Does nothing if that was arranged before, whatever `then` was.
     """

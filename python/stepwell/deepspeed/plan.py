@@ -164,8 +164,10 @@ def _check_moments(optimizer: Any, options: Options) -> None:
     held = optimizer._moments if isinstance(optimizer, optim.Adam) else "fp32"
     if options.moments not in (None, held):
         raise ValueError(
-            f"`stepwell.moments` is `{options.moments}`, but the optimizer is `{type(optimizer).__name__}` "
-            f"with `{held}`. hint: optimizers of type Adam, AdamW, StepwellAdam and StepwellAdamW in the "
+            f"`stepwell.moments` is `{options.moments}`, but the optimizer is "
+            f"`{type(optimizer).__name__}` "
+            f"with `{held}`. hint: optimizers of type Adam, AdamW, StepwellAdam and StepwellAdamW "
+            "in the "
             "JSON take it from there"
         )
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 __all__ = ["VERSIONS", "register", "seam_report"]
 
 VERSIONS = ">=0.19.6,<=0.19.8"
-"""The releases of DeepSpeed that Stepwell is known to work with. Others do where all seams are found."""
+"""The releases of DeepSpeed that Stepwell is known to work with.
+
+Another release works if all seams are found in it.
+"""
 
 # Missing seams that an error names: the first tells the versions apart.
 _NAMED_MAX = 4
@@ -45,7 +48,10 @@ def _without_shm(original: Any) -> Any:
 
 
 def _registered(process: Any) -> Any:
-    """DeepSpeed's function in whose place `process` is. Called in a process that DeepSpeed has spawned."""
+    """DeepSpeed's function in whose place `process` is.
+
+    Called in a process that DeepSpeed has spawned.
+    """
     register()
     importlib.import_module("deepspeed")
     return process.stepwell_original

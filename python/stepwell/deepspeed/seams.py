@@ -1,4 +1,7 @@
-"""Seams: places in DeepSpeed that Stepwell fills. The kinds of them, and how they are found by their features."""
+"""Seams: places in DeepSpeed that Stepwell fills.
+
+The kinds of them, and how they are found by their features.
+"""
 
 from __future__ import annotations
 
@@ -238,7 +241,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Overridden:
-    """A class in whose place Stepwell makes a subclass of it, and the methods that the subclass overrides or calls.
+    """A class in whose place Stepwell makes a subclass of it.
+
+    It lists the methods that the subclass overrides or calls.
 
     Where one of them is missing or takes something else, the class itself is used: no reason to
     refuse a version.
@@ -281,7 +286,10 @@ class Overridden:
             names = tuple(inspect.signature(getattr(found, "stepwell_original", found)).parameters)
             # A decorator of DeepSpeed's takes anything and passes it on.
             if names[: len(expected)] != expected and names != ("args", "kwargs"):
-                return f"`{self.where}.{method}` takes `{', '.join(names)}` in this version of DeepSpeed"
+                return (
+                    f"`{self.where}.{method}` takes `{', '.join(names)}` "
+                    "in this version of DeepSpeed"
+                )
         return None
 
     def is_filled(self) -> bool:
@@ -289,4 +297,4 @@ class Overridden:
         return self.maker.missing() is None and self.maker.is_filled()
 
     def fill(self) -> None:
-        """Nothing: that is the maker's."""
+        """Does nothing: `maker` puts the subclass in its place."""

@@ -1,4 +1,6 @@
-"""When a step has to look whether trailing bits still belong to their weight: in host memory that is nobody else's, seldom.
+"""When a step has to look whether trailing bits still belong to their weight.
+
+Seldom: the host memory beside a device is the optimizer's alone.
 
 A bfloat16 parameter and its trailing bits are one fp32 number (see the core's `state::split`), and
 the fingerprints tell whether they still belong together. Steps alone write the host side of a
@@ -29,7 +31,10 @@ class Fingerprints:
         self._behind: set[torch.Tensor] = set()
 
     def doubt(self, params: Iterable[torch.Tensor]) -> None:
-        """The weights of `params`, or their state, came from someone else; their fingerprints tell what belongs together."""
+        """The weights of `params`, or their state, came from outside the optimizer.
+
+        Their fingerprints say which trailing bits belong to which weights.
+        """
         self._doubted.update(params)
         self._behind.difference_update(self._doubted)
 

@@ -1,4 +1,6 @@
-"""Gradients on their way from autograd to the host: which backward is the last, and what was copied.
+"""Gradients on their way from autograd to the host.
+
+Which backward is the last, and what was copied.
 
 A gradient that is copied during the backward may still be changed before the step (clipping,
 another backward). It is then copied again. A copy counts only while the gradient is the same tensor
@@ -56,12 +58,17 @@ class Gradients:
             self._is_last = before
 
     def count(self, param: torch.Tensor) -> bool:
-        """Counts a backward that reached `param`; whether it is known to be the last before the step."""
+        """Counts a backward that reached `param`.
+
+        Returns whether it is known to be the last before the step.
+        """
         count = self._backwards[param] = self._backwards.get(param, 0) + 1
         return self.knows_last and self._is_last and count >= self._accumulation_steps
 
     def add(self, param: torch.Tensor, grad: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
-        """Sets a last gradient aside, and returns those that are to be copied now: in batches, since each copy costs a call.
+        """Sets a last gradient aside, and returns those that are to be copied now.
+
+        They are copied in batches, since each copy costs a call.
 
         The latest is never among them. The last of all is so left to the step, whose norm it would
         hold up: that comes down behind what is on its way.
@@ -134,7 +141,10 @@ class _Copied(NamedTuple):
 
 
 class OnGrad:
-    """A hook that calls a method with the parameter whose gradient has been accumulated, as long as the method's object lives."""
+    """A hook that calls a method with the parameter whose gradient has been accumulated.
+
+    It does so as long as the method's object lives.
+    """
 
     def __init__(self, method: Callable[[torch.Tensor], None]) -> None:
         self._method = weakref.WeakMethod(method)
@@ -146,7 +156,7 @@ class OnGrad:
 
 
 def may_change_after_backward(param: torch.Tensor) -> bool:
-    """Whether other ranks may still have a part in the gradient of `param` when autograd is done with it (DDP, FSDP)."""
+    """Whether other ranks may still add to the gradient of `param` after autograd (DDP, FSDP)."""
     distributed = torch.distributed
     if is_dtensor(param):
         return True
@@ -160,7 +170,7 @@ def may_change_after_backward(param: torch.Tensor) -> bool:
 def check_in_place(
     param: torch.Tensor, twins: Twins, device: torch.device, label: Callable[[], str]
 ) -> None:
-    """Raises ValueError, which calls it `label()`, if `param` is not where and what it was when it was added."""
+    """Raises ValueError, which names `label()`, if `param` is not what it was when it was added."""
     if param not in twins:
         raise ValueError(
             f"{label()} has a gradient, but is frozen. "
@@ -174,13 +184,17 @@ def check_in_place(
         )
     if piece.dtype != twin.dtype or piece.shape != twin.shape or not piece.is_contiguous():
         raise ValueError(
-            f"{label()} is `{piece.dtype}` of `{tuple(piece.shape)}`, strides `{piece.stride()}`, expected a contiguous "
-            f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and load this one's state_dict()"
+            f"{label()} is `{piece.dtype}` of `{tuple(piece.shape)}`, strides `{piece.stride()}`, "
+            "expected a contiguous "
+            f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and "
+            "load this one's state_dict()"
         )
 
 
 def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
-    """The gradient of `param`, which has one, as it is copied: placed as the parameter is, in one run.
+    """The gradient of `param`, which has one, as it is copied.
+
+    It is placed as the parameter is, in one run.
 
     Raises:
         ValueError: it cannot be stepped; the message calls the parameter `label()`.
@@ -189,7 +203,8 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
     assert grad is not None
     if local(grad).device != piece.device:
         raise ValueError(
-            f"the gradient of {label()} is on `{local(grad).device}`, expected `{piece.device}`, where the parameter is. "
+            f"the gradient of {label()} is on `{local(grad).device}`, expected `{piece.device}`, "
+            "where the parameter is. "
             "hint: grad.to(parameter.device)"
         )
     if local(grad).layout != torch.strided:
@@ -199,7 +214,8 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
         )
     if local(grad).dtype != piece.dtype:
         raise ValueError(
-            f"the gradient of {label()} is `{local(grad).dtype}`, expected `{piece.dtype}`, as the parameter. "
+            f"the gradient of {label()} is `{local(grad).dtype}`, expected `{piece.dtype}`, as the "
+            "parameter. "
             "hint: grad.to(parameter.dtype)"
         )
     if is_dtensor(param) != is_dtensor(grad):
@@ -210,7 +226,8 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
         grad = grad.redistribute(param.device_mesh, param.placements)
     if local(grad).shape != piece.shape:
         raise ValueError(
-            f"the gradient of {label()} has the shape `{tuple(local(grad).shape)}`, expected `{tuple(piece.shape)}`. "
+            f"the gradient of {label()} has the shape `{tuple(local(grad).shape)}`, expected "
+            f"`{tuple(piece.shape)}`. "
             "hint: clear stale gradients by zero_grad() after a change of the parameter"
         )
     return (

@@ -1,4 +1,6 @@
-"""The norm of all gradients, on the device that has them: a few kernels, and one number that the host waits for.
+"""The norm of all gradients, on the device that has them.
+
+A few kernels, and one number that the host waits for.
 
 Norms of single gradients are float32, their squares are summed in double precision, in the order
 given: equal gradients give equal bits. The square of a finite gradient may overflow float32. So a

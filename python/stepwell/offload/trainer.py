@@ -16,7 +16,9 @@ __all__ = ["fold_clipping"]
 
 
 def fold_clipping(trainer: Any) -> None:
-    """Has the optimizer of `trainer` clip by its `max_grad_norm`, and report the norm that is logged.
+    """Has the optimizer of `trainer` clip by its `max_grad_norm`.
+
+    The logged norm is the optimizer's, too.
 
     Without it, Trainer clips by itself, with the same result, in two passes over the gradients
     before the step. The seam is `trainer.accelerator.clip_grad_norm_`. Under fp16's GradScaler it
@@ -42,7 +44,10 @@ def fold_clipping(trainer: Any) -> None:
     def clip(
         parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """The norm, as `accelerator.clip_grad_norm_` returns it; its value is there when the optimizer has stepped."""
+        """The norm, as `accelerator.clip_grad_norm_` returns it.
+
+        Its value is there when the optimizer has stepped.
+        """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         clipped = {param for param in parameters if param.grad is not None}
         stepped = {

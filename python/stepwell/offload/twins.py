@@ -1,4 +1,7 @@
-"""The host sides of parameters on a device: a weight and a gradient each, in pinned memory of exactly their size."""
+"""The host sides of parameters on a device.
+
+A weight and a gradient each, in pinned memory of exactly their size.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,9 @@ def _aligned(nbytes: int) -> int:
 
 
 class Twins:
-    """For each parameter a `weight`, which a step writes and the device gets a copy of, and a `grad`.
+    """For each parameter a `weight` and a `grad`.
+
+    A step writes the weight, and the device gets a copy of it.
 
     Both have the parameter's dtype and the shape of this rank's piece; those of a DTensor are
     DTensors placed as it is.

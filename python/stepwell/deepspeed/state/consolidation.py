@@ -1,4 +1,7 @@
-"""Stepwell's state for DeepSpeed's consolidation: `safe_get_full_optimizer_state` and its relatives, universal checkpoints."""
+"""Stepwell's state for DeepSpeed's consolidation.
+
+`safe_get_full_optimizer_state` and its relatives, universal checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ _STAGE_3 = "deepspeed.runtime.zero.stage3"
 
 
 def _linked(original: Callable[..., None]) -> Callable[..., None]:
-    """ZeRO-1/2 links each parameter of the model to its fragment of a partition: the fragment learns whose that is."""
+    """ZeRO-1/2 links each parameter of the model to its fragment of a partition.
+
+    The fragment also learns which partition that is.
+    """
 
     @functools.wraps(original)
     def link(self: Any) -> None:
@@ -108,8 +114,10 @@ def _universal_loaded(original: Callable[..., None]) -> Callable[..., None]:
             and self.master_weights_and_grads_dtype != torch.float32
         ):
             raise ValueError(
-                f"a universal checkpoint holds neither the float32 master of `{self.master_weights_and_grads_dtype}` weights "
-                "nor moments beyond that precision. hint: load the checkpoint that it was made of, or train with float32 "
+                "a universal checkpoint holds neither the float32 master of "
+                f"`{self.master_weights_and_grads_dtype}` weights "
+                "nor moments beyond that precision. hint: load the checkpoint that it was made of, "
+                "or train with float32 "
                 "masters (without bf16_master_weights_and_grads, fp16_master_weights_and_grads)"
             )
         if not isinstance(optimizer, optim.Adam):

@@ -34,7 +34,10 @@ class Home(Protocol):
         """
 
     def holds_moments(self) -> bool:
-        """Whether `moment` has the moments; else they are found where DeepSpeed's optimizers keep them."""
+        """Whether `moment` has the moments.
+
+        If not, they are found where DeepSpeed's optimizers keep them.
+        """
 
     def moment(self, name: str) -> torch.Tensor | None:
         """A moment, flat. A copy where it is held in codes; None before the first step."""
@@ -81,7 +84,10 @@ class RamHome:
         return self._master
 
     def holds_moments(self) -> bool:
-        """Whether the optimizer is Stepwell's, and DeepSpeed is not loading a checkpoint into it."""
+        """Whether the optimizer is Stepwell's.
+
+        False while DeepSpeed loads a checkpoint into it.
+        """
         return isinstance(self._optimizer, optim.Adam) and self._optimizer not in _BEING_LOADED
 
     def moment(self, name: str) -> torch.Tensor | None:

@@ -11,8 +11,8 @@ class Backward:
     """The current backward, as DeepSpeed's calls of its optimizer show it.
 
     A backward that raises does not reach its end. Its gradients are partial, and some of them have
-    been added to those of earlier micro-batches. So the next backward and the next step raise, until
-    the gradients are dropped.
+    been added to those of earlier micro-batches. So the next backward and the next step raise,
+    until the gradients are dropped.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,10 @@ class Backward:
         self._is_running = True
 
     def begin(self) -> None:
-        """Autograd has reached the outputs of a forward. One backward may begin at several forwards."""
+        """Autograd has reached the outputs of a forward.
+
+        One backward may begin at several forwards.
+        """
         self._is_running = True
 
     def note_forward(self) -> None:
@@ -53,8 +56,10 @@ class Backward:
         """Raises ValueError if there are gradients of a backward that has failed."""
         if self._has_gradients:
             raise ValueError(
-                "a backward has not ended, so its gradients are partial: it raised, and the exception "
-                "was caught. hint: engine.optimizer.zero_grad() after the exception drops all gradients "
+                "a backward has not ended, so its gradients are partial: it raised, and the "
+                "exception "
+                "was caught. hint: engine.optimizer.zero_grad() after the exception drops all "
+                "gradients "
                 "since the last step"
             )
 

@@ -1,4 +1,7 @@
-"""What ZeRO's base optimizer steps, as the core takes it: DeepSpeedCPUAdam's form of state, and Stepwell's."""
+"""What ZeRO's base optimizer steps, as the core takes it.
+
+DeepSpeedCPUAdam's form of state, and Stepwell's.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ def global_norm(norm: float, loss_scale: float) -> torch.Tensor:
 
 
 def gradient_scale(norm: float, loss_scale: float, clip_grad: float) -> float:
-    """The factor of the gradients: the inverse of the loss scale, times the clip coefficient. In float32, as DeepSpeed's.
+    """The factor of the gradients: the inverse of the loss scale, times the clip coefficient.
+
+    In float32, as DeepSpeed's.
 
     Args:
         norm: of the gradients, times the loss scale.
@@ -84,7 +89,9 @@ class Operands:
         return 2 * master.numel() * (4 if is_fp32 else master.element_size())
 
     def skips_nonfinite(self) -> bool:
-        """Whether a step with a non-finite gradient, for which DeepSpeed does not look, is skipped; else it is to be taken.
+        """Whether a step with a non-finite gradient, for which DeepSpeed does not look, is skipped.
+
+        If not, it is taken.
 
         Raises:
             ValueError: it is neither.
@@ -93,7 +100,8 @@ class Operands:
         policy = optimizer._nonfinite if isinstance(optimizer, optim.Adam) else adam.nonfinite()
         if policy == "raise":
             raise ValueError(
-                "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such steps "
+                "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such "
+                "steps "
                 "(bf16.check_grad_overflow), lower lr, or register(nonfinite='propagate')"
             )
         return policy != "propagate"

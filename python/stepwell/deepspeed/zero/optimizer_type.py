@@ -1,4 +1,7 @@
-"""`"optimizer": {"type": "StepwellAdamW"}` in a DeepSpeed JSON: Stepwell's own optimizers under ZeRO, with their codecs."""
+"""`"optimizer": {"type": "StepwellAdamW"}` in a DeepSpeed JSON.
+
+Stepwell's own optimizers under ZeRO, with their codecs.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ class _UnderZeRO(optim.Adam):
         return torch.distributed.get_rank() if is_distributed else 0
 
     def state_dict(self) -> StateDict:
-        """The state dict; coded moments in it can also be read by their plain names, as DeepSpeed's tools do."""
+        """The state dict.
+
+        DeepSpeed's tools can read coded moments in it by their plain names.
+        """
         packed = super().state_dict()
         params = [param for group in self.param_groups for param in group["params"]]
         state = {
@@ -82,7 +88,10 @@ class StepwellAdamW(_UnderZeRO, optim.AdamW):
 
 
 class StepwellAdam(_UnderZeRO, optim.Adam):
-    """`stepwell.Adam` (weight decay in the gradient) under ZeRO. `params` of the DeepSpeed JSON are its keywords."""
+    """`stepwell.Adam` (weight decay in the gradient) under ZeRO.
+
+    `params` of the DeepSpeed JSON are its keywords.
+    """
 
 
 _TYPES = {cls.__name__.lower(): cls for cls in (StepwellAdamW, StepwellAdam)}
@@ -95,7 +104,10 @@ def _type_of(name: object) -> type[_UnderZeRO] | None:
 
 
 def _type_with_moments(engine: Any) -> type[_UnderZeRO] | None:
-    """The type that holds moments as the block `stepwell` says, where DeepSpeed's Adam does not; None: no need of it."""
+    """The type that holds moments as the block `stepwell` says, where DeepSpeed's Adam does not.
+
+    None: it is not needed.
+    """
     if options_of(engine).moments in (None, "fp32") or engine.optimizer_name() not in _ADAMS:
         return None
     # DeepSpeed's `Adam` is AdamW unless it is told otherwise.
@@ -127,7 +139,8 @@ def _check_engine(engine: Any, name: str) -> None:
         )
     if device == "nvme":
         raise ValueError(
-            f"optimizer `{name}` holds its state in host memory, but offload_optimizer.device is `nvme`. "
+            f"optimizer `{name}` holds its state in host memory, but offload_optimizer.device is "
+            "`nvme`. "
             "hint: device `cpu`; `moments` of `q8` takes a quarter of the memory"
         )
     if device != "cpu" and accelerator != "cpu":
@@ -148,7 +161,7 @@ def _check_engine(engine: Any, name: str) -> None:
 
 
 def _keywords(engine: Any, name: str) -> dict[str, Any]:
-    """The keywords of the optimizer, from `params` and the block `stepwell` of the DeepSpeed JSON."""
+    """The optimizer's keywords, by `params` and the block `stepwell` of the DeepSpeed JSON."""
     keywords = dict(engine.optimizer_params() or {})
     moments = options_of(engine).moments
     if engine.optimizer_name() in _ADAMS:
@@ -156,22 +169,26 @@ def _keywords(engine: Any, name: str) -> dict[str, Any]:
         keywords.pop("adam_w_mode", None)
     if "max_grad_norm" in keywords:
         raise ValueError(
-            f"`max_grad_norm` is in the params of optimizer `{name}`. hint: gradient_clipping of the DeepSpeed JSON"
+            f"`max_grad_norm` is in the params of optimizer `{name}`. hint: gradient_clipping of "
+            "the DeepSpeed JSON"
         )
     unknown = sorted(keywords.keys() - set(_KEYWORDS))
     if unknown:
         raise ValueError(
-            f"`{', '.join(unknown)}` in the params of optimizer `{name}`, expected {', '.join(_KEYWORDS)}. "
+            f"`{', '.join(unknown)}` in the params of optimizer `{name}`, expected "
+            f"{', '.join(_KEYWORDS)}. "
             "hint: AdamW or Adam is the type's choice: StepwellAdamW, StepwellAdam"
         )
     if moments is not None and keywords.setdefault("moments", moments) != moments:
         raise ValueError(
-            f"`moments` is `{keywords['moments']}` in the params of optimizer `{name}`, but `{moments}` in the block `stepwell`. "
+            f"`moments` is `{keywords['moments']}` in the params of optimizer `{name}`, but "
+            f"`{moments}` in the block `stepwell`. "
             "hint: leave out one of them"
         )
     if engine.bf16_optimizer_states() and keywords.setdefault("moments", "bf16") == "fp32":
         raise ValueError(
-            "`moments` is `fp32`, but bf16.bf16_optimizer_states is set. hint: leave out one of them; of `bf16` and `q8` "
+            "`moments` is `fp32`, but bf16.bf16_optimizer_states is set. hint: leave out one of "
+            "them; of `bf16` and `q8` "
             "either is rounded stochastically"
         )
     return keywords

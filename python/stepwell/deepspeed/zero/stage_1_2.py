@@ -1,10 +1,12 @@
-"""DeepSpeed's ZeRO-1 and -2 optimizer with its CPU offload on the offload engine. Imports DeepSpeed's, and is imported late.
+"""DeepSpeed's ZeRO-1 and -2 optimizer with its CPU offload on the offload engine.
 
-Everything that others read stays DeepSpeed's: the fp32 partitions and the optimizer's state, so
-checkpoints of all kinds and `safe_get_full_*`, the order of reductions, loss scaling, what is
-logged. Different are the ways of gradients and weights: see `stepwell.deepspeed.zero.partitions`. Not
-there any more: fp32 gradients on the host, the passes that unscale, clip and cast them, and the
-host's waits for every parameter's norm and overflow.
+This module imports DeepSpeed's optimizer, and is imported late.
+
+Everything that other code reads stays DeepSpeed's: the fp32 partitions and the optimizer's state,
+and with them checkpoints of all kinds and `safe_get_full_*`; the order of reductions; loss scaling;
+what is logged. Gradients and weights travel in other ways, see `stepwell.deepspeed.zero.partitions`.
+Three things are gone: fp32 gradients on the host; the passes that unscale, clip and cast them; and
+the host's waits for every parameter's norm and overflow.
 
 - On one rank nothing is reduced, so nothing goes through reduction buckets. Forwards wait for
   their own weights only, and so does every other access to a parameter from Python.
@@ -407,7 +409,10 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return holders
 
     def synchronize(self) -> None:
-        """Waits until the last step is complete in host memory; the current stream waits for the weights."""
+        """Waits until the last step is complete in host memory.
+
+        The current stream waits for the weights.
+        """
         if self._gate is not None:
             self._gate.finish()
         elif self._is_made():

@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO-3 optimizer with its CPU offload on the offload engine. Imports DeepSpeed's, and is imported late.
+"""DeepSpeed's ZeRO-3 optimizer with its CPU offload on the offload engine.
+
+Imports DeepSpeed's, and is imported late.
 
 What its structure allows: a gradient crosses the bus once, in the dtype that it is reduced in, not
 three times; unscaling, clip, Adam and the new 16-bit weights are one pass over all sub-groups;
@@ -105,7 +107,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._backward.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DeepSpeed's, which drops earlier micro-batches; after a backward that raised, all gradients since the last step."""
+        """As DeepSpeed's, which drops earlier micro-batches.
+
+        After a backward that raised it drops all gradients since the last step.
+        """
         if self._backward.is_unended:
             set_to_none = True
             self._drop_gradients()
