@@ -15,7 +15,8 @@ TIMEOUT = 100  # seconds of one command: several of them import torch and DeepSp
 
 SHOW = """
 import json, sys
-print(json.dumps([sys.argv, sys.path, __name__, __file__, repr(__spec__) if __spec__ is None else __spec__.name]))
+spec = repr(__spec__) if __spec__ is None else __spec__.name
+print(json.dumps([sys.argv, sys.path, __name__, __file__, spec]))
 assert sys.modules["__main__"].__dict__ is globals()
 """
 
@@ -43,7 +44,8 @@ from deepspeed.ops.op_builder.builder import OpBuilder
 dist.init_process_group("gloo")
 ranks = torch.tensor([2.0 ** dist.get_rank()])
 dist.all_reduce(ranks)
-seen = json.dumps([dist.get_rank(), ranks.item(), sys.argv, OpBuilder._loaded_ops["cpu_adam"].__name__])
+op = OpBuilder._loaded_ops["cpu_adam"].__name__
+seen = json.dumps([dist.get_rank(), ranks.item(), sys.argv, op])
 os.write(1, f"RANK {seen}\\n".encode())  # one write: the other rank's line must not come between
 dist.destroy_process_group()
 """

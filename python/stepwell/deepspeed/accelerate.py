@@ -1,7 +1,7 @@
 """Stepwell's optimizers under accelerate, which would replace them by DeepSpeed's.
 
-With an `offload_optimizer` in the DeepSpeed JSON, `accelerate.prepare` makes a DeepSpeedCPUAdam of
-the optimizer that it is given. One of Stepwell's would lose `moments` and `seed`. It would also lose
+With an `offload_optimizer` in the DeepSpeed JSON, `accelerate.prepare` makes a DeepSpeedCPUAdam
+of the optimizer that it is given. One of Stepwell's would lose `moments`, `seed` and
 the decoupled weight decay, since it is no `torch.optim.AdamW`.
 """
 
