@@ -1,4 +1,6 @@
-"""Sums of gradients in host memory: every backward's gradients come down and are added there, and the device keeps none.
+"""Sums of gradients in host memory: each backward's come down and are added there.
+
+The device keeps none.
 
 - A sum is that of the same additions in the same order as on the device, in the gradient's dtype:
   the same bits.

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
-__all__ = ["DESCRIPTIVE", "Uploads", "WeightGuard", "exposed", "without_waiting"]
+__all__ = [
+    "DESCRIPTIVE",
+    "Uploads",
+    "WeightGuard",
+    "clear_grads",
+    "exposed",
+    "without_waiting",
+]
 
 without_waiting = torch._C.DisableTorchFunctionSubclass
 """A context in which accesses do not wait: for code that touches no weight."""
@@ -97,7 +104,7 @@ class WeightGuard:
                 is_step_stream = self._uploads.wait(left)
             if is_step_stream:
                 for param in left:
-                    _restore(self._under_way.pop(id(param), None))
+                    _restore(self._under_way, param)
 
     def finish(self) -> None:
         """The current stream waits for all weights."""
@@ -109,8 +116,8 @@ class WeightGuard:
 
     def clear(self) -> None:
         """All weights have arrived, or the step's stream has waited for them."""
-        while self._under_way:
-            _restore(self._under_way.popitem()[1])
+        for param in list(self._under_way.values()):
+            _restore(self._under_way, param)
 
 
 def exposed(params: Iterable[torch.Tensor], holders: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -119,16 +126,16 @@ def exposed(params: Iterable[torch.Tensor], holders: Iterable[torch.Tensor]) -> 
     Args:
         params: parameters that are about to be stepped.
         holders: all tensors that are known to be on the memory of `params`, and by which no weight
-            is read or written before all have arrived; `params` among them.
+            is read or written before all have arrived; `params` among them. They are looked at
+            only if somebody else is on it.
     """
-    known = {id(holder): holder for holder in holders}
+    found = [param for param in params if not _is_alone(param)]
+    if not found:
+        return []
     with without_waiting():
-        expected = Counter(holder.untyped_storage()._cdata for holder in known.values())
-        return [
-            param
-            for param in params
-            if type(param) is not Parameter or not _is_alone(param, expected)
-        ]
+        known = {id(holder): holder for holder in holders}
+        expected = Counter(_references(holder)[0] for holder in known.values())
+        return [param for param in found if not _is_among(param, expected)]
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -139,16 +146,33 @@ def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 # What that is for a tensor that is alone, which depends on the versions of torch and Python.
-_ALONE = _references(torch.empty(1, device="cpu"))
+_, _ALONE, _ALONE_IN_PYTHON = _references(torch.empty(1, device="cpu"))
 
 
-def _is_alone(param: torch.Tensor, expected: Counter[int]) -> bool:
-    storage, count, python_count = _references(param)
-    return count - expected[storage] <= _ALONE[1] - 1 and python_count <= _ALONE[2]
+def _is_alone(param: torch.Tensor) -> bool:
+    if type(param) is not Parameter:
+        return False
+    _, count, count_in_python = _references(param)
+    return count == _ALONE and count_in_python == _ALONE_IN_PYTHON
 
 
-def _restore(param: Parameter | None) -> None:
-    if param is not None:
+def _is_among(param: torch.Tensor, expected: Counter[int]) -> bool:
+    """Whether `param` is a plain parameter, and only known tensors are on its memory."""
+    if type(param) is not Parameter:
+        return False
+    storage, count, count_in_python = _references(param)
+    return count - expected[storage] < _ALONE and count_in_python == _ALONE_IN_PYTHON
+
+
+def clear_grads(params: Iterable[torch.Tensor]) -> None:
+    """Sets the gradients of `params` to None, at little cost for those under way."""
+    with without_waiting():
+        for param in params:
+            _set_grad(param, None)
+
+
+def _restore(under_way: dict[int, Parameter], param: torch.Tensor) -> None:
+    if under_way.pop(id(param), None) is not None:
         _GUARDS.pop(id(param), None)
         param.__class__ = Parameter
 
@@ -159,8 +183,8 @@ def _abandon(under_way: dict[int, Parameter], uploads: Uploads) -> None:
         # A step that failed has said so, or nobody asks.
         with contextlib.suppress(OSError, ValueError), without_waiting():
             uploads.finish()
-        while under_way:
-            _restore(under_way.popitem()[1])
+        for param in list(under_way.values()):
+            _restore(under_way, param)
 
 
 # ---- the class of a parameter that is under way ----

@@ -1,4 +1,4 @@
-"""What stands in for a gradient that was moved to host memory: its shape, and one element of memory.
+"""Stands in for a gradient that was moved to host memory: its shape, one element of memory.
 
 - It reads as NaN, or as zero once it was zeroed; so do its views.
 - `zero_()` in its various forms (`zero_grad(set_to_none=False)`, `_foreach_zero_`, by way of
@@ -92,8 +92,8 @@ class GradMarker(torch.Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         with without_waiting():
-            # torch has no types for it.
-            return self.clone().as_subclass(torch.Tensor).__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+            copied: Any = self.clone().as_subclass(torch.Tensor)
+            return copied.__reduce_ex__(proto)
 
 
 def _marker(tensor: torch.Tensor, *, is_part: bool) -> GradMarker:

@@ -27,7 +27,7 @@ from stepwell.offload.gradients import (
     checked,
     may_change_after_backward,
 )
-from stepwell.offload.guard import exposed, without_waiting
+from stepwell.offload.guard import clear_grads, exposed
 from stepwell.offload.norm import gradient_norm
 from stepwell.offload.twins import Twins
 from stepwell.optim import AdamW, Moments, Update
@@ -60,11 +60,16 @@ class OffloadAdamW(AdamW):
     gradients may be written again. The next forward waits module by module for its own weights
     (`gate="module"`), with the same result, bit for bit, as if `step()` had waited for all.
 
-    What waits by itself: forwards of the modules that hold the parameters (also in evaluation),
-    their `state_dict` and `load_state_dict`, and this optimizer's methods. What cannot: a parameter
-    that is read or written in another way (`parameter.norm()`, an average of weights,
-    `copy.deepcopy(model)`, `model.to(...)`). Before that call `synchronize()`, or use
-    `gate="step"`. Under torch.compile, and for DTensor parameters (FSDP2), `step()` waits as with
+    Every other access to a parameter waits for it as well (`parameter.norm()`, an average of
+    weights, `copy.deepcopy(model)`, an optimizer of someone else, a write), and so does `state`.
+    While its weight is under way, the class of a parameter is a subclass of torch.nn.Parameter.
+    Not seen, so that `synchronize()` has to come before it, or `gate="step"`: code in C++ that is
+    given a parameter and not by torch's own functions; torch.tensor, torch.Tensor and
+    torch.asarray of a parameter, and torch.as_tensor of one in another dtype; transforms of
+    torch.func of a parameter itself (of a module they are seen); CUDA graphs that were captured
+    without their module; tensors of `state` that were taken before the step; other processes.
+    Under torch.compile and torch.jit, for DTensor parameters (FSDP2), and for a parameter whose
+    memory others hold too (a view, `.data` or an array that is kept), `step()` waits as with
     `gate="step"`.
 
     What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
@@ -310,7 +315,9 @@ class OffloadAdamW(AdamW):
             super().zero_grad(set_to_none)
             self._sums.clear()
             return
-        with without_waiting():
+        if set_to_none:
+            clear_grads(param for group in self.param_groups for param in group["params"])
+        else:
             super().zero_grad(set_to_none)
 
     def _finish(self) -> None:
