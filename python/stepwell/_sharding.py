@@ -166,8 +166,8 @@ def agree(meshes: Sequence[DeviceMesh], flags: list[bool]) -> list[bool]:
 
     for mesh in meshes:
         mine = torch.tensor(flags, dtype=torch.float32, device=mesh.device_type)
-        anyone = DTensor.from_local(
+        of_any_rank = DTensor.from_local(
             mine, mesh, [Partial("max")] * mesh.ndim, run_check=False
         ).full_tensor()
-        flags = [value > 0 for value in anyone.tolist()]
+        flags = [value > 0 for value in of_any_rank.tolist()]
     return flags

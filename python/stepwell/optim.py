@@ -67,11 +67,10 @@ class Adam(Optimizer):
     Each step is one pass over the memory of each parameter, its gradient and its state, on all
     cores. Beside a float32 parameter only its moments are kept. A bfloat16 parameter has an exact
     float32 master, of which it is the upper half and 16 trailing bits are state; a float16
-    parameter has a float32 master. Whoever writes to a parameter between two steps
-    (`load_state_dict`, `copy_`, `.data`) sets its master to what was written. Models may mix these
-    dtypes; a gradient is float32, bfloat16 or float16, whatever its parameter is. DTensor
-    parameters (FSDP2 with `CPUOffloadPolicy`) have DTensor state, and a step works on the local
-    shards.
+    parameter has a float32 master. A write to a parameter between two steps (`load_state_dict`,
+    `copy_`, `.data`) sets its master to what was written. Models may mix these dtypes; a gradient
+    is float32, bfloat16 or float16, whatever its parameter is. DTensor parameters (FSDP2 with
+    `CPUOffloadPolicy`) have DTensor state, and a step works on the local shards.
 
     A step is applied to all parameters or, if it raises, to none. A step at lr 0 with all gradients
     0 that would be the first only makes the state and is not counted: so

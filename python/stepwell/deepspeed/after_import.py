@@ -25,7 +25,7 @@ class _ThenLoader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        # Who asks the module for its sources or data asks its own loader.
+        # Code that asks the module for its sources or data asks its own loader.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader

@@ -35,7 +35,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     if memory.numel() - begin < _KEPT_BYTES:
         return memory.long()
     if memory.data_ptr() % _WORD_BYTES != memory.storage_offset() % _WORD_BYTES:
-        # Memory of someone else's that begins amid a word.
+        # Memory that torch did not allocate, which begins amid a word.
         memory, begin = memory.clone(), 0
     length = (memory.numel() - begin) // (_RUNS * _WORD_BYTES)
     end = begin + _RUNS * length * _WORD_BYTES

@@ -4,10 +4,10 @@ Seldom: the host memory beside a device is the optimizer's alone.
 
 A bfloat16 parameter and its trailing bits are one fp32 number (see the core's `state::split`), and
 the fingerprints tell whether they still belong together. Steps alone write the host side of a
-parameter on a device, with two exceptions: weights that someone else has written on the device come
+parameter on a device, with two exceptions: weights that the program has written on the device come
 to the host, and state is loaded. Only the step after those looks at the fingerprints; others
 neither look nor take them, which is a tenth of the arithmetic of a step with q8 moments. So
-fingerprints are behind, until they are taken: before a weight is replaced, and before anyone else
+fingerprints are behind, until they are taken: before a weight is replaced, and before other code
 sees the state.
 """
 
