@@ -7,11 +7,7 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use stepwell::{
-    adam::{
-        Hyper, Step, batch,
-        kernel::update,
-        tensor::{AdamTensor, Beside},
-    },
+    adam::{Hyper, Step, batch, kernel::update, tensor::AdamTensor},
     grads::norm,
     host::{
         memory::{Buffer, BufferConfig},
@@ -164,12 +160,13 @@ fn split_tensor(pool: &Pool, len: usize, with_fingerprints: bool) -> (AdamTensor
     };
     let trailing = view(Dtype::Int16, len);
     let fingerprints = with_fingerprints.then(|| view(Dtype::Int32, num_chunks(len)));
-    let beside = Beside { trailing: Some(trailing), fingerprints, ..Beside::default() };
+    let mut parts = vec![("trailing", trailing)];
+    parts.extend(fingerprints.map(|view| ("fingerprints", view)));
     let (param, grad) = (view(Dtype::BFloat16, len), view(Dtype::BFloat16, len));
-    let moments = (view(Dtype::Float32, len), view(Dtype::Float32, len));
+    parts.extend(["exp_avg", "exp_avg_sq"].map(|name| (name, view(Dtype::Float32, len))));
     // SAFETY: the gradient's memory is `memory`, and nobody else has it.
     unsafe { grad.slice_mut::<Bf16>(0..len) }.fill(Bf16(0x3c00));
-    (AdamTensor::new(param, Some(grad), moments, &beside, 7).expect("a tensor"), memory)
+    (AdamTensor::new(param, &parts, Some(grad), None, 7).expect("a tensor"), memory)
 }
 
 /// A whole step in place and out of place: the second goes to a spare slot and back in turn, each
@@ -202,7 +199,7 @@ fn slots(criterion: &mut Criterion) {
                 revocable.commit();
             });
         });
-        group.bench_function("out of place, then settled", |bencher| {
+        group.bench_function("out of place, then copied home", |bencher| {
             bencher.iter(|| {
                 let mut revocable = slots.begin();
                 // SAFETY: as above.
@@ -210,7 +207,7 @@ fn slots(criterion: &mut Criterion) {
                     .expect("a step");
                 revocable.commit();
                 // SAFETY: as above.
-                unsafe { slots.settle(&pool, &[tensor]) }.expect("copies");
+                unsafe { slots.copy_home(&pool, &[tensor]) }.expect("copies");
             });
         });
         group.finish();

@@ -10,18 +10,14 @@ use battery::{
 use proptest::prelude::*;
 use stepwell::{
     Error,
-    adam::{
-        Hyper,
-        batch::step,
-        tensor::{AdamTensor, Beside, MasterLayout, MomentsLayout},
-    },
+    adam::{Hyper, batch::step, tensor::AdamTensor},
     grads::stats::grad_stats,
     host::{
         memory::{Buffer, BufferConfig},
         pool::Pool,
     },
     simd::isa::Isa,
-    state::{chunk::CHUNK_LEN, q8},
+    state::{chunk::CHUNK_LEN, codecs, layout::MasterKind, q8},
     stream::{element::Dtype, view::View},
 };
 
@@ -386,28 +382,13 @@ fn a_step_stays_within_its_pages() {
                 *view = View::new(address, view.dtype(), view.numel()).expect("a valid view");
                 pages.push(buffer);
             };
-            for view in [&mut tensor.param, tensor.grad.as_mut().expect("it has one")] {
-                to_edge(view);
-            }
-            for view in [&mut tensor.exp_avg, &mut tensor.exp_avg_sq] {
-                to_edge(view);
-            }
-            match &mut tensor.master {
-                MasterLayout::Float32 { weight_out } => {
-                    weight_out.iter_mut().for_each(&mut to_edge)
-                }
-                MasterLayout::Split { trailing, fingerprints } => {
-                    [Some(trailing), fingerprints.as_mut()]
-                        .into_iter()
-                        .flatten()
-                        .for_each(&mut to_edge)
-                }
-                MasterLayout::Shadowed { master } => to_edge(master),
-                MasterLayout::Plain16 => {}
-            }
-            if let MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } = &mut tensor.moments {
-                [exp_avg_scales, exp_avg_sq_scales].into_iter().for_each(&mut to_edge);
-            }
+            let mut grad = tensor.grad.expect("it has one");
+            to_edge(&mut grad);
+            tensor = tensor.map(|_, mut view| {
+                to_edge(&mut view);
+                view
+            });
+            tensor.grad = Some(grad);
             expected.step(isa, 1, &Hyper::default());
             // SAFETY: the views are of `pages`, whole and apart.
             unsafe { step(pool(), isa, &[tensor], &[1], &Hyper::default()) }.expect("a valid step");
@@ -447,24 +428,28 @@ fn layouts_are_found_and_misfits_are_named() {
     use Dtype::{BFloat16, Float16, Float32, Int16, Int32, Uint8};
     for layout in Layout::all() {
         let mut held = Held::zeros(layout, 70, 0);
-        let AdamTensor { master, moments, .. } = held.tensor();
-        let fits = match layout.param {
-            ParamKind::Float32 => matches!(master, MasterLayout::Float32 { weight_out: None }),
-            ParamKind::Float32WithBf16 | ParamKind::Float32WithF16 => {
-                matches!(master, MasterLayout::Float32 { weight_out: Some(_) })
+        let found = *held.tensor().layout();
+        let master = match layout.param {
+            ParamKind::Float32 | ParamKind::Float32WithBf16 | ParamKind::Float32WithF16 => {
+                MasterKind::Float32
             }
-            ParamKind::Split => matches!(master, MasterLayout::Split { .. }),
-            ParamKind::Shadowed => matches!(master, MasterLayout::Shadowed { .. }),
-            ParamKind::PlainBf16 | ParamKind::PlainF16 => matches!(master, MasterLayout::Plain16),
+            ParamKind::Split => MasterKind::Split { has_fingerprints: true },
+            ParamKind::Shadowed => MasterKind::Shadowed,
+            ParamKind::PlainBf16 | ParamKind::PlainF16 => MasterKind::Plain16,
         };
-        assert!(fits, "{layout:?} was taken for {master:?}");
-        let fits = match layout.moments {
-            MomentsKind::Float32 => moments == MomentsLayout::Float32,
-            MomentsKind::Bf16 => moments == MomentsLayout::Stochastic,
-            MomentsKind::Q8 => matches!(moments, MomentsLayout::Q8 { .. }),
-            MomentsKind::Nearest16 => moments == MomentsLayout::Nearest16,
+        let weight_out = match layout.param {
+            ParamKind::Float32WithBf16 => Some(BFloat16),
+            ParamKind::Float32WithF16 => Some(Float16),
+            _ => None,
         };
-        assert!(fits, "{layout:?} was taken for {moments:?}");
+        assert_eq!((found.master, found.weight_out), (master, weight_out), "{layout:?}");
+        let moments = match layout.moments {
+            MomentsKind::Float32 => codecs::MomentsKind::Float32,
+            MomentsKind::Bf16 => codecs::MomentsKind::Stochastic,
+            MomentsKind::Q8 => codecs::MomentsKind::Q8,
+            MomentsKind::Nearest16 => codecs::MomentsKind::Nearest16,
+        };
+        assert_eq!(found.moments, moments, "{layout:?}");
     }
 
     const N: usize = 70;
@@ -474,23 +459,26 @@ fn layouts_are_found_and_misfits_are_named() {
                       moments: [(Dtype, usize); 2],
                       beside: &[(&str, Dtype, usize)],
                       said: &[&str]| {
-        let mut given = Beside::default();
+        let names = match moments[0].0 {
+            Uint8 => ["exp_avg_codes", "exp_avg_sq_codes"],
+            _ => ["exp_avg", "exp_avg_sq"],
+        };
+        let mut parts: Vec<(&str, View)> = names
+            .into_iter()
+            .zip(moments)
+            .map(|(name, (dtype, numel))| (name, memory.view(dtype, numel)))
+            .collect();
+        let mut weight_out = None;
         for &(name, dtype, numel) in beside {
-            let view = Some(memory.view(dtype, numel));
+            let view = memory.view(dtype, numel);
             match name {
-                "master" => given.master = view,
-                "trailing" => given.trailing = view,
-                "fingerprints" => given.fingerprints = view,
-                "weight_out" => given.weight_out = view,
-                "exp_avg_scales" => given.scales.0 = view,
-                _ => given.scales.1 = view,
+                "weight_out" => weight_out = Some(view),
+                name => parts.push((name, view)),
             }
         }
         let grad = grad.map(|(dtype, numel)| memory.view(dtype, numel));
-        let moments =
-            (memory.view(moments[0].0, moments[0].1), memory.view(moments[1].0, moments[1].1));
         let param = memory.view(param, N);
-        match AdamTensor::new(param, grad, moments, &given, 0) {
+        match AdamTensor::new(param, &parts, grad, weight_out, 0) {
             Err(Error::Value(message)) => {
                 assert!(
                     said.iter().all(|said| message.contains(said)),

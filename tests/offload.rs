@@ -210,7 +210,11 @@ fn what_is_refused_changes_nothing() {
     without.tensor.grad = None;
     refused(vec![without], "no grad");
     let mut overlapping = all[0].update(0, 1, hyper);
-    overlapping.tensor.exp_avg = overlapping.tensor.exp_avg_sq;
+    let exp_avg_sq = overlapping.tensor.moments()[1];
+    overlapping.tensor = overlapping.tensor.map(|field, view| match field.part.name {
+        "exp_avg" => exp_avg_sq,
+        _ => view,
+    });
     refused(vec![overlapping], "overlap");
     assert!(
         engine.wait(7, &(0..1), STREAM, WATCHED).is_err()

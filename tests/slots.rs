@@ -41,16 +41,16 @@ fn step(
 ) -> Result<(), Error> {
     let tensors: Vec<(usize, AdamTensor)> =
         numbers.iter().map(|&number| (number, all[number].tensor())).collect();
-    // SAFETY: the views are of `all`, which is lent; nobody reads what is away before it is settled
+    // SAFETY: the views are of `all`, which is lent; nobody reads what is in spares before it is copied home
     // but to see that it is as it was.
     unsafe { revocable.step(pool, isa, &tensors, counts, hyper) }
 }
 
-fn settle(slots: &mut HostSlots, pool: &Pool, all: &mut [Held]) {
+fn copy_home(slots: &mut HostSlots, pool: &Pool, all: &mut [Held]) {
     let tensors = tensors(all);
     // SAFETY: as in `step`.
-    unsafe { slots.settle(pool, &tensors) }.expect("the tensors of these slots");
-    assert_eq!(slots.away(), 0);
+    unsafe { slots.copy_home(pool, &tensors) }.expect("the tensors of these slots");
+    assert_eq!(slots.num_in_spares(), 0);
 }
 
 fn assert_equal(all: &[Held], expected: &[Held], what: &str) {
@@ -97,20 +97,20 @@ fn a_committed_step_is_one_in_place_and_a_reverted_step_is_none() {
                     );
                 }
                 revocable.commit();
-                assert_eq!(slots.away(), if count % 2 == 1 { chunks } else { 0 });
+                assert_eq!(slots.num_in_spares(), if count % 2 == 1 { chunks } else { 0 });
                 expected[0].step(widest(), count, &hyper);
                 if count == 2 {
                     assert_equal(&all, &expected, "home again");
                 }
             }
-            // The reverted step has written the home of what is away.
+            // The reverted step has written the home of what is in spares.
             let mut revocable = slots.begin();
             step(&mut revocable, (pool(), widest()), &mut all, &[0], &[4], &other).expect("a step");
             drop(revocable);
-            settle(&mut slots, pool(), &mut all);
-            assert_equal(&all, &expected, "settled");
+            copy_home(&mut slots, pool(), &mut all);
+            assert_equal(&all, &expected, "copied home");
             // Settled twice, nothing is left to do; and the next step is out of place again.
-            settle(&mut slots, pool(), &mut all);
+            copy_home(&mut slots, pool(), &mut all);
             let mut revocable = slots.begin();
             step(&mut revocable, (pool(), widest()), &mut all, &[0], &[4], &other).expect("a step");
             revocable.revert();
@@ -165,8 +165,8 @@ fn threads_and_isas_do_not_show() {
                     .expect("a step");
                 revocable.commit();
             }
-            assert_eq!(slots.away(), spares);
-            settle(&mut slots, &pool, &mut all);
+            assert_eq!(slots.num_in_spares(), spares);
+            copy_home(&mut slots, &pool, &mut all);
             assert_equal(&all, &expected, &format!("{workers} workers on {}", isa.name()));
         }
     }
@@ -175,7 +175,7 @@ fn threads_and_isas_do_not_show() {
 proptest! {
     #![proptest_config(cases(24))]
 
-    /// Any sequence of commits, reverts, refusals and settlings of any tensors is the sequence of
+    /// Any sequence of commits, reverts, refusals and copies home of any tensors is the sequence of
     /// the committed steps in place.
     #[test]
     fn any_sequence_follows_the_model(hyper in hypers(), seed: u64, share in 0_usize..=4) {
@@ -187,27 +187,27 @@ proptest! {
         let chunks: Vec<usize> = all.iter().map(|held| num_chunks(held.numel)).collect();
         let spares = chunks.iter().sum::<usize>() * share / 4;
         let mut slots = slots_for(&mut all, spares);
-        // The model: steps that were committed, and which tensors are away.
-        let (mut counts, mut is_away) = (vec![0_u64; all.len()], vec![false; all.len()]);
+        // The model: steps that were committed, and which tensors are in spares.
+        let (mut counts, mut is_in_spare) = (vec![0_u64; all.len()], vec![false; all.len()]);
         let pools = [pool_of(1), pool_of(2)];
         for _ in 0..scaled(12) {
             let pool = &pools[draw.below(2)];
-            let away: usize = (0..all.len()).filter(|&number| is_away[number]).map(|number| chunks[number]).sum();
-            prop_assert_eq!(slots.away(), away);
+            let in_spares: usize = (0..all.len()).filter(|&number| is_in_spare[number]).map(|number| chunks[number]).sum();
+            prop_assert_eq!(slots.num_in_spares(), in_spares);
             if draw.below(6) == 0 {
-                settle(&mut slots, pool, &mut all);
-                is_away.fill(false);
-                assert_equal(&all, &expected, "settled on the way");
+                copy_home(&mut slots, pool, &mut all);
+                is_in_spare.fill(false);
+                assert_equal(&all, &expected, "copied home on the way");
                 continue;
             }
-            let mut free = spares - away;
+            let mut free = spares - in_spares;
             let mut revocable = slots.begin();
             let mut stepped: Vec<usize> = Vec::new();
             for _ in 0..=draw.below(2) {
                 let numbers: Vec<usize> =
                     (0..all.len()).filter(|number| draw.below(2) == 0 && !stepped.contains(number)).collect();
                 let next: Vec<u64> = numbers.iter().map(|&number| counts[number] + 1).collect();
-                let needed: usize = numbers.iter().filter(|&&number| !is_away[number]).map(|&number| chunks[number]).sum();
+                let needed: usize = numbers.iter().filter(|&&number| !is_in_spare[number]).map(|&number| chunks[number]).sum();
                 match step(&mut revocable, (pool, widest()), &mut all, &numbers, &next, &hyper) {
                     Ok(()) => {
                         prop_assert!(needed <= free);
@@ -226,14 +226,14 @@ proptest! {
                 revocable.commit();
                 for number in stepped {
                     counts[number] += 1;
-                    is_away[number] = !is_away[number] && chunks[number] > 0;
+                    is_in_spare[number] = !is_in_spare[number] && chunks[number] > 0;
                     expected[number].step(widest(), counts[number], &hyper);
                 }
             } else {
                 revocable.revert();
             }
         }
-        settle(&mut slots, &pools[0], &mut all);
+        copy_home(&mut slots, &pools[0], &mut all);
         assert_equal(&all, &expected, "in the end");
     }
 }
@@ -263,12 +263,7 @@ fn what_is_refused_changes_nothing() {
             tensors[0].0 = 2
         }),
         (&["fingerprints"], |tensors, _, _| {
-            let stepwell::adam::tensor::MasterLayout::Split { fingerprints, .. } =
-                &mut tensors[0].1.master
-            else {
-                panic!("it is split")
-            };
-            *fingerprints = None;
+            tensors[0].1 = tensors[0].1.without_fingerprints();
         }),
         (&["tensor 0", "grad"], |tensors, _, _| tensors[0].1.grad = None),
         (&["overlap"], |tensors, counts, _| {
@@ -300,25 +295,26 @@ fn what_is_refused_changes_nothing() {
         assert_equal(&all, &before, &message);
     }
     revocable.commit();
-    assert_eq!(slots.away(), 2);
+    assert_eq!(slots.num_in_spares(), 2);
 
     // Settling takes all tensors, and those that the slots are for.
     let mut given = tensors(&mut all);
     given.swap(0, 2);
     for (given, said) in [(&given[..2], "`2` tensors"), (&given[..], "tensor 0")] {
         // SAFETY: as above.
-        let error = unsafe { slots.settle(pool(), given) }.expect_err("other tensors");
+        let error = unsafe { slots.copy_home(pool(), given) }.expect_err("other tensors");
         assert!(error.to_string().contains(said), "{error}");
     }
     let mut given = tensors(&mut all);
-    given[0].param = View::new(given[1].exp_avg.address(), Dtype::BFloat16, given[0].param.numel())
-        .expect("a view");
+    given[0].param =
+        View::new(given[1].moments()[0].address(), Dtype::BFloat16, given[0].param.numel())
+            .expect("a view");
     // SAFETY: as above.
-    let error = unsafe { slots.settle(pool(), &given) }.expect_err("overlapping tensors");
+    let error = unsafe { slots.copy_home(pool(), &given) }.expect_err("overlapping tensors");
     assert!(error.to_string().contains("overlap"), "{error}");
     assert_equal(&all, &before, "refused");
-    settle(&mut slots, pool(), &mut all);
-    assert_equal(&all, &expected, "settled");
+    copy_home(&mut slots, pool(), &mut all);
+    assert_equal(&all, &expected, "copied home");
 }
 
 #[test]
@@ -333,12 +329,12 @@ fn without_tensors_or_spares_there_is_nothing_to_do() {
     let mut slots = slots_for(&mut [], 3);
     step(&mut slots.begin(), (pool(), widest()), &mut [], &[], &[], &Hyper::default())
         .expect("nothing");
-    settle(&mut slots, pool(), &mut []);
+    copy_home(&mut slots, pool(), &mut []);
     let mut all = [split(0, 1)];
     let mut slots = slots_for(&mut all, 0);
     let mut revocable = slots.begin();
     step(&mut revocable, (pool(), widest()), &mut all, &[0], &[1], &Hyper::default())
         .expect("nothing");
     revocable.commit();
-    settle(&mut slots, pool(), &mut all);
+    copy_home(&mut slots, pool(), &mut all);
 }

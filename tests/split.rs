@@ -9,7 +9,7 @@ use battery::{
 };
 use proptest::prelude::*;
 use stepwell::{
-    adam::{Hyper, batch::step, exchange::take_fingerprints, tensor::MasterLayout},
+    adam::{Hyper, batch::step, exchange::take_fingerprints},
     simd::{
         LANES, Simd,
         isa::{Isa, Kernel},
@@ -338,11 +338,7 @@ fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
     let mut alone = looked_at.moved(3);
     for count in 1..=3 {
         looked_at.step(widest(), count, &hyper);
-        let mut tensor = alone.tensor();
-        let MasterLayout::Split { fingerprints, .. } = &mut tensor.master else {
-            panic!("a split master")
-        };
-        *fingerprints = None;
+        let tensor = alone.tensor().without_fingerprints();
         // SAFETY: the views are of `alone`, which nobody else has.
         unsafe { step(pool(), widest(), &[tensor], &[count], &hyper) }.expect("a valid step");
     }
@@ -355,8 +351,7 @@ fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
     // SAFETY: as above.
     unsafe { take_fingerprints(pool(), widest(), &tensor) }.expect("a split master");
     alone.assert_same(&mut looked_at, "the same state");
-    let mut without = tensor;
-    without.master = MasterLayout::Plain16;
+    let without = tensor.without_fingerprints();
     // SAFETY: it is refused.
     let message = unsafe { take_fingerprints(pool(), widest(), &without) }
         .expect_err("must be refused")

@@ -5,7 +5,7 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Final, final
 
-__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "free_memory_bytes", "grad_stats", "num_chunks", "q8_codes_len", "q8_scales_len", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
+__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "StatePart", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
 
 CHUNK_LEN: Final[int]
 """
@@ -22,25 +22,35 @@ __version__: Final[str]
 @final
 class AdamTensor:
     """
-    One parameter of a step: where its weight, gradient and state are. The layout follows from the dtypes.
+    One parameter of a step: where its weight, gradient and state are. The layout follows from the
+    names and dtypes of the parts that are given.
 
-    ======== ================================================== ===========================================
-    param    beside it                                          master
-    ======== ================================================== ===========================================
-    float32  optionally weight_out (bfloat16 or float16)        the parameter itself
-    bfloat16 trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
-    bfloat16 trailing int16[numel]                              the same, where nobody but steps writes the parameter
-    float16  master float32[numel]                              separate
-    16-bit   nothing                                            none: rounded to nearest
-    ======== ================================================== ===========================================
+    ======== ======================== ===========================================
+    param    parts of the master      master
+    ======== ======================== ===========================================
+    float32  none                     the parameter itself
+    bfloat16 trailing, fingerprints   split: exact fp32 in 2 B beside the parameter
+    bfloat16 trailing                 the same, where steps alone write the parameter
+    float16  master                   separate
+    16-bit   none                     none: rounded to nearest
+    ======== ======================== ===========================================
 
-    Moments are float32, bfloat16 (rounded stochastically; to nearest without a master), or uint8 codes of
-    `q8_codes_len(numel)` with bfloat16 scales of `q8_scales_len(numel)`. Zeros everywhere are a fresh state.
+    Names, dtypes and lengths of all parts are those of `master_parts` and `moments_parts`. A 16-bit
+    parameter without a master has moments in float32 or in its own dtype. Zeros everywhere are a
+    fresh state. Beside a float32 parameter, `weight_out` (bfloat16 or float16) gets its rounded
+    copy.
+
+    Args:
+        param: the parameter.
+        grad: its gradient, of as many elements; a step needs it.
+        weight_out: where the rounded copy of a float32 parameter goes.
+        key: decorrelates the stochastic rounding of different parameters.
+        parts: of the state, by their names.
 
     Raises:
         ValueError: naming what does not fit.
     """
-    def __new__(cls, /, *, param: TensorView, grad: TensorView | None = None, exp_avg: TensorView, exp_avg_sq: TensorView, exp_avg_scales: TensorView | None = None, exp_avg_sq_scales: TensorView | None = None, master: TensorView | None = None, trailing: TensorView | None = None, fingerprints: TensorView | None = None, weight_out: TensorView | None = None, key: int = 0) -> AdamTensor: ...
+    def __new__(cls, /, *, param: TensorView, grad: TensorView | None = None, weight_out: TensorView | None = None, key: int = 0, **parts: "TensorView") -> AdamTensor: ...
     @property
     def numel(self, /) -> int:
         """
@@ -276,6 +286,34 @@ class Pool:
         """
 
 @final
+class StatePart:
+    """
+    One array of a parameter's state.
+    """
+    @property
+    def dtype(self, /) -> str:
+        """
+        torch's name of its dtype, without the `torch.` prefix.
+        """
+    def length(self, /, numel: int) -> int:
+        """
+        Entries for a parameter of `numel` elements.
+
+        Raises:
+            ValueError: for more elements than there can be.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        Its name: the key in a state dict.
+        """
+    @property
+    def per_element(self, /) -> bool:
+        """
+        Whether it has one entry for each element of the parameter.
+        """
+
+@final
 class TensorView:
     """
     A dense run of `numel` elements of `dtype` at `address`.
@@ -360,19 +398,30 @@ def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | N
         ValueError: for a dtype that gradients do not have.
     """
 
+def master_parts(dtype: str) -> list[StatePart]:
+    """
+    What is kept beside a parameter of this dtype so that all bits of its master are.
+
+    Raises:
+        ValueError: for a dtype that parameters do not have.
+    """
+
+def moments_codecs() -> list[str]:
+    """
+    Names of the codecs of moments.
+    """
+
+def moments_parts(codec: str) -> list[StatePart]:
+    """
+    The parts of moments in this codec.
+
+    Raises:
+        ValueError: for an unknown codec.
+    """
+
 def num_chunks(numel: int) -> int:
     """
     Chunks of a parameter of `numel` elements.
-    """
-
-def q8_codes_len(numel: int) -> int:
-    """
-    Bytes of one q8 moment's codes for `numel` elements.
-    """
-
-def q8_scales_len(numel: int) -> int:
-    """
-    Scales of one q8 moment for `numel` elements.
     """
 
 def read_state(tensor: AdamTensor, *, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The state of one parameter: what it consists of, where it lies, and its way from one form into another.
+"""The state of one parameter: its parts, their memory, and how one form becomes another.
 
 Moments come in three codecs, the master in one form per parameter dtype (ARCHITECTURE.md). Elements
 are counted in the row-major order of the parameter, or of this rank's piece of it, whatever its
@@ -57,29 +57,27 @@ class _Part(NamedTuple):
     name: str
     dtype: torch.dtype
     length: Callable[[int], int] | None = None
-    """Entries for a piece of that many elements, as a 1-D tensor; None: one per element, in the parameter's shape."""
+    """Entries for a piece of that many elements, as a 1-D tensor.
+
+    None: one per element, in the parameter's shape.
+    """
 
 
 FINGERPRINTS = "fingerprints"
 """The part that tells which weights the trailing bits belong to."""
 
-_MOMENTS = {
-    "fp32": (_Part("exp_avg", torch.float32), _Part("exp_avg_sq", torch.float32)),
-    "bf16": (_Part("exp_avg", torch.bfloat16), _Part("exp_avg_sq", torch.bfloat16)),
-    "q8": (
-        _Part("exp_avg_codes", torch.uint8, _core.q8_codes_len),
-        _Part("exp_avg_scales", torch.bfloat16, _core.q8_scales_len),
-        _Part("exp_avg_sq_codes", torch.uint8, _core.q8_codes_len),
-        _Part("exp_avg_sq_scales", torch.bfloat16, _core.q8_scales_len),
-    ),
-}
+
+def _parts(parts: list[_core.StatePart]) -> tuple[_Part, ...]:
+    return tuple(
+        _Part(part.name, getattr(torch, part.dtype), None if part.per_element else part.length)
+        for part in parts
+    )
+
+
+_MOMENTS = {codec: _parts(_core.moments_parts(codec)) for codec in _core.moments_codecs()}
 _MASTERS = {
-    torch.float32: (),
-    torch.bfloat16: (
-        _Part("trailing", torch.int16),
-        _Part(FINGERPRINTS, torch.int32, _core.num_chunks),
-    ),
-    torch.float16: (_Part("master", torch.float32),),
+    dtype: _parts(_core.master_parts(str(dtype).removeprefix("torch.")))
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
 }
 _PARTS = {part.name: part for parts in (*_MOMENTS.values(), *_MASTERS.values()) for part in parts}
 _MASTER_NAMES = {part.name for parts in _MASTERS.values() for part in parts}
@@ -88,11 +86,14 @@ MOMENTS = tuple(_MOMENTS)
 """The codecs of the moments."""
 
 BUFFER_BYTES_MIN = 1 << 20
-"""From this size on, state lies on huge pages, faulted in by all workers; below, torch's allocator does as well."""
+"""From this size on, state lies on huge pages that all workers fault in.
+
+Below, torch's allocator does as well.
+"""
 
 
 def key_of(seed: int, index: int, param: torch.Tensor) -> int:
-    """The number that decorrelates the stochastic rounding of parameters, and of the pieces of one, from each other."""
+    """The number that decorrelates the stochastic rounding of different parameters and pieces."""
     packed = struct.pack("<QQQ", seed % 2**64, index, piece_index(param))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
@@ -145,7 +146,10 @@ def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
     if list(value.shape) != _shape(param, part):
         return f"has the shape `{tuple(value.shape)}`, expected `{tuple(_shape(param, part))}`"
     if is_dtensor(param) and is_dtensor(value) and _placement(param) != _placement(value):
-        return f"is placed as `{value.placements}` on `{value.device_mesh}`, expected as the parameter is"
+        return (
+            f"is placed as `{value.placements}` on `{value.device_mesh}`, expected as the "
+            "parameter is"
+        )
     if not local(value).is_cpu:
         return f"is on `{local(value).device}`, expected the CPU"
     return None
@@ -172,7 +176,10 @@ def new(param: torch.Tensor, moments: str) -> State:
 
 
 def step_tensor(step: int) -> torch.Tensor:
-    """A counter of updates as torch's optimizers have it: float32, on the CPU, whatever torch's defaults are."""
+    """A counter of updates as torch's optimizers have it.
+
+    It is float32 and on the CPU, whatever torch's defaults are.
+    """
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
@@ -186,13 +193,17 @@ def step_of(state: State, label: Callable[[], str]) -> int:
     value = float(step) if isinstance(step, (int, float, torch.Tensor)) else -1.0
     if not (value >= 0 and value.is_integer()):
         raise ValueError(
-            f"the state of {label()} has the step `{step}`, expected a count. hint: load a complete state dict"
+            f"the state of {label()} has the step `{step}`, expected a count. hint: load a "
+            "complete state dict"
         )
     return int(value)
 
 
 def repair_step(state: State, step: int) -> None:
-    """Makes `state["step"]` a counter that steps can add to, where it is none: a number, or a tensor of another kind."""
+    """Makes `state["step"]` a counter that steps can add to.
+
+    Loaded state may have a number there, or a tensor of another kind.
+    """
     counter = state["step"]
     is_counter = (
         isinstance(counter, torch.Tensor)
@@ -205,7 +216,7 @@ def repair_step(state: State, step: int) -> None:
 
 
 def make_dense(param: torch.Tensor, state: State, moments: str) -> None:
-    """Gives those tensors of `state` that do not lie in one run memory of their own, in which they do."""
+    """Gives those tensors of `state` that are not one run of memory a run of their own."""
     for name in part_names(param, moments):
         piece = local(state[name])
         if not is_run(piece):
@@ -214,7 +225,9 @@ def make_dense(param: torch.Tensor, state: State, moments: str) -> None:
 
 
 def refreshed(param: torch.Tensor, state: State, moments: str, label: str) -> State:
-    """`state` itself, or with a fresh master where the dtype of `param` has changed: then what the user wrote is the master.
+    """`state` itself, or with a fresh master where the dtype of `param` has changed.
+
+    Then what the user wrote is the master.
 
     Raises:
         ValueError: the moments do not fit the parameter.
@@ -222,8 +235,8 @@ def refreshed(param: torch.Tensor, state: State, moments: str, label: str) -> St
     for part in _MOMENTS[moments]:
         if problem := _problem(param, part, state.get(part.name)):
             raise ValueError(
-                f"`{part.name}` in the state of {label} {problem}. hint: load state by load_state_dict, or start afresh: "
-                "del optimizer.state[parameter]"
+                f"`{part.name}` in the state of {label} {problem}. hint: load state by "
+                "load_state_dict, or start afresh: del optimizer.state[parameter]"
             )
     masters = {part.name: part for part in _MASTERS[param.dtype]}
     fits = all(_problem(param, part, state.get(name)) is None for name, part in masters.items())
@@ -241,13 +254,13 @@ def adam_tensor(
     weight_out: _core.TensorView | None = None,
     key: int = 0,
 ) -> _core.AdamTensor:
-    """One parameter as the core takes it: contiguous local tensors, `runs` by the names of the parts."""
+    """One parameter as the core takes it: contiguous local tensors, `runs` by parts' names."""
     numel = param.numel()
     views = {}
     for name, run in runs.items():
         length = _PARTS[name].length
         # A row may be longer than this rank's piece has use for.
-        views[name.removesuffix("_codes")] = view(run, numel if length is None else length(numel))
+        views[name] = view(run, numel if length is None else length(numel))
     return _core.AdamTensor(param=view(param), grad=grad, weight_out=weight_out, key=key, **views)
 
 
@@ -256,7 +269,10 @@ def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:
 
 
 def take_fingerprints(param: torch.Tensor, state: State, moments: str) -> None:
-    """Has the fingerprints in the state of `param` tell of its weights as they are, which its trailing bits belong to."""
+    """Takes the fingerprints of the weights of `param` as they are.
+
+    The caller knows that the trailing bits in the state belong to these weights.
+    """
     piece = local(param)
     if FINGERPRINTS in state and piece.numel() > 0:
         runs = {name: local(state[name]) for name in part_names(param, moments)}
@@ -264,9 +280,10 @@ def take_fingerprints(param: torch.Tensor, state: State, moments: str) -> None:
 
 
 def packed(param: torch.Tensor, state: State) -> State:
-    """`state` for a state dict: 16-bit integers of a sharded parameter as bfloat16 of the same bits, in the same memory.
+    """`state` for a state dict.
 
-    Neither gloo nor NCCL moves 16-bit integers, and full state dicts are gathered.
+    16-bit integers of a sharded parameter become bfloat16 of the same bits, in the same memory:
+    neither gloo nor NCCL moves 16-bit integers, and full state dicts are gathered.
     """
     if not is_dtensor(param) or "trailing" not in state:
         return state
@@ -283,7 +300,7 @@ def _unpacked(param: torch.Tensor, state: State) -> State:
 
 
 def decode(param: torch.Tensor, state: State) -> State:
-    """`exp_avg` and `exp_avg_sq` of the state of `param`, whatever its codec, as float32 in the parameter's shape.
+    """`exp_avg` and `exp_avg_sq` of `state` as float32 in the shape of `param`.
 
     float32 moments are returned as they are, not copied.
     """
@@ -304,7 +321,7 @@ def decode(param: torch.Tensor, state: State) -> State:
 def _encode(
     param: torch.Tensor, state: State, moments: str, *, key: int, step: int, decoded: State
 ) -> None:
-    """Writes float32 moments into the parts of `state`. What has to be rounded is rounded without bias."""
+    """Writes float32 moments into the parts of `state`; rounding is without bias."""
     piece = local(param)
     if piece.numel() == 0:
         return
@@ -331,7 +348,9 @@ def _copy(param: torch.Tensor, part: _Part, value: torch.Tensor, current: State)
 def convert(
     param: torch.Tensor, loaded: State, moments: str, *, key: int, current: State, label: str
 ) -> State:
-    """State for `param` from loaded state: ours in any codec, torch.optim.AdamW's or DeepSpeedCPUAdam's.
+    """State for `param` from loaded state.
+
+    That may be ours in any codec, torch.optim.AdamW's or DeepSpeedCPUAdam's.
 
     What is held in the same form is copied bit for bit. The master of another dtype is left behind:
     the parameter is what the user has loaded into it.
@@ -350,7 +369,8 @@ def convert(
     """
     if "max_exp_avg_sq" in loaded:
         raise ValueError(
-            f"the loaded state of {label} is AMSGrad's. hint: train on with torch.optim.AdamW(amsgrad=True)"
+            f"the loaded state of {label} is AMSGrad's. hint: train on with "
+            "torch.optim.AdamW(amsgrad=True)"
         )
     step = step_of(loaded, lambda: label)
     loaded = _unpacked(param, {name: _to_cpu(value) for name, value in loaded.items()})
@@ -358,8 +378,9 @@ def convert(
     for part in source:
         if problem := _problem(param, part, loaded.get(part.name)):
             raise ValueError(
-                f"`{part.name}` in the loaded state of {label} {problem}. hint: load the state dict of an Adam(W) over the "
-                "same parameters; sharded parameters take it through torch.distributed.checkpoint.state_dict"
+                f"`{part.name}` in the loaded state of {label} {problem}. hint: load the state "
+                "dict of an Adam(W) over the same parameters; sharded parameters take it through "
+                "torch.distributed.checkpoint.state_dict"
             )
     state: State = {"step": step_tensor(step)}
     target = _MOMENTS[moments]
@@ -392,7 +413,7 @@ def _to_cpu(value: object) -> object:
 
 
 def _float_parts(loaded: State) -> tuple[_Part, ...]:
-    """The parts of moments that are held as they are, in the floating-point type that `loaded` has them in."""
+    """The parts of moments without a code, in the floating-point type that `loaded` has."""
     values = ((part, loaded.get(part.name)) for part in _MOMENTS["fp32"])
     return tuple(
         part._replace(dtype=value.dtype)
@@ -403,7 +424,10 @@ def _float_parts(loaded: State) -> tuple[_Part, ...]:
 
 
 class _Shielded:
-    """State on its way through `Optimizer.load_state_dict`, which casts every tensor to the dtype of its parameter."""
+    """State on its way through `Optimizer.load_state_dict`.
+
+    That casts every bare tensor to the dtype of its parameter.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -5,23 +5,21 @@
 //! come before the first write (S2). Where a chunk is read and where it is written is the [`Route`]
 //! of each of its views: here the same, in [`super::revocable`] two slots.
 
-use super::{
-    Hyper, Step,
-    kernel::update,
-    tensor::{AdamTensor, MasterLayout, MomentsLayout},
-};
+use std::marker::PhantomData;
+
+use super::{Hyper, Step, kernel::update, tensor::AdamTensor};
 use crate::{
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
     state::{
-        Master,
-        chunk::{CHUNK_LEN, Chunk},
+        Master, Moments,
+        chunk::Chunk,
+        codecs::{
+            MasterVisitor, MomentsVisitor, visit_master, visit_moments, visit_plain16_moments,
+        },
         dither::Dither,
-        master::{Plain, Shadowed, WithWeightOut},
-        moments::{Nearest, Stochastic},
-        q8::{Coded, Q8},
-        split::{Fingerprint, Split},
+        master::Plain,
     },
     stream::{
         cursor::publish,
@@ -128,12 +126,13 @@ pub(crate) unsafe fn step_chunk(
     let range = chunk.range(grad.numel());
     let dither = Dither::new(state.key, step.count, range.start as u64);
     let grad = grad.part(range);
+    let chunk = ChunkStep { isa, step, state, grad, dither };
     // SAFETY: passed on from the caller.
     unsafe {
         match grad.dtype() {
-            Dtype::BFloat16 => step_master::<Bf16>(isa, state, grad, step, dither),
-            Dtype::Float16 => step_master::<F16>(isa, state, grad, step, dither),
-            _ => step_master::<f32>(isa, state, grad, step, dither),
+            Dtype::BFloat16 => chunk.run::<Bf16>(),
+            Dtype::Float16 => chunk.run::<F16>(),
+            _ => chunk.run::<f32>(),
         }
     }
     if !state.param.is_in_place() {
@@ -141,144 +140,84 @@ pub(crate) unsafe fn step_chunk(
     }
 }
 
+/// Calls the visitor with the master of a chunk.
+///
 /// # Safety
-/// As [`step_chunk`]; `grad` is the chunk's, and `G` its dtype.
-unsafe fn step_master<G: Element>(
+/// The memory of the state, a chunk's, is alive, and nobody else uses it.
+pub(super) unsafe fn with_master(isa: Isa, state: &AdamTensor<Route>, visitor: impl MasterVisitor) {
+    let kind = state.layout().master;
+    // SAFETY: passed on from the caller.
+    unsafe { visit_master(isa, kind, state.param, state.master(), state.weight_out, visitor) };
+}
+
+/// A chunk that is to be stepped, and what with.
+#[derive(Clone, Copy)]
+struct ChunkStep<'a> {
     isa: Isa,
-    state: &AdamTensor<Route>,
+    step: &'a Step,
+    state: &'a AdamTensor<Route>,
     grad: View,
-    step: &Step,
     dither: Dither,
-) {
-    // SAFETY: the caller vouches for the chunk's memory; each route is borrowed once.
-    unsafe {
-        let grad = grad.slice::<G>(0..grad.numel());
-        match state.master {
-            MasterLayout::Float32 { weight_out: None } => {
-                step_moments(isa, state, grad, step, Plain(state.param.cursor::<f32>()), dither);
-            }
-            MasterLayout::Float32 { weight_out: Some(weight) } => match weight.to.dtype() {
-                Dtype::Float16 => {
-                    let master = WithWeightOut::new(state.param.cursor(), weight.cursor::<F16>());
-                    step_moments(isa, state, grad, step, master, dither);
-                }
-                _ => {
-                    let master = WithWeightOut::new(state.param.cursor(), weight.cursor::<Bf16>());
-                    step_moments(isa, state, grad, step, master, dither);
-                }
-            },
-            MasterLayout::Split { .. } => {
-                with_split(isa, state, true, |master| {
-                    step_moments(isa, state, grad, step, master, dither)
-                });
-            }
-            MasterLayout::Shadowed { master } => {
-                let master = Shadowed::new(master.cursor(), state.param.cursor::<F16>());
-                step_moments(isa, state, grad, step, master, dither);
-            }
-            // The gradient has the parameter's dtype.
-            MasterLayout::Plain16 => {
-                let master = Plain(state.param.cursor::<G>());
-                if state.moments == MomentsLayout::Float32 {
-                    update(isa, step, grad, master, nearest::<f32>(state), dither);
-                } else {
-                    update(isa, step, grad, master, nearest::<G>(state), dither);
-                }
-            }
+}
+
+impl ChunkStep<'_> {
+    /// # Safety
+    /// As [`step_chunk`]; `G` is the gradient's dtype.
+    unsafe fn run<G: Element>(self) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            with_master(self.isa, self.state, WithMaster { chunk: self, grad: PhantomData::<G> });
         }
+    }
+
+    /// # Safety
+    /// As [`step_chunk`]; `G` is the gradient's dtype.
+    unsafe fn with_moments<'a, G: Element, P: Master>(self, master: P) -> WithMoments<'a, G, P> {
+        // SAFETY: the caller vouches for the gradient's memory.
+        let grad = unsafe { self.grad.slice::<G>(0..self.grad.numel()) };
+        WithMoments { isa: self.isa, step: *self.step, grad, master, dither: self.dither }
     }
 }
 
-/// Lends a chunk of a split master, void where the parameter is not what the fingerprint was taken
-/// of. If the body rewrites the chunk, the fingerprint is taken anew: only then do parameter and
-/// trailing bits belong together again. Without fingerprints they always do.
-///
-/// # Safety
-/// As [`step_chunk`].
-///
-/// # Panics
-/// If the master is not split.
-pub(super) unsafe fn with_split(
-    isa: Isa,
-    state: &AdamTensor<Route>,
-    rewrites: bool,
-    body: impl FnOnce(Split<'_>),
-) {
-    let MasterLayout::Split { trailing, fingerprints } = state.master else {
-        unreachable!("only called for split masters")
-    };
-    // SAFETY: the caller vouches for the chunk's memory; every borrow of it ends before the next
-    // begins.
-    unsafe {
-        let fingerprint_of =
-            |high: View| isa.run(Fingerprint(high.slice(0..high.numel()))).cast_signed();
-        let is_void =
-            |known: Route| fingerprint_of(state.param.from) != known.from.slice::<i32>(0..1)[0];
-        let void = fingerprints.is_some_and(is_void);
-        let mut high = state.param.cursor();
-        if fingerprints.is_some() {
-            // These are in the cache now. Those of the next chunk, which are read as fast as they
-            // come before its arithmetic begins, had better be.
-            high = high.fetched(CHUNK_LEN);
-        }
-        body(Split::new(high, trailing.cursor(), void));
-        if let Some(fingerprint) = fingerprints.filter(|_| rewrites) {
-            fingerprint.to.slice_mut::<i32>(0..1)[0] = fingerprint_of(state.param.to);
-        }
+/// The step of a chunk, before its master is known.
+struct WithMaster<'a, G> {
+    chunk: ChunkStep<'a>,
+    grad: PhantomData<G>,
+}
+
+impl<G: Element> MasterVisitor for WithMaster<'_, G> {
+    const REWRITES: bool = true;
+
+    fn visit<P: Master>(self, master: P) {
+        let Self { chunk, .. } = self;
+        let (kind, moments) = (chunk.state.layout().moments, chunk.state.moments());
+        // SAFETY: [`ChunkStep::run`]'s caller vouches for the memory and the dtype.
+        unsafe { visit_moments(kind, moments, chunk.with_moments::<G, P>(master)) };
+    }
+
+    fn visit_plain16<T: Element>(self, parameter: Plain<'_, T>) {
+        let Self { chunk, .. } = self;
+        let (kind, moments) = (chunk.state.layout().moments, chunk.state.moments());
+        // SAFETY: as above; the gradient of such a parameter has its dtype.
+        unsafe {
+            let moments_visitor = chunk.with_moments::<T, _>(parameter);
+            visit_plain16_moments::<T>(kind, moments, moments_visitor);
+        };
     }
 }
 
-/// # Safety
-/// As [`step_chunk`].
-unsafe fn step_moments<G: Element, P: Master>(
+/// The step of a chunk, before its moments are known.
+struct WithMoments<'a, G, P> {
     isa: Isa,
-    state: &AdamTensor<Route>,
-    grad: &[G],
-    step: &Step,
+    step: Step,
+    grad: &'a [G],
     master: P,
     dither: Dither,
-) {
-    // SAFETY: passed on from the caller.
-    unsafe {
-        match state.moments {
-            MomentsLayout::Stochastic => update(isa, step, grad, master, stochastic(state), dither),
-            MomentsLayout::Q8 { .. } => update(isa, step, grad, master, q8(state), dither),
-            _ => update(isa, step, grad, master, nearest::<f32>(state), dither),
-        }
-    }
 }
 
-/// # Safety
-/// As [`step_chunk`]; `T` is the moments' dtype.
-pub(super) unsafe fn nearest<'a, T: Element>(state: &AdamTensor<Route>) -> Nearest<'a, T> {
-    // SAFETY: passed on from the caller.
-    unsafe { Nearest::new(state.exp_avg.cursor(), state.exp_avg_sq.cursor()) }
-}
-
-/// # Safety
-/// As [`step_chunk`]; the moments are bf16.
-pub(super) unsafe fn stochastic<'a>(state: &AdamTensor<Route>) -> Stochastic<'a> {
-    // SAFETY: passed on from the caller.
-    unsafe { Stochastic::new(state.exp_avg.cursor(), state.exp_avg_sq.cursor()) }
-}
-
-/// # Safety
-/// As [`step_chunk`].
-///
-/// # Panics
-/// If the moments are not q8.
-pub(super) unsafe fn q8<'a>(state: &AdamTensor<Route>) -> Q8<'a> {
-    let MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } = state.moments else {
-        unreachable!("only called for q8 moments")
-    };
-    // SAFETY: passed on from the caller.
-    unsafe {
-        Q8 {
-            exp_avg: Coded { codes: state.exp_avg.words(), scales: exp_avg_scales.cursor() },
-            exp_avg_sq: Coded {
-                codes: state.exp_avg_sq.words(),
-                scales: exp_avg_sq_scales.cursor(),
-            },
-        }
+impl<G: Element, P: Master> MomentsVisitor for WithMoments<'_, G, P> {
+    fn visit<const Q: usize, M: Moments<Q>>(self, moments: M) {
+        let Self { isa, step, grad, master, dither } = self;
+        update(isa, &step, grad, master, moments, dither);
     }
 }

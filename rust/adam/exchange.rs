@@ -2,8 +2,8 @@
 //! exchange.
 
 use super::{
-    batch::{in_place, nearest, q8, stochastic, with_split},
-    tensor::{AdamTensor, MasterLayout, MomentsLayout},
+    batch::{in_place, with_master},
+    tensor::AdamTensor,
 };
 use crate::{
     error::{Error, Result},
@@ -12,9 +12,11 @@ use crate::{
     state::{
         Master, Moments,
         chunk::Chunk,
+        codecs::{
+            MasterVisitor, MomentsKind, MomentsVisitor, visit_moments, visit_plain16_moments,
+        },
         convert::{ReadMaster, ReadMoments, WriteMaster, WriteMoments},
         dither::Dither,
-        master::{Plain, Shadowed, WithWeightOut},
         split::Fingerprint,
     },
     stream::{
@@ -130,7 +132,7 @@ pub unsafe fn write_state(
 /// # Errors
 /// [`crate::Error::Value`] for a tensor without fingerprints.
 pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> Result<()> {
-    let MasterLayout::Split { fingerprints: Some(fingerprints), .. } = tensor.master else {
+    let Some(fingerprints) = tensor.fingerprints() else {
         return Err(Error::value(
             "the tensor has no fingerprints, expected a bfloat16 parameter with them",
         ));
@@ -146,18 +148,6 @@ pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> R
         }
     });
     Ok(())
-}
-
-/// Something to do with a master, whatever its layout.
-trait MasterVisitor {
-    /// Whether it writes every element.
-    const REWRITES: bool;
-    fn visit<P: Master>(self, master: P);
-}
-
-/// Something to do with moments, whatever their layout.
-trait MomentsVisitor {
-    fn visit<const Q: usize, M: Moments<Q>>(self, moments: M);
 }
 
 struct ReadInto<'a> {
@@ -215,48 +205,20 @@ impl MomentsVisitor for WriteMomentsFrom<'_> {
     }
 }
 
-/// # Safety
-/// The memory of the state, a chunk's, is alive, and nobody else uses it.
-unsafe fn with_master<V: MasterVisitor>(isa: Isa, state: &AdamTensor<Route>, visitor: V) {
-    // SAFETY: the caller vouches for the chunk's memory; each route is borrowed once.
-    unsafe {
-        match state.master {
-            MasterLayout::Float32 { weight_out: None } => {
-                visitor.visit(Plain(state.param.cursor::<f32>()))
-            }
-            MasterLayout::Float32 { weight_out: Some(weight) } => {
-                match weight.to.dtype() {
-                    Dtype::Float16 => visitor
-                        .visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<F16>())),
-                    _ => visitor
-                        .visit(WithWeightOut::new(state.param.cursor(), weight.cursor::<Bf16>())),
-                }
-            }
-            MasterLayout::Split { .. } => {
-                with_split(isa, state, V::REWRITES, |master| visitor.visit(master))
-            }
-            MasterLayout::Shadowed { master } => {
-                visitor.visit(Shadowed::new(master.cursor(), state.param.cursor::<F16>()));
-            }
-            MasterLayout::Plain16 => match state.param.to.dtype() {
-                Dtype::Float16 => visitor.visit(Plain(state.param.cursor::<F16>())),
-                _ => visitor.visit(Plain(state.param.cursor::<Bf16>())),
-            },
-        }
-    }
-}
-
+/// Calls the visitor with the moments of a chunk.
+///
 /// # Safety
 /// As [`with_master`].
 unsafe fn with_moments(state: &AdamTensor<Route>, visitor: impl MomentsVisitor) {
+    let (kind, routes) = (state.layout().moments, state.moments());
     // SAFETY: passed on from the caller.
     unsafe {
-        match (state.moments, state.param.to.dtype()) {
-            (MomentsLayout::Float32, _) => visitor.visit(nearest::<f32>(state)),
-            (MomentsLayout::Nearest16, Dtype::Float16) => visitor.visit(nearest::<F16>(state)),
-            (MomentsLayout::Nearest16, _) => visitor.visit(nearest::<Bf16>(state)),
-            (MomentsLayout::Stochastic, _) => visitor.visit(stochastic(state)),
-            (MomentsLayout::Q8 { .. }, _) => visitor.visit(q8(state)),
+        match (kind, state.layout().param) {
+            (MomentsKind::Nearest16, Dtype::Float16) => {
+                visit_plain16_moments::<F16>(kind, routes, visitor);
+            }
+            (MomentsKind::Nearest16, _) => visit_plain16_moments::<Bf16>(kind, routes, visitor),
+            _ => visit_moments(kind, routes, visitor),
         }
     }
 }

@@ -14,17 +14,15 @@ use std::{
     sync::atomic::{AtomicUsize, Ordering},
 };
 
-use super::{
-    Hyper, Step,
-    batch::grads_of,
-    kernel::update,
-    tensor::{AdamTensor, MasterLayout, MomentsLayout},
-};
+use super::{Hyper, Step, batch::grads_of, kernel::update, tensor::AdamTensor};
 use crate::{
     error::{Error, Result},
     host::pool::Pool,
     simd::{fp_env::StandardFpEnv, isa::Isa},
-    state::{chunk::Chunk, dither::Dither, master::Plain, moments::Nearest},
+    state::{
+        chunk::Chunk, codecs::MomentsKind, dither::Dither, layout::MasterKind, master::Plain,
+        moments::Nearest,
+    },
     stream::{cursor::Cursor, element::Dtype, view::check_disjoint},
 };
 
@@ -109,12 +107,15 @@ pub unsafe fn rollback(
         grads.iter().map(|&grad| ("grad", grad)),
     )?;
     for (index, (tensor, grad)) in tensors.iter().zip(&grads).enumerate() {
-        let is_plain = matches!(tensor.master, MasterLayout::Float32 { weight_out: None })
-            && tensor.moments == MomentsLayout::Float32
+        let layout = tensor.layout();
+        let is_plain = layout.master == MasterKind::Float32
+            && layout.weight_out.is_none()
+            && layout.moments == MomentsKind::Float32
             && grad.dtype() == Dtype::Float32;
         if !is_plain {
             return Err(Error::value(format!(
-                "tensor {index} is not a plain float32 parameter with float32 gradient and moments, expected one: only such steps can be undone"
+                "tensor {index} is not a plain float32 parameter with float32 gradient and \
+                 moments, expected one: only such steps can be undone"
             )));
         }
     }
@@ -132,14 +133,15 @@ pub unsafe fn rollback(
             let chunk = chunks[task];
             let (tensor, grad) = (&tensors[chunk.tensor], grads[chunk.tensor]);
             let range = chunk.range(tensor.param.numel());
+            let moments = tensor.moments();
             // SAFETY: the caller vouches for the memory; views are disjoint, as checked, and so are
             // chunks.
             let (param, grad, exp_avg, exp_avg_sq) = unsafe {
                 (
                     tensor.param.slice_mut::<f32>(range.clone()),
                     grad.slice::<f32>(range.clone()),
-                    tensor.exp_avg.slice_mut::<f32>(range.clone()),
-                    tensor.exp_avg_sq.slice_mut::<f32>(range),
+                    moments[0].slice_mut::<f32>(range.clone()),
+                    moments[1].slice_mut::<f32>(range),
                 )
             };
             lost.fetch_add(
@@ -158,7 +160,9 @@ pub unsafe fn rollback(
         let lost = lost.load(Ordering::Relaxed);
         if lost > 0 {
             return Err(Error::value(format!(
-                "the step cannot be undone: `{lost}` elements do not follow from this gradient and step count; nothing was changed\nhint: a step whose gradient was not finite must not be taken in the first place"
+                "the step cannot be undone: `{lost}` elements do not follow from this gradient and \
+                 step count; nothing was changed\nhint: a step whose gradient was not finite must \
+                 not be taken in the first place"
             )));
         }
     }

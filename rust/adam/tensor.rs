@@ -1,8 +1,8 @@
-//! One parameter of a step: where its weight and state are, and in which layout.
+//! One parameter of a step: what its state is ([`Layout`]), where that is, its weight and its
+//! gradient.
 //!
-//! The layout follows from the dtypes of what is given ([`MasterLayout`], [`MomentsLayout`]);
-//! everything is checked here, once, so that a step has nothing left to refuse but gradients and
-//! overlaps.
+//! The layout follows from the names and dtypes of the parts that are given. Everything is checked
+//! here, once, so that a step has nothing left to refuse but gradients and overlaps.
 //!
 //! What is said of one view can be said of what stands for it (`V`): a step of a chunk takes the
 //! [`Route`](crate::stream::view::Route) of each.
@@ -10,298 +10,207 @@
 use crate::{
     error::{Error, Result},
     state::{
-        chunk::{CHUNK_LEN, num_chunks},
-        q8,
+        codecs::MomentsKind,
+        layout::{FINGERPRINTS, Field, Layout, MasterKind, PARTS_MAX, Part},
     },
     stream::{element::Dtype, view::View},
 };
 
-/// Where a parameter's master is.
-#[derive(Clone, Copy, Debug)]
-pub enum MasterLayout<V = View> {
-    /// The fp32 parameter is the master; its rounded copy may be written beside it.
-    Float32 {
-        /// A bf16 or fp16 weight, written in the same pass and never read.
-        weight_out: Option<V>,
-    },
-    /// A bf16 parameter, its trailing bits and the fingerprints of its chunks.
-    Split {
-        /// 16 bits per element.
-        trailing: V,
-        /// 32 bits per chunk, which tell whether the parameter is what the trailing bits belong to.
-        /// Without: whoever made this vouches that steps alone write the parameter.
-        fingerprints: Option<V>,
-    },
-    /// An fp16 parameter beside its fp32 master.
-    Shadowed {
-        /// The master.
-        master: V,
-    },
-    /// A 16-bit parameter without a master, rounded to nearest.
-    Plain16,
-}
-
-/// How a parameter's moments are held.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MomentsLayout<V = View> {
-    /// fp32.
-    Float32,
-    /// bf16, rounded stochastically.
-    Stochastic,
-    /// The dtype of a plain 16-bit parameter, rounded to nearest.
-    Nearest16,
-    /// 8-bit codes with scales.
-    Q8 {
-        /// Scales of `exp_avg`.
-        exp_avg_scales: V,
-        /// Scales of `exp_avg_sq`.
-        exp_avg_sq_scales: V,
-    },
-}
+/// The dtypes of parameters and gradients.
+const FLOATS: [Dtype; 3] = [Dtype::Float32, Dtype::BFloat16, Dtype::Float16];
 
 /// One parameter with its state.
 #[derive(Clone, Copy, Debug)]
 pub struct AdamTensor<V = View> {
     /// The parameter.
     pub param: V,
+    /// The rounded copy of an fp32 parameter, where it has one: written, and never read.
+    pub weight_out: Option<V>,
     /// Its gradient, where it has one.
     pub grad: Option<View>,
-    /// `exp_avg`: values, or codes.
-    pub exp_avg: V,
-    /// `exp_avg_sq`: values, or codes.
-    pub exp_avg_sq: V,
-    /// Where the master is.
-    pub master: MasterLayout<V>,
-    /// How the moments are held.
-    pub moments: MomentsLayout<V>,
     /// Decorrelates the stochastic rounding of different parameters.
     pub key: u64,
-}
-
-/// What may lie beside a parameter; which of them are there decides the layout.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Beside {
-    /// `master` of a shadowed fp16 parameter.
-    pub master: Option<View>,
-    /// Trailing bits of a split parameter.
-    pub trailing: Option<View>,
-    /// Fingerprints of a split parameter.
-    pub fingerprints: Option<View>,
-    /// 16-bit weight of an fp32 parameter.
-    pub weight_out: Option<View>,
-    /// Scales of q8 moments: `exp_avg`, `exp_avg_sq`.
-    pub scales: (Option<View>, Option<View>),
+    layout: Layout,
+    /// In the layout's order; what is behind its parts stands for nothing.
+    parts: [V; PARTS_MAX],
 }
 
 impl AdamTensor {
-    /// Finds the layout and checks all sizes and dtypes.
+    /// Finds the layout and checks all names, sizes and dtypes. `parts` are those of the state, by
+    /// their names, in any order.
     ///
     /// # Errors
     /// [`Error::Value`] naming what does not fit.
     pub fn new(
         param: View,
+        parts: &[(&str, View)],
         grad: Option<View>,
-        (exp_avg, exp_avg_sq): (View, View),
-        beside: &Beside,
+        weight_out: Option<View>,
         key: u64,
     ) -> Result<Self> {
-        let master = master_layout(param, beside)?;
-        let moments = moments_layout(param, (exp_avg, exp_avg_sq), beside.scales, master)?;
-        let tensor = Self { param, grad, exp_avg, exp_avg_sq, master, moments, key };
-        if let Some(grad) = grad {
-            tensor.check_grad(grad)?;
+        let numel = param.numel();
+        param.expect("param", &FLOATS, numel)?;
+        if let Some(weight) = weight_out {
+            if param.dtype() != Dtype::Float32 {
+                return Err(unexpected("weight_out", param));
+            }
+            weight.expect("weight_out", &[Dtype::BFloat16, Dtype::Float16], numel)?;
         }
-        Ok(tensor)
-    }
-
-    fn check_grad(&self, grad: View) -> Result<()> {
-        let plain = [self.param.dtype()];
-        let dtypes = match self.master {
-            MasterLayout::Plain16 => plain.as_slice(),
-            _ => &[Dtype::Float32, Dtype::BFloat16, Dtype::Float16],
-        };
-        grad.expect("grad", dtypes, self.param.numel())
+        let master = master_of(param, parts);
+        let moments = moments_of(param, master, parts)?;
+        let weight_dtype = weight_out.map(|weight| weight.dtype());
+        let layout = Layout::new(param.dtype(), master, moments, weight_dtype, numel)?;
+        let mut found = [param; PARTS_MAX];
+        for (part, place) in layout.parts().zip(&mut found) {
+            *place = find(part, parts)?;
+            place.expect(part.name, &[part.dtype], part.len(numel)?)?;
+        }
+        let is_known = |name: &str| layout.parts().any(|part| part.name == name);
+        if let Some((name, _)) = parts.iter().find(|(name, _)| !is_known(name)) {
+            return Err(unexpected(name, param));
+        }
+        if let Some(grad) = grad {
+            let own = [param.dtype()];
+            let dtypes = if master == MasterKind::Plain16 { &own[..] } else { &FLOATS };
+            grad.expect("grad", dtypes, numel)?;
+        }
+        Ok(Self { param, weight_out, grad, key, layout, parts: found })
     }
 
     /// What the model computes with: the 16-bit copy of an fp32 master where there is one, else the
     /// parameter.
     #[must_use]
     pub fn weight(&self) -> View {
-        match self.master {
-            MasterLayout::Float32 { weight_out: Some(weight) } => weight,
-            _ => self.param,
-        }
+        self.weight_out.unwrap_or(self.param)
     }
 
     /// The state of one of its chunks, as a tensor of its own, without gradient.
     #[must_use]
     pub fn chunk(&self, index: usize) -> Self {
-        let begin = index * CHUNK_LEN;
-        let state = self.map(|elements, view| {
-            // What is padded to whole blocks is longer than the parameter.
-            let item = |element: usize| (element / elements).min(view.numel());
-            view.part(item(begin)..item(begin + CHUNK_LEN))
-        });
-        Self { grad: None, ..state }
+        let part = |field: Field, view: View| view.part(self.layout.chunk_range(&field, index));
+        Self { grad: None, layout: self.layout.chunk(index), ..self.map(part) }
+    }
+
+    /// The same without fingerprints of its chunks: its maker vouches that steps alone write the
+    /// parameter.
+    #[must_use]
+    pub fn without_fingerprints(mut self) -> Self {
+        if let MasterKind::Split { has_fingerprints } = &mut self.layout.master {
+            // They are the last part.
+            *has_fingerprints = false;
+        }
+        self
     }
 }
 
 impl<V: Copy> AdamTensor<V> {
-    /// The same layout of what `of` makes of each view that a step writes, one after the other; it
-    /// is told how many elements of the parameter one of the view's stands for.
-    pub(crate) fn map<U>(&self, mut of: impl FnMut(usize, V) -> U) -> AdamTensor<U> {
-        let [param, exp_avg, exp_avg_sq] =
-            [self.param, self.exp_avg, self.exp_avg_sq].map(|view| of(1, view));
-        let master = match self.master {
-            MasterLayout::Float32 { weight_out } => {
-                MasterLayout::Float32 { weight_out: weight_out.map(|view| of(1, view)) }
-            }
-            MasterLayout::Split { trailing, fingerprints } => MasterLayout::Split {
-                trailing: of(1, trailing),
-                fingerprints: fingerprints.map(|view| of(CHUNK_LEN, view)),
-            },
-            MasterLayout::Shadowed { master } => MasterLayout::Shadowed { master: of(1, master) },
-            MasterLayout::Plain16 => MasterLayout::Plain16,
+    /// What its state consists of.
+    #[must_use]
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// The parts of its moments, in the order of their codec.
+    #[must_use]
+    pub fn moments(&self) -> &[V] {
+        &self.parts[..self.num_moments()]
+    }
+
+    /// The parts of its master beside the parameter.
+    #[must_use]
+    pub fn master(&self) -> &[V] {
+        let num_moments = self.num_moments();
+        &self.parts[num_moments..num_moments + self.layout.master.parts().len()]
+    }
+
+    fn num_moments(&self) -> usize {
+        self.layout.moments.parts(self.layout.param).len()
+    }
+
+    /// The fingerprints of its chunks, where it has some.
+    #[must_use]
+    pub fn fingerprints(&self) -> Option<V> {
+        let place = self.layout.parts().position(|part| part.name == FINGERPRINTS);
+        place.map(|place| self.parts[place])
+    }
+
+    /// The same of what `of` makes of each view that a step writes, in the order of the layout's
+    /// fields.
+    pub fn map<U: Copy>(&self, mut of: impl FnMut(Field, V) -> U) -> AdamTensor<U> {
+        let mut fields = self.layout.fields();
+        let mut next = |view: V| {
+            of(fields.next().unwrap_or_else(|| unreachable!("a field for each view")), view)
         };
-        let moments = match self.moments {
-            MomentsLayout::Float32 => MomentsLayout::Float32,
-            MomentsLayout::Stochastic => MomentsLayout::Stochastic,
-            MomentsLayout::Nearest16 => MomentsLayout::Nearest16,
-            MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } => MomentsLayout::Q8 {
-                exp_avg_scales: of(q8::GROUP, exp_avg_scales),
-                exp_avg_sq_scales: of(q8::GROUP, exp_avg_sq_scales),
-            },
-        };
-        AdamTensor { param, grad: self.grad, exp_avg, exp_avg_sq, master, moments, key: self.key }
+        let param = next(self.param);
+        let mut parts = [param; PARTS_MAX];
+        for (of_part, view) in parts.iter_mut().zip(self.moments().iter().chain(self.master())) {
+            *of_part = next(*view);
+        }
+        let weight_out = self.weight_out.map(next);
+        AdamTensor { param, weight_out, grad: self.grad, key: self.key, layout: self.layout, parts }
     }
 
     /// Everything that a step writes, with names.
     pub fn written(&self) -> impl Iterator<Item = (&'static str, V)> {
-        let (first, second) = match self.master {
-            MasterLayout::Float32 { weight_out } => {
-                (weight_out.map(|view| ("weight_out", view)), None)
-            }
-            MasterLayout::Split { trailing, fingerprints } => {
-                (Some(("trailing", trailing)), fingerprints.map(|view| ("fingerprints", view)))
-            }
-            MasterLayout::Shadowed { master } => (Some(("master", master)), None),
-            MasterLayout::Plain16 => (None, None),
-        };
-        let scales = match self.moments {
-            MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales } => [
-                Some(("exp_avg_scales", exp_avg_scales)),
-                Some(("exp_avg_sq_scales", exp_avg_sq_scales)),
-            ],
-            _ => [None, None],
-        };
-        [
-            Some(("param", self.param)),
-            Some(("exp_avg", self.exp_avg)),
-            Some(("exp_avg_sq", self.exp_avg_sq)),
-        ]
-        .into_iter()
-        .chain([first, second])
-        .chain(scales)
-        .flatten()
+        let views = std::iter::once(self.param)
+            .chain(self.moments().iter().chain(self.master()).copied())
+            .chain(self.weight_out);
+        self.layout.fields().map(|field| field.part.name).zip(views)
     }
 }
 
-fn master_layout(param: View, beside: &Beside) -> Result<MasterLayout> {
-    let numel = param.numel();
-    param.expect("param", &[Dtype::Float32, Dtype::BFloat16, Dtype::Float16], numel)?;
-    let given = [
-        ("master", beside.master),
-        ("trailing", beside.trailing),
-        ("fingerprints", beside.fingerprints),
-        ("weight_out", beside.weight_out),
-    ];
-    let refuse_others = |allowed: &[&str]| {
-        given.iter().find(|(name, view)| view.is_some() && !allowed.contains(name)).map_or(
-            Ok(()),
-            |(name, _)| {
-                Err(Error::value(format!(
-                    "{name} is given for a `{}` parameter, expected none",
-                    param.dtype()
-                )))
-            },
-        )
-    };
-    match (param.dtype(), beside) {
-        (Dtype::Float32, Beside { weight_out, .. }) => {
-            refuse_others(&["weight_out"])?;
-            if let Some(weight) = weight_out {
-                weight.expect("weight_out", &[Dtype::BFloat16, Dtype::Float16], numel)?;
+fn has(parts: &[(&str, View)], part: &Part) -> bool {
+    parts.iter().any(|(name, _)| *name == part.name)
+}
+
+fn find(part: &Part, parts: &[(&str, View)]) -> Result<View> {
+    let found = parts.iter().find(|(name, _)| *name == part.name).map(|(_, view)| *view);
+    found.ok_or_else(|| {
+        let names: Vec<&str> = parts.iter().map(|(name, _)| *name).collect();
+        Error::value(format!(
+            "{} is not given, expected `{}` beside {}",
+            part.name,
+            part.dtype,
+            names.join(", ")
+        ))
+    })
+}
+
+fn unexpected(name: &str, param: View) -> Error {
+    Error::value(format!("{name} is given for a `{}` parameter, expected none", param.dtype()))
+}
+
+/// The kind of master that these parts are of: with all bits, if one of its parts is given.
+fn master_of(param: View, parts: &[(&str, View)]) -> MasterKind {
+    match (param.dtype(), MasterKind::exact(param.dtype())) {
+        (Dtype::Float32, _) => MasterKind::Float32,
+        (_, Ok(exact)) if exact.parts().iter().any(|part| has(parts, part)) => match exact {
+            MasterKind::Split { .. } => {
+                let has_fingerprints = parts.iter().any(|(name, _)| *name == FINGERPRINTS);
+                MasterKind::Split { has_fingerprints }
             }
-            Ok(MasterLayout::Float32 { weight_out: *weight_out })
-        }
-        (Dtype::BFloat16, Beside { trailing: Some(trailing), fingerprints, .. }) => {
-            refuse_others(&["trailing", "fingerprints"])?;
-            trailing.expect("trailing", &[Dtype::Int16], numel)?;
-            if let Some(fingerprints) = fingerprints {
-                fingerprints.expect("fingerprints", &[Dtype::Int32], num_chunks(numel))?;
-            }
-            Ok(MasterLayout::Split { trailing: *trailing, fingerprints: *fingerprints })
-        }
-        (Dtype::BFloat16, Beside { fingerprints: Some(_), .. }) => {
-            Err(Error::value("fingerprints are given without trailing bits, expected both"))
-        }
-        (Dtype::Float16, Beside { master: Some(master), .. }) => {
-            refuse_others(&["master"])?;
-            master.expect("master", &[Dtype::Float32], numel)?;
-            Ok(MasterLayout::Shadowed { master: *master })
-        }
-        _ => {
-            refuse_others(&[])?;
-            Ok(MasterLayout::Plain16)
-        }
+            other => other,
+        },
+        _ => MasterKind::Plain16,
     }
 }
 
-fn moments_layout(
-    param: View,
-    (exp_avg, exp_avg_sq): (View, View),
-    scales: (Option<View>, Option<View>),
-    master: MasterLayout,
-) -> Result<MomentsLayout> {
-    let is_plain = matches!(master, MasterLayout::Plain16);
-    let (layout, numel) = match exp_avg.dtype() {
-        Dtype::Uint8 => {
-            let (Some(exp_avg_scales), Some(exp_avg_sq_scales)) = scales else {
-                return Err(Error::value(
-                    "exp_avg holds codes, expected exp_avg_scales and exp_avg_sq_scales beside them",
-                ));
-            };
-            for (name, view) in
-                [("exp_avg_scales", exp_avg_scales), ("exp_avg_sq_scales", exp_avg_sq_scales)]
-            {
-                view.expect(name, &[Dtype::BFloat16], q8::scales_len(param.numel()))?;
-            }
-            (MomentsLayout::Q8 { exp_avg_scales, exp_avg_sq_scales }, q8::codes_len(param.numel()))
-        }
-        dtype if is_plain && dtype == param.dtype() => (MomentsLayout::Nearest16, param.numel()),
-        Dtype::BFloat16 => (MomentsLayout::Stochastic, param.numel()),
-        _ => (MomentsLayout::Float32, param.numel()),
+/// The codec that these parts are of: that whose first part is given, in its dtype.
+fn moments_of(param: View, master: MasterKind, parts: &[(&str, View)]) -> Result<MomentsKind> {
+    let plain = (master == MasterKind::Plain16).then_some(MomentsKind::Nearest16);
+    let kinds = || plain.into_iter().chain(MomentsKind::ALL.iter().copied());
+    let first = |kind: MomentsKind| &kind.parts(param.dtype())[0];
+    let is_given = |kind: &MomentsKind| {
+        parts
+            .iter()
+            .any(|(name, view)| *name == first(*kind).name && view.dtype() == first(*kind).dtype)
     };
-    let dtype = match layout {
-        MomentsLayout::Float32 => Dtype::Float32,
-        MomentsLayout::Stochastic => Dtype::BFloat16,
-        MomentsLayout::Nearest16 => param.dtype(),
-        MomentsLayout::Q8 { .. } => Dtype::Uint8,
-    };
-    if is_plain && !matches!(layout, MomentsLayout::Float32 | MomentsLayout::Nearest16) {
-        return Err(Error::value(format!(
-            "exp_avg is `{}` for a `{}` parameter without a master, expected float32 or {1}\nhint: give trailing bits or a master",
-            exp_avg.dtype(),
-            param.dtype()
-        )));
-    }
-    if !matches!(layout, MomentsLayout::Q8 { .. }) && (scales.0.is_some() || scales.1.is_some()) {
-        return Err(Error::value(format!(
-            "scales are given for `{}` moments, expected none",
-            exp_avg.dtype()
-        )));
-    }
-    exp_avg.expect("exp_avg", &[dtype], numel)?;
-    exp_avg_sq.expect("exp_avg_sq", &[dtype], numel)?;
-    Ok(layout)
+    kinds().find(is_given).ok_or_else(|| {
+        let given = parts.iter().find(|(name, _)| kinds().any(|kind| *name == first(kind).name));
+        let given =
+            given.map_or("is not given".to_owned(), |(_, view)| format!("is `{}`", view.dtype()));
+        let expected: Vec<String> =
+            kinds().map(|kind| format!("{} in {}", first(kind).name, first(kind).dtype)).collect();
+        Error::value(format!("exp_avg {given}, expected {}", expected.join(" or ")))
+    })
 }

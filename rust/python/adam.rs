@@ -1,37 +1,54 @@
 //! Adam over tensors.
 
+use std::collections::BTreeMap;
+
 use pyo3::prelude::*;
 
-use super::{host::PyPool, tensor::PyTensorView};
+use super::{
+    host::PyPool,
+    tensor::{PyTensorView, dtype_named},
+};
 use crate::{
     adam::{
         Hyper, batch,
         exchange::{self, StateViews},
         rollback,
-        tensor::{AdamTensor, Beside},
+        tensor::AdamTensor,
     },
     error::{Error, Result},
     grads::stats,
     simd::isa::Isa,
-    state::q8,
+    state::{
+        codecs::MomentsKind,
+        layout::{MasterKind, Part},
+    },
+    stream::element::Dtype,
 };
 
 /// One parameter of a step: where its weight, gradient and state are. The layout follows from the
-/// dtypes.
+/// names and dtypes of the parts that are given.
 ///
-/// ======== ================================================== ===========================================
-/// param    beside it                                          master
-/// ======== ================================================== ===========================================
-/// float32  optionally weight_out (bfloat16 or float16)        the parameter itself bfloat16
-/// trailing int16[numel], fingerprints int32[chunks]  split: exact fp32 in 2 B beside the parameter
-/// bfloat16 trailing int16[numel]                              the same, where nobody but steps
-/// writes the parameter float16  master float32[numel]                              separate 16-bit
-/// nothing                                            none: rounded to nearest
-/// ======== ================================================== ===========================================
+/// ======== ======================== ===========================================
+/// param    parts of the master      master
+/// ======== ======================== ===========================================
+/// float32  none                     the parameter itself
+/// bfloat16 trailing, fingerprints   split: exact fp32 in 2 B beside the parameter
+/// bfloat16 trailing                 the same, where steps alone write the parameter
+/// float16  master                   separate
+/// 16-bit   none                     none: rounded to nearest
+/// ======== ======================== ===========================================
 ///
-/// Moments are float32, bfloat16 (rounded stochastically; to nearest without a master), or uint8
-/// codes of `q8_codes_len(numel)` with bfloat16 scales of `q8_scales_len(numel)`. Zeros everywhere
-/// are a fresh state.
+/// Names, dtypes and lengths of all parts are those of `master_parts` and `moments_parts`. A 16-bit
+/// parameter without a master has moments in float32 or in its own dtype. Zeros everywhere are a
+/// fresh state. Beside a float32 parameter, `weight_out` (bfloat16 or float16) gets its rounded
+/// copy.
+///
+/// Args:
+///     param: the parameter.
+///     grad: its gradient, of as many elements; a step needs it.
+///     weight_out: where the rounded copy of a float32 parameter goes.
+///     key: decorrelates the stochastic rounding of different parameters.
+///     parts: of the state, by their names.
 ///
 /// Raises:
 ///     ValueError: naming what does not fit.
@@ -41,30 +58,18 @@ pub(super) struct PyAdamTensor(pub(super) AdamTensor);
 #[pymethods]
 impl PyAdamTensor {
     #[new]
-    #[pyo3(signature = (*, param, grad=None, exp_avg, exp_avg_sq, exp_avg_scales=None, exp_avg_sq_scales=None, master=None, trailing=None, fingerprints=None, weight_out=None, key=0))]
-    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+    #[pyo3(signature = (*, param, grad=None, weight_out=None, key=0, **parts: "TensorView"))]
     fn new(
         param: &PyTensorView,
         grad: Option<&PyTensorView>,
-        exp_avg: &PyTensorView,
-        exp_avg_sq: &PyTensorView,
-        exp_avg_scales: Option<&PyTensorView>,
-        exp_avg_sq_scales: Option<&PyTensorView>,
-        master: Option<&PyTensorView>,
-        trailing: Option<&PyTensorView>,
-        fingerprints: Option<&PyTensorView>,
         weight_out: Option<&PyTensorView>,
         key: u64,
+        parts: Option<BTreeMap<String, PyRef<'_, PyTensorView>>>,
     ) -> Result<Self> {
         let view = |view: Option<&PyTensorView>| view.map(|view| view.0);
-        let beside = Beside {
-            master: view(master),
-            trailing: view(trailing),
-            fingerprints: view(fingerprints),
-            weight_out: view(weight_out),
-            scales: (view(exp_avg_scales), view(exp_avg_sq_scales)),
-        };
-        AdamTensor::new(param.0, view(grad), (exp_avg.0, exp_avg_sq.0), &beside, key).map(Self)
+        let parts = parts.unwrap_or_default();
+        let parts: Vec<_> = parts.iter().map(|(name, view)| (name.as_str(), view.0)).collect();
+        AdamTensor::new(param.0, &parts, view(grad), view(weight_out), key).map(Self)
     }
 
     /// Number of elements.
@@ -94,7 +99,10 @@ pub(super) struct PyHyper(pub(super) Hyper);
 #[pymethods]
 impl PyHyper {
     #[new]
-    #[pyo3(signature = (*, lr, betas, eps, weight_decay, decoupled, bias_correction=true, maximize=false, grad_scale=1.0))]
+    #[pyo3(signature = (
+        *, lr, betas, eps, weight_decay, decoupled, bias_correction=true, maximize=false,
+        grad_scale=1.0
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
         lr: f64,
@@ -138,8 +146,8 @@ fn tensors_of(tensors: &[PyRef<'_, PyAdamTensor>]) -> Vec<AdamTensor> {
 ///     pool: the default pool if None.
 ///
 /// Raises:
-///     ValueError: before anything is changed: a hyper-parameter out of range, a tensor without a gradient, memory that
-///         overlaps.
+///     ValueError: before anything is changed: a hyper-parameter out of range, a tensor without a
+///         gradient, memory that overlaps.
 #[pyfunction]
 #[pyo3(signature = (tensors, *, steps, hyper, pool=None))]
 pub(super) fn adam_step(
@@ -262,7 +270,8 @@ fn state_views(
 /// all three.
 ///
 /// Raises:
-///     ValueError: for views of another dtype or size, that overlap, or one moment without the other.
+///     ValueError: for views of another dtype or size, that overlap, or one moment without the
+///         other.
 #[pyfunction]
 #[pyo3(signature = (tensor, *, master=None, exp_avg=None, exp_avg_sq=None, pool=None))]
 pub(super) fn read_state(
@@ -322,14 +331,69 @@ pub(super) fn take_fingerprints(
     py.detach(|| unsafe { exchange::take_fingerprints(pool.get()?, Isa::detect()?, &tensor) })
 }
 
-/// Bytes of one q8 moment's codes for `numel` elements.
-#[pyfunction]
-pub(super) fn q8_codes_len(numel: usize) -> usize {
-    q8::codes_len(numel)
+/// One array of a parameter's state.
+#[pyclass(name = "StatePart", module = "stepwell._core", frozen)]
+pub(super) struct PyStatePart(Part);
+
+#[pymethods]
+impl PyStatePart {
+    /// Its name: the key in a state dict.
+    #[getter]
+    fn name(&self) -> &'static str {
+        self.0.name
+    }
+
+    /// torch's name of its dtype, without the `torch.` prefix.
+    #[getter]
+    fn dtype(&self) -> &'static str {
+        self.0.dtype.name()
+    }
+
+    /// Whether it has one entry for each element of the parameter.
+    #[getter]
+    fn per_element(&self) -> bool {
+        self.0.is_per_element()
+    }
+
+    /// Entries for a parameter of `numel` elements.
+    ///
+    /// Raises:
+    ///     ValueError: for more elements than there can be.
+    fn length(&self, numel: usize) -> Result<usize> {
+        self.0.len(numel)
+    }
 }
 
-/// Scales of one q8 moment for `numel` elements.
+fn state_parts(parts: &[Part]) -> Vec<PyStatePart> {
+    parts.iter().copied().map(PyStatePart).collect()
+}
+
+/// Names of the codecs of moments.
 #[pyfunction]
-pub(super) fn q8_scales_len(numel: usize) -> usize {
-    q8::scales_len(numel)
+pub(super) fn moments_codecs() -> Vec<&'static str> {
+    MomentsKind::ALL.iter().map(|kind| kind.name()).collect()
+}
+
+/// The parts of moments in this codec.
+///
+/// Raises:
+///     ValueError: for an unknown codec.
+#[pyfunction]
+pub(super) fn moments_parts(codec: &str) -> Result<Vec<PyStatePart>> {
+    let kind = MomentsKind::named(codec).ok_or_else(|| {
+        Error::value(format!(
+            "the codec is `{codec}`, expected one of {}",
+            moments_codecs().join(", ")
+        ))
+    })?;
+    Ok(state_parts(kind.parts(Dtype::Float32)))
+}
+
+/// What is kept beside a parameter of this dtype so that all bits of its master are.
+///
+/// Raises:
+///     ValueError: for a dtype that parameters do not have.
+#[pyfunction]
+pub(super) fn master_parts(dtype: &str) -> Result<Vec<PyStatePart>> {
+    Ok(state_parts(MasterKind::exact(dtype_named(dtype)?)?.parts()))
 }

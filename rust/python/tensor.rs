@@ -27,11 +27,7 @@ impl PyTensorView {
     #[new]
     #[pyo3(signature = (*, address, dtype, numel))]
     fn new(address: usize, dtype: &str, numel: usize) -> Result<Self> {
-        let known = Dtype::from_name(dtype).ok_or_else(|| {
-            let names: Vec<&str> = Dtype::ALL.iter().map(|dtype| dtype.name()).collect();
-            Error::value(format!("dtype is `{dtype}`, expected one of {}", names.join(", ")))
-        })?;
-        View::new(address, known, numel).map(Self)
+        View::new(address, dtype_named(dtype)?, numel).map(Self)
     }
 
     /// Address of the first element, in bytes.
@@ -60,4 +56,12 @@ impl PyTensorView {
             self.numel()
         )
     }
+}
+
+/// The dtype that torch calls `name`.
+pub(super) fn dtype_named(name: &str) -> Result<Dtype> {
+    Dtype::from_name(name).ok_or_else(|| {
+        let names: Vec<&str> = Dtype::ALL.iter().map(|dtype| dtype.name()).collect();
+        Error::value(format!("dtype is `{name}`, expected one of {}", names.join(", ")))
+    })
 }

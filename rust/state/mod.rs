@@ -14,6 +14,8 @@
 //! | 16-bit, rounded to nearest (DeepSpeed's native ABI) | 4 B | 4 B | [`moments`] |
 //! | q8 | 2.125 B | 2.125 B | [`q8`] |
 //!
+//! What parts a state has follows from both ([`layout`]), and [`codecs`] finds the type of each.
+//!
 //! A codec knows nothing of tiers, threads or chunks: it loads lanes from cursors and stores lanes
 //! to them. What it holds is cut into chunks ([`chunk`]), and where each chunk's state is, an index
 //! says ([`crate::tier::slots`]).
@@ -23,8 +25,10 @@
 //! stochastically, unbiased in the decoded domain.
 
 pub mod chunk;
+pub mod codecs;
 pub mod convert;
 pub mod dither;
+pub mod layout;
 pub mod master;
 pub mod moments;
 pub mod q8;

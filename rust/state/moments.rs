@@ -4,11 +4,12 @@ use std::marker::PhantomData;
 
 use crate::{
     simd::Simd,
-    state::{MomentLanes, Moments},
+    state::{MomentLanes, Moments, codecs::HeldMoments, layout::Part},
     stream::{
         BLOCK,
         cursor::Cursor,
         element::{Bf16, Element},
+        view::Route,
     },
 };
 
@@ -88,6 +89,16 @@ impl<'a, T: Element, R> Arrays<'a, T, R> {
     pub fn new(exp_avg: Cursor<'a, T>, exp_avg_sq: Cursor<'a, T>) -> Self {
         assert_eq!(exp_avg.len(), exp_avg_sq.len(), "every element has both moments");
         Self { exp_avg, exp_avg_sq, rounding: PhantomData }
+    }
+}
+
+impl<T: Element, R> HeldMoments for Arrays<'_, T, R> {
+    const PARTS: &'static [Part] =
+        &[Part::per_element("exp_avg", T::DTYPE), Part::per_element("exp_avg_sq", T::DTYPE)];
+
+    unsafe fn open(routes: &[Route]) -> Self {
+        // SAFETY: passed on from the caller.
+        unsafe { Self::new(routes[0].cursor(), routes[1].cursor()) }
     }
 }
 

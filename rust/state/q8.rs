@@ -6,11 +6,12 @@
 //! divided by its square root:
 //!
 //! ```text
-//! exp_avg     T(c) = R2(c + 2) - 1/2      R2(2^k) = 2^(2k) / 8,    doubles with each half of the way from 2^k to 2^(k + 1)
-//! exp_avg_sq  T(c) = R4(c + 3) - 1/2      R4(2^k) = 2^(4k) / 128,  doubles with each quarter of it
+//! exp_avg     T(c) = R2(c + 2) - 1/2      R2(2^k) = 2^(2k) / 8
+//! exp_avg_sq  T(c) = R4(c + 3) - 1/2      R4(2^k) = 2^(4k) / 128
 //! ```
 //!
-//! and `R` is linear in between. So the bits of the float `R2(x)` are those of `x`, shifted left by
+//! From 2^k to 2^(k + 1), `R2` doubles with each half of the way, `R4` with each quarter, and both
+//! are linear in between. So the bits of the float `R2(x)` are those of `x`, shifted left by
 //! 1, and of `R4(x)` by 2 (but for a power of two, which the unit of `x` takes in): the inverse is
 //! a shift to the right, and no root. `exp_avg` has 32, 32, 16, 16, 8, ... codes per doubling from
 //! the largest down, `exp_avg_sq` four times 32, four times 16, ...; a group's range is 4.2e3, and
@@ -55,8 +56,13 @@
 
 use crate::{
     simd::{LANES, Simd},
-    state::{MomentLanes, Moments, each_vector},
-    stream::{BLOCK, cursor::Cursor, element::Bf16},
+    state::{MomentLanes, Moments, codecs::HeldMoments, each_vector, layout::Part},
+    stream::{
+        BLOCK,
+        cursor::Cursor,
+        element::{Bf16, Dtype},
+        view::Route,
+    },
 };
 
 /// Elements that share a scale.
@@ -92,6 +98,25 @@ pub struct Q8<'a> {
     pub exp_avg: Coded<'a>,
     /// Unsigned codes.
     pub exp_avg_sq: Coded<'a>,
+}
+
+impl HeldMoments for Q8<'_> {
+    const PARTS: &'static [Part] = &[
+        Part::per_element("exp_avg_codes", Dtype::Uint8).padded(),
+        Part::per(GROUP, "exp_avg_scales", Dtype::BFloat16).padded(),
+        Part::per_element("exp_avg_sq_codes", Dtype::Uint8).padded(),
+        Part::per(GROUP, "exp_avg_sq_scales", Dtype::BFloat16).padded(),
+    ];
+
+    unsafe fn open(routes: &[Route]) -> Self {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            Self {
+                exp_avg: Coded { codes: routes[0].words(), scales: routes[1].cursor() },
+                exp_avg_sq: Coded { codes: routes[2].words(), scales: routes[3].cursor() },
+            }
+        }
+    }
 }
 
 /// What `R` is at the code 0, of both moments.

@@ -420,7 +420,8 @@ mod tests {
         let said = "aligned to its lines";
         let cursor = Cursor::out_of_place(&from.0, &mut to.0);
         assert!(cursor.streams());
-        // 16 half words are 32 bytes: enough for a vector, not for a pair, which is one store of 64.
+        // 16 half words are 32 bytes: enough for a vector, not for a pair, which is one store of
+        // 64.
         assert!(refusal(|| cursor.store_unit::<_, 4, true>(Scalar, 16, 64, four)).contains(said));
         assert!(refusal(|| cursor.store_unit::<_, 1, true>(Scalar, 8, 16, one)).contains(said));
         cursor.store_unit::<_, 1, true>(Scalar, 16, 16, one);

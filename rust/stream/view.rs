@@ -316,7 +316,8 @@ pub fn check_disjoint<'a>(
         }
         if let Some((_, other)) = previous.into_iter().find(|(end, _)| *end > bytes.start) {
             return Err(Error::value(format!(
-                "{name} and {other} overlap at `{:#x}`, expected memory of their own\nhint: clone one of the tensors",
+                "{name} and {other} overlap at `{:#x}`, expected memory of their own\nhint: clone \
+                 one of the tensors",
                 bytes.start
             )));
         }

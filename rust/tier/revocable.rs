@@ -2,23 +2,23 @@
 //!
 //! [`HostSlots`] holds the index of the chunks of a list of tensors ([`crate::tier::slots`]: SLOT-1
 //! to SLOT-4) and the memory of their spare slots, all of it allocated at once: `spares` times what
-//! the largest chunk needs, whatever the layouts. In a slot stream follows stream, each from the
-//! beginning of a cache line on, so that stores bypass the cache.
+//! the largest chunk needs, whatever the layouts. Where a part lies in a slot, its layout says
+//! ([`crate::state::layout`]).
 //!
-//! - REV-1 A [`Revocable`] writes nothing that a chunk stands in. Commit and revert flip the index
-//!   and touch no state; dropped, also by a panic, it reverts.
+//! - REV-1 A [`Revocable`] writes to no slot that holds the state of a chunk. Commit and revert
+//!   flip the index and touch no state; dropped, also by a panic, it reverts.
 //! - REV-2 A call that is refused changes nothing, and leaves the calls before it as they were.
 //! - REV-3 Every chunk that was stepped has been published ([`crate::stream::cursor::publish`])
 //!   when the call returns.
-//! - REV-4 A chunk that is away from home is not in the tensors: these hold what it was one commit
-//!   ago, or what was reverted. Until [`HostSlots::settle`] nobody reads them, and what anybody
-//!   writes there is lost.
+//! - REV-4 The state of a chunk in a spare is not in the tensors: these hold what it was one commit
+//!   ago, or what was reverted. Until [`HostSlots::copy_home`] nobody may read them, and what is
+//!   written there is lost.
 //!
-//! Cost: a step out of place takes a fifth to a quarter more time than one in place, whichever way
-//! it goes: split with fp32 moments from DRAM on one core, 0.70 for 0.57 ns per parameter
-//! (`benches/adam.rs`). Commit and revert take some nanoseconds per chunk. Settling copies each
-//! state that is away once, which takes one and a half times as long as a step of it: who commits
-//! every step lets chunks alternate, and settles when somebody looks.
+//! Cost: a step out of place takes a fifth to a quarter more time than one in place, in either
+//! direction: split with fp32 moments from DRAM on one core, 0.70 for 0.57 ns per parameter
+//! (`benches/adam.rs`). Commit and revert take some nanoseconds per chunk. Copying home copies each
+//! state that is in a spare once, which takes one and a half times as long as a step of it. So a
+//! caller that commits every step lets chunks alternate, and copies home when the tensors are read.
 
 use crate::{
     adam::{
@@ -31,18 +31,15 @@ use crate::{
         memory::{Buffer, BufferConfig},
         pool::Pool,
     },
-    simd::{isa::Isa, prefetch::LINE_BYTES},
-    state::chunk::Chunk,
-    stream::{
-        element::Dtype,
-        view::{Route, View, check_disjoint},
-    },
+    simd::isa::Isa,
+    state::{chunk::Chunk, layout::Layout},
+    stream::view::{Route, check_disjoint},
     tier::slots::{Slot, Slots},
 };
 
 /// Slots for the state of a list of tensors, home and spare. See the [module](self).
 ///
-/// Dropped with chunks away from home, it takes their state with it: [`settle`](HostSlots::settle)
+/// Dropped while states are in spares, it takes them with it: [`copy_home`](HostSlots::copy_home)
 /// first.
 #[derive(Debug)]
 pub struct HostSlots {
@@ -53,31 +50,11 @@ pub struct HostSlots {
     slot_nbytes: usize,
 }
 
-/// What a tensor must be for its chunks to fit into the slots they are in.
-#[derive(Debug, PartialEq, Eq)]
-struct Layout {
-    numel: usize,
-    views: Vec<(&'static str, Dtype)>,
-}
-
-impl Layout {
-    fn of(tensor: &AdamTensor) -> Self {
-        Self {
-            numel: tensor.param.numel(),
-            views: tensor.written().map(|(name, view)| (name, view.dtype())).collect(),
-        }
-    }
-
-    fn text(&self) -> String {
-        let views: Vec<String> =
-            self.views.iter().map(|(name, dtype)| format!("{name} {dtype}")).collect();
-        format!("{} elements: {}", self.numel, views.join(", "))
-    }
-}
-
-/// What a view takes of a slot, in bytes.
-fn nbytes_in_slot(view: View) -> usize {
-    view.nbytes().next_multiple_of(LINE_BYTES)
+/// A layout as messages show it.
+fn text(layout: &Layout) -> String {
+    let fields: Vec<String> =
+        layout.fields().map(|field| format!("{} {}", field.part.name, field.part.dtype)).collect();
+    format!("{} elements: {}", layout.numel(), fields.join(", "))
 }
 
 impl HostSlots {
@@ -88,9 +65,7 @@ impl HostSlots {
     /// [`Error::Value`] for a size beyond the address space; [`Error::Os`] where the system has no
     /// such memory.
     pub fn new(tensors: &[AdamTensor], spares: usize, pool: &Pool) -> Result<Self> {
-        let first_chunk = |tensor: &AdamTensor| {
-            tensor.chunk(0).written().map(|(_, view)| nbytes_in_slot(view)).sum::<usize>()
-        };
+        let first_chunk = |tensor: &AdamTensor| tensor.layout().chunk(0).slot_nbytes();
         let slot_nbytes = tensors.iter().map(first_chunk).max().unwrap_or(0);
         let nbytes = slot_nbytes.checked_mul(spares).ok_or_else(|| {
             Error::value(format!(
@@ -101,7 +76,7 @@ impl HostSlots {
         Ok(Self {
             memory: Some(Buffer::new(nbytes, &BufferConfig::default(), pool)?),
             index: Slots::new(&numels, spares),
-            layouts: tensors.iter().map(Layout::of).collect(),
+            layouts: tensors.iter().map(|tensor| *tensor.layout()).collect(),
             slot_nbytes,
         })
     }
@@ -112,10 +87,10 @@ impl HostSlots {
         Self { index: Slots::new(numels, 0), layouts: Box::default(), memory: None, slot_nbytes: 0 }
     }
 
-    /// The chunks that are away from home.
+    /// How many chunks have their state in a spare.
     #[must_use]
-    pub fn away(&self) -> usize {
-        self.index.away().count()
+    pub fn num_in_spares(&self) -> usize {
+        self.index.in_spares().count()
     }
 
     /// The size of a spare slot.
@@ -131,7 +106,7 @@ impl HostSlots {
         Revocable { slots: self }
     }
 
-    /// Copies home what is away, so that the tensors (all of them, in the order of
+    /// Copies home what is in spares, so that the tensors (all of them, in the order of
     /// [`HostSlots::new`]) hold the whole state. All spares are free then.
     ///
     /// # Safety
@@ -140,7 +115,7 @@ impl HostSlots {
     /// # Errors
     /// [`Error::Value`], with nothing copied, for other tensors than those that the slots are for,
     /// or memory that overlaps.
-    pub unsafe fn settle(&mut self, pool: &Pool, tensors: &[AdamTensor]) -> Result<()> {
+    pub unsafe fn copy_home(&mut self, pool: &Pool, tensors: &[AdamTensor]) -> Result<()> {
         if tensors.len() != self.layouts.len() {
             return Err(Error::value(format!(
                 "`{}` tensors, expected all {}",
@@ -150,25 +125,25 @@ impl HostSlots {
         }
         tensors.iter().enumerate().try_for_each(|(index, tensor)| self.check(index, tensor))?;
         check_disjoint(tensors.iter().flat_map(AdamTensor::written), std::iter::empty())?;
-        let away: Vec<Chunk> = self.index.away().collect();
-        pool.run(away.len(), &|task| {
-            let chunk = away[task];
+        let in_spares: Vec<Chunk> = self.index.in_spares().collect();
+        pool.run(in_spares.len(), &|task| {
+            let chunk = in_spares[task];
             let state =
-                self.between(&tensors[chunk.tensor], chunk, self.index.stands(chunk), Slot::Home);
+                self.between(&tensors[chunk.tensor], chunk, self.index.current(chunk), Slot::Home);
             for (_, Route { from, to }) in state.written() {
                 // SAFETY: the caller vouches for the tensors, which are disjoint as checked, and so
                 // are chunks; the slot is ours, and the chunk's alone (SLOT-1).
                 unsafe { from.copy_to(to) };
             }
         });
-        self.index.settle();
+        self.index.set_all_home();
         Ok(())
     }
 
     /// Where a step of this chunk of a tensor reads its state and where it writes it; in place, but
     /// for what a [`Revocable`] steps.
     pub(crate) fn route(&self, tensor: &AdamTensor, chunk: Chunk) -> AdamTensor<Route> {
-        self.between(tensor, chunk, self.index.stands(chunk), self.index.target(chunk))
+        self.between(tensor, chunk, self.index.current(chunk), self.index.target(chunk))
     }
 
     fn between(
@@ -178,15 +153,12 @@ impl HostSlots {
         from: Slot,
         to: Slot,
     ) -> AdamTensor<Route> {
-        let mut offset = 0;
-        tensor.chunk(chunk.index).map(|_, home| {
+        tensor.chunk(chunk.index).map(|field, home| {
             let place = |slot| match slot {
                 Slot::Home => home,
-                Slot::Spare(number) => home.at(self.address(number) + offset),
+                Slot::Spare(number) => home.at(self.address(number) + field.offset),
             };
-            let route = Route { from: place(from), to: place(to) };
-            offset += nbytes_in_slot(home);
-            route
+            Route { from: place(from), to: place(to) }
         })
     }
 
@@ -204,14 +176,14 @@ impl HostSlots {
                 self.layouts.len()
             )));
         };
-        let given = Layout::of(tensor);
-        if given == *expected {
+        let given = tensor.layout();
+        if given == expected {
             return Ok(());
         }
         Err(Error::value(format!(
             "tensor {index} has `{}`, expected {}, as when its slots were made",
-            given.text(),
-            expected.text()
+            text(given),
+            text(expected)
         )))
     }
 }
@@ -230,10 +202,10 @@ impl Revocable<'_> {
     ///
     /// # Safety
     /// The memory of all views is alive, and nobody else uses it during the call; of chunks that
-    /// are away from home, until they are settled (REV-4).
+    /// are in spares, until they are copied home (REV-4).
     ///
     /// # Errors
-    /// [`Error::Value`], before anything is changed, for what [`super::batch::step`] refuses,
+    /// [`Error::Value`], before anything is changed, for what [`crate::adam::batch::step`] refuses,
     /// tensors that the slots are not for or that have been stepped already, or where fewer spare
     /// slots are free than there are chunks at home.
     pub unsafe fn step(
@@ -253,7 +225,7 @@ impl Revocable<'_> {
         // The index numbers tensors as the list does, a call as it gives them.
         let indexed = |chunk: Chunk| Chunk { tensor: numbers[chunk.tensor], ..chunk };
         let chunks = Chunk::all(tensors.iter().map(|tensor| tensor.param.numel()));
-        self.slots.index.take(chunks.into_iter().map(indexed))?;
+        self.slots.index.assign_targets(chunks.into_iter().map(indexed))?;
         let slots = &*self.slots;
         let route = |chunk: Chunk| slots.route(&tensors[chunk.tensor], indexed(chunk));
         // SAFETY: the caller vouches for the tensors, whose views are disjoint, as checked; spares
@@ -263,8 +235,8 @@ impl Revocable<'_> {
         Ok(())
     }
 
-    /// The steps stand. Their chunks are where they were written: those that were at home are away,
-    /// the others are home again.
+    /// The steps are final. The states of their chunks are where they were written: those that were
+    /// at home are in spares, the others are at home again.
     pub fn commit(self) {
         self.slots.index.commit();
     }

@@ -6,12 +6,15 @@ use stepwell::{
     adam::{
         Hyper, batch,
         exchange::{self, StateViews},
-        tensor::{AdamTensor, Beside},
+        tensor::AdamTensor,
     },
     host::pool::Pool,
     simd::isa::Isa,
     state::{chunk::num_chunks, q8},
-    stream::element::{Bf16, Dtype, F16},
+    stream::{
+        element::{Bf16, Dtype, F16},
+        view::View,
+    },
 };
 
 use super::{Draw, Guarded, Spread, pool};
@@ -226,18 +229,25 @@ impl Held {
 
     /// The tensor as a step takes it.
     pub(crate) fn tensor(&mut self) -> AdamTensor {
-        fn view(buffer: &mut Option<Guarded>) -> Option<stepwell::stream::view::View> {
-            buffer.as_mut().map(Guarded::view)
-        }
-        let beside = Beside {
-            master: view(&mut self.master),
-            trailing: view(&mut self.trailing),
-            fingerprints: view(&mut self.fingerprints),
-            weight_out: view(&mut self.weight_out),
-            scales: (view(&mut self.exp_avg_scales), view(&mut self.exp_avg_sq_scales)),
+        let names = if self.layout.moments == MomentsKind::Q8 {
+            ["exp_avg_codes", "exp_avg_sq_codes"]
+        } else {
+            ["exp_avg", "exp_avg_sq"]
         };
-        let moments = (self.exp_avg.view(), self.exp_avg_sq.view());
-        AdamTensor::new(self.param.view(), Some(self.grad.view()), moments, &beside, self.key)
+        let beside = [
+            ("exp_avg_scales", &mut self.exp_avg_scales),
+            ("exp_avg_sq_scales", &mut self.exp_avg_sq_scales),
+            ("master", &mut self.master),
+            ("trailing", &mut self.trailing),
+            ("fingerprints", &mut self.fingerprints),
+        ];
+        let mut parts: Vec<(&str, View)> = beside
+            .into_iter()
+            .filter_map(|(name, buffer)| buffer.as_mut().map(|buffer| (name, buffer.view())))
+            .collect();
+        parts.extend([(names[0], self.exp_avg.view()), (names[1], self.exp_avg_sq.view())]);
+        let weight_out = self.weight_out.as_mut().map(Guarded::view);
+        AdamTensor::new(self.param.view(), &parts, Some(self.grad.view()), weight_out, self.key)
             .expect("a valid tensor")
     }
 

@@ -94,12 +94,11 @@ class Memory:
 
     def q8_moments(self) -> dict[str, torch.Tensor]:
         """Both moments as codes and scales, by their names in `AdamTensor`."""
-        codes, scales = _core.q8_codes_len(self.numel), _core.q8_scales_len(self.numel)
         return {
-            "exp_avg": self.zeros("exp_avg codes", torch.uint8, numel=codes),
-            "exp_avg_scales": self.zeros("exp_avg scales", torch.bfloat16, numel=scales),
-            "exp_avg_sq": self.zeros("exp_avg_sq codes", torch.uint8, numel=codes),
-            "exp_avg_sq_scales": self.zeros("exp_avg_sq scales", torch.bfloat16, numel=scales),
+            part.name: self.zeros(
+                part.name, getattr(torch, part.dtype), numel=part.length(self.numel)
+            )
+            for part in _core.moments_parts("q8")
         }
 
     def _normal(self, role: str, dtype: torch.dtype, *, std: float, seed: int) -> torch.Tensor:

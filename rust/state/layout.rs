@@ -1,0 +1,326 @@
+//! What the state of a parameter consists of: its parts, their dtypes and sizes, and their places
+//! in a slot of memory or in a record.
+//!
+//! A [`Layout`] is pure: it knows no addresses. It follows from the parameter's dtype, the kind of
+//! its master, the codec of its moments and the number of elements. Everything that needs a size or
+//! a name takes it from here: the check of a tensor's views, slots, records, Python's state dicts.
+//!
+//! - LAY-1 The sizes of all parts of a layout, padded as in a slot, add up without overflow.
+//! - LAY-2 In a slot every part begins with a cache line, so that stores to it bypass the cache.
+
+use std::ops::Range;
+
+use crate::{
+    error::{Error, Result},
+    simd::prefetch::LINE_BYTES,
+    state::{
+        chunk::{CHUNK_LEN, Chunk},
+        codecs::MomentsKind,
+    },
+    stream::{BLOCK, element::Dtype},
+};
+
+/// The most parts that a state has: those of q8 moments and of a split master.
+pub const PARTS_MAX: usize = 6;
+
+/// Elements of the largest parameter (LAY-1): all parts of one take less than 64 B per element.
+pub const NUMEL_MAX: usize = isize::MAX as usize / 64 - CHUNK_LEN;
+
+/// One array of a state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// Its key in a state dict.
+    pub name: &'static str,
+    /// What it holds.
+    pub dtype: Dtype,
+    /// Elements of the parameter that one entry stands for.
+    elements: usize,
+    /// Whether there are entries for the whole of the last block.
+    is_padded: bool,
+}
+
+impl Part {
+    /// One entry for each element.
+    #[must_use]
+    pub const fn per_element(name: &'static str, dtype: Dtype) -> Self {
+        Self::per(1, name, dtype)
+    }
+
+    /// One entry for so many elements, a divisor of [`CHUNK_LEN`].
+    #[must_use]
+    pub const fn per(elements: usize, name: &'static str, dtype: Dtype) -> Self {
+        assert!(CHUNK_LEN.is_multiple_of(elements));
+        Self { name, dtype, elements, is_padded: false }
+    }
+
+    /// The same, with entries for the whole of the last block.
+    #[must_use]
+    pub const fn padded(self) -> Self {
+        Self { is_padded: true, ..self }
+    }
+
+    /// Whether it has as many entries as the parameter has elements.
+    #[must_use]
+    pub const fn is_per_element(&self) -> bool {
+        self.elements == 1 && !self.is_padded
+    }
+
+    /// Entries for `numel` elements.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for more than [`NUMEL_MAX`] elements.
+    pub fn len(&self, numel: usize) -> Result<usize> {
+        check_numel(numel)?;
+        Ok(self.entries(numel))
+    }
+
+    fn entries(&self, numel: usize) -> usize {
+        let covered = if self.is_padded { numel.next_multiple_of(BLOCK) } else { numel };
+        covered.div_ceil(self.elements)
+    }
+
+    /// The entries of chunk `index` of a parameter of `numel` elements.
+    fn range(&self, index: usize, numel: usize) -> Range<usize> {
+        let len = self.entries(numel);
+        let entry = |chunk: usize| (chunk * (CHUNK_LEN / self.elements)).min(len);
+        entry(index)..entry(index + 1)
+    }
+}
+
+fn check_numel(numel: usize) -> Result<()> {
+    if numel <= NUMEL_MAX {
+        return Ok(());
+    }
+    Err(Error::value(format!("numel is `{numel}`, expected elements whose state fits into memory")))
+}
+
+/// How the master of a parameter is held (`rust/state/mod.rs` has the table).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MasterKind {
+    /// The fp32 parameter is its own master.
+    Float32,
+    /// A bf16 parameter is the upper half, beside it are trailing bits.
+    Split {
+        /// Whether fingerprints tell of every chunk if its trailing bits belong to the parameter.
+        /// Without them, the maker of the state vouches that steps alone write the parameter.
+        has_fingerprints: bool,
+    },
+    /// An fp16 parameter beside its fp32 master.
+    Shadowed,
+    /// A 16-bit parameter without a master, rounded to nearest.
+    Plain16,
+}
+
+/// The name of the part that tells which weights the trailing bits belong to.
+pub const FINGERPRINTS: &str = "fingerprints";
+
+const SPLIT: [Part; 2] =
+    [Part::per_element("trailing", Dtype::Int16), Part::per(CHUNK_LEN, FINGERPRINTS, Dtype::Int32)];
+const SHADOWED: [Part; 1] = [Part::per_element("master", Dtype::Float32)];
+
+impl MasterKind {
+    /// The kind that keeps all bits of the master of a parameter of this dtype.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a dtype that parameters do not have.
+    pub fn exact(param: Dtype) -> Result<Self> {
+        match param {
+            Dtype::Float32 => Ok(Self::Float32),
+            Dtype::BFloat16 => Ok(Self::Split { has_fingerprints: true }),
+            Dtype::Float16 => Ok(Self::Shadowed),
+            other => Err(Error::value(format!(
+                "param is `{other}`, expected float32 or bfloat16 or float16"
+            ))),
+        }
+    }
+
+    /// What is held beside the parameter.
+    #[must_use]
+    pub fn parts(self) -> &'static [Part] {
+        match self {
+            Self::Float32 | Self::Plain16 => &[],
+            Self::Split { has_fingerprints: true } => &SPLIT,
+            Self::Split { has_fingerprints: false } => &SPLIT[..1],
+            Self::Shadowed => &SHADOWED,
+        }
+    }
+}
+
+/// What a step of a parameter writes: the parameter, its state, and the rounded copy of an fp32
+/// parameter where there is one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// The parameter's dtype.
+    pub param: Dtype,
+    /// How its master is held.
+    pub master: MasterKind,
+    /// How its moments are held.
+    pub moments: MomentsKind,
+    /// The dtype of the 16-bit weight that is written beside an fp32 parameter. It is not state: no
+    /// step reads it.
+    pub weight_out: Option<Dtype>,
+    numel: usize,
+}
+
+/// A part in a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Field {
+    /// What it is.
+    pub part: Part,
+    /// Its entries.
+    pub len: usize,
+    /// Where it begins in a slot, in bytes.
+    pub offset: usize,
+}
+
+impl Field {
+    /// Its bytes, without padding.
+    #[must_use]
+    pub fn nbytes(&self) -> usize {
+        self.len * self.part.dtype.size()
+    }
+
+    /// Where the next one begins.
+    fn end(&self) -> usize {
+        self.offset + self.nbytes().next_multiple_of(LINE_BYTES)
+    }
+}
+
+impl Layout {
+    /// The layout of a parameter of `numel` elements.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for moments that cannot be beside a parameter without a master, or too many
+    /// elements.
+    pub fn new(
+        param: Dtype,
+        master: MasterKind,
+        moments: MomentsKind,
+        weight_out: Option<Dtype>,
+        numel: usize,
+    ) -> Result<Self> {
+        check_numel(numel)?;
+        let is_plain = master == MasterKind::Plain16;
+        if is_plain != (moments == MomentsKind::Nearest16) && moments != MomentsKind::Float32 {
+            return Err(Error::value(format!(
+                "the moments `{}` are given for a `{param}` parameter without a master, expected \
+                 exp_avg and exp_avg_sq in float32 or {param}\nhint: give trailing bits or a \
+                 master",
+                moments.name(),
+            )));
+        }
+        Ok(Self { param, master, moments, weight_out, numel })
+    }
+
+    /// Elements of the parameter.
+    #[must_use]
+    pub fn numel(&self) -> usize {
+        self.numel
+    }
+
+    /// The layout of one of its chunks.
+    #[must_use]
+    pub fn chunk(&self, index: usize) -> Self {
+        Self { numel: Chunk { tensor: 0, index }.range(self.numel).len(), ..*self }
+    }
+
+    /// The entries of the field's part that belong to chunk `index`.
+    #[must_use]
+    pub fn chunk_range(&self, field: &Field, index: usize) -> Range<usize> {
+        field.part.range(index, self.numel)
+    }
+
+    /// The parts of the state: of the moments, then of the master.
+    pub fn parts(&self) -> impl Iterator<Item = &'static Part> + use<> {
+        self.moments.parts(self.param).iter().chain(self.master.parts())
+    }
+
+    /// All that a step writes, in the order of a slot: the parameter, the state's parts, the 16-bit
+    /// weight.
+    pub fn fields(&self) -> impl Iterator<Item = Field> + use<> {
+        let numel = self.numel;
+        let weight_out = self.weight_out.map(|dtype| Part::per_element("weight_out", dtype));
+        std::iter::once(Part::per_element("param", self.param))
+            .chain(self.parts().copied())
+            .chain(weight_out)
+            .scan(0, move |offset, part| {
+                let field = Field { part, len: part.entries(numel), offset: *offset };
+                *offset = field.end();
+                Some(field)
+            })
+    }
+
+    /// Bytes of a slot that holds all fields.
+    #[must_use]
+    pub fn slot_nbytes(&self) -> usize {
+        self.fields().last().map_or(0, |field| field.end())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layouts(numel: usize) -> Vec<Layout> {
+        let mut found = Vec::new();
+        for (param, master) in [
+            (Dtype::Float32, MasterKind::Float32),
+            (Dtype::BFloat16, MasterKind::Split { has_fingerprints: true }),
+            (Dtype::BFloat16, MasterKind::Split { has_fingerprints: false }),
+            (Dtype::Float16, MasterKind::Shadowed),
+            (Dtype::BFloat16, MasterKind::Plain16),
+        ] {
+            for moments in MomentsKind::ALL.iter().copied().chain([MomentsKind::Nearest16]) {
+                found.extend(Layout::new(param, master, moments, None, numel));
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn chunks_have_what_the_whole_has_and_nothing_twice() {
+        for numel in [0, 1, 63, 64, CHUNK_LEN - 1, CHUNK_LEN, CHUNK_LEN + 1, 3 * CHUNK_LEN + 70] {
+            let found = layouts(numel);
+            assert_eq!(found.len(), 4 * 3 + 2);
+            for layout in found {
+                assert!(layout.parts().count() <= PARTS_MAX);
+                for (place, field) in layout.fields().enumerate() {
+                    let mut next = 0;
+                    for index in 0..numel.div_ceil(CHUNK_LEN) {
+                        let range = layout.chunk_range(&field, index);
+                        let of_chunk = layout.chunk(index).fields().nth(place).expect("the same");
+                        assert_eq!((range.start, range.len()), (next, of_chunk.len));
+                        assert_eq!(of_chunk.part, field.part);
+                        next = range.end;
+                    }
+                    assert_eq!(next, field.len, "{numel} elements: {field:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn fields_of_a_slot_begin_with_lines_and_lie_apart() {
+        for layout in layouts(CHUNK_LEN - 7) {
+            let mut end = 0;
+            for field in layout.fields() {
+                assert!(field.offset.is_multiple_of(LINE_BYTES) && field.offset >= end);
+                end = field.offset + field.nbytes();
+            }
+            assert!(layout.slot_nbytes() >= end && layout.slot_nbytes() < end + LINE_BYTES);
+        }
+    }
+
+    #[test]
+    fn sizes_do_not_wrap_around() {
+        for numel in [NUMEL_MAX + 1, usize::MAX] {
+            assert!(layouts(numel).is_empty());
+            for part in MomentsKind::Q8.parts(Dtype::Float32) {
+                assert!(part.len(numel).is_err());
+            }
+        }
+        for layout in layouts(NUMEL_MAX) {
+            assert!(layout.slot_nbytes() <= isize::MAX as usize);
+        }
+    }
+}
