@@ -174,7 +174,7 @@ def _ceilings() -> dict[str, Any]:
 
 
 def _host_bytes_per_param(name: str) -> float | None:
-    """What a step of a bfloat16 model moves in host memory; None for cases that are not on the engine.
+    """What a step of a bfloat16 model moves in host memory; None for cases off the engine.
 
     State is read and written, the gradient read, the weight written and, where it is half of the
     master, read.
