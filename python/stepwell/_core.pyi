@@ -14,7 +14,8 @@ Elements per chunk: what a worker takes at a time, and what one fingerprint cove
 
 STATE_FORMAT: Final[int]
 """
-What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State dicts of another number are refused.
+What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State
+dicts of another number are refused.
 """
 
 __version__: Final[str]
@@ -60,8 +61,8 @@ class AdamTensor:
 @final
 class Buffer:
     """
-    Page-aligned host memory of exactly `nbytes` (rounded up to a page), zeroed, on huge pages where the kernel gives them, faulted
-    in by all workers at once.
+    Page-aligned host memory of exactly `nbytes` (rounded up to a page), zeroed, on huge pages where
+    the kernel gives them, faulted in by all workers at once.
 
     Args:
         nbytes: how much.
@@ -117,7 +118,8 @@ class GradStats:
     @property
     def sq_norm(self, /) -> float:
         """
-        Sum of squares in double precision, over fixed blocks: depends on neither threads nor alignment. NaN if not asked for.
+        Sum of squares in double precision, over fixed blocks: depends on neither threads nor
+        alignment. NaN if not asked for.
         """
 
 @final
@@ -143,10 +145,12 @@ class Hyper:
 @final
 class OffloadEngine:
     """
-    Steps Adam over host memory in the background, while gradients come down from a device and weights go up to it.
+    Steps Adam over host memory in the background, while gradients come down from a device and
+    weights go up to it.
 
-    Streams are the device's handles (`torch.cuda.current_stream().cuda_stream`); of "cpu" the calling thread is the stream,
-    and what a stream waits for blocks it. After a failure in the background every call raises OSError.
+    Streams are the device's handles (`torch.cuda.current_stream().cuda_stream`); of "cpu" the
+    calling thread is the stream, and what a stream waits for blocks it. After a failure in the
+    background every call raises OSError.
 
     Args:
         device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
@@ -179,16 +183,18 @@ class OffloadEngine:
         """
     def release(self, /, *, stream: int = 0) -> None:
         """
-        `stream` waits for the gradients of the last `submit`: it may write them afterwards, and their memory may be freed to it. The
-        thread waits until the device has all copies, that is for most of them.
+        `stream` waits for the gradients of the last `submit`: it may write them afterwards, and
+        their memory may be freed to it. The thread waits until the device has all copies, that is
+        for most of them.
 
         Raises:
             OSError: where the device has failed.
         """
     def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int], steps: Sequence[int], hypers: Sequence[Hyper], stream: int = 0) -> None:
         """
-        Starts a step in the background and returns. Tensors are stepped in the order given; each weight is uploaded as it
-        gets ready, after what `stream` holds now. Gradients on the device may be written after `release`.
+        Starts a step in the background and returns. Tensors are stepped in the order given; each
+        weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
+        may be written after `release`.
 
         Args:
             indices: of the tensors.
@@ -212,7 +218,8 @@ class OffloadEngine:
         """
     def take(self, /, indices: Sequence[int], sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
         """
-        Copies whole gradients to host memory in the background, one after the other, after what `stream` holds now.
+        Copies whole gradients to host memory in the background, one after the other, after what
+        `stream` holds now.
 
         Args:
             indices: of the tensors.
@@ -226,8 +233,8 @@ class OffloadEngine:
         """
     def take_part(self, /, sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
         """
-        Copies any device memory to host memory in the background, after what `stream` holds now; the next step begins when all
-        of it is there.
+        Copies any device memory to host memory in the background, after what `stream` holds now;
+        the next step begins when all of it is there.
 
         Args:
             sources: addresses on the device. It stays as it is until `release` or `synchronize`.
@@ -245,11 +252,13 @@ class OffloadEngine:
         """
     def timing(self, /) -> "dict[str, float]":
         """
-        Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients` (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
+        Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients`
+        (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
         """
     def wait(self, /, index: int, begin: int, end: int, *, stream: int = 0) -> None:
         """
-        `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only until they are enqueued.
+        `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only
+        until they are enqueued.
 
         Raises:
             ValueError: for elements that the engine does not have.
@@ -259,7 +268,8 @@ class OffloadEngine:
 @final
 class Pool:
     """
-    Persistent workers, each pinned to a core: performance cores before efficiency cores, within the allowed set.
+    Persistent workers, each pinned to a core: performance cores before efficiency cores, within the
+    allowed set.
 
     Args:
         threads: number of workers; all allowed physical cores if None.
@@ -277,7 +287,8 @@ class Pool:
     @staticmethod
     def default() -> Pool:
         """
-        The process's pool, made on first use: `STEPWELL_THREADS`, the affinity mask, and this rank's share of the host.
+        The process's pool, made on first use: `STEPWELL_THREADS`, the affinity mask, and this
+        rank's share of the host.
         """
     @property
     def threads(self, /) -> int:
@@ -318,7 +329,8 @@ class TensorView:
     """
     A dense run of `numel` elements of `dtype` at `address`.
 
-    Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is handed to.
+    Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is
+    handed to.
 
     Args:
         address: of the first element, in bytes; a multiple of the element's size (of 4 for uint8).
@@ -348,9 +360,11 @@ class TensorView:
 
 def adam_rollback(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyper, pool: Pool | None = None) -> None:
     """
-    Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with float32 moments.
+    Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with
+    float32 moments.
 
-    The inverse is verified by stepping forward again; see the module docs of the core's `adam::rollback` for its precision.
+    The inverse is verified by stepping forward again; see the module docs of the core's
+    `adam::rollback` for its precision.
 
     Raises:
         ValueError: with nothing changed, where the step cannot be undone.
@@ -360,8 +374,9 @@ def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyp
     """
     Steps every tensor once, in place, in one pass over each; the GIL is released.
 
-    Formula: Adam (Kingma and Ba, 2015, algorithm 1), AdamW if `decoupled` (Loshchilov and Hutter, 2019, algorithm 2). Bias
-    corrections are computed in double precision. Bits depend on neither threads nor ISA.
+    Formula: Adam (Kingma and Ba, 2015, algorithm 1), AdamW if `decoupled` (Loshchilov and Hutter,
+    2019, algorithm 2). Bias corrections are computed in double precision. Bits depend on neither
+    threads nor ISA.
 
     Args:
         tensors: each with a gradient.
@@ -370,8 +385,8 @@ def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyp
         pool: the default pool if None.
 
     Raises:
-        ValueError: before anything is changed: a hyper-parameter out of range, a tensor without a gradient, memory that
-            overlaps.
+        ValueError: before anything is changed: a hyper-parameter out of range, a tensor without a
+            gradient, memory that overlaps.
     """
 
 def build_info() -> "dict[str, object]":
@@ -381,18 +396,20 @@ def build_info() -> "dict[str, object]":
 
 def connect() -> None:
     """
-    Sends the core's log records to Python's `logging`, under "stepwell", and remembers this process's affinity mask. Called
-    once, by the package, before it imports torch.
+    Sends the core's log records to Python's `logging`, under "stepwell", and remembers this
+    process's affinity mask. Called once, by the package, before it imports torch.
     """
 
 def free_memory_bytes() -> int | None:
     """
-    Bytes of host memory that this process can still take: what the kernel estimates, and what its control groups leave. None where the system does not say.
+    Bytes of host memory that this process can still take: what the kernel estimates, and what its
+    control groups leave. None where the system does not say.
     """
 
 def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | None = None) -> GradStats:
     """
-    Finite check, largest magnitude and, with `norm`, squared norm of all gradients in one read; the GIL is released.
+    Finite check, largest magnitude and, with `norm`, squared norm of all gradients in one read; the
+    GIL is released.
 
     Raises:
         ValueError: for a dtype that gradients do not have.
@@ -426,16 +443,18 @@ def num_chunks(numel: int) -> int:
 
 def read_state(tensor: AdamTensor, *, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:
     """
-    Decodes a tensor's state into float32 views of `numel` elements: the master, both moments, or all three.
+    Decodes a tensor's state into float32 views of `numel` elements: the master, both moments, or
+    all three.
 
     Raises:
-        ValueError: for views of another dtype or size, that overlap, or one moment without the other.
+        ValueError: for views of another dtype or size, that overlap, or one moment without the
+            other.
     """
 
 def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: Sequence[int], write_bytes: Sequence[int], passes: int = 5, pool: Pool | None = None) -> float:
     """
-    Seconds of one pass over `numel` elements of streams with these bytes per element, on the pool, with next to no arithmetic:
-    the ceiling of a kernel that reads and writes as much.
+    Seconds of one pass over `numel` elements of streams with these bytes per element, on the pool,
+    with next to no arithmetic: the ceiling of a kernel that reads and writes as much.
 
     Args:
         numel: elements.
@@ -460,8 +479,8 @@ def system_info() -> "dict[str, object]":
 
 def take_fingerprints(tensor: AdamTensor, *, pool: Pool | None = None) -> None:
     """
-    Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps without fingerprints, before anyone
-    else may write the parameter.
+    Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps
+    without fingerprints, before anyone else may write the parameter.
 
     Raises:
         ValueError: for a tensor without fingerprints.
@@ -469,7 +488,8 @@ def take_fingerprints(tensor: AdamTensor, *, pool: Pool | None = None) -> None:
 
 def write_state(tensor: AdamTensor, *, step: int, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:
     """
-    Encodes float32 views of `numel` elements into a tensor's state; a master also writes the parameter itself.
+    Encodes float32 views of `numel` elements into a tensor's state; a master also writes the
+    parameter itself.
 
     Args:
         step: seeds the stochastic rounding; the count of updates that the moments hold.

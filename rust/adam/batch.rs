@@ -3,7 +3,7 @@
 //! A chunk never crosses a parameter, so what it computes depends on nothing but its own elements
 //! and their index within the parameter: the result is the same for every pool (S1). All checks
 //! come before the first write (S2). Where a chunk is read and where it is written is the [`Route`]
-//! of each of its views: here the same, in [`super::revocable`] two slots.
+//! of each of its views: here the same, in `rust/tier/revocable.rs` two slots.
 
 use std::marker::PhantomData;
 
