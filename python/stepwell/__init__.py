@@ -31,15 +31,23 @@ _OPTIMIZERS = {"Adam": "optim", "AdamW": "optim", "OffloadAdamW": "offload"}
 _SUBMODULES = ("deepspeed", "offload", "optim")
 
 
+def _import(name: str) -> Any:
+    try:
+        return import_module(f"stepwell.{name}")
+    except AttributeError as error:
+        # `from stepwell import AdamW` would take it for a missing name, and hide what is wrong.
+        raise ImportError(f"`stepwell.{name}` cannot be imported: {error}") from error
+
+
 def __getattr__(name: str) -> Any:
     # Imported when first used: `stepwell --help` needs no torch, `stepwell doctor` runs where torch
     # is broken, and a program that has no DeepSpeed does not import it.
     if name in _OPTIMIZERS:
-        value = getattr(import_module(f"stepwell.{_OPTIMIZERS[name]}"), name)
+        value = getattr(_import(_OPTIMIZERS[name]), name)
         globals()[name] = value
         return value
     if name in _SUBMODULES:
-        return import_module(f"stepwell.{name}")
+        return _import(name)
     raise AttributeError(f"module `stepwell` has no attribute `{name}`")
 
 
