@@ -195,7 +195,7 @@ def test_resuming_with_a_parameter_that_is_frozen_now(cls, where):
 
 
 @pytest.mark.parametrize("cls", OURS)
-@pytest.mark.parametrize("edit", ["seed", "swap", "drop"])
+@pytest.mark.parametrize("edit", ["seed", "swap", "move", "drop"])
 def test_resumed_run_rounds_alike_after_an_edit(cls, edit):
     def grads(params, number):
         torch.manual_seed(number)
@@ -213,6 +213,8 @@ def test_resumed_run_rounds_alike_after_an_edit(cls, edit):
         first["seed"] = second["seed"] = 7
     elif edit == "swap":
         first["params"], second["params"] = second["params"], first["params"]
+    elif edit == "move":
+        second["params"] = [first["params"].pop(), *second["params"]]
     else:
         del optimizer.state[params[0]]
         first["params"] = [params[1]]
@@ -237,15 +239,209 @@ def test_resumed_run_rounds_alike_after_an_edit(cls, edit):
 
 
 def test_memory_that_was_freed_is_shared_with_nobody():
-    param, other = ones(64), ones(64)
-    optimizer = stepwell.AdamW([param, other])
-    step(optimizer, [param, other])
-    freed = optimizer.state.pop(other)["exp_avg"]
-    other.grad, param.grad = None, freed.fill_(1.0)
+    param, frozen = ones(64), ones(64)
+    optimizer = stepwell.AdamW([param, frozen])
+    step(optimizer, [param, frozen])
+    step(optimizer, [param, frozen])
+    # As `layer.requires_grad_(False).to(torch.bfloat16)` does. What it gives back becomes a
+    # gradient here for certain; the allocator does that by chance.
+    given_back = frozen.data
+    frozen.requires_grad_(False)
+    frozen.grad = None
+    frozen.data = frozen.data.bfloat16()
+    param.grad = given_back.fill_(1.0)
     optimizer.step()
+    assert optimizer.state[param]["step"] == 3
+    # Memory that is somebody's is still seen.
     param.grad = optimizer.state[param]["exp_avg"]
     with pytest.raises(ValueError, match="shares memory"):
         optimizer.step()
+
+
+def test_layers_frozen_and_cast_while_training():
+    def train(cls):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+        optimizer = cls(net.parameters(), lr=1e-3)
+        inputs = torch.randn(4, 64)
+        for number in range(7):
+            if number == 2:
+                net[:3].requires_grad_(False).to(torch.bfloat16)
+            hidden = net[:3](inputs.to(net[0].weight.dtype)).float()
+            net[3:](hidden).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [param.detach() for param in net[3:].parameters()]
+
+    torch.testing.assert_close(train(stepwell.AdamW), train(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("how", ["clear", "del", "pop"])
+def test_state_that_was_deleted_begins_anew(cls, how):
+    def run(cls):
+        params = [ones(64), ones(64)]
+        optimizer = cls(params, lr=0.1)
+        for number in range(30):
+            if number % 3 == 2:
+                if how == "clear":
+                    optimizer.state.clear()
+                elif how == "del":
+                    del optimizer.state[params[0]]
+                else:
+                    optimizer.state.pop(params[1])
+            step(optimizer, params, 1.0 + number)
+        return [optimizer.state[param]["step"].item() for param in params], params
+
+    (steps, params), (expected_steps, expected) = run(cls), run(torch.optim.AdamW)
+    assert steps == expected_steps
+    torch.testing.assert_close(params, expected)
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_parameter_removed_from_its_group_is_left_alone(cls):
+    params = [ones(64), ones(64)]
+    optimizer = cls(params, lr=0.1)
+    step(optimizer, params)
+    del optimizer.param_groups[0]["params"][0]
+    before = params[0].detach().clone()
+    expected = [param.detach().clone().requires_grad_() for param in params]
+    other = torch.optim.AdamW(expected, lr=0.1)
+    other.load_state_dict(
+        {
+            "state": {
+                number: copy.deepcopy(dict(optimizer.state[param]))
+                for number, param in enumerate(params)
+            },
+            "param_groups": other.state_dict()["param_groups"],
+        }
+    )
+    for value in (2.0, 3.0):
+        step(optimizer, params, value)
+        expected[1].grad = torch.full_like(params[1], value)
+        other.step()
+    assert torch.equal(params[0], before)
+    torch.testing.assert_close(params[1].detach(), expected[1].detach())
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_optimizer_in_backward(cls):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    expected = copy.deepcopy(net)
+    options = {"threads": 1} if cls is stepwell.OffloadAdamW else {}
+    optimizers = {param: cls([param], lr=1e-2, **options) for param in net.parameters()}
+
+    def update(param):
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in net.parameters():
+        param.register_post_accumulate_grad_hook(update)
+    other = stepwell.AdamW(expected.parameters(), lr=1e-2)
+    for number in range(4):
+        inputs = torch.full((2, 8), 1.0 + number)
+        net(inputs).square().sum().backward()
+        expected(inputs).square().sum().backward()
+        other.step()
+        other.zero_grad()
+    for optimizer in optimizers.values():
+        finish(optimizer)
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))
+
+
+def channels_last_losses(cls, net, prepare):
+    inputs = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    inputs = inputs.to(memory_format=torch.channels_last)
+    prepare(net)
+    optimizer = cls(net.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = net(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def conv():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
+    return net.to(memory_format=torch.channels_last)
+
+
+def follow(error, model, parameter=None):
+    """Does what the hint of `error` says first."""
+    hint = str(error.value).split("hint: ")[1].removeprefix("before the optimizer is made, ")
+    exec(hint.split(";")[0], {"torch": torch, "model": model, "parameter": parameter})  # noqa: S102
+
+
+def test_channels_last_model_trains():
+    expected = channels_last_losses(torch.optim.AdamW, conv(), lambda _: None)
+    found = channels_last_losses(stepwell.AdamW, conv(), lambda _: None)
+    torch.testing.assert_close(found, expected)
+
+
+def test_hint_for_a_channels_last_model_can_be_followed():
+    net = conv()
+    with pytest.raises(ValueError, match="contiguous_format") as error:
+        stepwell.OffloadAdamW(net.parameters())
+    expected = channels_last_losses(torch.optim.AdamW, conv(), lambda _: None)
+    found = channels_last_losses(stepwell.OffloadAdamW, net, lambda net: follow(error, net))
+    torch.testing.assert_close(found, expected)
+
+
+def test_hint_for_a_model_made_channels_last_later_can_be_followed():
+    net, other = conv(), conv()
+    net.to(memory_format=torch.contiguous_format)
+    optimizer = stepwell.OffloadAdamW(net.parameters(), lr=0.1)
+    expected = stepwell.AdamW(other.parameters(), lr=0.1)
+    step(optimizer, net.parameters())
+    step(expected, other.parameters())
+    net.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="contiguous_format") as error:
+        step(optimizer, net.parameters())
+    follow(error, net)
+    step(optimizer, net.parameters(), 2.0)
+    step(expected, other.parameters(), 2.0)
+    assert all(map(torch.equal, net.parameters(), other.parameters()))
+
+
+def test_hint_for_a_transposed_parameter_can_be_followed():
+    param = torch.nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    with pytest.raises(ValueError, match="not contiguous") as error:
+        stepwell.OffloadAdamW([param])
+    follow(error, None, param)
+    step(stepwell.OffloadAdamW([param], lr=0.1), [param])
+
+
+# Of torch: slower, it says.
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("accumulation_steps", [None, 1])
+def test_channels_last_gradient_of_a_contiguous_parameter(cls, accumulation_steps):
+    is_offloaded = cls is stepwell.OffloadAdamW
+    param, other = ones(4, 3, 2, 2), ones(4, 3, 2, 2)
+    options = {"accumulation_steps": accumulation_steps} if is_offloaded else {}
+    optimizer = cls([param], lr=0.1, **options)
+    expected = cls([other], lr=0.1)
+    for number in range(3):
+        torch.manual_seed(number)
+        other.grad = torch.randn(4, 3, 2, 2)
+        grad = other.grad.to(memory_format=torch.channels_last)
+        assert not grad.is_contiguous()
+        if accumulation_steps is None:
+            param.grad = grad
+        else:
+            param.grad = torch.zeros_like(grad)
+            (param * grad).sum().backward()
+            assert not param.grad.is_contiguous()
+        optimizer.step()
+        expected.step()
+    finish(optimizer)
+    finish(expected)
+    assert torch.equal(param, other)
 
 
 def test_state_that_is_not_dense_is_stepped():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core
-from stepwell._sharding import is_dtensor, local
+from stepwell._sharding import PLAIN, is_dtensor, local
 from stepwell._state import FINGERPRINTS, adam_tensor, key_of, part_names, refreshed
 from stepwell._tensors import check_grad, check_param, is_run, view
 
@@ -138,21 +138,26 @@ def prepare(
     Raises:
         ValueError: no step could work with them; the message calls the parameter `label()`.
     """
-    signature = _signature(local(param))
+    # Of two plain tensors there is nothing to place, and most are.
+    is_plain = type(param) in PLAIN and type(grad) in PLAIN
+    signature = _signature(param if is_plain else local(param))
     is_moved = last is None or signature is None or signature != last.param_signature
     if is_moved:
         check_param(param, label())
         signature = _signature(local(param))
     assert signature is not None
-    grad = _placed_as(param, grad, label)
-    piece = local(grad)
+    piece = grad
+    if not is_plain:
+        grad = _placed_as(param, grad, label)
+        piece = local(grad)
     grad_signature = _signature(piece)
     is_grad_moved = last is None or grad_signature is None or grad_signature != last.grad_signature
     if is_moved or is_grad_moved:
         check_grad(param, grad, label())
     assert grad_signature is not None
     grad_view = None if last is None or is_grad_moved else last.grad_view
-    if not is_run(piece):
+    # A bound gradient was a run, which follows from its signature.
+    if grad_view is None and not is_run(piece):
         piece = torch.empty(piece.shape, dtype=piece.dtype, device="cpu").copy_(piece)
         grad_signature = ()
     if state is not None and (is_moved or last is None or not last.has(state)):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Shard
 
 __all__ = [
+    "PLAIN",
     "agree",
     "check_placements",
     "is_dtensor",
@@ -36,7 +37,8 @@ __all__ = [
 ]
 
 
-_PLAIN = (torch.nn.Parameter, torch.Tensor)
+PLAIN = (torch.nn.Parameter, torch.Tensor)
+"""Types of tensors of which this rank has all."""
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -44,7 +46,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
 
     Importing DTensor takes a second: where it was not imported, there is none.
     """
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -22,6 +22,7 @@ __all__ = [
     "Written",
     "check_grad",
     "check_param",
+    "contiguous_hint",
     "is_run",
     "ordinary_tensors",
     "tensor_on",
@@ -117,8 +118,7 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
     if on_device and not is_run(piece):
         raise ValueError(
             f"{label} is not contiguous (strides `{piece.stride()}`), expected rows one after the "
-            "other. "
-            "hint: parameter.data = parameter.data.contiguous() before the optimizer is made"
+            f"other. hint: before the optimizer is made, {contiguous_hint(piece)}"
         )
     if piece.is_complex():
         raise ValueError(
@@ -140,6 +140,17 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
             f"{label} holds the same element more than once (an expanded tensor). hint: "
             "parameter.clone()"
         )
+
+
+def contiguous_hint(param: torch.Tensor) -> str:
+    """What makes `param`, a plain tensor, contiguous, and keeps what its layout was chosen for."""
+    if param.dim() in (4, 5):
+        # Convolutions compute in this format if either their input or their weight has it.
+        return (
+            "model.to(memory_format=torch.contiguous_format); inputs may stay channels_last, "
+            "and convolutions then compute in it"
+        )
+    return "parameter.data = parameter.data.contiguous()"
 
 
 def check_grad(param: torch.Tensor, grad: torch.Tensor, label: str) -> None:

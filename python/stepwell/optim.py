@@ -46,6 +46,10 @@ class Update(NamedTuple):
     step: int
     """Which update of the parameter this is, from 1."""
     rounding: Rounding
+    state: _state.State | None
+    """As the optimizer has it; None: the parameter was never stepped."""
+    last: Bound | None
+    """What the parameter's last step was bound as, if it is known."""
 
 
 class BoundUpdate(NamedTuple):
@@ -57,6 +61,8 @@ class BoundUpdate(NamedTuple):
     step: int
     state: _state.State
     bound: Bound
+    is_new_state: bool
+    """Whether the optimizer does not have `state` yet."""
 
 
 class Adam(Optimizer):
@@ -417,6 +423,7 @@ class Adam(Optimizer):
         hypers = [
             hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)
         ]
+        states = self.state
         params = (
             (hyper, group, param)
             for hyper, group in zip(hypers, self.param_groups, strict=True)
@@ -426,7 +433,8 @@ class Adam(Optimizer):
             if param.grad is None:
                 continue
             label = partial(label_of, param)
-            state = self.state.get(param) or None
+            state = states.get(param) or None
+            last = self._bound.get(param)
             step = 1 if state is None else 1 + _state.step_of(state, label)
             operand = prepare(
                 self._host_side(param),
@@ -434,10 +442,10 @@ class Adam(Optimizer):
                 state,
                 self._moments,
                 label,
-                self._bound.get(param),
+                last,
             )
             rounding = self._rounding(index, group, param)
-            updates.append(Update(param, operand, hyper, step, rounding))
+            updates.append(Update(param, operand, hyper, step, rounding, state, last))
         self._check_shared_memory(updates)
         return updates
 
@@ -517,10 +525,9 @@ class Adam(Optimizer):
         """The updates with their states; those that have none get one."""
         bound_updates = []
         for update in updates:
-            param, operand, hyper, step, rounding = update
+            param, operand, hyper, step, rounding, known_state, last = update
             state = self._fresh_state(update) if operand.state is None else operand.state
             _state.repair_step(state, step - 1)
-            last = self._bound.get(param)
             bound = bind(
                 operand,
                 state,
@@ -531,7 +538,10 @@ class Adam(Optimizer):
             )
             if bound is not last:
                 self._bound[param] = bound.kept()
-            bound_updates.append(BoundUpdate(param, operand, hyper, step, state, bound))
+            is_new_state = state is not known_state
+            bound_updates.append(
+                BoundUpdate(param, operand, hyper, step, state, bound, is_new_state)
+            )
         return bound_updates
 
     def _commit(self, updates: list[BoundUpdate], calls: list[partial[Any]]) -> None:
@@ -540,7 +550,7 @@ class Adam(Optimizer):
             steps = [update.state["step"] for update in updates]
             calls.append(partial(torch._foreach_add_, steps, 1))
         for update in updates:
-            if self.state.get(update.param) is not update.state:
+            if update.is_new_state:
                 self.state[update.param] = update.state
                 self._written = None
             torch.autograd.graph.increment_version(update.param)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from stepwell._sharding import is_dtensor, local
+from stepwell._tensors import contiguous_hint
 from stepwell.offload.checksums import checksum, differences
 
 if TYPE_CHECKING:
@@ -182,12 +183,16 @@ def check_in_place(
             f"{label()} is on `{piece.device}`, expected `{device}`, where it was. "
             "hint: move the model before the optimizer is made"
         )
-    if piece.dtype != twin.dtype or piece.shape != twin.shape or not piece.is_contiguous():
+    if piece.dtype != twin.dtype or piece.shape != twin.shape:
         raise ValueError(
-            f"{label()} is `{piece.dtype}` of `{tuple(piece.shape)}`, strides `{piece.stride()}`, "
-            "expected a contiguous "
+            f"{label()} is `{piece.dtype}` of `{tuple(piece.shape)}`, expected "
             f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and "
             "load this one's state_dict()"
+        )
+    if not piece.is_contiguous():
+        raise ValueError(
+            f"{label()} is not contiguous any more (strides `{piece.stride()}`), expected rows one "
+            f"after the other, as it was. hint: {contiguous_hint(piece)}"
         )
 
 
