@@ -195,7 +195,7 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
 
     monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._fingerprints, "believe", interrupt)
+        patched.setattr(optimizer._fingerprints, "mark_verified", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert released

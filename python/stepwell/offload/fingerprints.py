@@ -1,14 +1,12 @@
-"""When a step has to look whether trailing bits still belong to their weight.
-
-Seldom: the host memory beside a device is the optimizer's alone.
+"""Which fingerprints of a bfloat16 weight a step has to verify, and which are outdated.
 
 A bfloat16 parameter and its trailing bits are one fp32 number (see the core's `state::split`), and
 the fingerprints tell whether they still belong together. Steps alone write the host side of a
-parameter on a device, with two exceptions: weights that the program has written on the device come
-to the host, and state is loaded. Only the step after those looks at the fingerprints; others
-neither look nor take them, which is a tenth of the arithmetic of a step with q8 moments. So
-fingerprints are behind, until they are taken: before a weight is replaced, and before other code
-sees the state.
+parameter on a device, with two exceptions: weights that were written on the device by other code
+come to the host, and state is loaded. Only the step after those verifies the fingerprints. Other
+steps neither verify nor take them, which saves a tenth of the arithmetic of a step with q8 moments.
+So fingerprints become outdated by a step, until they are taken: before a weight is replaced, and
+before other code sees the state.
 """
 
 from __future__ import annotations
@@ -24,36 +22,36 @@ __all__ = ["Fingerprints"]
 
 
 class Fingerprints:
-    """Which parameters' fingerprints are to be looked at, and which are behind."""
+    """The parameters whose fingerprints are unverified, and those whose are outdated."""
 
     def __init__(self) -> None:
-        self._doubted: set[torch.Tensor] = set()
-        self._behind: set[torch.Tensor] = set()
+        self._unverified: set[torch.Tensor] = set()
+        self._outdated: set[torch.Tensor] = set()
 
-    def doubt(self, params: Iterable[torch.Tensor]) -> None:
-        """The weights of `params`, or their state, came from outside the optimizer.
+    def mark_unverified(self, params: Iterable[torch.Tensor]) -> None:
+        """The weights of `params`, or their state, were written by something else than a step.
 
-        Their fingerprints say which trailing bits belong to which weights.
+        Their fingerprints are current, and tell what belongs together.
         """
-        self._doubted.update(params)
-        self._behind.difference_update(self._doubted)
+        self._unverified.update(params)
+        self._outdated.difference_update(self._unverified)
 
-    def is_doubted(self, param: torch.Tensor) -> bool:
-        """Whether the next step of `param` has to look."""
-        return param in self._doubted
+    def is_unverified(self, param: torch.Tensor) -> bool:
+        """Whether the next step of `param` has to verify its fingerprints."""
+        return param in self._unverified
 
-    def believe(self, params: Iterable[torch.Tensor]) -> None:
-        """A step has looked where it had to."""
-        self._doubted.difference_update(params)
+    def mark_verified(self, params: Iterable[torch.Tensor]) -> None:
+        """A step has verified the fingerprints of `params` where it had to."""
+        self._unverified.difference_update(params)
 
-    def leave_behind(self, params: Iterable[torch.Tensor]) -> None:
-        """A step is about to write `params`."""
-        self._behind.update(param for param in params if param not in self._doubted)
+    def mark_outdated(self, params: Iterable[torch.Tensor]) -> None:
+        """A step is about to write `params`, and takes fingerprints only where it verifies them."""
+        self._outdated.update(param for param in params if param not in self._unverified)
 
-    def behind(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose fingerprints have to be taken now, and `note`d."""
-        return [param for param in params if param in self._behind]
+    def outdated(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` whose fingerprints have to be taken before they mean anything."""
+        return [param for param in params if param in self._outdated]
 
-    def note(self, param: torch.Tensor) -> None:
-        """The fingerprints of `param` are taken."""
-        self._behind.discard(param)
+    def mark_current(self, param: torch.Tensor) -> None:
+        """The fingerprints of `param` were taken."""
+        self._outdated.discard(param)

@@ -243,7 +243,7 @@ class OffloadAdamW(AdamW):
         self._host_bytes += host_bytes
         self._fresh.update(fresh)
         # Trailing bits in loaded state may not be those of the weights.
-        self._fingerprints.doubt(param for param in new if self.state.get(param))
+        self._fingerprints.mark_unverified(param for param in new if self.state.get(param))
         self._hook()
 
     def _admit_new(self) -> None:
@@ -545,7 +545,7 @@ class OffloadAdamW(AdamW):
             )
             self._take_fingerprints(stale)
             # First: Ctrl-C may come before the copies have ended.
-            self._fingerprints.doubt(stale)
+            self._fingerprints.mark_unverified(stale)
             self._twins.refresh(stale)
 
     def _take_missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
@@ -580,7 +580,7 @@ class OffloadAdamW(AdamW):
         return self._fresh.get(update.param) or super()._fresh_state(update)
 
     def _is_exclusive(self, param: torch.Tensor) -> bool:
-        return not self._fingerprints.is_doubted(param)
+        return not self._fingerprints.is_unverified(param)
 
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
         for update in updates:
@@ -596,7 +596,7 @@ class OffloadAdamW(AdamW):
         # Forwards wait by themselves once the step runs.
         before = [
             partial(self._twins.note, params),
-            partial(self._fingerprints.leave_behind, params),
+            partial(self._fingerprints.mark_outdated, params),
         ]
         if gate is not None:
             before.append(partial(gate.open, params, exposed(params, self._twins)))
@@ -605,16 +605,16 @@ class OffloadAdamW(AdamW):
             partial(setattr, self, "_is_unreleased", True),
         ]
         self._commit(bound_updates, [*before, *submitted])
-        self._fingerprints.believe(params)
+        self._fingerprints.mark_verified(params)
         for param in params:
             self._fresh.pop(param, None)
 
     def _take_fingerprints(self, params: Sequence[torch.Tensor]) -> None:
-        for param in self._fingerprints.behind(params):
+        for param in self._fingerprints.outdated(params):
             # The user may have deleted it: what is made next has new fingerprints.
             if state := self.state.get(param):
                 _state.take_fingerprints(self._twins.weight(param), state, self._moments)
-            self._fingerprints.note(param)
+            self._fingerprints.mark_current(param)
 
     # ---- state dicts ----
 
@@ -639,7 +639,7 @@ class OffloadAdamW(AdamW):
         if state_dict["state"]:
             # Not beside what is loaded.
             self._fresh = {}
-        self._fingerprints.doubt(self._twins)
+        self._fingerprints.mark_unverified(self._twins)
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
