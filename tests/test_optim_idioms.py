@@ -120,6 +120,49 @@ def test_dummy_step_makes_state_under_propagate(cls):
 
 
 @pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("value", [1.0, float("nan")], ids=str)
+@pytest.mark.parametrize("nonfinite", ["skip", "propagate"])
+def test_first_step_at_lr_0_counts_where_gradients_are_not_0(cls, nonfinite, value):
+    param = ones(4)
+    optimizer = cls([param], lr=0.0, nonfinite=nonfinite)
+    step(optimizer, [param], value)
+    if nonfinite == "skip" and value != 1.0:
+        assert (optimizer.skipped_steps, len(optimizer.state)) == (1, 0)
+        return
+    assert optimizer.state[param]["step"] == 1
+    assert torch.equal(param.isnan(), torch.full_like(param, value).isnan())
+    expected = torch.full_like(param, value) * 0.1
+    torch.testing.assert_close(optimizer.state[param]["exp_avg"], expected.detach(), equal_nan=True)
+
+
+@pytest.mark.parametrize("accumulation_steps", [None, 1])
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_gradient_of_a_step_not_taken_is_not_stepped_later(nonfinite, accumulation_steps):
+    params, expected = [ones(64), ones(64)], [ones(64), ones(64)]
+    options = {"lr": 0.1, "nonfinite": nonfinite, "accumulation_steps": accumulation_steps}
+    optimizer = stepwell.OffloadAdamW(params, **options)
+    other = stepwell.AdamW(expected, lr=0.1)
+    # Of the step that is not taken, all gradients have come to the host.
+    (params[0] * float("nan") + params[1] * 100.0).sum().backward()
+    if nonfinite == "raise":
+        with pytest.raises(ValueError, match="nan"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    optimizer.zero_grad()
+    for used in ([0], [1], [0, 1]):
+        sum((params[number] * 2.0).sum() for number in used).backward()
+        sum((expected[number] * 2.0).sum() for number in used).backward()
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    finish(optimizer)
+    assert all(map(torch.equal, params, expected))
+    steps = [optimizer.state[param]["step"].item() for param in params]
+    assert steps == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("cls", OURS)
 @pytest.mark.parametrize(
     "option",
     [{"betas": 0.9}, {"lr": None}, {"lr": "1e-3"}, {"weight_decay": None}, {"seed": "x"}],
