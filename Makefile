@@ -178,7 +178,7 @@ aarch64-toolchain: ## install on Debian (root) what aarch64-test takes
 # cases: it is slow. Tests of the host (its memory maps, affinity, fork, lanes) are left out: there
 # the emulator would be tested.
 AARCH64_TESTS := \
-  $(filter-out downloads memory offload pool,$(basename $(notdir $(wildcard tests/*.rs))))
+  $(filter-out downloads jobs memory offload pool,$(basename $(notdir $(wildcard tests/*.rs))))
 aarch64-test: export RUSTC = $(aarch64_rustc)
 aarch64-test: export PROPTEST_CASES ?= 8
 aarch64-test: ## the Rust tests of the arithmetic on NEON, emulated

@@ -11,8 +11,8 @@ use std::{
 
 use battery::Held;
 use on_device::{
-    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, at_once, bytes, engine_on, finish,
-    host_device, split, stepped, submit, take,
+    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, at_once, bytes, drain, engine_on,
+    finish, host_device, split, stepped, submit, take, take_parts, take_these,
 };
 use stepwell::{
     adam::Hyper,
@@ -35,7 +35,7 @@ fn step_at_once(engine: &Arc<Engine>, all: &mut [OnDevice], order: &[usize], cou
     let engine = Arc::clone(engine);
     // SAFETY: as in `take`.
     at_once(move || unsafe {
-        engine.take(&gradients, STREAM).and_then(|()| engine.submit(updates, STREAM))
+        take_these(&engine, &gradients).and_then(|()| engine.submit(updates, &mut None, STREAM))
     })
     .expect("a step");
 }
@@ -89,7 +89,7 @@ fn parts_that_the_device_has_not_been_given_are_waited_for() {
     let stepping = Arc::clone(&engine);
     // SAFETY: as in `take`.
     at_once(move || unsafe {
-        stepping.take_part(&parts, STREAM).and_then(|()| stepping.submit(updates, STREAM))
+        take_parts(&stepping, &parts).and_then(|()| stepping.submit(updates, &mut None, STREAM))
     })
     .expect("a step");
     assert!(
@@ -150,12 +150,12 @@ fn copies_are_handed_over_in_order_each_after_its_mark_and_by_the_engine() {
     let caller = at_once(move || {
         for source in taken {
             // SAFETY: as in `take`.
-            unsafe { taking.take(&[(0, source, host)], STREAM) }.expect("a gradient");
+            unsafe { take_these(&taking, &[(0, source, host)]) }.expect("a gradient");
         }
         thread::current().id()
     });
     device.host.pause(Lane::Download, false);
-    engine.drain().expect("copies");
+    drain(&engine).expect("copies");
     assert_eq!(bytes(host), sources[sources.len() - 1], "the last copy is the one that counts");
     let calls = device.calls.lock().expect("no panic");
     let by =
@@ -190,7 +190,7 @@ fn copies_that_fail_fail_the_step_and_whoever_waits() {
         let message = engine.release(STREAM, SOON).expect_err("must fail").to_string();
         assert!(message.contains(said), "{message}");
         device.downloads_left.store(usize::MAX, Ordering::Relaxed);
-        assert!(take(&engine, &mut all).is_err() && engine.drain().is_err());
+        assert!(take(&engine, &mut all).is_err() && drain(&engine).is_err());
         assert!(engine.wait(0, &(0..1), STREAM, SOON).is_err());
     }
 }
@@ -203,7 +203,7 @@ fn copies_that_have_failed_refuse_the_step() {
     let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
     device.downloads_left.store(IN_FLIGHT + 1, Ordering::Relaxed);
     take(&engine, &mut all).expect("gradients");
-    assert!(engine.drain().expect_err("must fail").to_string().contains("out of order"));
+    assert!(drain(&engine).expect_err("must fail").to_string().contains("out of order"));
     for refused in [take(&engine, &mut all), submit(&engine, &mut all, 1, Hyper::default())] {
         let message = refused.expect_err("must be refused").to_string();
         assert!(
@@ -231,7 +231,7 @@ fn dropping_waits_for_gradients_that_nobody_has_submitted() {
     let (sender, receiver) = mpsc::channel();
     let dropping = thread::spawn(move || {
         // SAFETY: as in `take`.
-        unsafe { engine.take(&gradients, STREAM) }.expect("gradients");
+        unsafe { take_these(&engine, &gradients) }.expect("gradients");
         drop(engine);
         sender.send(()).expect("a receiver");
     });

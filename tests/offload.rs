@@ -11,14 +11,14 @@ use std::{
 
 use battery::{Draw, Held, Layout, Spread, is_hurried, pool_of, widest};
 use on_device::{
-    Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, engine_on, finish, host_device, split,
-    stepped, submit, take,
+    Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, drain, engine_on, finish, host_device, split,
+    stepped, submit, take, take_parts, take_these,
 };
 use stepwell::{
     Error,
     adam::Hyper,
     device::{Device, Lane, host::HostDevice},
-    offload::{Engine, SEGMENT_LEN, Update},
+    offload::{Engine, SEGMENT_LEN, Shape, Update},
     simd::isa::Isa,
     state::chunk::CHUNK_LEN,
     stream::view::View,
@@ -89,7 +89,7 @@ fn parts_of_a_gradient_are_waited_for_as_a_whole() {
         (source + 2 * begin as u64, view)
     };
     // SAFETY: as in `take`.
-    unsafe { engine.take_part(&[part(half, host.numel()), part(0, half)], STREAM) }.expect("parts");
+    unsafe { take_parts(&engine, &[part(half, host.numel()), part(0, half)]) }.expect("parts");
     device.pause(Lane::Download, false);
     submit(&engine, &mut all, 1, hyper).expect("a step");
     finish(&engine);
@@ -105,11 +105,11 @@ fn nothing_is_stepped_before_its_gradient_has_come() {
     let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 2);
     let _resumed = Resumed(&device);
     take(&engine, &mut all[..1]).expect("a gradient");
-    engine.drain().expect("copies");
+    drain(&engine).expect("copies");
     device.pause(Lane::Download, true);
     let second = all[1].gradient(1);
     // SAFETY: as in `take`.
-    unsafe { engine.take(&[second], STREAM) }.expect("a gradient");
+    unsafe { take_these(&engine, &[second]) }.expect("a gradient");
     submit(&engine, &mut all, 1, hyper).expect("a step");
     let whole = |one: &OnDevice| 0..one.held.numel;
     assert!(
@@ -189,13 +189,14 @@ fn what_is_refused_changes_nothing() {
     let mut all = [split(CHUNK_LEN, 1), split(10, 2)];
     let engine = engine_on(host_device(&all), &all, 1);
     take(&engine, &mut all).expect("gradients");
-    engine.drain().expect("copies");
+    drain(&engine).expect("copies");
     let before: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
     let hyper = Hyper::default();
     let refused = |updates: Vec<Update>, said: &str| {
         // SAFETY: as in `take`; it is refused.
-        let message =
-            unsafe { engine.submit(updates, STREAM) }.expect_err("must be refused").to_string();
+        let message = unsafe { engine.submit(updates, &mut None, STREAM) }
+            .expect_err("must be refused")
+            .to_string();
         assert!(message.contains(said), "{message}");
     };
     refused(vec![all[0].update(2, 1, hyper)], "tensor `2`");
@@ -237,7 +238,7 @@ fn a_running_step_refuses_the_next() {
     take(&engine, &mut all).expect("a gradient");
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
     for refused in
-        [take(&engine, &mut all), submit(&engine, &mut all, 2, Hyper::default()), engine.drain()]
+        [take(&engine, &mut all), submit(&engine, &mut all, 2, Hyper::default()), drain(&engine)]
     {
         assert!(refused.expect_err("must be refused").to_string().contains("still running"));
     }
@@ -275,13 +276,14 @@ fn dropping_waits_for_the_step() {
 
 #[test]
 fn a_nonsense_device_is_refused() {
+    const ONE: Shape<'static> = Shape { numels: &[1], generations: 1 };
     for (name, said) in [("cuda", "cuda:N"), ("xpu:0", "xpu:0"), ("cuda:-", "cuda:-")] {
-        let Err(error) = Engine::new(name, &[1], pool_of(1), Isa::SCALAR) else {
+        let Err(error) = Engine::new(name, ONE, pool_of(1), Isa::SCALAR) else {
             panic!("`{name}` was taken")
         };
         assert!(matches!(&error, Error::Value(message) if message.contains(said)), "{error}");
     }
-    let Err(error) = Engine::new("cuda:4095", &[1], pool_of(1), Isa::SCALAR) else {
+    let Err(error) = Engine::new("cuda:4095", ONE, pool_of(1), Isa::SCALAR) else {
         panic!("no such device")
     };
     assert!(matches!(error, Error::Os { .. }), "{error}");

@@ -3,7 +3,7 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 """
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Any, Final, final
 
 __all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "StatePart", "TensorView", "adam_rollback", "adam_step", "build_info", "connect", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "write_state"]
 
@@ -155,17 +155,29 @@ class OffloadEngine:
     Args:
         device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
         numels: elements of each tensor, in forward order.
-        threads: workers that step; one per allowed physical core but one, which launches work meanwhile, if None.
+        threads: workers that step; one per allowed physical core but one, which launches work
+            meanwhile, if None.
+        generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
+            those of a step while the one before is stepped, into other memory.
 
     Raises:
-        ValueError: for another device or a bad number of threads.
+        ValueError: for another device, or a bad number of threads or generations.
         OSError: where there is no such device.
     """
-    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None) -> OffloadEngine: ...
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1) -> OffloadEngine: ...
     @property
     def busy(self, /) -> bool:
         """
         Whether a step is running on the host.
+        """
+    def discard(self, /) -> None:
+        """
+        Forgets the gradients that were taken since the last `submit`: of a step that is skipped or
+        refused. The thread waits until their copies have ended; then both sides may be written or
+        freed. Nothing happens where none were taken.
+
+        Raises:
+            OSError: where the device has failed.
         """
     def finish(self, /, *, stream: int = 0) -> None:
         """
@@ -190,23 +202,25 @@ class OffloadEngine:
         Raises:
             OSError: where the device has failed.
         """
-    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int], steps: Sequence[int], hypers: Sequence[Hyper], stream: int = 0) -> None:
+    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], stream: int = 0) -> None:
         """
         Starts a step in the background and returns. Tensors are stepped in the order given; each
         weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
         may be written after `release`.
 
         Args:
-            indices: of the tensors.
+            indices: of the tensors, each once.
             tensors: their host sides, with the gradients that were taken.
             weights: addresses on the device that the new weights are written to.
             steps: the number of this update of each, from 1.
             hypers: what to step each with.
+            owners: what keeps all that memory alive, on both sides; the engine holds it until the
+                step has ended, uploads and all.
             stream: the stream that uses the weights.
 
         Raises:
-            ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the engine's; while a step is
-                running.
+            ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the
+                engine's; for a gradient that was taken to other memory; while a step is running.
             OSError: where the device has failed.
         """
     def synchronize(self, /, *, stream: int = 0) -> None:
@@ -216,33 +230,42 @@ class OffloadEngine:
         Raises:
             OSError: where the step or the device has failed.
         """
-    def take(self, /, indices: Sequence[int], sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
+    def take(self, /, indices: Sequence[int], sources: Sequence[int], targets: Sequence[TensorView], *, source_owners: Sequence[Any], target_owners: Sequence[Any], stream: int = 0) -> None:
         """
         Copies whole gradients to host memory in the background, one after the other, after what
-        `stream` holds now.
+        `stream` holds now. The thread waits only where too many copies are on their way.
 
         Args:
-            indices: of the tensors.
-            sources: addresses of their gradients on the device. They stay as they are until `release` or `synchronize`.
-            targets: host memory, used by nobody else until the step is done.
+            indices: of the tensors, each once.
+            sources: addresses of their gradients on the device. They stay as they are until
+                `release`, `discard` or `synchronize`.
+            targets: host memory, used by nobody else until the step is done, or discarded.
+            source_owners: what keeps the sources alive; the engine holds it until then.
+            target_owners: what keeps the targets alive; the engine holds it until then.
             stream: the stream that made the gradients.
 
         Raises:
-            ValueError: for a tensor or a size that is not the engine's, or while a step is running.
+            ValueError: for a tensor or a size that is not the engine's, or while a step is running
+                that reads the only generation of gradients.
             OSError: where the device has failed.
         """
-    def take_part(self, /, sources: Sequence[int], targets: Sequence[TensorView], *, stream: int = 0) -> None:
+    def take_part(self, /, sources: Sequence[int], targets: Sequence[TensorView], *, source_owners: Sequence[Any], target_owners: Sequence[Any], stream: int = 0) -> None:
         """
         Copies any device memory to host memory in the background, after what `stream` holds now;
-        the next step begins when all of it is there.
+        the next step begins when all of it is there. The thread waits only where too many copies
+        are on their way.
 
         Args:
-            sources: addresses on the device. It stays as it is until `release` or `synchronize`.
+            sources: addresses on the device. It stays as it is until `release`, `discard` or
+                `synchronize`.
             targets: host memory, which says how much.
+            source_owners: as of `take`.
+            target_owners: as of `take`.
             stream: the stream that made it.
 
         Raises:
-            ValueError: while a step is running.
+            ValueError: while a step is running that reads the only generation of gradients, or for
+                too many copies at once.
             OSError: where the device has failed.
         """
     @property

@@ -7,8 +7,11 @@
 //!
 //! A thread that enqueues on a stream whose queue is full blocks within the driver, which then may
 //! let no other thread of the process enqueue anything on any stream. How much a queue holds is
-//! nowhere said, so whoever enqueues many copies sees to it that few are under way
+//! nowhere said, so a thread that enqueues many copies sees to it that few are under way
 //! (`offload/downloads.rs`).
+//!
+//! A thread has a stack of contexts, of which the top is current. Attaching pushes the device's and
+//! detaching pops it, so the context that another library has made current is that again.
 
 use std::{
     ffi::c_int,
@@ -21,15 +24,16 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{Device, Lane, Mark, Stream};
+use super::{Attached, Device, Lane, Mark, Stream};
 use crate::error::{Error, Result};
 
 /// See the [module](self).
 pub struct CudaDevice {
     device: sys::CUdevice,
     context: Handle<sys::CUcontext>,
-    lanes: [Handle<sys::CUstream>; 2],
-    events: Box<[Handle<sys::CUevent>]>,
+    /// One per [`Lane`].
+    lanes: Vec<Handle<sys::CUstream>>,
+    events: Vec<Handle<sys::CUevent>>,
     marks: Mutex<Marks>,
 }
 
@@ -37,7 +41,7 @@ pub struct CudaDevice {
 #[derive(Default)]
 struct Marks {
     events: Vec<Handle<sys::CUevent>>,
-    /// Those that nobody holds.
+    /// Those that stand for no [`Mark`].
     free: Vec<usize>,
 }
 
@@ -98,20 +102,35 @@ impl CudaDevice {
         // SAFETY: `device` was given out by the driver; `drop` releases what is retained.
         let context =
             unsafe { result::primary_ctx::retain(device) }.map_err(failed("open the device"))?;
-        // SAFETY: the context is alive.
-        unsafe { result::ctx::set_current(context) }.map_err(failed("use the device"))?;
-        let stream = || {
-            result::stream::create(StreamKind::NonBlocking)
-                .map(Handle)
-                .map_err(failed("make a stream"))
-        };
-        Ok(Self {
+        // Dropped half-made, it releases what it has.
+        let mut made = Self {
             device,
             context: Handle(context),
-            lanes: [stream()?, stream()?],
-            events: (0..events).map(|_| create_event()).collect::<Result<_>>()?,
+            lanes: Vec::with_capacity(2),
+            events: Vec::with_capacity(events),
             marks: Mutex::default(),
-        })
+        };
+        made.fill(events)?;
+        Ok(made)
+    }
+
+    fn fill(&mut self, events: usize) -> Result<()> {
+        self.attach()?;
+        let filled = self.fill_current(events);
+        self.detach();
+        filled
+    }
+
+    /// Makes streams and events in the current context.
+    fn fill_current(&mut self, events: usize) -> Result<()> {
+        for _ in [Lane::Download, Lane::Upload] {
+            let stream = result::stream::create(StreamKind::NonBlocking);
+            self.lanes.push(stream.map(Handle).map_err(failed("make a stream"))?);
+        }
+        for _ in 0..events {
+            self.events.push(create_event()?);
+        }
+        Ok(())
     }
 
     fn lane(&self, lane: Lane) -> sys::CUstream {
@@ -139,7 +158,16 @@ fn create_event() -> Result<Handle<sys::CUevent>> {
 impl Device for CudaDevice {
     fn attach(&self) -> Result<()> {
         // SAFETY: the context is retained until `drop`.
-        unsafe { result::ctx::set_current(self.context.0) }.map_err(failed("use the device"))
+        unsafe { sys::cuCtxPushCurrent_v2(self.context.0) }
+            .result()
+            .map_err(failed("use the device"))
+    }
+
+    fn detach(&self) {
+        let mut popped = std::mem::MaybeUninit::uninit();
+        // SAFETY: the driver writes one pointer, which nothing reads. It fails only where the
+        // thread has no context, so none of ours.
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(popped.as_mut_ptr()) };
     }
 
     unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<()> {
@@ -180,10 +208,10 @@ impl Device for CudaDevice {
             }
         };
         let event = marks.events[number];
-        // Not beneath the lock, which whoever orders a lane takes.
+        // Not beneath the lock, which the thread that orders a lane takes.
         drop(marks);
         // SAFETY: the caller names a stream of its own; the event lives as long as `self`, and
-        // nobody else has it.
+        // no other mark has it.
         unsafe {
             result::event::record(event.0, std::ptr::with_exposed_provenance_mut(stream.0 as usize))
         }
@@ -214,7 +242,7 @@ impl Device for CudaDevice {
     }
 
     fn drain(&self) -> Result<()> {
-        for lane in self.lanes {
+        for lane in &self.lanes {
             // SAFETY: the stream lives as long as `self`.
             unsafe { result::stream::synchronize(lane.0) }.map_err(failed("copy"))?;
         }
@@ -238,20 +266,22 @@ impl Device for CudaDevice {
 
 impl Drop for CudaDevice {
     fn drop(&mut self) {
-        if self.attach().is_err() {
-            return;
-        }
         let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: nobody else has them; each is destroyed once. Failures mean that the context is
-        // gone already.
-        unsafe {
-            for event in self.events.iter().chain(&marks.events) {
-                let _ = result::event::destroy(event.0);
+        let events = self.events.drain(..).chain(marks.events.drain(..)).collect::<Vec<_>>();
+        let lanes = std::mem::take(&mut self.lanes);
+        if let Ok(_attached) = Attached::to(self) {
+            // SAFETY: nothing else has them; each is destroyed once. Failures mean that the context
+            // is gone already.
+            unsafe {
+                for event in events {
+                    let _ = result::event::destroy(event.0);
+                }
+                for lane in lanes {
+                    let _ = result::stream::destroy(lane.0);
+                }
             }
-            for lane in self.lanes {
-                let _ = result::stream::destroy(lane.0);
-            }
-            let _ = result::primary_ctx::release(self.device);
         }
+        // SAFETY: retained once by `new`, and current on no thread through us any more.
+        let _ = unsafe { result::primary_ctx::release(self.device) };
     }
 }

@@ -50,6 +50,8 @@ impl Device for HostDevice {
         Ok(())
     }
 
+    fn detach(&self) {}
+
     unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<()> {
         let (device, host) = (device as usize, host.expose_provenance());
         let (from, to) = if lane == Lane::Download { (device, host) } else { (host, device) };
@@ -142,7 +144,7 @@ impl LaneShared {
             drop(state);
             let from = std::ptr::with_exposed_provenance::<u8>(from);
             let to = std::ptr::with_exposed_provenance_mut::<u8>(to);
-            // SAFETY: whoever enqueued the copy vouches for both ranges until it is done.
+            // SAFETY: `copy`'s caller vouches for both ranges until the copy is done.
             unsafe { std::ptr::copy_nonoverlapping(from, to, nbytes) };
             self.lock().done += 1;
             self.changed.notify_all();

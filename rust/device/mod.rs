@@ -18,7 +18,7 @@
 pub mod cuda;
 pub mod host;
 
-use std::sync::Arc;
+use std::{marker::PhantomData, sync::Arc};
 
 use crate::error::{Error, Result};
 
@@ -40,14 +40,18 @@ pub struct Stream(pub u64);
 #[derive(Debug)]
 pub struct Mark(usize);
 
-/// What [`crate::offload`] needs of a device. Every method may be called from any thread that has
-/// called [`Device::attach`].
+/// What [`crate::offload`] needs of a device. Every method may be called from any thread that is
+/// [`Attached`].
 pub trait Device: Send + Sync {
-    /// Makes the calling thread one that may use the device. Cheap to repeat.
+    /// The calling thread uses the device from now on; what it used before is kept for
+    /// [`Device::detach`]. Cheap.
     ///
     /// # Errors
     /// [`Error::Os`] where the device refuses.
     fn attach(&self) -> Result<()>;
+
+    /// The calling thread uses what it used before the last [`Device::attach`].
+    fn detach(&self);
 
     /// Enqueues a copy of `nbytes` between device and host memory, in the lane's direction.
     ///
@@ -107,6 +111,31 @@ pub trait Device: Send + Sync {
 
     /// Ends a [`Device::pin`]. No copy from or to the range is under way.
     fn unpin(&self, address: usize);
+}
+
+/// The calling thread uses a device, until this is dropped: then what it used before. Threads of
+/// other libraries so find what they have set.
+pub struct Attached<'a> {
+    device: &'a dyn Device,
+    /// It belongs to its thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl<'a> Attached<'a> {
+    /// See [`Device::attach`].
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device refuses.
+    pub fn to(device: &'a dyn Device) -> Result<Self> {
+        device.attach()?;
+        Ok(Self { device, _thread: PhantomData })
+    }
+}
+
+impl Drop for Attached<'_> {
+    fn drop(&mut self) {
+        self.device.detach();
+    }
 }
 
 /// The device that torch calls `name` (`cpu`, `cuda:0`), with room for `events` events.

@@ -1,22 +1,23 @@
-//! What comes down from the device: a queue, and the thread that hands it over.
+//! What comes down from the device: a queue, and the thread that hands its entries to the device.
 //!
-//! - DOWN-1 Entries are handed over one by one, in the order in which they were queued. Queueing
-//!   waits for nothing.
-//! - DOWN-2 An entry has a ticket, from 1. An event says something about it only once it is issued,
-//!   that is handed over: whoever waits for the event waits for the ticket first.
+//! - DOWN-1 Entries are handed over one by one, in the order in which they were queued.
+//! - DOWN-2 An entry has a ticket, from 1. It is *issued* once it is handed over. An event says
+//!   something about an entry only from then on: a thread that waits for the event waits for the
+//!   ticket first.
 //! - DOWN-3 No more than [`IN_FLIGHT`] copies are with the device. Its own queue is so never full,
-//!   and nobody else who uses the device is held up.
+//!   and no other user of the device is held up.
 //! - DOWN-4 The first entry that fails, or panics, is the last: what is queued is dropped, and
-//!   everybody who waits for it, now or later, or queues more, gets the error.
+//!   every thread that waits for it, now or later, or queues more, gets the error.
+//! - DOWN-5 The queue holds a fixed number of entries. A thread that finds no room for all of its
+//!   entries queues none of them, and waits.
 //!
-//! Cost: an entry is 40 bytes, and a step queues one per segment, so the queue is bounded by the
-//! model; two locks per entry.
+//! Cost: 40 bytes per place of the queue, allocated with it; two locks per entry.
 
 use std::{collections::VecDeque, time::Duration};
 
 use super::thread::caught;
 use crate::{
-    device::{Device, Lane, Mark},
+    device::{Attached, Device, Lane, Mark},
     error::{Error, Result},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
@@ -39,6 +40,7 @@ pub(super) enum Download {
 pub(super) struct Downloads {
     device: Arc<dyn Device>,
     first_event: usize,
+    capacity: usize,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -48,7 +50,7 @@ struct State {
     queue: VecDeque<Download>,
     /// The last ticket that was given out.
     queued: u64,
-    /// The last ticket that was handed over.
+    /// The ticket of the last entry that was handed over.
     issued: u64,
     failure: Option<String>,
     quit: bool,
@@ -71,13 +73,37 @@ impl State {
 }
 
 impl Downloads {
-    /// An empty queue, which nobody hands over yet. Events `first_event` and [`IN_FLIGHT`] - 1 more
-    /// of `device` are its own.
-    pub(super) fn new(device: Arc<dyn Device>, first_event: usize) -> Self {
-        Self { device, first_event, state: Mutex::default(), changed: Condvar::new() }
+    /// An empty queue of `capacity` places, whose entries no thread hands over yet. Events
+    /// `first_event` and [`IN_FLIGHT`] - 1 more of `device` are its own.
+    pub(super) fn new(device: Arc<dyn Device>, first_event: usize, capacity: usize) -> Self {
+        let state = State { queue: VecDeque::with_capacity(capacity), ..State::default() };
+        Self { device, first_event, capacity, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Queues entries in this order. The ticket of the first; the others' follow.
+    /// Waits, no longer than `timeout`, until the queue has room for so many entries; whether it
+    /// has. It stays while no other thread queues any.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for more entries than there are places; [`Error::Os`] where an earlier
+    /// entry has failed.
+    pub(super) fn wait_for_room(&self, entries: usize, timeout: Duration) -> Result<bool> {
+        if entries > self.capacity {
+            return Err(Error::value(format!(
+                "`{entries}` copies in one call, expected at most {}\nhint: more calls",
+                self.capacity
+            )));
+        }
+        let is_full =
+            |state: &State| state.failure.is_none() && state.queue.len() + entries > self.capacity;
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), timeout, |state| is_full(state))
+            .unwrap_or_else(PoisonError::into_inner);
+        state.check().map(|()| !is_full(&state))
+    }
+
+    /// Queues entries in this order, for which there is room. The ticket of the first; the others'
+    /// follow.
     ///
     /// # Safety
     /// Both sides of every copy are alive, nobody writes its source nor uses its target, until it
@@ -85,12 +111,18 @@ impl Downloads {
     ///
     /// # Errors
     /// [`Error::Os`] where an earlier entry has failed.
+    ///
+    /// # Panics
+    /// Where there is no room.
     pub(super) unsafe fn push(&self, entries: impl IntoIterator<Item = Download>) -> Result<u64> {
         let mut state = self.lock();
         state.check()?;
-        let (first, before) = (state.queued + 1, state.queue.len());
-        state.queue.extend(entries);
-        state.queued += (state.queue.len() - before) as u64;
+        let first = state.queued + 1;
+        for entry in entries {
+            assert!(state.queue.len() < self.capacity, "room is waited for");
+            state.queue.push_back(entry);
+            state.queued += 1;
+        }
         drop(state);
         self.changed.notify_all();
         Ok(first)
@@ -128,13 +160,13 @@ impl Downloads {
         if state.issued < ticket { state.check().map(|()| false) } else { Ok(true) }
     }
 
-    /// Waits until all that is queued is issued.
+    /// As [`Downloads::wait_timeout`], for all that is queued.
     ///
     /// # Errors
     /// As [`Downloads::wait`].
-    pub(super) fn wait_for_all(&self) -> Result<()> {
+    pub(super) fn wait_for_all(&self, timeout: Duration) -> Result<bool> {
         let queued = self.lock().queued;
-        self.wait(queued)
+        self.wait_timeout(queued, timeout)
     }
 
     /// Ends [`Downloads::hand_over`] when all that is queued is issued.
@@ -157,7 +189,7 @@ impl Downloads {
     }
 
     fn hand_over_all(&self) -> Result<()> {
-        self.device.attach()?;
+        let _attached = Attached::to(&*self.device)?;
         // The events of copies that may not be done, the oldest first.
         let mut in_flight = VecDeque::with_capacity(IN_FLIGHT);
         let mut num_own = 0;
@@ -176,7 +208,7 @@ impl Downloads {
                         self.device.wait(oldest)?;
                     }
                     let target = std::ptr::with_exposed_provenance_mut::<u8>(target);
-                    // SAFETY: whoever queued it vouches for both sides.
+                    // SAFETY: `push`'s caller vouches for both sides.
                     unsafe { self.device.copy(Lane::Download, source, target, nbytes)? };
                     let event = event.unwrap_or_else(|| {
                         // When it comes round, so many later copies have pushed it out.

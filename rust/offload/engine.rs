@@ -3,28 +3,69 @@
 use std::{iter, ops::Range, process, time::Duration};
 
 use super::{
-    downloads::{Download, Downloads},
+    downloads::{Download, Downloads, IN_FLIGHT},
+    generation::Generation,
+    job::{self, Announced, Jobs, Timing, Update},
+    landing::Landing,
+    owners::{Lent, Owners},
+    schedule::Forward,
     segment::Segments,
-    step::{Shared, State, Timing, Update},
+    step::Stepper,
     thread::start,
 };
 use crate::{
-    device::{Device, Lane, Stream},
+    device::{Attached, Device, Stream},
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
     stream::view::View,
-    sync::{
-        Arc, Condvar, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-        thread::JoinHandle,
-    },
-    tier::revocable::HostSlots,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, thread::JoinHandle},
+    tier::{Tier, ram::Ram},
 };
+
+/// Places of the queue of downloads beside those of the segments: for marks, and copies of parts.
+const SPARE_PLACES: usize = 256;
+
+/// What an engine is made for.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape<'a> {
+    /// Elements of each tensor, in forward order.
+    pub numels: &'a [usize],
+    /// How many generations of gradients there may be: 1, or 2 to take one while another is
+    /// stepped.
+    pub generations: usize,
+}
+
+/// What the threads of an engine have in common.
+pub(super) struct Shared {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) pool: Pool,
+    pub(super) isa: Isa,
+    pub(super) segments: Segments,
+    pub(super) tier: Arc<dyn Tier>,
+    pub(super) downloads: Downloads,
+    pub(super) generations: Box<[Generation]>,
+    pub(super) landing: Landing,
+    pub(super) jobs: Jobs,
+}
+
+/// What callers' threads share of the job that comes next: one of them at a time takes, submits or
+/// discards.
+#[derive(Default)]
+struct Next {
+    /// The job that gradients have been taken for.
+    announced: Option<Announced>,
+    /// The generation that was submitted last.
+    submitted: Option<usize>,
+    /// The generation that was discarded last, while copies of it may be under way.
+    discarded: Option<usize>,
+}
 
 /// See the [module](super). Dropping it waits for the step that runs and for all copies.
 pub struct Engine {
     shared: Arc<Shared>,
+    next: Mutex<Next>,
+    /// Moves jobs on.
     coordinator: Option<JoinHandle<()>>,
     /// Hands over the downloads.
     issuer: Option<JoinHandle<()>>,
@@ -35,149 +76,298 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine for tensors of these sizes, in forward order, whose weights are on `device` (see
-    /// [`crate::device::open`]).
+    /// An engine whose weights are on `device` (see [`crate::device::open`]), and whose state is in
+    /// the tensors themselves.
     ///
     /// # Errors
-    /// As [`crate::device::open`]; [`Error::Os`] where a thread cannot be started.
-    pub fn new(device: &str, numels: &[usize], pool: Pool, isa: Isa) -> Result<Self> {
-        Self::on(crate::device::open(device, Self::events(numels))?, numels, pool, isa)
+    /// As [`crate::device::open`] and [`Engine::on`].
+    pub fn new(device: &str, shape: Shape<'_>, pool: Pool, isa: Isa) -> Result<Self> {
+        let device = crate::device::open(device, Self::events(shape))?;
+        Self::on(device, shape, Arc::new(Ram), pool, isa)
     }
 
-    /// How many events the device of an engine for such tensors has room for.
+    /// How many events the device of an engine has room for.
     #[must_use]
-    pub fn events(numels: &[usize]) -> usize {
-        Segments::new(numels).events()
+    pub fn events(shape: Shape<'_>) -> usize {
+        let segments = Segments::new(shape.numels);
+        shape.generations * Generation::events(&segments) + Landing::events(&segments) + IN_FLIGHT
     }
 
-    /// As [`Engine::new`], on a device that is open, with room for [`Engine::events`].
+    /// As [`Engine::new`], on a device that is open, with room for [`Engine::events`], and with the
+    /// state in `tier`.
     ///
     /// # Errors
-    /// [`Error::Os`] where a thread cannot be started.
-    pub fn on(device: Arc<dyn Device>, numels: &[usize], pool: Pool, isa: Isa) -> Result<Self> {
-        let segments = Segments::new(numels);
+    /// [`Error::Value`] for other than 1 or 2 generations; [`Error::Os`] where a thread cannot be
+    /// started.
+    pub fn on(
+        device: Arc<dyn Device>,
+        shape: Shape<'_>,
+        tier: Arc<dyn Tier>,
+        pool: Pool,
+        isa: Isa,
+    ) -> Result<Self> {
+        if !(1..=2).contains(&shape.generations) {
+            return Err(Error::value(format!(
+                "generations is `{}`, expected 1 or 2",
+                shape.generations
+            )));
+        }
+        let segments = Segments::new(shape.numels);
+        let mut events = 0;
+        let mut next_events = |count| {
+            let first = events;
+            events += count;
+            first
+        };
+        let generations: Box<[Generation]> = (0..shape.generations)
+            .map(|_| Generation::new(&segments, next_events(Generation::events(&segments))))
+            .collect();
+        let first_of_landing = next_events(Landing::events(&segments));
+        let places = shape.generations * segments.count() + SPARE_PLACES;
         let shared = Arc::new(Shared {
-            downloads: Downloads::new(Arc::clone(&device), segments.download_events()),
+            downloads: Downloads::new(Arc::clone(&device), next_events(IN_FLIGHT), places),
+            generations,
+            landing: Landing::new(Arc::clone(&device), &segments, first_of_landing),
             device,
             pool,
             isa,
-            taken: (0..segments.count()).map(|_| AtomicU64::new(0)).collect(),
-            all_taken: AtomicU64::new(0),
-            bytes_downloaded: AtomicU64::new(0),
-            state: Mutex::new(State { issued: vec![true; segments.count()], ..State::default() }),
-            changed: Condvar::new(),
-            slots: HostSlots::home(numels),
+            tier,
+            jobs: Jobs::default(),
             segments,
         });
         let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
         // Dropped, it ends the threads that have been started.
         let mut engine = Self {
             shared,
+            next: Mutex::default(),
             coordinator: None,
             issuer: None,
             pinned: Mutex::default(),
             process: process::id(),
         };
-        engine.coordinator = Some(start("stepwell-offload", move || coordinated.coordinate())?);
+        let mut stepper = Stepper::new(Arc::clone(&coordinated), Box::new(Forward));
+        engine.coordinator =
+            Some(start("stepwell-offload", move || coordinated.jobs.run(&mut stepper))?);
         engine.issuer = Some(start("stepwell-issuer", move || issued.downloads.hand_over())?);
         Ok(engine)
     }
 
     /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this
-    /// order, after what `stream` holds now. Waits for nothing.
+    /// order, after what `stream` holds now. Waits, no longer than `timeout`, for nothing but room
+    /// in the queue of copies; whether all of them are queued. If not, none is.
+    ///
+    /// What is `lent` keeps both sides alive. It is taken where this returns true, and comes back
+    /// ([`Engine::returned`]): the device side after [`Engine::release`], both after
+    /// [`Engine::discard`], [`Engine::drain`] or the end of the step.
     ///
     /// # Safety
-    /// Both sides are alive; nobody writes the device side until it is released or drained, nor
-    /// uses the host side until the step that takes it is submitted and done.
+    /// Both sides are alive as long as their owners are; nobody writes the device side until it is
+    /// released, discarded or drained, nor uses the host side until the step that takes it is
+    /// submitted and done, or it is discarded.
     ///
     /// # Errors
-    /// [`Error::Value`] for a tensor that the engine does not have, or while a step is running;
-    /// [`Error::Os`] where the device has failed, also in copies of calls before.
-    pub unsafe fn take(&self, gradients: &[(usize, u64, View)], stream: Stream) -> Result<()> {
-        let Shared { device, segments, downloads, taken, bytes_downloaded, .. } = &*self.shared;
+    /// [`Error::Value`] for a tensor or a size that the engine does not have, a tensor twice, or
+    /// while a step is running that reads the only generation; [`Error::Os`] where the device has
+    /// failed, also in copies of calls before.
+    pub unsafe fn take(
+        &self,
+        gradients: &[(usize, u64, View)],
+        lent: &mut Option<Lent>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        let segments = &self.shared.segments;
         for (index, _, host) in gradients {
-            self.shared.check_index(*index)?;
+            segments.check_tensor(*index)?;
             host.expect("the gradient's host memory", &[host.dtype()], segments.numel(*index))?;
         }
-        self.ready()?;
-        let mark = device.mark(stream)?;
         let copies = gradients.iter().flat_map(|&(index, source, host)| {
             segments.of(index).map(move |segment| {
                 let elements = segments.elements(index, segment);
-                let (offset, nbytes) =
-                    (elements.start * host.dtype().size(), elements.len() * host.dtype().size());
-                (segment, source + offset as u64, host.address() + offset, nbytes)
+                let size = host.dtype().size();
+                (segment, source + (elements.start * size) as u64, elements, host)
             })
         });
-        let entries = copies.clone().map(|(segment, source, target, nbytes)| Download::Copy {
-            source,
-            target,
-            nbytes,
-            event: Some(segment),
-        });
+        let count = copies.clone().count();
         // SAFETY: passed on from the caller; segments lie within both sides.
-        let ticket = unsafe { downloads.push(iter::once(Download::After(mark)).chain(entries))? };
-        for ((segment, _, _, nbytes), ticket) in copies.zip(ticket + 1..) {
-            taken[segment].store(ticket, Ordering::Release);
-            bytes_downloaded.fetch_add(nbytes as u64, Ordering::Relaxed);
+        unsafe {
+            self.fill(
+                count,
+                |first_event| {
+                    copies.map(move |(segment, source, elements, host)| Download::Copy {
+                        source,
+                        target: host.address() + elements.start * host.dtype().size(),
+                        nbytes: elements.len() * host.dtype().size(),
+                        event: Some(first_event + segment),
+                    })
+                },
+                |generation, mut ticket| {
+                    for &(index, _, host) in gradients {
+                        generation.set_taken(segments, index, host, ticket);
+                        ticket += segments.of(index).len() as u64;
+                    }
+                },
+                lent,
+                stream,
+                timeout,
+            )
         }
-        Ok(())
     }
 
-    /// Copies any device memory to the host, after what `stream` holds now. The next step begins
-    /// when all of it is there.
+    /// As [`Engine::take`] of any device memory: `(device address, host memory)` each. The step
+    /// begins when all of its generation is there.
     ///
     /// # Safety
     /// As [`Engine::take`].
     ///
     /// # Errors
-    /// As [`Engine::take`].
-    pub unsafe fn take_part(&self, parts: &[(u64, View)], stream: Stream) -> Result<()> {
-        let Shared { device, downloads, bytes_downloaded, .. } = &*self.shared;
-        self.ready()?;
-        let mark = device.mark(stream)?;
-        let nbytes = |host: View| host.numel() * host.dtype().size();
-        let entries = parts.iter().map(|&(source, host)| Download::Copy {
+    /// As [`Engine::take`]; [`Error::Value`] also for more copies than the queue has places for.
+    pub unsafe fn take_part(
+        &self,
+        parts: &[(u64, View)],
+        lent: &mut Option<Lent>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        let copy = |&(source, host): &(u64, View)| Download::Copy {
             source,
             target: host.address(),
-            nbytes: nbytes(host),
+            nbytes: host.nbytes(),
             event: None,
-        });
+        };
+        let nbytes = parts.iter().map(|(_, host)| host.nbytes()).sum();
         // SAFETY: passed on from the caller.
-        unsafe { downloads.push(iter::once(Download::After(mark)).chain(entries))? };
-        bytes_downloaded
-            .fetch_add(parts.iter().map(|&(_, host)| nbytes(host) as u64).sum(), Ordering::Relaxed);
-        Ok(())
+        unsafe {
+            self.fill(
+                parts.len(),
+                |_| parts.iter().map(copy),
+                |generation, _| generation.set_taken_in_parts(nbytes),
+                lent,
+                stream,
+                timeout,
+            )
+        }
+    }
+
+    /// Queues so many `copies`, which are told the first event of the generation that is being
+    /// filled, after what `stream` holds now. Then `queued` is told the ticket of the first.
+    ///
+    /// # Safety
+    /// As [`Engine::take`].
+    unsafe fn fill<C: Iterator<Item = Download>>(
+        &self,
+        count: usize,
+        copies: impl FnOnce(usize) -> C,
+        queued: impl FnOnce(&Generation, u64),
+        lent: &mut Option<Lent>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        let Shared { device, downloads, generations, .. } = &*self.shared;
+        self.check_process()?;
+        let _attached = Attached::to(&**device)?;
+        let mut next = self.next();
+        downloads.check()?;
+        let number = self.filled(&next)?;
+        // A mark, and later the events behind a generation that is discarded and one that is not.
+        if !downloads.wait_for_room(count + 3, timeout)? {
+            return Ok(false);
+        }
+        let generation = &generations[number];
+        let mark = Download::After(device.mark(stream)?);
+        // SAFETY: passed on from the caller.
+        let ticket =
+            unsafe { downloads.push(iter::once(mark).chain(copies(generation.first_event())))? };
+        queued(generation, ticket + 1);
+        generation.hold(lent.take());
+        next.announced = Some(Announced { generation: number });
+        Ok(true)
+    }
+
+    /// The generation that is being filled, or can be.
+    fn filled(&self, next: &Next) -> Result<usize> {
+        let busy = self.shared.jobs.busy()?;
+        if let Some(Announced { generation }) = next.announced {
+            return Ok(generation);
+        }
+        let free = (0..self.shared.generations.len()).find(|&number| Some(number) != busy);
+        free.ok_or_else(|| {
+            Error::value(
+                "a step is still running and reads the gradients, of which the engine has one \
+                 generation; expected it to be finished first\nhint: an engine with two generations",
+            )
+        })
     }
 
     /// Starts a step of these tensors, in this order, and returns. Weights are uploaded after what
     /// `stream` holds now. Gradients on the device may be written after [`Engine::release`].
     ///
+    /// `owners` keep alive what the updates name. They are taken where this returns no error, and
+    /// come back ([`Engine::returned`]) when the step has ended, uploads and all.
+    ///
     /// # Safety
-    /// The memory of all views and weights is alive, and nobody else uses it, until the step is
-    /// done; weights until they are waited for.
+    /// The memory of all views and weights is alive as long as the owners are, and nobody else uses
+    /// it until the step is done; weights until they are waited for.
     ///
     /// # Errors
     /// [`Error::Value`], with nothing changed, for what [`crate::adam::batch::step`] refuses,
-    /// tensors that the engine does not have or has twice in a call, or while a step is running;
-    /// [`Error::Os`] where the device has failed.
-    pub unsafe fn submit(&self, updates: Vec<Update>, stream: Stream) -> Result<()> {
-        let Shared { device, segments, downloads, all_taken, changed, .. } = &*self.shared;
-        self.shared.check(&updates)?;
-        self.ready()?;
-        device.order_lane_after(Lane::Upload, device.mark(stream)?)?;
-        let mut state = self.shared.lock();
-        state.check_idle()?;
-        // SAFETY: it is no copy.
-        let ticket = unsafe { downloads.push([Download::Record(segments.gradients_event())])? };
-        all_taken.store(ticket, Ordering::Release);
+    /// tensors that the engine does not have or has twice in a call, gradients that are read
+    /// elsewhere than they were taken to, or while a step is running; [`Error::Os`] where the
+    /// device has failed.
+    pub unsafe fn submit(
+        &self,
+        updates: Vec<Update>,
+        owners: &mut Option<Owners>,
+        stream: Stream,
+    ) -> Result<()> {
+        let Shared { device, segments, downloads, generations, landing, jobs, .. } = &*self.shared;
+        job::check(&updates, segments)?;
+        self.check_process()?;
+        let _attached = Attached::to(&**device)?;
+        let mut next = self.next();
+        jobs.check_idle()?;
+        downloads.check()?;
+        let number = self.filled(&next)?;
+        let generation = &generations[number];
+        job::check_targets(&updates, generation)?;
+        landing.order_after(stream)?;
+        generation.seal(downloads)?;
         for update in &updates {
-            state.issued[segments.of(update.index)].fill(false);
+            landing.expect(segments.of(update.index));
         }
-        state.job = Some(updates);
-        state.busy = true;
-        changed.notify_all();
+        let announced = next.announced.take().unwrap_or(Announced { generation: number });
+        next.submitted = Some(number);
+        jobs.submit(announced.decide(updates, owners.take()));
         Ok(())
+    }
+
+    /// Forgets the gradients that were taken since the last submit: no step takes them. Then waits
+    /// on this thread, no longer than `timeout`, until the device has all copies of them, and for
+    /// these: both sides are the caller's again. Whether that was reached; if not, they are
+    /// forgotten all the same, and a second call waits on.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed.
+    pub fn discard(&self, timeout: Duration) -> Result<bool> {
+        let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
+        self.check_process()?;
+        let _attached = Attached::to(&**device)?;
+        let mut next = self.next();
+        if let Some(Announced { generation }) = next.announced.take() {
+            generations[generation].clear();
+            next.discarded = Some(generation);
+            generations[generation].seal(downloads)?;
+        }
+        let Some(generation) = next.discarded.map(|number| &generations[number]) else {
+            return Ok(true);
+        };
+        if !downloads.wait_timeout(generation.sealed(), timeout)? {
+            return Ok(false);
+        }
+        generation.wait_for_all(downloads, &**device)?;
+        next.discarded = None;
+        jobs.give_back(generation.let_go());
+        Ok(true)
     }
 
     /// Waits on this thread, no longer than `timeout`, until the device has all copies of the
@@ -187,13 +377,20 @@ impl Engine {
     /// # Errors
     /// [`Error::Os`] where the device has failed.
     pub fn release(&self, stream: Stream, timeout: Duration) -> Result<bool> {
-        let Shared { device, segments, downloads, all_taken, .. } = &*self.shared;
+        let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
         self.check_process()?;
-        if !downloads.wait_timeout(all_taken.load(Ordering::Acquire), timeout)? {
+        let next = self.next();
+        let Some(number) = next.submitted else { return Ok(true) };
+        let generation = &generations[number];
+        if !downloads.wait_timeout(generation.sealed(), timeout)? {
             return Ok(false);
         }
-        device.attach()?;
-        device.order_stream_after(stream, segments.gradients_event())?;
+        let _attached = Attached::to(&**device)?;
+        device.order_stream_after(stream, generation.whole_event())?;
+        // Unless it is being filled anew.
+        if next.announced.as_ref().is_none_or(|announced| announced.generation != number) {
+            jobs.give_back(generation.let_go_of_sources());
+        }
         Ok(true)
     }
 
@@ -210,8 +407,8 @@ impl Engine {
         stream: Stream,
         timeout: Duration,
     ) -> Result<bool> {
-        let Shared { device, segments, .. } = &*self.shared;
-        self.shared.check_index(index)?;
+        let Shared { device, segments, landing, jobs, .. } = &*self.shared;
+        segments.check_tensor(index)?;
         if elements.start > elements.end || elements.end > segments.numel(index) {
             return Err(Error::value(format!(
                 "elements `{}..{}` of a tensor of {}, expected a range within it",
@@ -221,14 +418,12 @@ impl Engine {
             )));
         }
         self.check_process()?;
-        let held = segments.holding(index, elements);
-        if !self.shared.wait_while(timeout, |state| state.issued[held.clone()].contains(&false))? {
+        let holding = segments.holding(index, elements);
+        if !jobs.wait_until(timeout, || landing.are_enqueued(holding.clone()))? {
             return Ok(false);
         }
-        device.attach()?;
-        held.into_iter().try_for_each(|segment| {
-            device.order_stream_after(stream, segments.weight_event(segment))
-        })?;
+        let _attached = Attached::to(&**device)?;
+        landing.order_stream(stream, holding)?;
         Ok(true)
     }
 
@@ -238,41 +433,57 @@ impl Engine {
     /// # Errors
     /// [`Error::Os`] where the step or the device has failed.
     pub fn finish(&self, stream: Stream, timeout: Duration) -> Result<bool> {
-        let Shared { device, segments, .. } = &*self.shared;
+        let Shared { device, landing, jobs, .. } = &*self.shared;
         self.check_process()?;
-        if !self.shared.wait_while(timeout, |state| state.busy)? {
+        if !jobs.wait_until_idle(timeout)? {
             return Ok(false);
         }
-        device.attach()?;
-        device.record(Lane::Upload, segments.weights_event())?;
-        device.order_stream_after(stream, segments.weights_event())?;
+        let _attached = Attached::to(&**device)?;
+        landing.order_stream_after_all(stream)?;
         Ok(true)
     }
 
-    /// Waits until every copy that was taken or enqueued has ended. Not while a step runs.
+    /// Waits on this thread, no longer than `timeout` and the copies that are with the device take,
+    /// until every copy that was taken or enqueued has ended. Whether that was reached. Not while a
+    /// step runs.
     ///
     /// # Errors
     /// As [`Engine::finish`].
-    pub fn drain(&self) -> Result<()> {
-        let Shared { device, downloads, .. } = &*self.shared;
-        self.idle()?;
-        let issued = downloads.wait_for_all();
+    pub fn drain(&self, timeout: Duration) -> Result<bool> {
+        let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
+        self.check_process()?;
+        // None of another thread's may come in between.
+        let _next = self.next();
+        jobs.check_idle()?;
+        let _attached = Attached::to(&**device)?;
+        let issued = downloads.wait_for_all(timeout);
+        if matches!(issued, Ok(false)) {
+            return Ok(false);
+        }
         // Also where a later one has failed.
         device.drain()?;
-        issued
+        issued?;
+        jobs.give_back(generations.iter().flat_map(Generation::let_go));
+        jobs.wait_until_over(timeout)
+    }
+
+    /// What was lent and is not used any more: for the caller to drop.
+    #[must_use]
+    pub fn returned(&self) -> Vec<Owners> {
+        // No look at the lock in a child: a thread that is not there may hold it.
+        if self.process == process::id() { self.shared.jobs.returned() } else { Vec::new() }
     }
 
     /// Whether a step is running on the host; in a forked child, none is.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        // No look at the lock in a child: a thread that is not there may hold it.
-        self.process == process::id() && self.shared.lock().busy
+        self.process == process::id() && self.shared.jobs.is_busy()
     }
 
     /// What the last step took; in a forked child, nothing.
     #[must_use]
     pub fn timing(&self) -> Timing {
-        if self.process == process::id() { self.shared.lock().timing } else { Timing::default() }
+        if self.process == process::id() { self.shared.jobs.timing() } else { Timing::default() }
     }
 
     /// Workers that step.
@@ -290,25 +501,15 @@ impl Engine {
     /// [`Error::Os`] where the device refuses.
     pub unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<()> {
         self.check_process()?;
-        self.shared.device.attach()?;
+        let _attached = Attached::to(&*self.shared.device)?;
         // SAFETY: passed on from the caller.
         unsafe { self.shared.device.pin(address, nbytes) }?;
         self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(address);
         Ok(())
     }
 
-    /// Checks that no step is running and nothing has failed, and makes this thread one of the
-    /// device's.
-    fn ready(&self) -> Result<()> {
-        self.idle()?;
-        self.shared.downloads.check()
-    }
-
-    /// As [`Engine::ready`], but copies may have failed.
-    fn idle(&self) -> Result<()> {
-        self.check_process()?;
-        self.shared.lock().check_idle()?;
-        self.shared.device.attach()
+    fn next(&self) -> MutexGuard<'_, Next> {
+        self.next.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn check_process(&self) -> Result<()> {
@@ -316,7 +517,8 @@ impl Engine {
             return Ok(());
         }
         Err(Error::value(format!(
-            "the offload engine belongs to process `{}`, this is `{}`\nhint: make the optimizer after forking",
+            "the offload engine belongs to process `{}`, this is `{}`\n\
+             hint: make the optimizer after forking",
             self.process,
             process::id()
         )))
@@ -331,8 +533,7 @@ impl Drop for Engine {
             std::mem::forget((coordinator, issuer, Arc::clone(&self.shared)));
             return;
         }
-        self.shared.lock().quit = true;
-        self.shared.changed.notify_all();
+        self.shared.jobs.quit();
         if let Some(coordinator) = coordinator {
             // Its body catches panics.
             let _ = coordinator.join();
@@ -342,8 +543,8 @@ impl Drop for Engine {
         if let Some(issuer) = issuer {
             let _ = issuer.join();
         }
-        if self.shared.device.attach().is_ok() {
-            // Whoever drops the engine may free the memory next. A failed device copies no more.
+        if let Ok(_attached) = Attached::to(&*self.shared.device) {
+            // What was lent is dropped next. A failed device copies no more.
             let _ = self.shared.device.drain();
             for address in self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner) {
                 self.shared.device.unpin(*address);

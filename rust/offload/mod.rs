@@ -8,22 +8,49 @@
 //!                                          on the pool
 //! ```
 //!
+//! It is made of parts that know nothing of each other's insides:
+//!
+//! | part | file | is |
+//! |---|---|---|
+//! | job | `job.rs` | one step as states, and the one place that moves it on |
+//! | generation | `generation.rs` | the gradients of one step: tickets, events, what was lent |
+//! | schedule | `schedule.rs` | in which order segments are stepped, with which generation |
+//! | tier | [`crate::tier`] | where a segment's state is: fetch, route, store, commit |
+//! | landing | `landing.rs` | when new weights are written on the device, and what waits for them |
+//!
+//! `engine.rs` has what callers call, `step.rs` what workers do with a chunk, `downloads.rs` the
+//! queue of copies to the host, `segment.rs` the numbers of segments.
+//!
+//! A step goes through these states:
+//!
+//! | state | reached by | from then on |
+//! |---|---|---|
+//! | announced | the first [`Engine::take`] | a generation is being filled |
+//! | decided | [`Engine::submit`], or [`Engine::discard`], which ends it | the engine is busy |
+//! | stepped | the last chunk | host memory has the new state |
+//! | committed | the tier's commit, the last upload enqueued | the generation is free |
+//! | uploaded | the end of the last upload | what was lent is returned |
+//!
 //! - OFF-1 A step is taken whole: everything that can be refused is refused by [`Engine::submit`],
 //!   before anything is changed.
-//! - OFF-2 A chunk is stepped after its gradient has arrived, and after the upload of its last
-//!   weight has ended.
-//! - OFF-3 A segment is uploaded when all its chunks are stepped. Segments are stepped in the order
-//!   of the call, which is the forward's, so that the first weights that the next forward reads are
-//!   up first.
+//! - OFF-2 A chunk is stepped after its gradient has arrived and its state is fetched, and after all
+//!   uploads of the step before have ended.
+//! - OFF-3 A segment is uploaded when all its chunks are stepped and its tier calls them final.
+//!   Segments are stepped in the order of the call, which is the forward's, so that the first
+//!   weights that the next forward reads are up first.
 //! - OFF-4 The result does not depend on when anything arrives: a chunk is computed as
 //!   [`crate::adam::batch`] computes it.
-//! - OFF-5 Whoever has gradients taken only marks his stream, once per call, and queues the copies.
+//! - OFF-5 A thread that has gradients taken marks its stream, once per call, and queues the copies.
 //!   A thread of the engine hands them to the device, in the order of the calls and each after its
 //!   own call's mark, and is the only one that a full bus holds up (`downloads.rs`). (DeepSpeed's
 //!   partitions on CUDA are copied on a stream of torch's, whose allocator then knows when a
 //!   gradient's memory is free; a step only comes after that stream.)
 //! - OFF-6 A gradient's memory on the device may be written from [`Engine::release`] on, or by a
 //!   stream that has waited for all of its tensor's new weight: that came after the gradient.
+//! - OFF-7 Of taking, submitting and discarding, one happens at a time. A call from a second thread
+//!   waits for the first; it never sees half of it.
+//! - OFF-8 What a call lends ([`Owners`]) is held until the engine uses its memory no more. No
+//!   thread of the engine drops it: the caller does, with [`Engine::returned`].
 //!
 //! Why OFF-5 marks on the calling thread: "what the stream holds now" is over once the caller
 //! launches more. Why each call has a mark of its own: one mark for all that waits in the queue,
@@ -33,24 +60,34 @@
 //! Why OFF-6 is a call of its own: a stream can be made to wait for an event only once that is
 //! recorded, so for the last copy only once that is with the device, and all but the last few have
 //! come by then. Within [`Engine::submit`], the step would begin that much later. After it, workers
-//! step while the caller waits. When he does so is his choice, but no later moment is right for
-//! every caller: whoever writes a gradient (`grad.zero_()` in a training loop) launches that on his
-//! stream and tells nobody, and where he is faster than the copy, the step is wrong and nothing
-//! shows it. What would let him go on at once is not to be had: a stream can wait for a number in
-//! memory, which the engine would write when all has come, but the driver does not know of such an
-//! order, may queue later copies behind that stream, and then stands still. So may a host function
-//! on the stream, which must not wait for other work.
+//! step while the caller waits. The caller chooses when to wait, but no later moment is right for
+//! every caller: code that writes a gradient (`grad.zero_()` in a training loop) launches that on
+//! its stream and tells the engine nothing, and where it is faster than the copy, the step is wrong
+//! and nothing shows it. What would let the caller go on at once is not to be had: a stream can wait
+//! for a number in memory, which the engine would write when all has come, but the driver does not
+//! know of such an order, may queue later copies behind that stream, and then stands still. So may
+//! a host function on the stream, which must not wait for other work.
 //!
 //! Cost per parameter, beside that of the step itself (see [`crate::adam`]): a bf16 gradient and a
-//! bf16 weight cross the bus once, 2 B each way, and the host's memory once more each.
+//! bf16 weight cross the bus once, 2 B each way, and the host's memory once more each. Memory, all
+//! of it allocated with the engine: about 200 B per segment of 4 Mi elements. A call allocates for
+//! its own list of tensors; a step allocates nothing that grows with their size.
 
 mod downloads;
 mod engine;
+mod generation;
+mod job;
+mod landing;
+#[cfg(all(test, shuttle))]
+mod model;
+mod owners;
+mod schedule;
 mod segment;
 mod step;
 mod thread;
 
 pub use downloads::IN_FLIGHT;
-pub use engine::Engine;
+pub use engine::{Engine, Shape};
+pub use job::{Timing, Update};
+pub use owners::{Lent, Owners};
 pub use segment::SEGMENT_LEN;
-pub use step::{Timing, Update};

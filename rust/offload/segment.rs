@@ -3,8 +3,10 @@
 
 use std::ops::Range;
 
-use super::downloads::IN_FLIGHT;
-use crate::state::chunk::{CHUNK_LEN, num_chunks};
+use crate::{
+    error::{Error, Result},
+    state::chunk::{CHUNK_LEN, num_chunks},
+};
 
 /// Chunks of a segment: 4 Mi elements, 8 MB of bf16, 0.15 ms of a PCIe 5 bus and about 1 ms of
 /// stepping. Larger ones make the first chunk wait longer, smaller ones cost more calls.
@@ -27,6 +29,20 @@ impl Segments {
             first.push(first[first.len() - 1] + numel.div_ceil(SEGMENT_LEN));
         }
         Self { numels: numels.into(), first: first.into() }
+    }
+
+    /// Checks that there is such a tensor.
+    ///
+    /// # Errors
+    /// [`Error::Value`] where there is not.
+    pub(super) fn check_tensor(&self, tensor: usize) -> Result<()> {
+        if tensor < self.tensors() {
+            return Ok(());
+        }
+        Err(Error::value(format!(
+            "tensor `{tensor}`, expected one of the engine's {}",
+            self.tensors()
+        )))
     }
 
     /// How many tensors there are.
@@ -69,33 +85,6 @@ impl Segments {
     pub(super) fn chunks(&self, tensor: usize, segment: usize) -> Range<usize> {
         let begin = (segment - self.first[tensor]) * CHUNKS;
         begin..(begin + CHUNKS).min(num_chunks(self.numels[tensor]))
-    }
-}
-
-/// Numbers of the device's events: one per segment for its gradient, one for its weight, two, and
-/// those of the downloads.
-impl Segments {
-    pub(super) fn events(&self) -> usize {
-        self.download_events() + IN_FLIGHT
-    }
-
-    pub(super) fn weight_event(&self, segment: usize) -> usize {
-        self.count() + segment
-    }
-
-    /// All that was taken before a submit.
-    pub(super) fn gradients_event(&self) -> usize {
-        2 * self.count()
-    }
-
-    /// All that was uploaded before a finish.
-    pub(super) fn weights_event(&self) -> usize {
-        2 * self.count() + 1
-    }
-
-    /// The first of those that the downloads use as they like.
-    pub(super) fn download_events(&self) -> usize {
-        2 * self.count() + 2
     }
 }
 

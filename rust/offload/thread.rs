@@ -18,10 +18,10 @@ pub(super) fn start(name: &str, body: impl FnOnce() + Send + 'static) -> Result<
     })
 }
 
-/// What `body` returns; a panic in it is an error: that `who` panicked.
-pub(super) fn caught<T>(who: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
+/// What `body` returns; a panic in it is an error: that `actor` panicked.
+pub(super) fn caught<T>(actor: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
-        Err(Error::os(format!("{who} panicked"), io::Error::other(text_of(&*payload))))
+        Err(Error::os(format!("{actor} panicked"), io::Error::other(text_of(&*payload))))
     })
 }
 

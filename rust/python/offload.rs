@@ -16,7 +16,7 @@ use crate::{
     device::Stream,
     error::{Error, Result},
     host::pool::{Pool, PoolConfig},
-    offload::{Engine, Update},
+    offload::{Engine, Lent, Owners, Shape, Update},
     simd::isa::Isa,
     stream::view::View,
 };
@@ -34,13 +34,17 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Args:
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
 ///     numels: elements of each tensor, in forward order.
-///     threads: workers that step; one per allowed physical core but one, which launches work meanwhile, if None.
+///     threads: workers that step; one per allowed physical core but one, which launches work
+///         meanwhile, if None.
+///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
+///         those of a step while the one before is stepped, into other memory.
 ///
 /// Raises:
-///     ValueError: for another device or a bad number of threads.
+///     ValueError: for another device, or a bad number of threads or generations.
 ///     OSError: where there is no such device.
 #[pyclass(name = "OffloadEngine", module = "stepwell._core", frozen)]
 pub(super) struct PyOffloadEngine {
+    /// It holds Python objects, which it never drops on a thread of its own: `drop_returned` does.
     engine: Engine,
     /// What is pinned. Freed after the engine, the field above, which waits for all copies and
     /// unpins it.
@@ -58,6 +62,10 @@ fn wait_interruptibly(
     Ok(())
 }
 
+fn owners_of(owners: Vec<Py<PyAny>>) -> Owners {
+    Box::new(owners)
+}
+
 fn views_of(views: &[PyRef<'_, PyTensorView>]) -> Vec<View> {
     views.iter().map(|view| view.0).collect()
 }
@@ -69,15 +77,24 @@ fn check_lengths(names: &str, lengths: &[usize]) -> Result<()> {
     Err(Error::value(format!("{names} have `{lengths:?}` entries, expected as many of each")))
 }
 
+impl PyOffloadEngine {
+    /// Drops what the engine has held and does not use any more: here, where the interpreter is
+    /// this thread's. Every method begins or ends with it.
+    fn drop_returned(&self, _attached: Python<'_>) {
+        drop(self.engine.returned());
+    }
+}
+
 #[pymethods]
 impl PyOffloadEngine {
     #[new]
-    #[pyo3(signature = (device, numels, *, threads=None))]
+    #[pyo3(signature = (device, numels, *, threads=None, generations=1))]
     fn new(
         py: Python<'_>,
         device: &str,
         numels: Vec<usize>,
         threads: Option<usize>,
+        generations: usize,
     ) -> Result<Self> {
         let engine = py.detach(|| {
             let threads = match threads {
@@ -85,7 +102,8 @@ impl PyOffloadEngine {
                 None => Pool::global()?.threads().saturating_sub(1).max(1),
             };
             let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None })?;
-            Engine::new(device, &numels, pool, Isa::detect()?)
+            let shape = Shape { numels: &numels, generations };
+            Engine::new(device, shape, pool, Isa::detect()?)
         })?;
         Ok(Self { engine, buffers: Mutex::default() })
     }
@@ -103,26 +121,34 @@ impl PyOffloadEngine {
     }
 
     /// Copies whole gradients to host memory in the background, one after the other, after what
-    /// `stream` holds now.
+    /// `stream` holds now. The thread waits only where too many copies are on their way.
     ///
     /// Args:
-    ///     indices: of the tensors.
-    ///     sources: addresses of their gradients on the device. They stay as they are until `release` or `synchronize`.
-    ///     targets: host memory, used by nobody else until the step is done.
+    ///     indices: of the tensors, each once.
+    ///     sources: addresses of their gradients on the device. They stay as they are until
+    ///         `release`, `discard` or `synchronize`.
+    ///     targets: host memory, used by nobody else until the step is done, or discarded.
+    ///     source_owners: what keeps the sources alive; the engine holds it until then.
+    ///     target_owners: what keeps the targets alive; the engine holds it until then.
     ///     stream: the stream that made the gradients.
     ///
     /// Raises:
-    ///     ValueError: for a tensor or a size that is not the engine's, or while a step is running.
+    ///     ValueError: for a tensor or a size that is not the engine's, or while a step is running
+    ///         that reads the only generation of gradients.
     ///     OSError: where the device has failed.
-    #[pyo3(signature = (indices, sources, targets, *, stream=0))]
+    #[pyo3(signature = (indices, sources, targets, *, source_owners, target_owners, stream=0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn take(
         &self,
         py: Python<'_>,
         indices: Vec<usize>,
         sources: Vec<u64>,
         targets: Vec<PyRef<'_, PyTensorView>>,
+        source_owners: Vec<Py<PyAny>>,
+        target_owners: Vec<Py<PyAny>>,
         stream: u64,
-    ) -> Result<()> {
+    ) -> PyResult<()> {
+        self.drop_returned(py);
         check_lengths(
             "indices, sources and targets",
             &[indices.len(), sources.len(), targets.len()],
@@ -133,33 +159,49 @@ impl PyOffloadEngine {
             .zip(views_of(&targets))
             .map(|((index, source), target)| (index, source, target))
             .collect();
-        // SAFETY: the caller vouches for the memory, as documented.
-        py.detach(|| unsafe { self.engine.take(&gradients, Stream(stream)) })
+        let mut lent =
+            Some(Lent { sources: owners_of(source_owners), targets: owners_of(target_owners) });
+        // SAFETY: the caller vouches that the owners own the memory, and for its use, as documented.
+        wait_interruptibly(py, || unsafe {
+            self.engine.take(&gradients, &mut lent, Stream(stream), SIGNAL_INTERVAL)
+        })
     }
 
     /// Copies any device memory to host memory in the background, after what `stream` holds now;
-    /// the next step begins when all of it is there.
+    /// the next step begins when all of it is there. The thread waits only where too many copies
+    /// are on their way.
     ///
     /// Args:
-    ///     sources: addresses on the device. It stays as it is until `release` or `synchronize`.
+    ///     sources: addresses on the device. It stays as it is until `release`, `discard` or
+    ///         `synchronize`.
     ///     targets: host memory, which says how much.
+    ///     source_owners: as of `take`.
+    ///     target_owners: as of `take`.
     ///     stream: the stream that made it.
     ///
     /// Raises:
-    ///     ValueError: while a step is running.
+    ///     ValueError: while a step is running that reads the only generation of gradients, or for
+    ///         too many copies at once.
     ///     OSError: where the device has failed.
-    #[pyo3(signature = (sources, targets, *, stream=0))]
+    #[pyo3(signature = (sources, targets, *, source_owners, target_owners, stream=0))]
     fn take_part(
         &self,
         py: Python<'_>,
         sources: Vec<u64>,
         targets: Vec<PyRef<'_, PyTensorView>>,
+        source_owners: Vec<Py<PyAny>>,
+        target_owners: Vec<Py<PyAny>>,
         stream: u64,
-    ) -> Result<()> {
+    ) -> PyResult<()> {
+        self.drop_returned(py);
         check_lengths("sources and targets", &[sources.len(), targets.len()])?;
         let parts: Vec<_> = sources.into_iter().zip(views_of(&targets)).collect();
-        // SAFETY: the caller vouches for the memory, as documented.
-        py.detach(|| unsafe { self.engine.take_part(&parts, Stream(stream)) })
+        let mut lent =
+            Some(Lent { sources: owners_of(source_owners), targets: owners_of(target_owners) });
+        // SAFETY: the caller vouches that the owners own the memory, and for its use, as documented.
+        wait_interruptibly(py, || unsafe {
+            self.engine.take_part(&parts, &mut lent, Stream(stream), SIGNAL_INTERVAL)
+        })
     }
 
     /// Starts a step in the background and returns. Tensors are stepped in the order given; each
@@ -167,18 +209,20 @@ impl PyOffloadEngine {
     /// may be written after `release`.
     ///
     /// Args:
-    ///     indices: of the tensors.
+    ///     indices: of the tensors, each once.
     ///     tensors: their host sides, with the gradients that were taken.
     ///     weights: addresses on the device that the new weights are written to.
     ///     steps: the number of this update of each, from 1.
     ///     hypers: what to step each with.
+    ///     owners: what keeps all that memory alive, on both sides; the engine holds it until the
+    ///         step has ended, uploads and all.
     ///     stream: the stream that uses the weights.
     ///
     /// Raises:
-    ///     ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the engine's; while a step is
-    ///         running.
+    ///     ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the
+    ///         engine's; for a gradient that was taken to other memory; while a step is running.
     ///     OSError: where the device has failed.
-    #[pyo3(signature = (indices, tensors, *, weights, steps, hypers, stream=0))]
+    #[pyo3(signature = (indices, tensors, *, weights, steps, hypers, owners, stream=0))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn submit(
         &self,
@@ -188,8 +232,10 @@ impl PyOffloadEngine {
         weights: Vec<u64>,
         steps: Vec<u64>,
         hypers: Vec<PyRef<'_, PyHyper>>,
+        owners: Vec<Py<PyAny>>,
         stream: u64,
     ) -> Result<()> {
+        self.drop_returned(py);
         let lengths = [indices.len(), tensors.len(), weights.len(), steps.len(), hypers.len()];
         check_lengths("indices, tensors, weights, steps and hypers", &lengths)?;
         let update = |place: usize| Update {
@@ -200,8 +246,21 @@ impl PyOffloadEngine {
             hyper: hypers[place].0,
         };
         let updates = (0..indices.len()).map(update).collect();
-        // SAFETY: the caller vouches for the memory, as documented.
-        py.detach(|| unsafe { self.engine.submit(updates, Stream(stream)) })
+        let mut owners = Some(owners_of(owners));
+        // SAFETY: the caller vouches that the owners own the memory, and for its use, as documented.
+        py.detach(|| unsafe { self.engine.submit(updates, &mut owners, Stream(stream)) })
+    }
+
+    /// Forgets the gradients that were taken since the last `submit`: of a step that is skipped or
+    /// refused. The thread waits until their copies have ended; then both sides may be written or
+    /// freed. Nothing happens where none were taken.
+    ///
+    /// Raises:
+    ///     OSError: where the device has failed.
+    fn discard(&self, py: Python<'_>) -> PyResult<()> {
+        let discarded = wait_interruptibly(py, || self.engine.discard(SIGNAL_INTERVAL));
+        self.drop_returned(py);
+        discarded
     }
 
     /// `stream` waits for the gradients of the last `submit`: it may write them afterwards, and
@@ -212,7 +271,10 @@ impl PyOffloadEngine {
     ///     OSError: where the device has failed.
     #[pyo3(signature = (*, stream=0))]
     fn release(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        wait_interruptibly(py, || self.engine.release(Stream(stream), SIGNAL_INTERVAL))
+        let released =
+            wait_interruptibly(py, || self.engine.release(Stream(stream), SIGNAL_INTERVAL));
+        self.drop_returned(py);
+        released
     }
 
     /// `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only
@@ -241,7 +303,10 @@ impl PyOffloadEngine {
     ///     OSError: where the step or the device has failed.
     #[pyo3(signature = (*, stream=0))]
     fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
-        wait_interruptibly(py, || self.engine.finish(Stream(stream), SIGNAL_INTERVAL))
+        let finished =
+            wait_interruptibly(py, || self.engine.finish(Stream(stream), SIGNAL_INTERVAL));
+        self.drop_returned(py);
+        finished
     }
 
     /// As `finish`, and the thread waits for every copy.
@@ -251,7 +316,9 @@ impl PyOffloadEngine {
     #[pyo3(signature = (*, stream=0))]
     fn synchronize(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         self.finish(py, stream)?;
-        Ok(py.detach(|| self.engine.drain())?)
+        let drained = wait_interruptibly(py, || self.engine.drain(SIGNAL_INTERVAL));
+        self.drop_returned(py);
+        drained
     }
 
     /// Whether a step is running on the host.

@@ -45,8 +45,7 @@ use crate::{
 pub struct HostSlots {
     index: Slots,
     layouts: Box<[Layout]>,
-    /// `None` where there are no spares.
-    memory: Option<Buffer>,
+    memory: Buffer,
     slot_nbytes: usize,
 }
 
@@ -74,17 +73,11 @@ impl HostSlots {
         })?;
         let numels: Vec<usize> = tensors.iter().map(|tensor| tensor.param.numel()).collect();
         Ok(Self {
-            memory: Some(Buffer::new(nbytes, &BufferConfig::default(), pool)?),
+            memory: Buffer::new(nbytes, &BufferConfig::default(), pool)?,
             index: Slots::new(&numels, spares),
             layouts: tensors.iter().map(|tensor| *tensor.layout()).collect(),
             slot_nbytes,
         })
-    }
-
-    /// Slots for the chunks of tensors of these sizes, at home for good: every step is in place.
-    #[must_use]
-    pub(crate) fn home(numels: &[usize]) -> Self {
-        Self { index: Slots::new(numels, 0), layouts: Box::default(), memory: None, slot_nbytes: 0 }
     }
 
     /// How many chunks have their state in a spare.
@@ -164,9 +157,7 @@ impl HostSlots {
 
     /// Where a spare slot begins.
     fn address(&self, spare: usize) -> usize {
-        let memory =
-            self.memory.as_ref().unwrap_or_else(|| unreachable!("the index has no spares"));
-        memory.as_ptr().expose_provenance() + spare * self.slot_nbytes
+        self.memory.as_ptr().expose_provenance() + spare * self.slot_nbytes
     }
 
     fn check(&self, index: usize, tensor: &AdamTensor) -> Result<()> {

@@ -3,6 +3,7 @@
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 use std::{
+    collections::HashMap,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -16,8 +17,9 @@ use stepwell::{
     Error,
     adam::Hyper,
     device::{Device, Lane, Mark, Stream, host::HostDevice},
-    offload::{Engine, Update},
+    offload::{Engine, Lent, Owners, Shape, Update},
     stream::{element::Dtype, view::View},
+    tier::{Tier, ram::Ram},
 };
 
 use super::battery::{Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
@@ -92,19 +94,81 @@ pub(crate) fn numels(all: &[OnDevice]) -> Vec<usize> {
     all.iter().map(|one| one.held.numel).collect()
 }
 
+/// Room for two generations, whether an engine has them or not.
+pub(crate) fn events(all: &[OnDevice]) -> usize {
+    Engine::events(Shape { numels: &numels(all), generations: 2 })
+}
+
 pub(crate) fn engine_on(device: Arc<dyn Device>, all: &[OnDevice], workers: usize) -> Engine {
-    Engine::on(device, &numels(all), pool_of(workers), widest()).expect("an engine")
+    engine_with(device, all, 1, Arc::new(Ram), workers)
+}
+
+pub(crate) fn engine_with(
+    device: Arc<dyn Device>,
+    all: &[OnDevice],
+    generations: usize,
+    tier: Arc<dyn Tier>,
+    workers: usize,
+) -> Engine {
+    let shape = Shape { numels: &numels(all), generations };
+    Engine::on(device, shape, tier, pool_of(workers), widest()).expect("an engine")
 }
 
 pub(crate) fn host_device(all: &[OnDevice]) -> Arc<HostDevice> {
-    Arc::new(HostDevice::new(Engine::events(&numels(all))).expect("a device"))
+    Arc::new(HostDevice::new(events(all)).expect("a device"))
+}
+
+/// Takes gradients, for which there is room.
+///
+/// # Safety
+/// As [`Engine::take`].
+pub(crate) unsafe fn take_these(
+    engine: &Engine,
+    gradients: &[(usize, u64, View)],
+) -> Result<(), Error> {
+    // SAFETY: passed on.
+    let queued = unsafe { engine.take(gradients, &mut None, STREAM, SOON) }?;
+    assert!(queued, "there is no room");
+    Ok(())
+}
+
+/// Takes parts, for which there is room.
+///
+/// # Safety
+/// As [`Engine::take_part`].
+pub(crate) unsafe fn take_parts(engine: &Engine, parts: &[(u64, View)]) -> Result<(), Error> {
+    // SAFETY: passed on.
+    let queued = unsafe { engine.take_part(parts, &mut None, STREAM, SOON) }?;
+    assert!(queued, "there is no room");
+    Ok(())
+}
+
+/// Says when it is dropped.
+pub(crate) struct Witness(pub(crate) Arc<AtomicUsize>);
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Owners that say when they are dropped.
+pub(crate) fn witness() -> (Owners, Arc<AtomicUsize>) {
+    let dropped = Arc::new(AtomicUsize::new(0));
+    (Box::new(Witness(Arc::clone(&dropped))), dropped)
+}
+
+/// Owners of both sides of gradients.
+pub(crate) fn lent() -> (Option<Lent>, [Arc<AtomicUsize>; 2]) {
+    let ((sources, first), (targets, second)) = (witness(), witness());
+    (Some(Lent { sources, targets }), [first, second])
 }
 
 pub(crate) fn take(engine: &Engine, all: &mut [OnDevice]) -> Result<(), Error> {
     let gradients: Vec<_> =
         all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
     // SAFETY: the tensors outlive the step, which every test waits for or drops the engine for.
-    unsafe { engine.take(&gradients, STREAM) }
+    unsafe { take_these(engine, &gradients) }
 }
 
 /// What `call` returns, which waits for nothing; a test that hangs would not say why.
@@ -123,12 +187,17 @@ pub(crate) fn submit(
     let updates =
         all.iter_mut().enumerate().map(|(index, one)| one.update(index, count, hyper)).collect();
     // SAFETY: as in `take`.
-    unsafe { engine.submit(updates, STREAM) }
+    unsafe { engine.submit(updates, &mut None, STREAM) }
 }
 
 pub(crate) fn finish(engine: &Engine) {
     assert!(engine.finish(STREAM, SOON).expect("a step that works"), "the step takes too long");
-    engine.drain().expect("copies that work");
+    drain(engine).expect("copies that work");
+}
+
+pub(crate) fn drain(engine: &Engine) -> Result<(), Error> {
+    assert!(engine.drain(SOON)?, "copies take too long");
+    Ok(())
 }
 
 pub(crate) fn split(numel: usize, seed: u64) -> OnDevice {
@@ -160,7 +229,9 @@ pub(crate) struct Gated {
     pub(crate) downloads_left: AtomicUsize,
     /// Whether the next panics, instead of failing.
     pub(crate) panics: AtomicBool,
-    /// What was asked of it, and by whom.
+    /// How often each thread is attached.
+    pub(crate) depths: Mutex<HashMap<ThreadId, isize>>,
+    /// What was asked of it, and on which thread.
     pub(crate) calls: Mutex<Vec<(ThreadId, Call)>>,
 }
 
@@ -175,23 +246,30 @@ pub(crate) enum Call {
 impl Gated {
     pub(crate) fn new(all: &[OnDevice]) -> Self {
         Self {
-            host: HostDevice::new(Engine::events(&numels(all))).expect("a device"),
+            host: HostDevice::new(events(all)).expect("a device"),
             streams_wait: AtomicBool::new(true),
             uploads_fail: AtomicBool::new(false),
             downloads_left: AtomicUsize::new(usize::MAX),
             panics: AtomicBool::new(false),
+            depths: Mutex::default(),
             calls: Mutex::default(),
         }
     }
 
-    pub(crate) fn note(&self, call: Call) {
+    pub(crate) fn log(&self, call: Call) {
         self.calls.lock().expect("no panic").push((thread::current().id(), call));
     }
 }
 
 impl Device for Gated {
     fn attach(&self) -> Result<(), Error> {
+        *self.depths.lock().expect("no panic").entry(thread::current().id()).or_default() += 1;
         self.host.attach()
+    }
+
+    fn detach(&self) {
+        *self.depths.lock().expect("no panic").entry(thread::current().id()).or_default() -= 1;
+        self.host.detach();
     }
 
     unsafe fn copy(
@@ -214,13 +292,13 @@ impl Device for Gated {
             assert!(!self.panics.load(Ordering::Relaxed), "the device is out of its mind");
             return Err(Error::os("copy", std::io::Error::other("the bus is out of order")));
         }
-        self.note(Call::Copy(lane, device));
+        self.log(Call::Copy(lane, device));
         // SAFETY: passed on.
         unsafe { self.host.copy(lane, device, host, nbytes) }
     }
 
     fn record(&self, lane: Lane, event: usize) -> Result<(), Error> {
-        self.note(Call::Record(lane, event));
+        self.log(Call::Record(lane, event));
         self.host.record(lane, event)
     }
 
@@ -229,12 +307,12 @@ impl Device for Gated {
     }
 
     fn mark(&self, stream: Stream) -> Result<Mark, Error> {
-        self.note(Call::Mark);
+        self.log(Call::Mark);
         self.host.mark(stream)
     }
 
     fn order_lane_after(&self, lane: Lane, mark: Mark) -> Result<(), Error> {
-        self.note(Call::After(lane));
+        self.log(Call::After(lane));
         self.host.order_lane_after(lane, mark)
     }
 

@@ -1,11 +1,10 @@
-"""The core's offload engine over torch tensors: streams, addresses, and what has to stay alive while copies run.
+"""The core's offload engine over torch tensors: streams, addresses, and the memory behind them.
 
-- Memory that a copy reads or writes is held here until the current stream is ordered after the
-  copy, so that a gradient may be freed, and a parameter given other memory, at any time. Gradients
-  may be written in place once `step` has `release`d them: before that no stream can wait for copies
-  which the device does not have yet.
-- A step ends before anything that it works with is freed, also where the garbage collector takes
-  all of it at once.
+- The core holds the storage of every tensor that a copy or a step reads or writes until that has
+  ended. So a gradient may be freed, a state replaced, and a parameter given other memory at any
+  time. Gradients may be written in place once `step` has `release`d them: before that no stream can
+  wait for copies which the device does not have yet.
+- A step ends before the core is freed, also where the garbage collector takes all of it at once.
 """
 
 from __future__ import annotations
@@ -40,6 +39,11 @@ def device_name(device: torch.device) -> str:
 def current_stream(device: torch.device) -> int:
     """The current stream of `device`, as the core knows it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The memory of `tensors`, which these may be given other memory in place of."""
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def _close(core: _core.OffloadEngine) -> None:
@@ -77,8 +81,6 @@ class Engine:
         for buffer in twins.buffers:
             self._core.pin(buffer)
         self._step_stream = self._stream()
-        self._sources: list[torch.Tensor] = []
-        self._weights: list[torch.Tensor] = []
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""
         weakref.finalize(self, _close, self._core)
@@ -101,13 +103,23 @@ class Engine:
             for param, grad in zip(params, grads, strict=True)
             if local(grad).numel()
         ]
-        self._sources += [grad for _, grad in pairs]
+        targets = [local(self._twins.grad(param)) for param, _ in pairs]
         self._core.take(
             [self._indices[param] for param, _ in pairs],
             [grad.data_ptr() for _, grad in pairs],
-            [view(local(self._twins.grad(param))) for param, _ in pairs],
+            [view(target) for target in targets],
+            source_owners=_storages(grad for _, grad in pairs),
+            target_owners=_storages(targets),
             stream=self._stream(),
         )
+
+    def discard(self) -> None:
+        """Forgets the gradients that were taken since the last step: of a step that is skipped or refused.
+
+        Waits until their copies have ended; then they may be written or freed. Does nothing where
+        none were taken.
+        """
+        self._core.discard()
 
     def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> partial[None]:
         """A call that starts the step of bound updates and returns, with no Python in it that could be interrupted.
@@ -118,10 +130,66 @@ class Engine:
             update.hyper: update.hyper.core(grad_scale) for update in updates
         }
         stepped = [update for update in updates if update.bound.tensor is not None]
-        # Not the parameters: their memory may be swapped for other while new weights are on their
-        # way.
-        weights = [local(update.param).detach() for update in stepped]
-        self._weights = weights
+        sides = (self._twins.weight, self._twins.grad)
+        weights = [local(update.param) for update in stepped]
+        self._step_stream = self._stream()
+        self.seconds_waited = 0.0
+        """How long forwards have waited for weights since the last step."""
+        weakref.finalize(self, _close, self._core)
+
+    def _stream(self) -> int:
+        return current_stream(self._device)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is running on the host."""
+        return self._core.busy
+
+    def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+        """Copies contiguous gradients to the host, in the background, after what the current stream holds now.
+
+        Not while a step is running.
+        """
+        pairs = [
+            (param, local(grad))
+            for param, grad in zip(params, grads, strict=True)
+            if local(grad).numel()
+        ]
+        targets = [local(self._twins.grad(param)) for param, _ in pairs]
+        self._core.take(
+            [self._indices[param] for param, _ in pairs],
+            [grad.data_ptr() for _, grad in pairs],
+            [view(target) for target in targets],
+            source_owners=_storages(grad for _, grad in pairs),
+            target_owners=_storages(targets),
+            stream=self._stream(),
+        )
+
+    def discard(self) -> None:
+        """Forgets the gradients that were taken since the last step: of a step that is skipped or refused.
+
+        Waits until their copies have ended; then they may be written or freed. Does nothing where
+        none were taken.
+        """
+        self._core.discard()
+
+    def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> partial[None]:
+        """A call that starts the step of bound updates and returns, with no Python in it that could be interrupted.
+
+        After it, and before anybody writes a gradient: `release`.
+        """
+        hypers: dict[Hyper, _core.Hyper] = {
+            update.hyper: update.hyper.core(grad_scale) for update in updates
+        }
+        stepped = [update for update in updates if update.bound.tensor is not None]
+        sides = (self._twins.weight, self._twins.grad)
+        weights = [local(update.param) for update in stepped]
+        states = [
+            local(part)
+            for update in stepped
+            for part in (update.state or {}).values()
+            if isinstance(part, torch.Tensor)
+        ]
         self._step_stream = self._stream()
         self.seconds_waited = 0.0
         return partial(
@@ -131,6 +199,13 @@ class Engine:
             weights=[weight.data_ptr() for weight in weights],
             steps=[update.step for update in stepped],
             hypers=[hypers[update.hyper] for update in stepped],
+            owners=[
+                *_storages(weights),
+                *_storages(part.piece for update in stepped for part in update.bound.parts),
+                *_storages(local(side(u.param)) for u in stepped for side in sides),
+                # Copies of what is not dense.
+                *(update.bound.write_backs for update in stepped),
+            ],
             stream=self._step_stream,
         )
 
@@ -140,7 +215,6 @@ class Engine:
         The thread waits until the device has all of these.
         """
         self._core.release(stream=self._step_stream)
-        self._sources = []
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""
@@ -154,13 +228,10 @@ class Engine:
     def finish(self) -> None:
         """The step is complete on the host, and the current stream waits for all weights."""
         self._core.finish(stream=self._stream())
-        self._weights = []
 
     def synchronize(self) -> None:
         """As `finish`, and all copies have ended."""
         self._core.synchronize(stream=self._stream())
-        self._weights = []
-        self._sources = []
 
     def timing(self) -> dict[str, float]:
         """Of the last step: seconds of `step` and, within it, `gradients`; `bytes_downloaded` and `bytes_uploaded`."""

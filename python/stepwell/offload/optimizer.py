@@ -488,8 +488,9 @@ class OffloadAdamW(AdamW):
             self._finish()
 
     def _abandon(self) -> None:
-        """Once a step was skipped or refused: nobody else waits for what was copied in vain, and its gradients may be freed next."""
-        self.synchronize()
+        """Once a step was skipped or refused: no later step takes what was copied for it, and its gradients may be freed."""
+        if self._engine is not None:
+            self._engine.discard()
 
     def _begin_step(self) -> bool:
         """Decides on the step and hands it to the background; whether there is one."""

@@ -95,13 +95,11 @@ class Partitions:
         self.device = partitions[0].weight.device
         numels = [partition.master.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
-        # What a step in the background uses outlives it, whatever becomes of its owners.
-        self._in_use: list[object] = []
         self._step_stream = 0
         self._lane = (
             _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
         )
-        weakref.finalize(self, _drain, self._engine, self._lane, self._in_use)
+        weakref.finalize(self, _drain, self._engine, self._lane)
         self.grads: list[torch.Tensor] = []
         self.twins: list[torch.Tensor | None] = []
         for master, weight, grad_dtype, _ in partitions:
@@ -222,6 +220,7 @@ class Partitions:
     def drop(self) -> None:
         """Forgets all gradients since the last step."""
         self.arrive()
+        self._engine.discard()
         self._sums.clear()
         self._norms.clear()
 
@@ -240,7 +239,7 @@ class Partitions:
             updates: all partitions, in the order in which they are stepped; their tensors have
                 `grads` and `twins`.
             weights: the partitions' weights on the device.
-            in_use: what keeps the memory of the updates alive.
+            in_use: what keeps the memory of the updates alive; held until the step has ended.
         """
         self.finish()
         for fragment in self._written - self._norms.keys():
@@ -248,7 +247,6 @@ class Partitions:
         self._written &= self._norms.keys()
         self._lane.order(self._engine)
         self._bytes_downloaded, self._bytes_sent, self._seconds_waited = self._bytes_sent, 0, 0.0
-        self._in_use[:] = [*in_use, weights, self.grads, self.twins]
         self._step_stream = self.stream()
         return partial(
             self._engine.submit,
@@ -257,6 +255,7 @@ class Partitions:
             weights=[weights[update.group].data_ptr() for update in updates],
             steps=[update.step for update in updates],
             hypers=[update.hyper for update in updates],
+            owners=[*in_use, list(weights), list(self.grads), list(self.twins)],
             stream=self._step_stream,
         )
 
@@ -264,7 +263,6 @@ class Partitions:
         """The gradients since the last step have been used: their device memory may be written, or freed."""
         self._norms.clear()
         self._engine.release(stream=self._step_stream)
-        self._lane.release()
 
     def settle(self) -> None:
         """After an exception that may have come behind the submit: the step is complete, or there was none."""
@@ -345,7 +343,7 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def _drain(engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane, _: list[object]) -> None:
+def _drain(engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane) -> None:
     # In a forked child there is nothing to wait for, and what a device that has failed says was
     # said before.
     for wait in (lane.wait, partial(engine.synchronize, stream=0)):
@@ -371,29 +369,28 @@ class _CudaLane:
 
     def order(self, engine: _core.OffloadEngine) -> None:
         """The next step of `engine` begins after all copies."""
-        engine.take_part([], [], stream=self._stream.cuda_stream)
-
-    def release(self) -> None:
-        pass
+        engine.take_part(
+            [], [], source_owners=[], target_owners=[], stream=self._stream.cuda_stream
+        )
 
 
 class _EngineLane:
-    """Copies by the engine, which sees to their order. What is copied is kept until the step that waits for it."""
+    """Copies by the engine, which sees to their order, and holds what is copied."""
 
     def __init__(self, engine: _core.OffloadEngine) -> None:
         self._engine = engine
-        self._kept: list[torch.Tensor] = []
 
     def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
-        self._kept.append(piece)
-        self._engine.take_part([piece.data_ptr()], [view(target)], stream=0)
+        self._engine.take_part(
+            [piece.data_ptr()],
+            [view(target)],
+            source_owners=[piece.untyped_storage()],
+            target_owners=[target.untyped_storage()],
+            stream=0,
+        )
 
     def wait(self) -> None:
         self._engine.synchronize(stream=0)
-        self._kept.clear()
 
     def order(self, engine: _core.OffloadEngine) -> None:
         pass
-
-    def release(self) -> None:
-        self._kept.clear()

@@ -1,0 +1,338 @@
+//! A job: one optimizer step, from its first gradient to its last weight.
+//!
+//! ```text
+//!             submit            last chunk         tier's commit        last upload
+//! Announced ----------> Decided ----------> Stepped ----------> Committed ----------> Uploaded
+//!     '--> discarded                 (busy until here) ---------------'
+//! ```
+//!
+//! - JOB-1 A job is announced by the first gradient that is taken for it. The caller decides: it
+//!   submits the job, with the scale of its gradients in the updates' hyper-parameters, or discards
+//!   it. Of both, and of taking, one happens at a time ([`Engine`](super::Engine) has the lock).
+//! - JOB-2 From then on one place moves it on ([`Jobs::run`]), on one thread, and one job after the
+//!   other: a job begins when the one before is uploaded.
+//! - JOB-3 A job is busy until it is committed: until then no other is submitted. What it steps is
+//!   on its way up then, and no gradient of it is read any more.
+//! - JOB-4 What a job has borrowed is held until it is uploaded. Where it fails, until the engine
+//!   is dropped, which waits for the device.
+//! - JOB-5 The first failure, or panic, is the last: every call gets the error.
+//!
+//! Cost: two locks per state, and one per upload.
+
+use std::time::Duration;
+
+use super::{generation::Generation, owners::Owners, segment::Segments, thread::caught};
+use crate::{
+    adam::{Hyper, batch, tensor::AdamTensor},
+    error::{Error, Result},
+    stream::view::check_disjoint,
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+};
+
+/// One tensor of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Update {
+    /// Which of the engine's tensors.
+    pub index: usize,
+    /// Its host side, with the gradient.
+    pub tensor: AdamTensor,
+    /// Where its new weight goes, in device memory.
+    pub weight: u64,
+    /// The number of this update, from 1.
+    pub count: u64,
+    /// What to step it with.
+    pub hyper: Hyper,
+}
+
+/// What the last step took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Timing {
+    /// From the first chunk to the last.
+    pub step: Duration,
+    /// The part of it that the worker that waited longest has waited for gradients.
+    pub gradients: Duration,
+    /// Bytes of gradients that were taken for it.
+    pub bytes_downloaded: u64,
+    /// Bytes that went up.
+    pub bytes_uploaded: u64,
+}
+
+/// How far a decided job is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+pub(super) enum Phase {
+    /// It is to be stepped.
+    Decided,
+    /// All its chunks are stepped.
+    Stepped,
+    /// Its new state is the state, and all its uploads are enqueued.
+    Committed,
+    /// All its uploads have ended.
+    Uploaded,
+}
+
+/// A job that is announced: gradients are taken for it.
+pub(super) struct Announced {
+    /// The number of the generation that they fill.
+    pub(super) generation: usize,
+}
+
+impl Announced {
+    /// It is stepped.
+    pub(super) fn decide(self, updates: Vec<Update>, owners: Option<Owners>) -> Job {
+        Job { generation: self.generation, updates, owners }
+    }
+}
+
+/// A job that is decided.
+pub(super) struct Job {
+    /// The number of the generation that it is stepped with.
+    pub(super) generation: usize,
+    pub(super) updates: Vec<Update>,
+    /// What is lent for the updates.
+    owners: Option<Owners>,
+}
+
+/// What it takes to move a job on; each may block as long as it takes.
+pub(super) trait Work {
+    /// Steps all of it.
+    fn step(&mut self, job: &Job) -> Result<Timing>;
+    /// Makes its new state the state, and enqueues what uploads are left. What was lent for its
+    /// gradients is returned: nothing reads them any more.
+    fn commit(&mut self, job: &Job) -> Result<Vec<Owners>>;
+    /// Waits until its uploads have ended.
+    fn upload(&mut self) -> Result<()>;
+}
+
+/// The jobs of an engine, and what callers learn of them. See the [module](self).
+#[derive(Default)]
+pub(super) struct Jobs {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Submitted and not yet begun.
+    next: Option<Job>,
+    /// Of the job that was begun last.
+    begun: Option<(Phase, usize)>,
+    failure: Option<String>,
+    timing: Timing,
+    quit: bool,
+    /// Of jobs that are over.
+    returned: Vec<Owners>,
+    /// Of the job that has failed.
+    kept: Option<Job>,
+}
+
+impl State {
+    /// The generation of the job that is busy.
+    fn busy(&self) -> Option<usize> {
+        let begun = self.begun.filter(|&(phase, _)| phase < Phase::Committed);
+        self.next.as_ref().map(|job| job.generation).or(begun.map(|(_, generation)| generation))
+    }
+
+    fn check(&self) -> Result<()> {
+        match &self.failure {
+            Some(failure) => Err(Error::os(
+                "a step failed half-way, so parameters and state are not those of any step; \
+                 hint: go on from a checkpoint",
+                std::io::Error::other(failure.as_str()),
+            )),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Jobs {
+    /// The generation of the job that is busy, if one is.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where a job has failed.
+    pub(super) fn busy(&self) -> Result<Option<usize>> {
+        let state = self.lock();
+        state.check().map(|()| state.busy())
+    }
+
+    /// As [`Jobs::busy`], without a look at failures.
+    pub(super) fn is_busy(&self) -> bool {
+        self.lock().busy().is_some()
+    }
+
+    /// Checks that a job may be submitted.
+    ///
+    /// # Errors
+    /// [`Error::Value`] where one is busy; [`Error::Os`] where one has failed.
+    pub(super) fn check_idle(&self) -> Result<()> {
+        match self.busy()? {
+            None => Ok(()),
+            Some(_) => {
+                Err(Error::value("a step is still running, expected it to be finished first"))
+            }
+        }
+    }
+
+    /// Hands a job over, where [`Jobs::check_idle`] allows it and no other thread submits.
+    pub(super) fn submit(&self, job: Job) {
+        self.lock().next = Some(job);
+        self.changed.notify_all();
+    }
+
+    /// Has threads that wait look again: something that they wait for has changed.
+    pub(super) fn notify(&self) {
+        drop(self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Waits, no longer than `timeout`, until no job is busy; whether that was reached.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where a job has failed.
+    pub(super) fn wait_until_idle(&self, timeout: Duration) -> Result<bool> {
+        self.wait_while(timeout, |state| state.busy().is_some())
+    }
+
+    /// Waits, no longer than `timeout`, until the last job is uploaded; whether that was reached.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where a job has failed.
+    pub(super) fn wait_until_over(&self, timeout: Duration) -> Result<bool> {
+        self.wait_while(timeout, |state| {
+            state.next.is_some() || state.begun.is_some_and(|(phase, _)| phase < Phase::Uploaded)
+        })
+    }
+
+    /// Waits, no longer than `timeout`, until `is_there`, which a [`Jobs::notify`] follows; whether
+    /// that was reached.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where a job has failed.
+    pub(super) fn wait_until(
+        &self,
+        timeout: Duration,
+        is_there: impl Fn() -> bool,
+    ) -> Result<bool> {
+        self.wait_while(timeout, |_| !is_there())
+    }
+
+    fn wait_while(&self, timeout: Duration, waiting: impl Fn(&State) -> bool) -> Result<bool> {
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(self.lock(), timeout, |state| {
+                state.failure.is_none() && waiting(state)
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        state.check().map(|()| !waiting(&state))
+    }
+
+    /// What the last step took.
+    pub(super) fn timing(&self) -> Timing {
+        self.lock().timing
+    }
+
+    /// Gathers what was lent.
+    pub(super) fn give_back(&self, owners: impl IntoIterator<Item = Owners>) {
+        self.lock().returned.extend(owners);
+    }
+
+    /// What was lent, and is not used any more.
+    pub(super) fn returned(&self) -> Vec<Owners> {
+        std::mem::take(&mut self.lock().returned)
+    }
+
+    /// Ends [`Jobs::run`] when the job that was submitted is over.
+    pub(super) fn quit(&self) {
+        self.lock().quit = true;
+        self.changed.notify_all();
+    }
+
+    /// The life of the thread that moves jobs on. It ends with [`Jobs::quit`], or the first
+    /// failure.
+    pub(super) fn run(&self, work: &mut dyn Work) {
+        while let Some(job) = self.begin() {
+            let moved = caught("a worker", || {
+                let timing = work.step(&job)?;
+                self.reach(Phase::Stepped, |state| state.timing = timing);
+                let returned = work.commit(&job)?;
+                self.reach(Phase::Committed, |state| state.returned.extend(returned));
+                work.upload()
+            });
+            match moved {
+                Ok(()) => self.reach(Phase::Uploaded, |state| state.returned.extend(job.owners)),
+                Err(error) => {
+                    let mut state = self.lock();
+                    state.failure = Some(error.to_string());
+                    state.kept = Some(job);
+                    drop(state);
+                    self.changed.notify_all();
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Waits for a job; None: there will be no more.
+    fn begin(&self) -> Option<Job> {
+        let idle = |state: &mut State| !state.quit && state.next.is_none();
+        let mut state =
+            self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+        let job = state.next.take()?;
+        state.begun = Some((Phase::Decided, job.generation));
+        Some(job)
+    }
+
+    fn reach(&self, phase: Phase, and: impl FnOnce(&mut State)) {
+        let mut state = self.lock();
+        if let Some((reached, _)) = &mut state.begun {
+            *reached = phase;
+        }
+        and(&mut state);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// All that can be wrong with the updates of a job by themselves.
+///
+/// # Errors
+/// [`Error::Value`] naming it.
+pub(super) fn check(updates: &[Update], segments: &Segments) -> Result<()> {
+    let mut seen = vec![false; segments.tensors()];
+    for Update { index, tensor, hyper, .. } in updates {
+        segments.check_tensor(*index)?;
+        if std::mem::replace(&mut seen[*index], true) {
+            return Err(Error::value(format!(
+                "tensor `{index}` stands twice in a step, expected each once"
+            )));
+        }
+        if tensor.param.numel() != segments.numel(*index) {
+            return Err(Error::value(format!(
+                "tensor `{index}` has `{}` elements, expected {}",
+                tensor.param.numel(),
+                segments.numel(*index)
+            )));
+        }
+        hyper.validate()?;
+    }
+    let tensors: Vec<AdamTensor> = updates.iter().map(|update| update.tensor).collect();
+    let counts: Vec<u64> = updates.iter().map(|update| update.count).collect();
+    let grads = batch::grads_of(&tensors, &counts)?;
+    check_disjoint(
+        tensors.iter().flat_map(AdamTensor::written),
+        grads.iter().map(|&grad| ("grad", grad)),
+    )
+}
+
+/// Checks that the updates read their gradients where these were taken to.
+///
+/// # Errors
+/// [`Error::Value`] naming one that does not.
+pub(super) fn check_targets(updates: &[Update], generation: &Generation) -> Result<()> {
+    updates.iter().try_for_each(|update| {
+        update.tensor.grad.map_or(Ok(()), |grad| generation.check_target(update.index, grad))
+    })
+}

@@ -1,0 +1,124 @@
+//! The landing: when new weights may be written on the device, and what waits for them.
+//!
+//! - LAND-1 Uploads of a step come after what the caller's stream held when the step was submitted.
+//! - LAND-2 A segment is uploaded once its new state is final: as soon as it is stepped where its
+//!   tier says so, else after the tier's commit.
+//! - LAND-3 A segment is *enqueued* once the device has its upload and its event is recorded. Only
+//!   from then on does the event stand for this upload. A thread that has a stream wait for a
+//!   weight waits for that first.
+
+use std::ops::Range;
+
+use super::{job::Update, segment::Segments};
+use crate::{
+    device::{Device, Lane, Stream},
+    error::Result,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+/// See the [module](self).
+pub(super) struct Landing {
+    device: Arc<dyn Device>,
+    /// One event per segment, and one for all of a step.
+    first_event: usize,
+    /// For each segment: its upload of the last step is enqueued, or it had no part in that step.
+    enqueued: Box<[AtomicBool]>,
+}
+
+impl Landing {
+    /// One on which nothing is under way. Events from `first_event` on are its own.
+    pub(super) fn new(device: Arc<dyn Device>, segments: &Segments, first_event: usize) -> Self {
+        let enqueued = (0..segments.count()).map(|_| AtomicBool::new(true)).collect();
+        Self { device, first_event, enqueued }
+    }
+
+    /// How many events one has.
+    pub(super) fn events(segments: &Segments) -> usize {
+        segments.count() + 1
+    }
+
+    /// What is uploaded from now on comes after what `stream` holds now.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) fn order_after(&self, stream: Stream) -> Result<()> {
+        self.device.order_lane_after(Lane::Upload, self.device.mark(stream)?)
+    }
+
+    /// New weights of these segments are to come.
+    pub(super) fn expect(&self, segments: Range<usize>) {
+        self.enqueued[segments].iter().for_each(|one| one.store(false, Ordering::Relaxed));
+    }
+
+    /// Whether all of these segments are enqueued.
+    pub(super) fn are_enqueued(&self, segments: Range<usize>) -> bool {
+        self.enqueued[segments].iter().all(|one| one.load(Ordering::Acquire))
+    }
+
+    /// Enqueues the upload of a segment.
+    ///
+    /// # Safety
+    /// Both sides are alive until the upload has ended; until then nobody writes the host side nor
+    /// uses the other.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) unsafe fn enqueue(
+        &self,
+        segments: &Segments,
+        update: &Update,
+        segment: usize,
+    ) -> Result<()> {
+        let weight = update.tensor.weight();
+        let size = weight.dtype().size();
+        let elements = segments.elements(update.index, segment);
+        let (offset, nbytes) = (elements.start * size, elements.len() * size);
+        let from = std::ptr::with_exposed_provenance_mut::<u8>(weight.address() + offset);
+        // SAFETY: passed on from the caller; the segment lies within both sides.
+        unsafe { self.device.copy(Lane::Upload, update.weight + offset as u64, from, nbytes)? };
+        self.device.record(Lane::Upload, self.first_event + segment)?;
+        self.enqueued[segment].store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// All segments of a step are enqueued.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) fn close(&self) -> Result<()> {
+        self.device.record(Lane::Upload, self.whole_event())
+    }
+
+    /// Waits until all uploads of the step that was closed last have ended.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) fn wait(&self) -> Result<()> {
+        self.device.wait(self.whole_event())
+    }
+
+    /// `stream` waits for the uploads of these segments, which are enqueued.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) fn order_stream(&self, stream: Stream, mut segments: Range<usize>) -> Result<()> {
+        segments.try_for_each(|segment| {
+            self.device.order_stream_after(stream, self.first_event + segment)
+        })
+    }
+
+    /// `stream` waits for all uploads of the step that was closed last.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) fn order_stream_after_all(&self, stream: Stream) -> Result<()> {
+        self.device.order_stream_after(stream, self.whole_event())
+    }
+
+    fn whole_event(&self) -> usize {
+        self.first_event + self.enqueued.len()
+    }
+}

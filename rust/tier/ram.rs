@@ -1,0 +1,31 @@
+//! State in host memory, stepped in place: it is in the tensors themselves, always.
+
+use super::{Run, Stored, Tier};
+use crate::{
+    adam::{batch::in_place, tensor::AdamTensor},
+    error::Result,
+    state::chunk::Chunk,
+    stream::view::Route,
+};
+
+/// See the [module](self).
+#[derive(Clone, Copy, Debug)]
+pub struct Ram;
+
+impl Tier for Ram {
+    fn fetch(&self, _: &Run) -> Result<()> {
+        Ok(())
+    }
+
+    fn route(&self, tensor: &AdamTensor, chunk: Chunk) -> AdamTensor<Route> {
+        in_place(&tensor.chunk(chunk.index))
+    }
+
+    fn store(&self, _: &Run) -> Result<Stored> {
+        Ok(Stored::Final)
+    }
+
+    fn commit(&self) -> Result<()> {
+        Ok(())
+    }
+}
