@@ -238,6 +238,33 @@ def test_gradients_of_other_origin_count():
     assert_equal(ours, theirs)
 
 
+def test_a_gradient_put_back_after_another_backward_is_refused():
+    net, optimizer = pair(accumulate="host")[0]
+    loss_of(net, 0).backward()
+    stored = net[0].weight.grad
+    net[0].weight.grad = None
+    loss_of(net, 1).backward()
+    net[0].weight.grad = stored
+    before = bits(net[0].weight)
+    with pytest.raises(ValueError, match=r"put back or shared.*hint: accumulate='device'"):
+        optimizer.step()
+    assert torch.equal(bits(net[0].weight), before)
+    assert optimizer.skipped_steps == 0
+    optimizer.zero_grad()
+    loss_of(net, 1).backward()
+    optimizer.step()
+
+
+def test_two_optimizers_cannot_share_gradients():
+    net, one = pair(accumulate="host")[0]
+    other = stepwell.OffloadAdamW(net.parameters(), accumulate="host")
+    with pytest.raises(ValueError, match="used by two optimizers"):
+        for _ in range(2):
+            loss_of(net, 0).backward()
+            one.step()
+            other.step()
+
+
 @pytest.mark.parametrize("special", SPECIALS, ids=str)
 def test_nonfinite_sum_is_skipped(special):
     ours, theirs = pair(accumulate="host")

@@ -293,6 +293,33 @@ def test_hooks_go_with_the_optimizer():
     assert not net._load_state_dict_pre_hooks
 
 
+# ---- CUDA graphs ----
+
+
+def test_a_captured_forward_has_every_step_wait(monkeypatch):
+    """Replays call no hooks."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = stepwell.OffloadAdamW(reversed_params(net), lr=1e-2, threads=1)
+    for step in range(3):
+        train_step(net, optimizer, step)
+    monkeypatch.setattr(optimizer._gate, "is_on_cuda", True)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(ValueError, match=r"hint: optimizer.synchronize\(\) before the capture"):
+            net(batch(0, width=WIDTH))
+        optimizer.synchronize()
+        net(batch(0, width=WIDTH))
+    monkeypatch.setattr(optimizer._gate, "is_on_cuda", False)
+    for step in range(3):
+        train_step(net, optimizer, step)
+        seen = [bits(param).clone() for param in net.parameters()]
+        optimizer.synchronize()
+        assert all(
+            torch.equal(one, bits(param)) for one, param in zip(seen, net.parameters(), strict=True)
+        )
+
+
 # ---- torch.compile ----
 
 

@@ -95,6 +95,15 @@ def test_each_pair_is_told_apart():
     assert found == [float(index % 2) for index in range(len(SIZES))]
 
 
+def test_empty_tensors_never_differ():
+    full, empty = torch.ones(3), torch.empty(0, 3)
+    before = [checksum(empty), checksum(full), checksum(empty)]
+    full.neg_()
+    after = [checksum(empty), checksum(full), checksum(empty)]
+    assert differences(before, after).tolist() == [0.0, 1.0, 0.0]
+    assert differences(before[:1], after[:1]).tolist() == [0.0]
+
+
 def test_memory_that_begins_amid_a_word():
     memory = bytearray(200_008)
     tensor = torch.frombuffer(memory, dtype=torch.bfloat16, offset=2)

@@ -51,6 +51,10 @@ def differences(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -
     There is at least one pair, and the checksums of a pair have one size.
     """
     differ = (torch.cat(list(before)) != torch.cat(list(after))).float()
-    pieces = torch.split(differ, [each.numel() for each in before])
+    # An empty tensor has an empty checksum, and its largest element is that of a 0.
+    pieces = [
+        piece if piece.numel() else piece.new_zeros(1)
+        for piece in torch.split(differ, [each.numel() for each in before])
+    ]
     # The largest of each, by one kernel for all.
-    return torch.stack(torch._foreach_norm(list(pieces), float("inf")))
+    return torch.stack(torch._foreach_norm(pieces, float("inf")))

@@ -11,8 +11,8 @@ step itself waits for weights that no forward is known to wait for, and for thos
 reached beside the guard.
 
 Compiled code has no hooks, and none looks at the class of a parameter. Where torch.compile or
-torch.jit traces a gated module, the gate is closed, and every step waits for its uploads, which is
-the same result.
+torch.jit traces a gated module, or a CUDA graph captures its forward, the gate is closed, and every
+step waits for its uploads, which is the same result.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class Gate:
 
     def __init__(self, params: Iterable[torch.Tensor], uploads: Uploads) -> None:
         self._params = set(params)
+        self.is_on_cuda = any(param.is_cuda for param in self._params)
+        """Whether a CUDA graph may capture a forward."""
         self._called: set[int] = set()
         self._waits: dict[int, list[torch.Tensor]] = {}
         self._num_called = -1
@@ -174,6 +176,20 @@ class Gate:
             _LOGGER.info("gate='step': a module whose forward would have to wait is compiled")
             self.is_open = False
         self.finish()
+
+    def capture(self) -> None:
+        """The forward of a module is captured in a CUDA graph, whose replays call no hooks.
+
+        Raises:
+            ValueError: weights are under way, and a capture cannot wait for them.
+        """
+        if self.guard.any_under_way:
+            raise ValueError(
+                "a CUDA graph is captured while new weights are under way. "
+                "hint: optimizer.synchronize() before the capture"
+            )
+        _LOGGER.info("gate='step': a module whose forward would have to wait is in a CUDA graph")
+        self.is_open = False
 
     def finish(self) -> None:
         """The current stream waits for all weights."""
@@ -263,6 +279,8 @@ class _ForwardHook(_Hook):
         if gate is not None and gate.is_open:
             if torch._C._is_tracing():
                 gate.close()
+            elif gate.is_on_cuda and torch.cuda.is_current_stream_capturing():
+                gate.capture()
             else:
                 gate.enter(module)
 

@@ -19,6 +19,7 @@ import torch
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import contiguous_hint
 from stepwell.offload.checksums import checksum, differences
+from stepwell.offload.marker import GradMarker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -206,6 +207,13 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
     """
     piece, grad = local(param), param.grad
     assert grad is not None
+    if isinstance(grad, GradMarker):
+        raise ValueError(  # noqa: TRY004
+            f"the gradient of {label()} is not there: an optimizer with `accumulate` `host` moved "
+            "it to host memory, and the program put back or shared what was in its place. "
+            "hint: accumulate='device' where gradients are stored, restored or used by two "
+            "optimizers"
+        )
     if local(grad).device != piece.device:
         raise ValueError(
             f"the gradient of {label()} is on `{local(grad).device}`, expected `{piece.device}`, "

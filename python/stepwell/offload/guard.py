@@ -278,6 +278,11 @@ class _UnderWay(Parameter, metaclass=_UnderWayMeta):
     def __reduce_ex__(self, proto: Any) -> Any:
         return _call_after_waiting(Parameter.__reduce_ex__, [self], (self, proto), {})
 
+    # Not torch's: it gives an alias without asking the class.
+
+    def as_subclass(self, cls: Any) -> Any:
+        return _call_after_waiting(Parameter.as_subclass, [self], (self, cls), {})
+
     # `zero_grad` asks every parameter: a third of the cost of the way above.
 
     @property
