@@ -7,8 +7,9 @@ import sys
 import hypothesis
 import pytest
 
-# `--hypothesis-profile=thorough` searches; the default repeats the same examples, so that a run is
-# the same run.
+# The default repeats the same examples, so that a run is the same run. `thorough` takes more of
+# them, `random` others in every run, `deep` both: `--hypothesis-profile=deep`, or
+# STEPWELL_HYPOTHESIS=deep where another command starts pytest.
 hypothesis.settings.register_profile(
     "default", max_examples=40, deadline=None, derandomize=True, print_blob=True
 )
@@ -18,7 +19,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "random", parent=hypothesis.settings.get_profile("default"), derandomize=False
 )
-hypothesis.settings.load_profile("default")
+hypothesis.settings.register_profile(
+    "deep", parent=hypothesis.settings.get_profile("thorough"), derandomize=False
+)
+hypothesis.settings.load_profile(os.environ.get("STEPWELL_HYPOTHESIS", "default"))
 
 
 def _has_gpu():

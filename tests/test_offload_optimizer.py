@@ -209,7 +209,8 @@ def test_groups_may_differ_and_be_added_while_training():
     assert ours[1].state[ours[0][0].weight]["step"] == 5
 
 
-def test_empty_and_scalar_parameters():
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_empty_and_scalar_parameters(mode):
     class Odd(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,7 +220,7 @@ def test_empty_and_scalar_parameters():
         def forward(self, x):
             return x * self.scalar + self.empty.sum()
 
-    ours, theirs = pair(Odd())
+    ours, theirs = pair(Odd(), **mode)
     assert train(*ours, 3) == train(*theirs, 3)
     assert_equal(ours, theirs)
 

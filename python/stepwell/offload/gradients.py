@@ -107,7 +107,7 @@ class Gradients:
             for param, each in copied.items()
             if (each.checksum.shape, each.checksum.device) != (now[param].shape, now[param].device)
         }
-        compared = [param for param in copied if param not in changed]
+        compared = [param for param in copied if param not in changed and now[param].numel()]
         value = scalar.view(1)
         if compared:
             before = [copied[param].checksum for param in compared]
