@@ -94,9 +94,9 @@ class Engine:
         return self._core.busy
 
     def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Copies contiguous gradients to the host, in the background, after what the current stream holds now.
+        """Copies contiguous gradients to the host, in the background.
 
-        Not while a step is running.
+        After what the current stream holds now. Not while a step is running.
         """
         pairs = [
             (param, local(grad))
@@ -114,7 +114,7 @@ class Engine:
         )
 
     def discard(self) -> None:
-        """Forgets the gradients that were taken since the last step: of a step that is skipped or refused.
+        """Forgets the gradients taken since the last step: of a step that is skipped or refused.
 
         Waits until their copies have ended; then they may be written or freed. Does nothing where
         none were taken.
@@ -122,9 +122,9 @@ class Engine:
         self._core.discard()
 
     def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> partial[None]:
-        """A call that starts the step of bound updates and returns, with no Python in it that could be interrupted.
+        """A call that starts the step of bound updates and returns.
 
-        After it, and before anybody writes a gradient: `release`.
+        No Python in it could be interrupted. After it, and before anybody writes a gradient: `release`.
         """
         hypers: dict[Hyper, _core.Hyper] = {
             update.hyper: update.hyper.core(grad_scale) for update in updates
@@ -132,64 +132,6 @@ class Engine:
         stepped = [update for update in updates if update.bound.tensor is not None]
         sides = (self._twins.weight, self._twins.grad)
         weights = [local(update.param) for update in stepped]
-        self._step_stream = self._stream()
-        self.seconds_waited = 0.0
-        """How long forwards have waited for weights since the last step."""
-        weakref.finalize(self, _close, self._core)
-
-    def _stream(self) -> int:
-        return current_stream(self._device)
-
-    @property
-    def busy(self) -> bool:
-        """Whether a step is running on the host."""
-        return self._core.busy
-
-    def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Copies contiguous gradients to the host, in the background, after what the current stream holds now.
-
-        Not while a step is running.
-        """
-        pairs = [
-            (param, local(grad))
-            for param, grad in zip(params, grads, strict=True)
-            if local(grad).numel()
-        ]
-        targets = [local(self._twins.grad(param)) for param, _ in pairs]
-        self._core.take(
-            [self._indices[param] for param, _ in pairs],
-            [grad.data_ptr() for _, grad in pairs],
-            [view(target) for target in targets],
-            source_owners=_storages(grad for _, grad in pairs),
-            target_owners=_storages(targets),
-            stream=self._stream(),
-        )
-
-    def discard(self) -> None:
-        """Forgets the gradients that were taken since the last step: of a step that is skipped or refused.
-
-        Waits until their copies have ended; then they may be written or freed. Does nothing where
-        none were taken.
-        """
-        self._core.discard()
-
-    def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> partial[None]:
-        """A call that starts the step of bound updates and returns, with no Python in it that could be interrupted.
-
-        After it, and before anybody writes a gradient: `release`.
-        """
-        hypers: dict[Hyper, _core.Hyper] = {
-            update.hyper: update.hyper.core(grad_scale) for update in updates
-        }
-        stepped = [update for update in updates if update.bound.tensor is not None]
-        sides = (self._twins.weight, self._twins.grad)
-        weights = [local(update.param) for update in stepped]
-        states = [
-            local(part)
-            for update in stepped
-            for part in (update.state or {}).values()
-            if isinstance(part, torch.Tensor)
-        ]
         self._step_stream = self._stream()
         self.seconds_waited = 0.0
         return partial(
@@ -210,14 +152,17 @@ class Engine:
         )
 
     def release(self) -> None:
-        """Lets go of the gradients of the step that was submitted: the stream that it began on waits for their copies.
+        """Lets go of the gradients of the step that was submitted.
 
-        The thread waits until the device has all of these.
+        The stream that it began on waits for their copies. The thread waits until the device has all of these.
         """
         self._core.release(stream=self._step_stream)
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream waits for the weights of `params`; whether it is the step's, so that all work after it does too."""
+        """The current stream waits for the weights of `params`.
+
+        Returns whether it is the step's, so that all work after it waits too.
+        """
         begin = time.perf_counter()
         stream = self._stream()
         for param in params:
@@ -234,5 +179,5 @@ class Engine:
         self._core.synchronize(stream=self._stream())
 
     def timing(self) -> dict[str, float]:
-        """Of the last step: seconds of `step` and, within it, `gradients`; `bytes_downloaded` and `bytes_uploaded`."""
+        """Of the last step: seconds of `step` and, within it, `gradients`; bytes of the bus."""
         return self._core.timing()

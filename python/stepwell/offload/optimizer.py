@@ -488,7 +488,10 @@ class OffloadAdamW(AdamW):
             self._finish()
 
     def _abandon(self) -> None:
-        """Once a step was skipped or refused: no later step takes what was copied for it, and its gradients may be freed."""
+        """Once a step was skipped or refused: forgets what was copied for it.
+
+        No later step takes that, and its gradients may be freed.
+        """
         if self._engine is not None:
             self._engine.discard()
 
