@@ -35,7 +35,7 @@ pub struct Part {
     pub dtype: Dtype,
     /// Elements of the parameter that one entry stands for.
     elements: usize,
-    /// Whether there are entries for the whole of the last block.
+    /// Whether the last block has all its entries, also where the parameter ends within it.
     is_padded: bool,
 }
 
@@ -53,7 +53,7 @@ impl Part {
         Self { name, dtype, elements, is_padded: false }
     }
 
-    /// The same, with entries for the whole of the last block.
+    /// The same, with all entries of the last block, also where the parameter ends within it.
     #[must_use]
     pub const fn padded(self) -> Self {
         Self { is_padded: true, ..self }
@@ -99,10 +99,12 @@ fn check_numel(numel: usize) -> Result<()> {
 pub enum MasterKind {
     /// The fp32 parameter is its own master.
     Float32,
-    /// A bf16 parameter is the upper half, beside it are trailing bits.
+    /// A bf16 parameter is the rounded upper half of the master. The trailing bits are held beside
+    /// it.
     Split {
-        /// Whether fingerprints tell of every chunk if its trailing bits belong to the parameter.
-        /// Without them, the maker of the state vouches that steps alone write the parameter.
+        /// Whether each chunk has a fingerprint, which tells if its trailing bits still belong to
+        /// the parameter. Without fingerprints, the maker of the state vouches that nothing but a
+        /// step writes the parameter.
         has_fingerprints: bool,
     },
     /// An fp16 parameter beside its fp32 master.

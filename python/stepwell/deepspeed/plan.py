@@ -46,7 +46,7 @@ class Plan:
 
 
 class _Case(NamedTuple):
-    """What is decided upon."""
+    """The configuration that the plan is made for."""
 
     engine: Any
     optimizer: Any
@@ -54,6 +54,7 @@ class _Case(NamedTuple):
     stage: int
     device: str
     unfit: str | None
+    """Why the class does not fit this version of DeepSpeed; None: it does."""
 
     @property
     def accelerator(self) -> str:
@@ -99,7 +100,7 @@ class _Obstacle(NamedTuple):
     """A configuration that the offload engine does not run."""
 
     reason: str
-    """In which `{...}` is of the case."""
+    """A template: `{case.x}` stands for an attribute of the case."""
     is_there: Callable[[_Case], bool]
 
 
@@ -177,11 +178,12 @@ def plan(engine: Any, optimizer: Any, unfit: Callable[[ZeroClass], str | None]) 
 
     Args:
         engine: the DeepSpeedEngine.
-        optimizer: the one that ZeRO gets; None: the engine is one of inference.
+        optimizer: the one that ZeRO gets; None: the engine is for inference.
         unfit: says why a class does not fit this version of DeepSpeed; None: it does.
 
     Raises:
-        ValueError: the block `stepwell` cannot be understood, or says what the optimizer is not.
+        ValueError: the block `stepwell` cannot be understood, or its `moments` are not those of the
+            optimizer.
     """
     options = options_of(engine)
     device = device_of(engine.zero_offload_optimizer())

@@ -1,18 +1,17 @@
 """Waits in front of module forwards: for the weights that a forward needs, and for no others.
 
 What is gated is the forward of `torch.nn.Module`s that hold parameters of the optimizer. A module
-waits for its own parameters and for those of submodules that it uses without calling them, which a
-forward in training mode shows. In evaluation mode, where modules may take short cuts, the first
-module called waits for everything beneath it.
+waits for its own parameters, and for those of submodules that it uses without calling them. A
+forward in training mode shows which submodules are called. In evaluation mode, where modules may
+take short cuts, the first module called waits for everything beneath it.
 
 The gate is there for speed: it waits for all weights of a module at once, before they are needed
-one by one. That every access waits, also one that no hook sees, is the guard's part (`guard`). The
-step itself waits for weights that no forward is known to wait for, and for those that can be
-reached beside the guard.
+one by one. `guard` makes every access wait, also one that no hook sees. The step itself waits for
+weights that no forward is known to wait for, and for those that can be reached past the guard.
 
-Compiled code has no hooks, and none looks at the class of a parameter. Where torch.compile or
-torch.jit traces a gated module, or a CUDA graph captures its forward, the gate is closed, and every
-step waits for its uploads, which is the same result.
+Compiled code has no hooks, and does not look at the class of a parameter. Where torch.compile or
+torch.jit traces a gated module, or a CUDA graph captures its forward, the gate is closed: every
+step then waits for its uploads. The result is the same.
 """
 
 from __future__ import annotations
@@ -149,12 +148,12 @@ class Gate:
         self.is_open = True
 
     def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:
-        """From now on accesses to `params` wait. The step is submitted after it.
+        """From now on accesses to `params` wait. Call it before the step is submitted.
 
         Args:
             params: what the step updates.
-            exposed: those of them that the step itself has to wait for, whatever forwards do, in
-                `wait_for_uncovered`.
+            exposed: those of `params` that the step itself has to wait for, in
+                `wait_for_uncovered`, whatever forwards do.
         """
         params = list(params)
         if self._num_called != len(self._called):
@@ -204,7 +203,7 @@ class Gate:
     def _share_out(self) -> dict[int, list[torch.Tensor]]:
         """Which module waits for which parameters.
 
-        Those that were called: the nearest above each owner, on every way up.
+        For each owner of parameters: on every way up from it, the nearest module that was called.
         """
         waits: dict[int, list[torch.Tensor]] = {}
         for owner, params in self._owned.items():
@@ -253,7 +252,7 @@ class Gate:
 class _Hook:
     """A hook of the gate with this key.
 
-    A copy of it made by pickle belongs to no gate, as the module that it came with.
+    A copy of it that pickle made belongs to no gate, like the module that it was copied with.
     """
 
     @property

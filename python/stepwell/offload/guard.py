@@ -1,16 +1,17 @@
 """Makes every Python access to a parameter wait while the parameter's new weight is under way.
 
-While it is, the parameter's class is a subclass of `torch.nn.Parameter` that has
-`__torch_function__`. torch then calls that for every operation with the parameter, from any thread
-and whatever the operation is: arithmetic, `.data`, a copy, pickle, an optimizer of someone else, a
-collective. It waits for the parameter, gives it its class back and goes on. What describes a
-parameter but does not touch its weight (shape, dtype, grad, hooks) does not wait. Operations
-without such a parameter never come here and cost nothing.
+It is under way from `WeightGuard.protect`, just before the step is submitted, until the step's
+stream has waited for it. As long as it is, the parameter's class is a subclass of
+`torch.nn.Parameter` that has `__torch_function__`. torch then calls that for every operation with
+the parameter, from any thread and whatever the operation is: arithmetic, `.data`, a copy, pickle,
+an optimizer of someone else, a collective. It waits for the parameter, gives it its class back and
+goes on. What describes a parameter but does not touch its weight (shape, dtype, grad, hooks) does
+not wait. Operations without such a parameter never come here and cost nothing.
 
 Memory may be reached without the parameter: by a view, `.data`, an array of numpy or a state dict
-that was taken earlier. The counter of references to the parameter's storage tells. Parameters that
-are not alone with their memory, and those that are not exactly a `torch.nn.Parameter`, are
-`exposed`: the step has to wait for them itself.
+that was taken earlier. The number of references to the parameter's storage shows that. A parameter
+that shares its memory, or whose class is not exactly `torch.nn.Parameter`, is `exposed`: the step
+has to wait for it itself.
 
 Not seen: raw pointers, and C++ that takes a tensor without torch's argument parser (TorchScript,
 pybind extensions).
@@ -75,7 +76,7 @@ class WeightGuard:
         weakref.finalize(self, _abandon, self._under_way, uploads)
 
     def protect(self, params: Iterable[torch.Tensor]) -> None:
-        """From now on accesses to `params` wait. The step is submitted after it.
+        """From now on accesses to `params` wait. Call it before the step is submitted.
 
         Parameters that are not exactly a `torch.nn.Parameter` are left out, see `exposed`.
         """
@@ -125,9 +126,9 @@ def exposed(params: Iterable[torch.Tensor], holders: Iterable[torch.Tensor]) -> 
 
     Args:
         params: parameters that are about to be stepped.
-        holders: all tensors that are known to be on the memory of `params`, and by which no weight
-            is read or written before all have arrived; `params` among them. They are looked at
-            only if somebody else is on it.
+        holders: all tensors that are known to use the memory of `params`, `params` included. No
+            weight is read or written through them before all have arrived. They are looked at only
+            if a parameter shares its memory.
     """
     found = [param for param in params if not _is_alone(param)]
     if not found:
@@ -145,7 +146,8 @@ def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
     return storage._cdata, count, sys.getrefcount(storage)
 
 
-# What that is for a tensor that is alone, which depends on the versions of torch and Python.
+# Both counts for a tensor that shares its memory with none. They depend on the versions of torch
+# and Python.
 _, _ALONE, _ALONE_IN_PYTHON = _references(torch.empty(1, device="cpu"))
 
 
@@ -157,7 +159,7 @@ def _is_alone(param: torch.Tensor) -> bool:
 
 
 def _is_among(param: torch.Tensor, expected: Counter[int]) -> bool:
-    """Whether `param` is a plain parameter, and only known tensors are on its memory."""
+    """Whether `param` is a plain parameter, and only known tensors use its memory."""
     if type(param) is not Parameter:
         return False
     storage, count, count_in_python = _references(param)
@@ -266,7 +268,7 @@ class _UnderWay(Parameter, metaclass=_UnderWayMeta):
         params: list[_UnderWay] = []
         _find((args, kwargs), params)
         if func is torch.Tensor.detach and _is_called_by(Parameter.__new__):
-            # torch.nn.Parameter(parameter), which took it for one of a class of its own.
+            # torch.nn.Parameter(parameter) took it for a parameter of another class.
             return _call_after_waiting(_detached_parameter, params, args, kwargs)
         return _call_after_waiting(func, params, args, kwargs)
 
@@ -283,7 +285,7 @@ class _UnderWay(Parameter, metaclass=_UnderWayMeta):
     def as_subclass(self, cls: Any) -> Any:
         return _call_after_waiting(Parameter.as_subclass, [self], (self, cls), {})
 
-    # `zero_grad` asks every parameter: a third of the cost of the way above.
+    # `zero_grad` asks every parameter. This takes a third of the time of `__torch_function__`.
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -1,15 +1,14 @@
-"""Flat partitions of a model on the offload engine: ZeRO's data, without DeepSpeed.
+"""Flat partitions of a model on the offload engine: the data of ZeRO. Imports no DeepSpeed.
 
-A partition is the piece of a parameter group's weights that this rank steps: its weights in one run
-on the device, and in host memory a master, a gradient and, where the master has another dtype, a
-twin of the weights. Bytes per parameter for a 16-bit model with fp32 master and moments: 4 + 2 + 2,
-and 8 for the moments, which the caller holds. All of it is announced before any is taken.
+A partition is the part of a parameter group that this rank steps. Its weights are contiguous on the
+device. In host memory it has a master, a gradient and, where the master has another dtype, a twin
+of the weights. Bytes per parameter for a 16-bit model with fp32 master and moments: 4 + 2 + 2, and
+8 for the moments, which the caller holds. All of it is announced before any is taken.
 
-- A gradient crosses the bus once, in the dtype it has, when it is complete; its device memory is
-  free as soon as it has.
-- Until then it is summed on the device.
-- Of every gradient the norm is taken on the device; the host waits once, for all of them.
-- What got no gradient is stepped with zeros.
+- A gradient is summed on the device until it is complete. Then it crosses the bus once, in the
+  dtype that it has. Its device memory is free as soon as it has crossed.
+- The norm of each gradient is computed on the device. The host waits once, for all norms.
+- An element that got no gradient is stepped with the gradient 0.
 """
 
 from __future__ import annotations
@@ -49,7 +48,10 @@ class Partition(NamedTuple):
     """A partition as the caller has it."""
 
     master: torch.Tensor
-    """What is stepped: flat, in host memory. Is moved to memory that suits the engine; the tensor object stays."""
+    """What is stepped: flat, in host memory.
+
+    Its data is moved to memory that suits the engine. The tensor object stays.
+    """
     weight: torch.Tensor
     """On the device: flat, as many elements."""
     grad_dtype: torch.dtype
@@ -111,7 +113,7 @@ class Partitions:
                 None if is_uploaded else self._memory(master.numel(), weight.dtype, pinned=True)
             )
             self.grads.append(self._memory(master.numel(), grad_dtype, pinned=True))
-        # Sums that are not complete, and the norms of those that are, and so on their way.
+        # Sums that are not complete; and the norms of complete ones, which are on their way.
         self._sums: dict[Fragment, torch.Tensor] = {}
         self._norms: dict[Fragment, torch.Tensor] = {}
         # Fragments whose gradient of some step lies in host memory.
@@ -179,14 +181,14 @@ class Partitions:
         self._written.add(fragment)
 
     def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
-        """The norm of all gradients since the last step, all of which are complete; not finite if one is not.
+        """The norm of all gradients since the last step; not finite if one of them is not.
 
-        The host waits for the backward. Squares that float32 cannot hold are summed anew in double
-        precision.
+        All gradients are complete now. The host waits for the backward. Squares that float32 cannot
+        hold are summed anew in double precision.
 
         Args:
-            add_up: adds a scalar on the device up over the ranks, in place. All ranks call it
-                equally often.
+            add_up: sums a scalar on the device over the ranks, in place. All ranks call it equally
+                often.
         """
         for fragment in list(self._sums):
             self.send(fragment)
@@ -202,7 +204,7 @@ class Partitions:
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _exact_squares(self) -> float:
-        """The sum of squares of all gradients, of what is in host memory; infinite if one is not finite."""
+        """The sum of squares of all gradients, from host memory; infinite if one is not finite."""
         self.arrive()
         stats = _core.grad_stats(
             [view(self.grads[group].narrow(0, begin, numel)) for group, begin, numel in self._norms]
@@ -231,9 +233,8 @@ class Partitions:
     ) -> partial[Any]:
         """Makes everything ready for a step, and returns the call that starts it in the background.
 
-        That raises ValueError where the step cannot be taken, with nothing changed, and OSError
-        where the device has failed. After
-        it: `forget`, or `drop` if it raised.
+        The call raises ValueError where the step cannot be taken, with nothing changed, and OSError
+        where the device has failed. After the call comes `forget`, or `drop` if it raised.
 
         Args:
             updates: all partitions, in the order in which they are stepped; their tensors have
@@ -260,18 +261,27 @@ class Partitions:
         )
 
     def forget(self) -> None:
-        """The gradients since the last step have been used: their device memory may be written, or freed."""
+        """The gradients since the last step have been used.
+
+        From now on their device memory may be written or freed.
+        """
         self._norms.clear()
         self._engine.release(stream=self._step_stream)
 
     def settle(self) -> None:
-        """After an exception that may have come behind the submit: the step is complete, or there was none."""
+        """Called after an exception that may have come after the submit.
+
+        When it returns, the step is complete, or there was none.
+        """
         with contextlib.suppress(OSError):
             self.arrive()
             self.finish()
 
     def wait(self, fragments: Iterable[Fragment]) -> bool:
-        """The current stream waits for the new weights of some fragments; whether it is the one that the step began on."""
+        """The current stream waits for the new weights of `fragments`.
+
+        Returns whether it is the stream that the step began on.
+        """
         started, stream = time.perf_counter(), self.stream()
         for group, begin, numel in fragments:
             self._engine.wait(group, begin, begin + numel, stream=stream)
@@ -279,7 +289,10 @@ class Partitions:
         return stream == self._step_stream
 
     def finish(self) -> None:
-        """Waits until the last step is complete in host memory; the current stream waits for the weights."""
+        """Waits until the last step is complete in host memory.
+
+        The current stream waits for the weights.
+        """
         self._engine.finish(stream=self.stream())
 
     def synchronize(self) -> None:
@@ -292,7 +305,10 @@ class Partitions:
         return current_stream(self.device)
 
     def timing(self) -> dict[str, float]:
-        """What the last step took, as `OffloadAdamW.timing` has it, but for what the optimizer does before it."""
+        """What the last step took, with the keys of `OffloadAdamW.timing`.
+
+        Left out is what the optimizer does before the step.
+        """
         return {
             **self._engine.timing(),
             "gate": self._seconds_waited,
@@ -305,7 +321,7 @@ class FragmentUploads:
 
     Args:
         partitions: what steps them.
-        fragments: each parameter's; all of a parameter lies in it.
+        fragments: each parameter's fragment, which holds the whole parameter.
     """
 
     def __init__(self, partitions: Partitions, fragments: Mapping[torch.Tensor, Fragment]) -> None:
@@ -313,7 +329,10 @@ class FragmentUploads:
         self._fragments = fragments
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream waits for those of `params`; whether it is the step's, so that all work after it does too."""
+        """The current stream waits for the weights of `params`.
+
+        Returns whether it is the step's stream, so that all work after it waits too.
+        """
         return self._partitions.wait(self._fragments[param] for param in params)
 
     def finish(self) -> None:
@@ -352,7 +371,10 @@ def _drain(engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane) -> None:
 
 
 class _CudaLane:
-    """Copies on a stream of torch's, whose allocator so knows when the memory of a gradient is free again."""
+    """Copies on a stream of torch's.
+
+    So torch's allocator knows when the memory of a gradient is free again.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
