@@ -57,7 +57,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
     Call it without grad mode.
     """
-    if not is_dtensor(tensor):
+    # First what most are: steps call this often.
+    if type(tensor) in PLAIN or not is_dtensor(tensor):
         return tensor
     piece = tensor.to_local()
     # A collective may still be filling it.

@@ -549,13 +549,14 @@ class Adam(Optimizer):
         if updates:
             steps = [update.state["step"] for update in updates]
             calls.append(partial(torch._foreach_add_, steps, 1))
+        increment_version = torch.autograd.graph.increment_version
         for update in updates:
             if update.is_new_state:
                 self.state[update.param] = update.state
                 self._written = None
-            torch.autograd.graph.increment_version(update.param)
+            increment_version(update.param)
             if is_dtensor(update.param):
-                torch.autograd.graph.increment_version(local(update.param))
+                increment_version(local(update.param))
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
         # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
