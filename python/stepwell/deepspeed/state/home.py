@@ -1,6 +1,6 @@
 """Where the state of a flat partition is, and how checkpoints, fragments and loaders get at it.
 
-They know a `Home`. Another tier is another one.
+All three know only `Home`. State on another tier gets another implementation of it.
 """
 
 from __future__ import annotations
