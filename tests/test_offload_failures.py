@@ -215,7 +215,7 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
     [
         (
             lambda net: net.to(torch.float16),
-            r"is `torch.float16`.*expected a contiguous `torch.float32`",
+            r"is `torch.float16`.*expected `torch.float32`",
         ),
         (lambda net: setattr(net[0].weight, "data", torch.zeros(3, 3)), r"of `\(3, 3\)`"),
         (
