@@ -20,14 +20,16 @@ from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 SIZE = 4
+# Of a layer whose step takes longer than what follows it.
+WIDE = 2048
 
 
 class Landing:
     """Uploads that land as late as they may: when they are waited for."""
 
-    def __init__(self, is_step_stream=True):
+    def __init__(self, is_last_step=True):
         self.new = {}
-        self.is_step_stream = is_step_stream
+        self.is_last_step = is_last_step
         self.waits = []
 
     def wait(self, params, /):
@@ -35,7 +37,7 @@ class Landing:
         self.waits.append(len(params))
         for param in params:
             self._land(param)
-        return self.is_step_stream
+        return self.is_last_step
 
     def finish(self):
         self.waits.append("finish")
@@ -60,7 +62,7 @@ def old_and_new(count=2):
     ]
 
 
-@pytest.fixture(params=[True, False], ids=["step's stream", "another stream"])
+@pytest.fixture(params=[True, False], ids=["submitted", "being submitted"])
 def under_way(request):
     """Two parameters under way, their guard, what lands, and the same with all landed."""
     params, new = old_and_new()
@@ -70,7 +72,7 @@ def under_way(request):
     guard.protect(params)
     landed = [Parameter(weight.clone()) for weight in new]
     yield params, guard, uploads, landed
-    guard.clear()
+    guard.clear(guard.num_steps)
     assert all(type(param) is Parameter for param in params)
 
 
@@ -276,9 +278,9 @@ def test_accesses_wait_for_what_they_touch_only(under_way):
     assert uploads.waits == [1]
     assert guard.is_under_way(other)
     # The step's stream has waited once and for all; another stream waits each time.
-    assert guard.is_under_way(param) == (not uploads.is_step_stream)
+    assert guard.is_under_way(param) == (not uploads.is_last_step)
     param.sum()
-    assert len(uploads.waits) == (1 if uploads.is_step_stream else 2)
+    assert len(uploads.waits) == (1 if uploads.is_last_step else 2)
 
 
 def test_new_parameters_made_of_one(under_way):
@@ -286,7 +288,7 @@ def test_new_parameters_made_of_one(under_way):
     made = type(param)(torch.ones(2), requires_grad=False)
     assert type(made) is Parameter
     assert not made.requires_grad
-    if uploads.is_step_stream:
+    if uploads.is_last_step:
         other = Parameter(param, requires_grad=False)
         assert type(other) is Parameter
         assert torch.equal(other, landed)
@@ -333,7 +335,77 @@ def test_failed_uploads_are_told_at_the_access_and_again():
     for _ in range(2):
         with pytest.raises(OSError, match="the device is gone"):
             param.sum()
-    guard.clear()
+    guard.clear(guard.num_steps)
+
+
+def test_a_wait_ends_the_protection_of_its_own_step_only():
+    (param, _), _ = old_and_new()
+
+    class SteppedMeanwhile(Landing):
+        def wait(self, params, /):
+            # Another thread submits the next step while this one waits.
+            guard.protect([param])
+            return super().wait(params)
+
+    guard = WeightGuard(SteppedMeanwhile())
+    guard.protect([param])
+    guard.wait([param])
+    assert guard.is_under_way(param)
+    step = guard.num_steps
+    guard.protect([param])
+    guard.clear(step)
+    assert guard.is_under_way(param)
+    guard.clear(guard.num_steps)
+    assert type(param) is Parameter
+
+
+class OtherParameter(Parameter):
+    pass
+
+
+def test_parameters_of_another_class_are_waited_for_in_the_step():
+    def train(gate):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(WIDE, WIDE, bias=False)
+        layer.weight = OtherParameter(layer.weight.detach())
+        optimizer = stepwell.OffloadAdamW(layer.parameters(), lr=1e-2, threads=1, gate=gate)
+        outputs = []
+        for _ in range(3):
+            outputs.append(layer(torch.ones(1, WIDE)).sum())
+            outputs[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [output.item() for output in outputs]
+
+    assert train("module") == train("step")
+
+
+def test_an_access_while_a_step_is_being_submitted_leaves_the_protection(monkeypatch):
+    def train(gate, reads):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(WIDE, WIDE, bias=False)
+        optimizer = stepwell.OffloadAdamW(layer.parameters(), lr=1e-2, threads=1, gate=gate)
+        protect = WeightGuard.protect
+
+        def protect_and_read(guard, params):
+            params = list(params)
+            protect(guard, params)
+            reads.append([param.detach().clone() for param in params])
+
+        monkeypatch.setattr(WeightGuard, "protect", protect_and_read)
+        outputs = []
+        for _ in range(3):
+            outputs.append(layer(torch.ones(1, WIDE)).sum())
+            outputs[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [output.item() for output in outputs]
+
+    reads = []
+    assert train("module", reads) == train("step", [])
+    assert len(reads) == 3
 
 
 # ---- what is reached beside a guard ----

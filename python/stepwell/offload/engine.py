@@ -13,7 +13,7 @@ import contextlib
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -80,7 +80,9 @@ class Engine:
         )
         for buffer in twins.buffers:
             self._core.pin(buffer)
-        self._step_stream = self._stream()
+        self._submit_stream = self._stream()
+        # None while a step is being submitted: weights that are waited for then are old ones.
+        self._step_stream: int | None = self._submit_stream
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""
         weakref.finalize(self, _close, self._core)
@@ -121,10 +123,11 @@ class Engine:
         """
         self._core.discard()
 
-    def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> partial[None]:
-        """A call that starts the step of bound updates and returns.
+    def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> list[partial[Any]]:
+        """The calls that start the step of bound updates, to be made one directly after the other.
 
-        No Python in it could be interrupted. After it, and before anybody writes a gradient: `release`.
+        No Python in them can be interrupted. `release` comes after them, before a gradient is
+        written.
         """
         hypers: dict[Hyper, _core.Hyper] = {
             update.hyper: update.hyper.core(grad_scale) for update in updates
@@ -132,9 +135,9 @@ class Engine:
         stepped = [update for update in updates if update.bound.tensor is not None]
         sides = (self._twins.weight, self._twins.grad)
         weights = [local(update.param) for update in stepped]
-        self._step_stream = self._stream()
+        self._submit_stream, self._step_stream = self._stream(), None
         self.seconds_waited = 0.0
-        return partial(
+        submit = partial(
             self._core.submit,
             [self._indices[update.param] for update in stepped],
             [update.bound.tensor for update in stepped if update.bound.tensor is not None],
@@ -148,31 +151,41 @@ class Engine:
                 # Copies of what is not dense.
                 *(update.bound.write_backs for update in stepped),
             ],
-            stream=self._step_stream,
+            stream=self._submit_stream,
         )
+        return [submit, partial(setattr, self, "_step_stream", self._submit_stream)]
 
     def release(self) -> None:
         """Lets go of the gradients of the step that was submitted.
 
-        The stream that it began on waits for their copies. The thread waits until the device has all of these.
+        The stream that it began on waits for their copies. The thread waits until the device has
+        all of these.
         """
-        self._core.release(stream=self._step_stream)
+        self._core.release(stream=self._submit_stream)
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream waits for the weights of `params`.
+        """The current stream and the step's stream wait for the weights of `params`.
 
-        Returns whether it is the step's, so that all work after it waits too.
+        Returns whether these are the weights of the last step; not so while one is being submitted.
         """
         begin = time.perf_counter()
-        stream = self._stream()
+        # Read before the wait: a step may be submitted on another thread meanwhile.
+        step_stream = self._step_stream
+        streams = {self._stream(), *([] if step_stream is None else [step_stream])}
         for param in params:
-            self._core.wait(self._indices[param], 0, local(param).numel(), stream=stream)
+            for stream in streams:
+                self._core.wait(self._indices[param], 0, local(param).numel(), stream=stream)
         self.seconds_waited += time.perf_counter() - begin
-        return stream == self._step_stream
+        return step_stream is not None
 
     def finish(self) -> None:
-        """The step is complete on the host, and the current stream waits for all weights."""
-        self._core.finish(stream=self._stream())
+        """The step is complete on the host, and both streams wait for all weights.
+
+        These are the current stream and the stream that the step began on.
+        """
+        step_stream = self._step_stream
+        for stream in {self._stream(), *([] if step_stream is None else [step_stream])}:
+            self._core.finish(stream=stream)
 
     def synchronize(self) -> None:
         """As `finish`, and all copies have ended."""

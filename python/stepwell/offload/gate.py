@@ -166,7 +166,7 @@ class Gate:
 
     def wait_for_uncovered(self) -> None:
         """Waits for the weights that no forward is known to wait for, and for those exposed."""
-        self.guard.wait(self._uncovered)
+        self.guard.wait_for(self._uncovered)
         self._uncovered = []
 
     def close(self) -> None:
@@ -195,10 +195,15 @@ class Gate:
         self.guard.finish()
         self._uncovered = []
 
-    def clear(self) -> None:
-        """All weights have arrived."""
-        self.guard.clear()
-        self._uncovered = []
+    def clear(self, step: int) -> None:
+        """All weights have arrived.
+
+        Args:
+            step: `guard.num_steps` as it was before that was waited for.
+        """
+        self.guard.clear(step)
+        if step == self.guard.num_steps:
+            self._uncovered = []
 
     def _share_out(self) -> dict[int, list[torch.Tensor]]:
         """Which module waits for which parameters.
@@ -225,13 +230,15 @@ class Gate:
             return
         self._called.add(id(module))
         if self._uncovered:
-            # The step was interrupted before it had waited for them.
+            # The step was interrupted before it waited for them.
             self.wait_for_uncovered()
         if self.guard.any_under_way:
             self.guard.wait(self._waits.get(id(module), ()))
 
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""
+        if self._uncovered:
+            self.wait_for_uncovered()
         if self.guard.any_under_way:
             beneath = self._reached([id(module)], self._children)
             self.guard.wait(param for key in beneath for param in self._owned.get(key, ()))

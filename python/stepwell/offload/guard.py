@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +32,7 @@ import torch
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 __all__ = [
@@ -54,13 +55,14 @@ class Uploads(Protocol):
     """The new weights on their way to the device."""
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream waits for the weights of `params`.
+        """The current stream and the step's stream wait for the weights of `params`.
 
-        Returns whether it is the step's stream, so that all work after it waits too.
+        Returns whether the weights of the last step are meant, so that nobody has to wait for
+        them again; not so while a step is being submitted.
         """
 
     def finish(self) -> None:
-        """The current stream waits for all weights."""
+        """The current stream and the step's stream wait for all weights."""
 
 
 class WeightGuard:
@@ -73,6 +75,10 @@ class WeightGuard:
     def __init__(self, uploads: Uploads) -> None:
         self._uploads = uploads
         self._under_way: dict[int, Parameter] = {}
+        self.num_steps = 0
+        """How often weights were protected: a wait ends the protection of its own step only."""
+        # A thread ends a protection while another begins one; so may a signal's handler within.
+        self._lock = threading.RLock()
         weakref.finalize(self, _abandon, self._under_way, uploads)
 
     def protect(self, params: Iterable[torch.Tensor]) -> None:
@@ -81,12 +87,14 @@ class WeightGuard:
         Parameters that are not exactly a `torch.nn.Parameter` are left out, see `exposed`.
         """
         guard = weakref.ref(self)
-        for param in params:
-            if type(param) is Parameter:
-                key = id(param)
-                self._under_way[key] = param
-                _GUARDS[key] = guard
-                param.__class__ = _UnderWay
+        with self._lock:
+            self.num_steps += 1
+            for param in params:
+                if type(param) is Parameter:
+                    key = id(param)
+                    self._under_way[key] = param
+                    _GUARDS[key] = guard
+                    param.__class__ = _UnderWay
 
     def is_under_way(self, param: torch.Tensor) -> bool:
         """Whether the step's stream has not waited for `param` yet."""
@@ -98,27 +106,41 @@ class WeightGuard:
         return bool(self._under_way)
 
     def wait(self, params: Iterable[torch.Tensor]) -> None:
-        """The current stream waits for those of `params` that are under way."""
-        left = [param for param in params if id(param) in self._under_way]
-        if left:
+        """The current stream waits for those of `params` that are under way and protected."""
+        self.wait_for([param for param in params if id(param) in self._under_way])
+
+    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
+        """The current stream waits for all of `params`, protected or not."""
+        if params:
+            step = self.num_steps
             with without_waiting():
-                is_step_stream = self._uploads.wait(left)
-            if is_step_stream:
-                for param in left:
-                    _restore(self._under_way, param)
+                is_last_step = self._uploads.wait(params)
+            if is_last_step:
+                self._end(params, step)
 
     def finish(self) -> None:
         """The current stream waits for all weights."""
+        step = self.num_steps
         with without_waiting():
             self._uploads.finish()
-            is_step_stream = self._uploads.wait(())
-        if is_step_stream:
-            self.clear()
+            is_last_step = self._uploads.wait(())
+        if is_last_step:
+            self.clear(step)
 
-    def clear(self) -> None:
-        """All weights have arrived, or the step's stream has waited for them."""
-        for param in list(self._under_way.values()):
-            _restore(self._under_way, param)
+    def clear(self, step: int) -> None:
+        """All weights of the step have arrived, or the step's stream has waited for them.
+
+        Args:
+            step: `num_steps` as it was before that was waited for.
+        """
+        self._end(list(self._under_way.values()), step)
+
+    def _end(self, params: Iterable[torch.Tensor], step: int) -> None:
+        with self._lock:
+            # Weights of a step that was begun meanwhile stay protected.
+            if step == self.num_steps:
+                for param in params:
+                    _restore(self._under_way, param)
 
 
 def exposed(params: Iterable[torch.Tensor], holders: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -343,7 +365,7 @@ def _call_after_waiting(
             param.__class__ = Parameter  # type: ignore[assignment]
         else:
             guard.wait(params)
-    # This stream has waited, but it is not the step's: others still have to.
+    # A step is being submitted, so the old weights are still there, and the protection stays.
     left = [param for param in params if type(param) is _UnderWay]
     for param in left:
         param.__class__ = Parameter  # type: ignore[assignment]

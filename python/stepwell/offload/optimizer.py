@@ -333,9 +333,10 @@ class OffloadAdamW(AdamW):
             OSError: the step failed in the background.
         """
         if self._engine is not None:
+            step = 0 if self._gate is None else self._gate.guard.num_steps
             self._engine.synchronize()
             if self._gate is not None:
-                self._gate.clear()
+                self._gate.clear(step)
 
     def reread_parameters(self) -> None:
         """Takes the parameters as they are on the device, however they were written; the next step copies them to the host."""
@@ -603,15 +604,24 @@ class OffloadAdamW(AdamW):
             partial(self._fingerprints.mark_outdated, params),
         ]
         if gate is not None:
-            before.append(partial(gate.open, params, exposed(params, self._twins)))
+            before.append(partial(gate.open, params, self._exposed(params)))
         submitted = [
-            engine.submission(bound_updates, grad_scale),
+            *engine.submission(bound_updates, grad_scale),
             partial(setattr, self, "_is_unreleased", True),
         ]
         self._commit(bound_updates, [*before, *submitted])
         self._fingerprints.mark_verified(params)
         for param in params:
             self._fresh.pop(param, None)
+
+    def _exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` whose weights can be reached without an access that the gate sees."""
+        found = exposed(params, self._twins)
+        if found and self._engine is not None:
+            # The engine holds the weights of the last step until its uploads have ended.
+            self._engine.synchronize()
+            found = exposed(params, self._twins)
+        return found
 
     def _take_fingerprints(self, params: Sequence[torch.Tensor]) -> None:
         for param in self._fingerprints.outdated(params):

@@ -198,9 +198,9 @@ class Operands:
         )
         return Operand(tensor, 1 + int(state["step"]), hyper, state, master)
 
-    def commit(self, operands: Sequence[Operand], submit: partial[Any]) -> None:
-        """Calls `submit` and counts the updates, both or none."""
-        calls: list[partial[Any]] = [submit]
+    def commit(self, operands: Sequence[Operand], submission: Sequence[partial[Any]]) -> None:
+        """Makes the calls of `submission` and counts the updates, both or none."""
+        calls: list[partial[Any]] = [*submission]
         for operand in operands:
             count = operand.state["step"]
             is_tensor = isinstance(count, torch.Tensor)

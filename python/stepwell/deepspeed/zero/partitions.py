@@ -97,7 +97,9 @@ class Partitions:
         self.device = partitions[0].weight.device
         numels = [partition.master.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
-        self._step_stream = 0
+        self._submit_stream = 0
+        # None while a step is being submitted: weights that are waited for then are old ones.
+        self._step_stream: int | None = 0
         self._lane = (
             _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
         )
@@ -230,11 +232,11 @@ class Partitions:
 
     def prepare(
         self, updates: Sequence[Update], weights: Sequence[torch.Tensor], in_use: Sequence[object]
-    ) -> partial[Any]:
-        """Makes everything ready for a step, and returns the call that starts it in the background.
+    ) -> list[partial[Any]]:
+        """Makes everything ready for a step, and returns the calls that start it in the background.
 
-        The call raises ValueError where the step cannot be taken, with nothing changed, and OSError
-        where the device has failed. After the call comes `forget`, or `drop` if it raised.
+        They are made one directly after the other. The first raises ValueError where the step cannot be taken, with nothing changed, and OSError
+        where the device has failed. After them comes `forget`, or `drop` if it raised.
 
         Args:
             updates: all partitions, in the order in which they are stepped; their tensors have
@@ -248,8 +250,8 @@ class Partitions:
         self._written &= self._norms.keys()
         self._lane.order(self._engine)
         self._bytes_downloaded, self._bytes_sent, self._seconds_waited = self._bytes_sent, 0, 0.0
-        self._step_stream = self.stream()
-        return partial(
+        self._submit_stream, self._step_stream = self.stream(), None
+        submit = partial(
             self._engine.submit,
             [update.group for update in updates],
             [update.tensor for update in updates],
@@ -257,16 +259,21 @@ class Partitions:
             steps=[update.step for update in updates],
             hypers=[update.hyper for update in updates],
             owners=[*in_use, list(weights), list(self.grads), list(self.twins)],
-            stream=self._step_stream,
+            stream=self._submit_stream,
         )
+        # Gradients that are stepped are not added to.
+        return [
+            submit,
+            partial(setattr, self, "_step_stream", self._submit_stream),
+            partial(self._norms.clear),
+        ]
 
     def forget(self) -> None:
         """The gradients since the last step have been used.
 
         From now on their device memory may be written or freed.
         """
-        self._norms.clear()
-        self._engine.release(stream=self._step_stream)
+        self._engine.release(stream=self._submit_stream)
 
     def settle(self) -> None:
         """Called after an exception that may have come after the submit.
@@ -278,22 +285,27 @@ class Partitions:
             self.finish()
 
     def wait(self, fragments: Iterable[Fragment]) -> bool:
-        """The current stream waits for the new weights of `fragments`.
+        """The current stream and the step's stream wait for the new weights of `fragments`.
 
-        Returns whether it is the stream that the step began on.
+        Returns whether these are the weights of the last step; not so while one is being submitted.
         """
-        started, stream = time.perf_counter(), self.stream()
+        # Read before the wait: a step may be submitted on another thread meanwhile.
+        started, step_stream = time.perf_counter(), self._step_stream
+        streams = {self.stream(), *([] if step_stream is None else [step_stream])}
         for group, begin, numel in fragments:
-            self._engine.wait(group, begin, begin + numel, stream=stream)
+            for stream in streams:
+                self._engine.wait(group, begin, begin + numel, stream=stream)
         self._seconds_waited += time.perf_counter() - started
-        return stream == self._step_stream
+        return step_stream is not None
 
     def finish(self) -> None:
         """Waits until the last step is complete in host memory.
 
-        The current stream waits for the weights.
+        The current stream and the stream that the step began on wait for the weights.
         """
-        self._engine.finish(stream=self.stream())
+        step_stream = self._step_stream
+        for stream in {self.stream(), *([] if step_stream is None else [step_stream])}:
+            self._engine.finish(stream=stream)
 
     def synchronize(self) -> None:
         """Waits until the last step is complete, and all copies have ended."""
@@ -329,9 +341,9 @@ class FragmentUploads:
         self._fragments = fragments
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
-        """The current stream waits for the weights of `params`.
+        """The current stream and the step's stream wait for the weights of `params`.
 
-        Returns whether it is the step's stream, so that all work after it waits too.
+        Returns whether these are the weights of the last step; not so while one is being submitted.
         """
         return self._partitions.wait(self._fragments[param] for param in params)
 

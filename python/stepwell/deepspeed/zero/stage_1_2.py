@@ -346,10 +346,10 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             if operand.tensor is not None
         ]
         in_use = [self._masters, [operand.state for operand in operands]]
-        submit = partitions.prepare(updates, self._weights(), in_use)
+        submission = partitions.prepare(updates, self._weights(), in_use)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_gated = self._open_gate()
-        self._operands.commit(operands, submit)
+        self._operands.commit(operands, submission)
         partitions.forget()
         if self._gate is not None and is_gated:
             self._gate.wait_for_uncovered()
