@@ -5,10 +5,12 @@ import stepwell
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from offload_cases import assert_equal, loss_of, pair, small
+from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES
 from stepwell.offload import gradients
+from stepwell.offload import optimizer as offload_optimizer
 from stepwell.offload.checksums import checksum, differences
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 @pytest.fixture(autouse=True)
@@ -159,6 +161,119 @@ def test_gradients_that_are_not_changed_cross_once():
         optimizer.step()
     optimizer.synchronize()
     assert optimizer.timing["bytes_downloaded"] == sum(param.nbytes for param in net.parameters())
+
+
+# ---- gradients that no step takes ----
+
+
+def clear_by_optimizer(net, optimizer):
+    optimizer.zero_grad()
+
+
+def clear_by_model(net, optimizer):
+    net.zero_grad()
+
+
+def set_to_zero(net, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+    for param in net.parameters():
+        # The next backward makes another.
+        param.grad = None
+
+
+@pytest.mark.parametrize("batch_bytes", [0, 64 << 20], ids=["copied", "waiting"])
+@pytest.mark.parametrize("clear", [clear_by_optimizer, clear_by_model, set_to_zero])
+def test_gradients_that_are_cleared_are_let_go(clear, batch_bytes, monkeypatch):
+    """A program that skips batches holds no more than one set of gradients."""
+    monkeypatch.setattr(gradients, "BATCH_BYTES", batch_bytes)
+    ours, theirs = pair(accumulation_steps=1)
+    net, optimizer = ours
+    held = []
+    for step in range(20):
+        loss_of(net, step).backward()
+        held += [StorageWeakRef(param.grad.untyped_storage()) for param in net.parameters()]
+        clear(net, optimizer)
+        held = [storage for storage in held if not storage.expired()]
+        assert len(held) <= len(list(net.parameters())), step
+        if clear is not clear_by_model:
+            assert not held
+    for each in (ours, theirs):
+        train(*each, 2)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_cleared_backward_does_not_count(set_to_none, caplog):
+    """Of three backwards the first is cleared: the last is the third, which crosses once."""
+    ours, theirs = pair(accumulation_steps=2)
+    for net, optimizer in (ours, theirs):
+        loss_of(net, 0).backward()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(net, 1).backward()
+        loss_of(net, 2).backward()
+        optimizer.step()
+    assert_equal(ours, theirs)
+    assert "cross the bus again" not in caplog.text
+    nbytes = sum(param.nbytes for param in ours[0].parameters())
+    assert ours[1].timing["bytes_downloaded"] == nbytes
+
+
+def test_zero_grad_after_a_step_discards_nothing(monkeypatch):
+    net, optimizer = pair(accumulation_steps=1)[0]
+    train(net, optimizer, 1)
+    discarded = []
+    monkeypatch.setattr(optimizer._engine, "discard", lambda: discarded.append(None))
+    for set_to_none in (True, False):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss_of(net, 1).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    assert not discarded
+
+
+# ---- gradients of several streams ----
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 8])
+def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatch):
+    """A batch holds those of one stream, and is taken while that is the current one."""
+    ours, theirs = pair(accumulation_steps=1)
+    net, optimizer = ours
+    train(net, optimizer, 1)
+    train(*theirs, 1)
+    # The hooks of autograd run in this order.
+    made: dict[torch.Tensor, int] = {}
+    current = [0]
+
+    def stream(_):
+        current[0] = len(made) // turns
+        return current[0]
+
+    monkeypatch.setattr(offload_optimizer, "current_stream", stream)
+    add, take, taken = optimizer._gradients.add, optimizer._engine.take, []
+
+    def noted_add(param, grad, stream):
+        made[param] = stream
+        return add(param, grad, stream)
+
+    def noted_take(params, grads):
+        taken.extend((made[param], current[0]) for param in params)
+        take(params, grads)
+
+    monkeypatch.setattr(optimizer._gradients, "add", noted_add)
+    monkeypatch.setattr(optimizer._engine, "take", noted_take)
+    optimizer.zero_grad()
+    loss_of(net, 1).backward()
+    assert all(maker == behind for maker, behind in taken)
+    count = len(made)
+    # All but the last of each stream.
+    assert len(taken) == count - -(-count // turns)
+    optimizer.step()
+    theirs[1].zero_grad()
+    loss_of(theirs[0], 1).backward()
+    theirs[1].step()
+    monkeypatch.undo()
+    assert_equal(ours, theirs)
 
 
 # ---- steps that are not made, backwards that fail ----

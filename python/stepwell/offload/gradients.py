@@ -45,6 +45,7 @@ class Gradients:
         self._is_last = True
         self._backwards: dict[torch.Tensor, int] = {}
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
+        self._waiting_stream = 0
         self._copied: dict[torch.Tensor, _Copied] = {}
         self.knows_last = accumulation_steps is not None
         """Whether the user says which backward is the last."""
@@ -67,14 +68,20 @@ class Gradients:
         count = self._backwards[param] = self._backwards.get(param, 0) + 1
         return self.knows_last and self._is_last and count >= self._accumulation_steps
 
-    def add(self, param: torch.Tensor, grad: torch.Tensor) -> dict[torch.Tensor, torch.Tensor]:
+    def add(
+        self, param: torch.Tensor, grad: torch.Tensor, stream: int
+    ) -> dict[torch.Tensor, torch.Tensor]:
         """Sets a last gradient aside, and returns those that are to be copied now.
 
-        They are copied in batches, since each copy costs a call.
+        They are copied in batches, since each copy costs a call. All gradients of a batch were made
+        on `stream`, the current one: copies are ordered after no other. Where it changes, what was
+        set aside is left to the step.
 
         The latest is never among them. The last of all is so left to the step, whose norm it would
         hold up: that comes down behind what is on its way.
         """
+        if stream != self._waiting_stream:
+            self._waiting, self._waiting_stream = {}, stream
         batch: dict[torch.Tensor, torch.Tensor] = {}
         if sum(each.nbytes for each in self._waiting.values()) >= BATCH_BYTES:
             batch, self._waiting = self._waiting, {}
@@ -123,8 +130,20 @@ class Gradients:
         """Whether a gradient of `param` was copied that `grad` is not any more."""
         return param in self._copied and not self.is_copied(param, grad)
 
+    def is_replaced(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether another tensor than `grad` was copied or set aside for `param`."""
+        copied, waiting = self._copied.get(param), self._waiting.get(param)
+        return (copied is not None and copied.grad is not grad) or (
+            waiting is not None and waiting is not grad
+        )
+
+    @property
+    def is_any_taken(self) -> bool:
+        """Whether a gradient was copied or set aside since the last step."""
+        return bool(self._copied or self._waiting)
+
     def reset(self) -> None:
-        """Begins the next step."""
+        """Begins the next step, or this one anew."""
         self._backwards = {}
         self._waiting = {}
         self._copied = {}

@@ -17,7 +17,7 @@ from stepwell._sharding import agree, is_dtensor, local
 from stepwell._tensors import Written, check_param
 from stepwell.offload.accumulation import STAGING_BYTES, HostSums
 from stepwell.offload.budget import GIB, announce
-from stepwell.offload.engine import Engine
+from stepwell.offload.engine import Engine, current_stream
 from stepwell.offload.fingerprints import Fingerprints
 from stepwell.offload.gate import Gate, remove
 from stepwell.offload.gradients import (
@@ -310,11 +310,12 @@ class OffloadAdamW(AdamW):
         self.__dict__["state"] = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. Gradients have nothing to wait for."""
+        """As torch's. Waits only for copies of gradients that no step has taken."""
         if self._sums is not None:
             super().zero_grad(set_to_none)
             self._sums.clear()
             return
+        self._forget_gradients()
         if set_to_none:
             clear_grads(param for group in self.param_groups for param in group["params"])
         else:
@@ -392,8 +393,11 @@ class OffloadAdamW(AdamW):
         if self._sums is not None:
             self._sum_up(param)
             return
-        is_last = self._gradients.count(param)
         grad = param.grad
+        if grad is not None and self._gradients.is_replaced(param, grad):
+            # The model has cleared the gradients.
+            self._forget_gradients()
+        is_last = self._gradients.count(param)
         if not is_last or grad is None or may_change_after_backward(param):
             return
         if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != param.dtype:
@@ -401,13 +405,21 @@ class OffloadAdamW(AdamW):
             return
         if self._gradients.is_outdated(param, grad):
             self._warn_of_outdated(1)
-        if batch := self._gradients.add(param, grad):
+        if batch := self._gradients.add(param, grad, current_stream(self._device)):
             engine = self._opened_engine()
             if engine.busy:
                 # Some weight of the last step has not been used.
                 self._finish()
             engine.take(list(batch), list(batch.values()))
             self._gradients.mark_copied(batch)
+
+    def _forget_gradients(self) -> None:
+        """The gradients are cleared: their backwards do not count, and what was copied is let go."""
+        is_any_taken = self._gradients.is_any_taken
+        # First: Ctrl-C in the wait does not make the engine remember them.
+        self._gradients.reset()
+        if is_any_taken:
+            self._abandon()
 
     def _checked_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The parameters that have a gradient, and those, as they are copied."""
