@@ -10,22 +10,25 @@ use std::{
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
-    time::Duration,
 };
 
 use battery::Held;
 use on_device::{
-    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, bytes, drain, engine_on, engine_with,
-    finish, host_device, lent, split, stepped, submit, take, take_parts, take_these, witness,
+    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, bytes, discard, drain, engine_on,
+    engine_with, finish, host_device, lent, split, stepped, submit, take, take_parts, take_these,
+    witness,
 };
 use stepwell::{
     Error, Result,
     adam::{Hyper, tensor::AdamTensor},
     device::{Device, Lane},
-    offload::{Engine, SEGMENT_LEN, Shape},
+    offload::{Engine, SEGMENT_LEN, Shape, Update},
     simd::isa::Isa,
     state::chunk::{CHUNK_LEN, Chunk},
-    stream::view::{Route, View},
+    stream::{
+        element::Dtype,
+        view::{Route, View},
+    },
     tier::{Run, Stored, Tier, ram::Ram},
 };
 
@@ -61,7 +64,7 @@ fn steps_an_abandoned_gradient(discards: bool) -> bool {
     unsafe { take_these(&engine, &[(0, part_of(&abandoned, host).0, host)]) }.expect("a gradient");
     drain(&engine).expect("copies");
     if discards {
-        assert!(engine.discard(SOON).expect("a device that works"));
+        discard(&engine);
     }
     device.pause(Lane::Download, true);
     // SAFETY: as above.
@@ -92,7 +95,7 @@ fn discarding_waits_for_the_copies_and_returns_what_was_lent() {
     let device = host_device(&all);
     let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
     let _resumed = Resumed(&device);
-    assert!(engine.discard(Duration::ZERO).expect("nothing to discard"));
+    assert_eq!(engine.discard().expect("nothing to discard"), None);
     device.pause(Lane::Download, true);
     // More than the device is given at once: the event behind them is not recorded yet.
     let gradients: Vec<_> = (0..20).map(|_| all[0].gradient(0)).collect();
@@ -104,7 +107,9 @@ fn discarding_waits_for_the_copies_and_returns_what_was_lent() {
         }
     }
     assert!(first.is_none(), "what is lent is taken");
-    assert!(!engine.discard(WATCHED).expect("a device that works"), "copies are on their way");
+    let discarded = engine.discard().expect("a device that works").expect("a gradient was taken");
+    let is_over = || engine.wait_discarded(discarded, WATCHED).expect("a device that works");
+    assert!(!is_over(), "copies are on their way");
     assert!(engine.returned().is_empty());
     // The one that follows is of another step, and is not discarded by the call that waits on.
     let (mut second, kept) = lent();
@@ -117,13 +122,119 @@ fn discarding_waits_for_the_copies_and_returns_what_was_lent() {
     assert_eq!([&dropped, &kept].map(|both| [count(&both[0]), count(&both[1])]), [[1; 2]; 2]);
 }
 
+/// A wait for a discard ended before the copies had, by Ctrl-C for one.
+#[test]
+fn what_is_taken_after_a_discard_that_was_not_waited_for_is_stepped() {
+    let mut all = [split(70, 1)];
+    let abandoned = all[0].grad.clone();
+    all[0].grad = negated(&abandoned);
+    let mut expected = stepped(&all[0], 1, &Hyper::default());
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device);
+    let (_, source, host) = all[0].gradient(0);
+    device.pause(Lane::Download, true);
+    // More than the device is given at once: the event behind them is not recorded yet.
+    for _ in 0..20 {
+        // SAFETY: all memory outlives the copies, which are waited for.
+        unsafe { take_these(&engine, &[(0, part_of(&abandoned, host).0, host)]) }.expect("one");
+    }
+    let discarded = engine.discard().expect("a device that works").expect("gradients were taken");
+    assert!(!engine.wait_discarded(discarded, WATCHED).expect("copies are on their way"));
+    assert_eq!(engine.discard().expect("a device that works"), Some(discarded), "still the same");
+    let (mut borrowed, dropped) = lent();
+    // SAFETY: as above.
+    unsafe { engine.take(&[(0, source, host)], &mut borrowed, STREAM, SOON) }.expect("a gradient");
+    device.pause(Lane::Download, false);
+    // The wait that goes on is for the old copies, and returns nothing of the new ones.
+    assert!(engine.wait_discarded(discarded, SOON).expect("copies"));
+    drop(engine.returned());
+    assert_eq!([&*dropped[0], &*dropped[1]].map(count), [0; 2]);
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    assert_eq!(engine.discard().expect("a device that works"), None, "its memory is the step's");
+    finish(&engine);
+    all[0].held.assert_same(&mut expected, "the gradient that was taken last");
+    drop(engine.returned());
+    assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1; 2]);
+}
+
+#[test]
+fn a_tensor_twice_in_a_call_is_refused_and_nothing_is_queued() {
+    let mut all = [split(70, 1), split(30, 2)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    let (one, other) = (all[0].gradient(0), all[1].gradient(1));
+    // SAFETY: it is refused.
+    let refused = unsafe { take_these(&engine, &[one, other, one]) }.expect_err("twice");
+    assert!(refused.to_string().contains("tensor `0` stands twice"), "{refused}");
+    assert_eq!(engine.discard().expect("a device that works"), None);
+}
+
+#[test]
+fn a_step_reads_its_gradients_as_what_they_were_taken() {
+    let mut all = [split(70, 1)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    let (_, source, host) = all[0].gradient(0);
+    let other = View::new(host.address(), Dtype::Float16, host.numel()).expect("a view");
+    // SAFETY: all memory outlives the copies, which are waited for.
+    unsafe { take_these(&engine, &[(0, source, other)]) }.expect("a gradient");
+    let message = submit(&engine, &mut all, 1, Hyper::default()).expect_err("another dtype");
+    assert!(message.to_string().contains("memory and dtype"), "{message}");
+    discard(&engine);
+}
+
+/// The views of a tensor can be replaced after they were checked.
+#[test]
+fn views_that_do_not_fit_the_tensor_are_refused() {
+    let mut all = [split(70, 1)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    let hyper = Hyper::default();
+    let update = all[0].update(0, 1, hyper);
+    let grad = update.tensor.grad.expect("a gradient");
+    let spoil: [fn(&mut Update, View); 4] = [
+        |update, grad| update.tensor.grad = Some(grad.part(0..69)),
+        |update, grad| update.tensor.weight_out = Some(grad),
+        |update, grad| update.tensor.param = grad.part(0..69),
+        |update, grad| {
+            let wide = View::new(grad.address(), Dtype::Float32, 70);
+            update.tensor.param = wide.expect("a view");
+        },
+    ];
+    for spoil in spoil {
+        let mut spoilt = update;
+        spoil(&mut spoilt, grad);
+        // SAFETY: it is refused.
+        unsafe { engine.submit(vec![spoilt], &mut None, STREAM) }.expect_err("must be refused");
+    }
+    assert!(!engine.is_busy());
+}
+
+/// The caller may end an engine where it holds no lock that the engine's threads take.
+#[test]
+fn an_engine_ends_once_and_keeps_what_was_lent_until_it_is_dropped() {
+    let mut all = [split(70, 1)];
+    let mut expected = stepped(&all[0], 1, &Hyper::default());
+    let engine = engine_on(host_device(&all), &all, 1);
+    let (mut borrowed, dropped) = lent();
+    // SAFETY: all memory outlives the engine.
+    unsafe { engine.take(&[all[0].gradient(0)], &mut borrowed, STREAM, SOON) }.expect("a gradient");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    engine.end();
+    assert!(!engine.is_busy(), "it waits for the step");
+    assert_eq!([&*dropped[0], &*dropped[1]].map(count), [0; 2]);
+    engine.end();
+    drop(engine);
+    assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1; 2]);
+    all[0].held.assert_same(&mut expected, "the step");
+    all[0].assert_uploaded();
+}
+
 #[test]
 fn what_was_discarded_leaves_no_bytes_behind() {
     let mut all = [split(70, 1)];
     let engine = engine_on(host_device(&all), &all, 1);
     for _ in 0..3 {
         take(&engine, &mut all).expect("a gradient");
-        assert!(engine.discard(SOON).expect("a device that works"));
+        discard(&engine);
     }
     take(&engine, &mut all).expect("a gradient");
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
@@ -142,7 +253,7 @@ fn a_step_reads_its_gradients_where_they_were_taken_to() {
     unsafe { take_these(&engine, &[(0, source, other.expect("a view"))]) }.expect("a gradient");
     let message = submit(&engine, &mut all, 1, Hyper::default()).expect_err("elsewhere");
     assert!(message.to_string().contains("was taken to"), "{message}");
-    assert!(engine.discard(SOON).expect("a device that works"));
+    discard(&engine);
     take(&engine, &mut all).expect("a gradient");
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
     finish(&engine);
@@ -300,7 +411,8 @@ impl Watched {
     }
 }
 
-impl Tier for Watched {
+// SAFETY: it routes as `Ram`.
+unsafe impl Tier for Watched {
     fn fetch(&self, run: &Run) -> Result<()> {
         self.log(Asked::Fetch(run.clone()));
         if !self.is_commit_held.load(Ordering::Relaxed) { self.wait() } else { Ok(()) }
@@ -446,7 +558,7 @@ fn the_only_generation_is_not_filled_while_it_is_stepped() {
     let refused = take(&engine, &mut all).expect_err("it is read").to_string();
     assert!(refused.contains("one generation") && refused.contains("hint"), "{refused}");
     // There is nothing to discard, and the step is not disturbed.
-    assert!(engine.discard(Duration::ZERO).expect("nothing"));
+    assert_eq!(engine.discard().expect("nothing"), None);
     let mut expected = stepped(&all[0], 1, &Hyper::default());
     device.pause(Lane::Download, false);
     finish(&engine);
@@ -532,7 +644,7 @@ fn a_take_and_a_submit_do_not_interleave() {
             matches(&mut with) || matches(&mut without),
             "step {step}: half of the gradients (taken: {is_taken})"
         );
-        assert!(engine.discard(SOON).expect("a device that works"));
+        discard(&engine);
     }
     assert_eq!(before + after, 200);
 }
@@ -555,7 +667,7 @@ fn threads_find_the_device_that_they_had_set() {
         assert!(engine.wait(0, &(0..9), STREAM, SOON).expect("a step that works"));
         assert_eq!(depth(), 0, "release and wait");
         finish(&engine);
-        assert!(engine.discard(SOON).expect("a device that works"));
+        discard(&engine);
         assert_eq!(depth(), 0, "finish, drain and discard");
     }
     submit(&engine, &mut [], 3, Hyper::default()).expect("an empty step");
@@ -586,9 +698,10 @@ fn a_full_queue_takes_a_call_whole_or_not_at_all() {
     }
     assert!(taken > 20 && last.is_some(), "what is not queued is not taken");
     // What is announced can still be stepped, or discarded.
-    assert!(!engine.discard(WATCHED).expect("copies are on their way"));
+    let discarded = engine.discard().expect("a device").expect("a gradient was taken");
+    assert!(!engine.wait_discarded(discarded, WATCHED).expect("copies are on their way"));
     device.pause(Lane::Download, false);
-    assert!(engine.discard(SOON).expect("copies"));
+    discard(&engine);
     // SAFETY: as above.
     assert!(unsafe { engine.take(&[gradient], &mut last, STREAM, SOON) }.expect("room"));
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");

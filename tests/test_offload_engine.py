@@ -1,7 +1,10 @@
 """The core's engine as Python has it: what it holds, what it forgets; OffloadAdamW on it."""
 
 import gc
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import stepwell
@@ -65,6 +68,60 @@ def test_what_a_step_borrows_is_freed_when_it_has_ended():
     case.core.synchronize()
     assert all(ref() is None for ref in refs)
     assert torch.equal(case.weight, case.param)
+
+
+# A thread of Python's runs while the engine is dropped in the middle of a step. Threads switch only
+# where one of them lets go of the interpreter.
+DROPPED = """
+import logging, sys, threading, time
+import torch
+from test_offload_engine import Case, NUMEL
+from stepwell._tensors import view
+
+logging.basicConfig(level=logging.DEBUG)
+case = Case()
+# It lies before the gradient, so the step is running while it is copied.
+big, place = (torch.ones(1 << 29, dtype=torch.uint8) for _ in range(2))
+case.core.take_part([big.data_ptr()], [view(place)], source_owners=[big], target_owners=[place])
+case.take(torch.ones(NUMEL))
+case.submit()
+core, case.core = case.core, None
+turns, started, stopped = [], threading.Event(), threading.Event()
+
+def take_turns():
+    started.set()
+    while not stopped.is_set():
+        turns.append(None)
+        time.sleep(0.001)
+
+thread = threading.Thread(target=take_turns, daemon=True)
+thread.start()
+assert started.wait(60)
+sys.setswitchinterval(60)
+assert core.busy
+before = len(turns)
+del core
+after = len(turns)
+sys.setswitchinterval(0.005)
+stopped.set()
+thread.join(60)
+assert torch.equal(case.weight, case.param) and case.param.any(), "it waits for the step"
+print("turns", after - before)
+"""
+
+
+def test_an_engine_that_is_dropped_waits_for_its_step_without_the_interpreter():
+    """A thread of the engine that logs takes the interpreter, and would wait for ever."""
+    result = subprocess.run(
+        [sys.executable, "-c", DROPPED],
+        cwd=Path(__file__).parent,
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[-1]) > 0, "the interpreter is held while the engine waits"
 
 
 def test_what_is_refused_is_not_held():

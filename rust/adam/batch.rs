@@ -88,7 +88,7 @@ pub(crate) fn in_place(state: &AdamTensor) -> AdamTensor<Route> {
     state.map(|_, view| Route { from: view, to: view })
 }
 
-/// The gradients of a call's tensors, with the counts checked on the way.
+/// The gradients of a call's tensors, with tensors and counts checked on the way.
 pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<View>> {
     if tensors.len() != counts.len() {
         return Err(Error::value(format!(
@@ -103,6 +103,7 @@ pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<Vie
         )));
     }
     let grad = |(index, tensor): (usize, &AdamTensor)| {
+        tensor.check()?;
         tensor.grad.ok_or_else(|| {
             Error::value(format!("tensor {index} has no grad, expected one to step with"))
         })

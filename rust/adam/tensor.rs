@@ -63,18 +63,40 @@ impl AdamTensor {
         let mut found = [param; PARTS_MAX];
         for (part, place) in layout.parts().zip(&mut found) {
             *place = find(part, parts)?;
-            place.expect(part.name, &[part.dtype], part.len(numel)?)?;
         }
         let is_known = |name: &str| layout.parts().any(|part| part.name == name);
         if let Some((name, _)) = parts.iter().find(|(name, _)| !is_known(name)) {
             return Err(unexpected(name, param));
         }
-        if let Some(grad) = grad {
-            let own = [param.dtype()];
-            let dtypes = if master == MasterKind::Plain16 { &own[..] } else { &FLOATS };
-            grad.expect("grad", dtypes, numel)?;
+        let tensor = Self { param, weight_out, grad, key, layout, parts: found };
+        tensor.check()?;
+        Ok(tensor)
+    }
+
+    /// Checks all views against the layout. They can be replaced after [`AdamTensor::new`].
+    ///
+    /// # Errors
+    /// [`Error::Value`] naming one that does not fit.
+    pub(crate) fn check(&self) -> Result<()> {
+        let Self { param, weight_out, grad, layout, parts, .. } = self;
+        let (own, numel) = ([layout.param], layout.numel());
+        param.expect("param", &own, numel)?;
+        for (part, view) in layout.parts().zip(parts) {
+            view.expect(part.name, &[part.dtype], part.len(numel)?)?;
         }
-        Ok(Self { param, weight_out, grad, key, layout, parts: found })
+        match (weight_out, layout.weight_out) {
+            (Some(weight), Some(dtype)) => {
+                weight.expect("weight_out", &[dtype], numel)?;
+            }
+            (None, None) => {}
+            (Some(_), None) => return Err(unexpected("weight_out", *param)),
+            (None, Some(dtype)) => {
+                return Err(Error::value(format!("weight_out is not given, expected `{dtype}`")));
+            }
+        }
+        let Some(grad) = grad else { return Ok(()) };
+        let dtypes = if layout.master == MasterKind::Plain16 { &own[..] } else { &FLOATS };
+        grad.expect("grad", dtypes, numel)
     }
 
     /// What the model computes with: the 16-bit copy of an fp32 master where there is one, else the

@@ -155,7 +155,9 @@ fn create_event() -> Result<Handle<sys::CUevent>> {
     }
 }
 
-impl Device for CudaDevice {
+// SAFETY: lanes are streams and events are events of CUDA, whose order is the one that the trait
+// asks for (CUDA Driver API, "Stream Management" and "Event Management").
+unsafe impl Device for CudaDevice {
     fn attach(&self) -> Result<()> {
         // SAFETY: the context is retained until `drop`.
         unsafe { sys::cuCtxPushCurrent_v2(self.context.0) }
@@ -210,8 +212,8 @@ impl Device for CudaDevice {
         let event = marks.events[number];
         // Not beneath the lock, which the thread that orders a lane takes.
         drop(marks);
-        // SAFETY: the caller names a stream of its own; the event lives as long as `self`, and
-        // no other mark has it.
+        // SAFETY: the maker of the stream vouches that it is alive; the event lives as long as
+        // `self`, and no other mark has it.
         unsafe {
             result::event::record(event.0, std::ptr::with_exposed_provenance_mut(stream.0 as usize))
         }
@@ -229,7 +231,8 @@ impl Device for CudaDevice {
     }
 
     fn order_stream_after(&self, stream: Stream, event: usize) -> Result<()> {
-        // SAFETY: the caller names a stream of its own; the event lives as long as `self`.
+        // SAFETY: the maker of the stream vouches that it is alive; the event lives as long as
+        // `self`.
         unsafe {
             sys::cuStreamWaitEvent(
                 std::ptr::with_exposed_provenance_mut(stream.0 as usize),

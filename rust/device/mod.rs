@@ -34,7 +34,22 @@ pub enum Lane {
 /// A stream of the caller's, as its framework names it: a `CUstream`, 0 for the default one. Of the
 /// host device the calling thread is the stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stream(pub u64);
+pub struct Stream(u64);
+
+impl Stream {
+    /// The default stream, which every device has.
+    pub const DEFAULT: Self = Self(0);
+
+    /// The stream with this handle.
+    ///
+    /// # Safety
+    /// The handle is of a stream of the device that it is used with, and the stream is alive
+    /// whenever it is used.
+    #[must_use]
+    pub unsafe fn new(handle: u64) -> Self {
+        Self(handle)
+    }
+}
 
 /// What a stream held at some moment, until a lane is ordered after it.
 #[derive(Debug)]
@@ -42,7 +57,11 @@ pub struct Mark(usize);
 
 /// What [`crate::offload`] needs of a device. Every method may be called from any thread that is
 /// [`Attached`].
-pub trait Device: Send + Sync {
+///
+/// # Safety
+/// DEV-1 to DEV-3 hold: the engine reads what was downloaded, and frees and writes what was copied,
+/// as soon as the device says that an event is done or that it is drained.
+pub unsafe trait Device: Send + Sync {
     /// The calling thread uses the device from now on; what it used before is kept for
     /// [`Device::detach`]. Cheap.
     ///
@@ -150,7 +169,8 @@ pub fn open(name: &str, events: usize) -> Result<Arc<dyn Device>> {
     match ordinal {
         Some(ordinal) => Ok(Arc::new(cuda::CudaDevice::new(ordinal, events)?)),
         None => Err(Error::value(format!(
-            "device is `{name}`, expected cuda:N or cpu\nhint: other accelerators are not supported yet"
+            "device is `{name}`, expected cuda:N or cpu\n\
+             hint: other accelerators are not supported yet"
         ))),
     }
 }

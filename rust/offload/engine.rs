@@ -1,6 +1,6 @@
 //! What callers have of an engine: they hand over gradients and steps, and wait.
 
-use std::{iter, ops::Range, process, time::Duration};
+use std::{collections::HashSet, iter, ops::Range, process, time::Duration};
 
 use super::{
     downloads::{Download, Downloads, IN_FLIGHT},
@@ -57,18 +57,42 @@ struct Next {
     announced: Option<Announced>,
     /// The generation that was submitted last.
     submitted: Option<usize>,
-    /// The generation that was discarded last, while copies of it may be under way.
-    discarded: Option<usize>,
+    /// The last discard, while copies of it may be under way and its generation has not been used
+    /// again.
+    discarded: Option<Discarded>,
 }
 
-/// See the [module](super). Dropping it waits for the step that runs and for all copies.
-pub struct Engine {
-    shared: Arc<Shared>,
-    next: Mutex<Next>,
+/// The threads of an engine that have not ended.
+#[derive(Default)]
+struct Threads {
     /// Moves jobs on.
     coordinator: Option<JoinHandle<()>>,
     /// Hands over the downloads.
     issuer: Option<JoinHandle<()>>,
+}
+
+/// A discard that is to be waited for: [`Engine::discard`] gives it out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Discarded {
+    generation: usize,
+    /// Of the event behind all of it.
+    ticket: u64,
+}
+
+impl Next {
+    /// A generation is filled or submitted. What was lent for a discard of it that nobody has
+    /// waited for comes back with what is lent now.
+    fn reuse(&mut self, generation: usize) {
+        self.discarded = self.discarded.filter(|discarded| discarded.generation != generation);
+    }
+}
+
+/// See the [module](super). Dropping it waits for the step that runs and for all copies
+/// ([`Engine::end`]).
+pub struct Engine {
+    shared: Arc<Shared>,
+    next: Mutex<Next>,
+    threads: Mutex<Threads>,
     /// Addresses of what is pinned.
     pinned: Mutex<Vec<usize>>,
     /// The process that has the threads.
@@ -137,18 +161,18 @@ impl Engine {
         });
         let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
         // Dropped, it ends the threads that have been started.
-        let mut engine = Self {
+        let engine = Self {
             shared,
             next: Mutex::default(),
-            coordinator: None,
-            issuer: None,
+            threads: Mutex::default(),
             pinned: Mutex::default(),
             process: process::id(),
         };
         let mut stepper = Stepper::new(Arc::clone(&coordinated), Box::new(Forward));
-        engine.coordinator =
-            Some(start("stepwell-offload", move || coordinated.jobs.run(&mut stepper))?);
-        engine.issuer = Some(start("stepwell-issuer", move || issued.downloads.hand_over())?);
+        let coordinator = start("stepwell-offload", move || coordinated.jobs.run(&mut stepper))?;
+        engine.running().coordinator = Some(coordinator);
+        let issuer = start("stepwell-issuer", move || issued.downloads.hand_over())?;
+        engine.running().issuer = Some(issuer);
         Ok(engine)
     }
 
@@ -177,8 +201,14 @@ impl Engine {
         timeout: Duration,
     ) -> Result<bool> {
         let segments = &self.shared.segments;
+        let mut seen = HashSet::with_capacity(gradients.len());
         for (index, _, host) in gradients {
             segments.check_tensor(*index)?;
+            if !seen.insert(*index) {
+                return Err(Error::value(format!(
+                    "tensor `{index}` stands twice in a call, expected each once"
+                )));
+            }
             host.expect("the gradient's host memory", &[host.dtype()], segments.numel(*index))?;
         }
         let copies = gradients.iter().flat_map(|&(index, source, host)| {
@@ -280,6 +310,7 @@ impl Engine {
             unsafe { downloads.push(iter::once(mark).chain(copies(generation.first_event())))? };
         queued(generation, ticket + 1);
         generation.hold(lent.take());
+        next.reuse(number);
         next.announced = Some(Announced { generation: number });
         Ok(true)
     }
@@ -294,7 +325,8 @@ impl Engine {
         free.ok_or_else(|| {
             Error::value(
                 "a step is still running and reads the gradients, of which the engine has one \
-                 generation; expected it to be finished first\nhint: an engine with two generations",
+                 generation; expected it to be finished first\n\
+                 hint: an engine with two generations",
             )
         })
     }
@@ -337,36 +369,56 @@ impl Engine {
         }
         let announced = next.announced.take().unwrap_or(Announced { generation: number });
         next.submitted = Some(number);
+        next.reuse(number);
         jobs.submit(announced.decide(updates, owners.take()));
         Ok(())
     }
 
-    /// Forgets the gradients that were taken since the last submit: no step takes them. Then waits
-    /// on this thread, no longer than `timeout`, until the device has all copies of them, and for
-    /// these: both sides are the caller's again. Whether that was reached; if not, they are
-    /// forgotten all the same, and a second call waits on.
+    /// Forgets the gradients that were taken since the last submit: no step takes them. Their
+    /// copies may still be under way: [`Engine::wait_discarded`] waits for those. None: nothing was
+    /// taken since, and all that was discarded before has been waited for, or its generation is in
+    /// use again.
     ///
     /// # Errors
     /// [`Error::Os`] where the device has failed.
-    pub fn discard(&self, timeout: Duration) -> Result<bool> {
+    pub fn discard(&self) -> Result<Option<Discarded>> {
+        let Shared { downloads, generations, .. } = &*self.shared;
+        self.check_process()?;
+        let mut next = self.next();
+        if let Some(&Announced { generation: number }) = next.announced.as_ref() {
+            let generation = &generations[number];
+            generation.seal(downloads)?;
+            generation.clear();
+            next.announced = None;
+            next.discarded = Some(Discarded { generation: number, ticket: generation.sealed() });
+        }
+        Ok(next.discarded)
+    }
+
+    /// Waits on this thread, no longer than `timeout`, until the device has all copies of what was
+    /// discarded, and for these: both sides are the caller's again. Whether that was reached.
+    ///
+    /// What is taken after the discard is not waited for and not touched. Where it went to the same
+    /// generation, what was lent for the copies comes back with that.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed.
+    pub fn wait_discarded(&self, discarded: Discarded, timeout: Duration) -> Result<bool> {
         let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
         self.check_process()?;
-        let _attached = Attached::to(&**device)?;
-        let mut next = self.next();
-        if let Some(Announced { generation }) = next.announced.take() {
-            generations[generation].clear();
-            next.discarded = Some(generation);
-            generations[generation].seal(downloads)?;
-        }
-        let Some(generation) = next.discarded.map(|number| &generations[number]) else {
-            return Ok(true);
-        };
-        if !downloads.wait_timeout(generation.sealed(), timeout)? {
+        if !downloads.wait_timeout(discarded.ticket, timeout)? {
             return Ok(false);
         }
-        generation.wait_for_all(downloads, &**device)?;
-        next.discarded = None;
-        jobs.give_back(generation.let_go());
+        let _attached = Attached::to(&**device)?;
+        let generation = &generations[discarded.generation];
+        // Where it is sealed anew the event is a later one, behind these copies as well. Not
+        // beneath the lock of `next`.
+        device.wait(generation.whole_event())?;
+        let mut next = self.next();
+        if next.discarded == Some(discarded) {
+            next.discarded = None;
+            jobs.give_back(generation.let_go());
+        }
         Ok(true)
     }
 
@@ -508,6 +560,39 @@ impl Engine {
         Ok(())
     }
 
+    /// Ends the engine: waits for the step that runs and for all copies, and unpins. What was lent
+    /// is still held. No thread of the engine runs any more, so what is taken or submitted from now
+    /// on is never done. Does nothing a second time, or in a forked child.
+    pub fn end(&self) {
+        if self.process != process::id() {
+            return;
+        }
+        let Threads { coordinator, issuer } = std::mem::take(&mut *self.running());
+        self.shared.jobs.quit();
+        if let Some(coordinator) = coordinator {
+            // Its body catches panics.
+            let _ = coordinator.join();
+        }
+        // Not earlier: the step waits for what is issued.
+        self.shared.downloads.quit();
+        if let Some(issuer) = issuer {
+            let _ = issuer.join();
+        }
+        let pinned =
+            std::mem::take(&mut *self.pinned.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Ok(_attached) = Attached::to(&*self.shared.device) {
+            // What was lent is dropped next. A failed device copies no more.
+            let _ = self.shared.device.drain();
+            for address in pinned {
+                self.shared.device.unpin(address);
+            }
+        }
+    }
+
+    fn running(&self) -> MutexGuard<'_, Threads> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn next(&self) -> MutexGuard<'_, Next> {
         self.next.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -527,28 +612,13 @@ impl Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        let (coordinator, issuer) = (self.coordinator.take(), self.issuer.take());
-        if self.process != process::id() {
+        if self.process == process::id() {
+            self.end();
+        } else {
             // A forked child has neither the threads nor the device.
-            std::mem::forget((coordinator, issuer, Arc::clone(&self.shared)));
-            return;
-        }
-        self.shared.jobs.quit();
-        if let Some(coordinator) = coordinator {
-            // Its body catches panics.
-            let _ = coordinator.join();
-        }
-        // Not earlier: the step waits for what is issued.
-        self.shared.downloads.quit();
-        if let Some(issuer) = issuer {
-            let _ = issuer.join();
-        }
-        if let Ok(_attached) = Attached::to(&*self.shared.device) {
-            // What was lent is dropped next. A failed device copies no more.
-            let _ = self.shared.device.drain();
-            for address in self.pinned.get_mut().unwrap_or_else(PoisonError::into_inner) {
-                self.shared.device.unpin(*address);
-            }
+            let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let threads = std::mem::take(threads);
+            std::mem::forget((threads.coordinator, threads.issuer, Arc::clone(&self.shared)));
         }
     }
 }

@@ -5,8 +5,8 @@
 //! scale of the gradients ([`Hyper::grad_scale`](crate::adam::Hyper)).
 //!
 //! ```text
-//! free --take--> filling --submit--> stepped --last chunk--> free
-//!                  '------discard------------------------------^
+//! free --take--> filling --submit--> stepped --commit--> free
+//!                  '------discard--------------------------^
 //! ```
 //!
 //! - GEN-1 At most one generation is being filled, and at most one is stepped. An engine that has
@@ -30,7 +30,7 @@ use crate::{
     stream::view::View,
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
 };
 
@@ -40,9 +40,8 @@ pub(super) struct Generation {
     first_event: usize,
     /// For each segment whose gradient was taken by itself: the ticket of its copy. 0 for others.
     tickets: Box<[AtomicU64]>,
-    /// For each tensor whose gradient was taken as a whole: the address of its host memory. 0 for
-    /// others.
-    targets: Box<[AtomicUsize]>,
+    /// For each tensor whose gradient was taken as a whole: its host memory.
+    targets: Mutex<Box<[Option<View>]>>,
     /// The ticket of the event for all of it, once no more is taken.
     sealed: AtomicU64,
     nbytes: AtomicU64,
@@ -56,7 +55,7 @@ impl Generation {
         Self {
             first_event,
             tickets: (0..segments.count()).map(|_| AtomicU64::new(0)).collect(),
-            targets: (0..segments.tensors()).map(|_| AtomicUsize::new(0)).collect(),
+            targets: Mutex::new(vec![None; segments.tensors()].into_boxed_slice()),
             sealed: AtomicU64::new(0),
             nbytes: AtomicU64::new(0),
             lent: Mutex::default(),
@@ -82,7 +81,7 @@ impl Generation {
     /// The gradient of `tensor` goes to this host memory as a whole; its segments, and with them
     /// their copies' tickets from `first` on, follow each other.
     pub(super) fn set_taken(&self, segments: &Segments, tensor: usize, host: View, first: u64) {
-        self.targets[tensor].store(host.address(), Ordering::Relaxed);
+        self.targets()[tensor] = Some(host);
         for (segment, ticket) in segments.of(tensor).zip(first..) {
             self.tickets[segment].store(ticket, Ordering::Release);
         }
@@ -121,19 +120,23 @@ impl Generation {
         self.nbytes.load(Ordering::Relaxed)
     }
 
-    /// Checks that a step reads the gradient of `tensor` where it was taken to.
+    /// Checks that a step reads the gradient of `tensor` where it was taken to, and as what it was
+    /// taken.
     ///
     /// # Errors
     /// [`Error::Value`] where it does not.
     pub(super) fn check_target(&self, tensor: usize, grad: View) -> Result<()> {
-        match self.targets[tensor].load(Ordering::Relaxed) {
-            0 => Ok(()),
-            target if target == grad.address() => Ok(()),
-            target => Err(Error::value(format!(
-                "the gradient of tensor `{tensor}` was taken to `{target:#x}`, and its step reads \
-                 `{:#x}`, expected the same memory\nhint: discard what was taken for another step",
-                grad.address()
+        match self.targets()[tensor] {
+            Some(target) if target != grad => Err(Error::value(format!(
+                "the gradient of tensor `{tensor}` was taken to `{:#x}` as `{}`, and its step \
+                 reads `{:#x}` as `{}`, expected the same memory and dtype\n\
+                 hint: discard what was taken for another step",
+                target.address(),
+                target.dtype(),
+                grad.address(),
+                grad.dtype()
             ))),
+            _ => Ok(()),
         }
     }
 
@@ -190,11 +193,15 @@ impl Generation {
 
     fn forget_tickets(&self) {
         self.tickets.iter().for_each(|ticket| ticket.store(0, Ordering::Release));
-        self.targets.iter().for_each(|target| target.store(0, Ordering::Relaxed));
+        self.targets().fill(None);
     }
 
     fn add_nbytes(&self, nbytes: usize) {
         self.nbytes.fetch_add(nbytes as u64, Ordering::Relaxed);
+    }
+
+    fn targets(&self) -> MutexGuard<'_, Box<[Option<View>]>> {
+        self.targets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lent(&self) -> MutexGuard<'_, [Vec<Owners>; 2]> {

@@ -16,7 +16,7 @@
 //! | generation | `generation.rs` | the gradients of one step: tickets, events, what was lent |
 //! | schedule | `schedule.rs` | in which order segments are stepped, with which generation |
 //! | tier | [`crate::tier`] | where a segment's state is: fetch, route, store, commit |
-//! | landing | `landing.rs` | when new weights are written on the device, and what waits for them |
+//! | landing | `landing.rs` | when new weights are written on the device; what waits for them |
 //!
 //! `engine.rs` has what callers call, `step.rs` what workers do with a chunk, `downloads.rs` the
 //! queue of copies to the host, `segment.rs` the numbers of segments.
@@ -33,18 +33,18 @@
 //!
 //! - OFF-1 A step is taken whole: everything that can be refused is refused by [`Engine::submit`],
 //!   before anything is changed.
-//! - OFF-2 A chunk is stepped after its gradient has arrived and its state is fetched, and after all
-//!   uploads of the step before have ended.
+//! - OFF-2 A chunk is stepped after its gradient has arrived and its state is fetched, and after
+//!   all uploads of the step before have ended.
 //! - OFF-3 A segment is uploaded when all its chunks are stepped and its tier calls them final.
 //!   Segments are stepped in the order of the call, which is the forward's, so that the first
 //!   weights that the next forward reads are up first.
 //! - OFF-4 The result does not depend on when anything arrives: a chunk is computed as
 //!   [`crate::adam::batch`] computes it.
-//! - OFF-5 A thread that has gradients taken marks its stream, once per call, and queues the copies.
-//!   A thread of the engine hands them to the device, in the order of the calls and each after its
-//!   own call's mark, and is the only one that a full bus holds up (`downloads.rs`). (DeepSpeed's
-//!   partitions on CUDA are copied on a stream of torch's, whose allocator then knows when a
-//!   gradient's memory is free; a step only comes after that stream.)
+//! - OFF-5 A thread that has gradients taken marks its stream, once per call, and queues the
+//!   copies. A thread of the engine hands them to the device, in the order of the calls and each
+//!   after its own call's mark, and is the only one that a full bus holds up (`downloads.rs`).
+//!   (DeepSpeed's partitions on CUDA are copied on a stream of torch's, whose allocator then knows
+//!   when a gradient's memory is free; a step only comes after that stream.)
 //! - OFF-6 A gradient's memory on the device may be written from [`Engine::release`] on, or by a
 //!   stream that has waited for all of its tensor's new weight: that came after the gradient.
 //! - OFF-7 Of taking, submitting and discarding, one happens at a time. A call from a second thread
@@ -63,10 +63,10 @@
 //! step while the caller waits. The caller chooses when to wait, but no later moment is right for
 //! every caller: code that writes a gradient (`grad.zero_()` in a training loop) launches that on
 //! its stream and tells the engine nothing, and where it is faster than the copy, the step is wrong
-//! and nothing shows it. What would let the caller go on at once is not to be had: a stream can wait
-//! for a number in memory, which the engine would write when all has come, but the driver does not
-//! know of such an order, may queue later copies behind that stream, and then stands still. So may
-//! a host function on the stream, which must not wait for other work.
+//! and nothing shows it. What would let the caller go on at once is not to be had: a stream can
+//! wait for a number in memory, which the engine would write when all has come, but the driver does
+//! not know of such an order, may queue later copies behind that stream, and then stands still. So
+//! may a host function on the stream, which must not wait for other work.
 //!
 //! Cost per parameter, beside that of the step itself (see [`crate::adam`]): a bf16 gradient and a
 //! bf16 weight cross the bus once, 2 B each way, and the host's memory once more each. Memory, all
@@ -87,7 +87,7 @@ mod step;
 mod thread;
 
 pub use downloads::IN_FLIGHT;
-pub use engine::{Engine, Shape};
+pub use engine::{Discarded, Engine, Shape};
 pub use job::{Timing, Update};
 pub use owners::{Lent, Owners};
 pub use segment::SEGMENT_LEN;

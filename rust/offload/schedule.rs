@@ -9,8 +9,8 @@ use crate::{
     sync::atomic::{AtomicBool, AtomicUsize},
 };
 
-/// A segment's place in a step.
-pub(super) struct Part {
+/// A segment's turn in a step.
+pub(super) struct Turn {
     /// Which update of the job.
     pub(super) update: usize,
     /// Which segment of the engine.
@@ -29,7 +29,7 @@ pub(super) struct Part {
     pub(super) is_ready: AtomicBool,
 }
 
-impl Part {
+impl Turn {
     /// The segment of an update, behind `begin` chunks.
     fn new(
         segments: &Segments,
@@ -55,9 +55,9 @@ impl Part {
 
 /// Chooses the order.
 pub(super) trait Schedule: Send {
-    /// Lists the parts of a job in the order in which they are stepped. `parts` is empty, and has
+    /// Lists the turns of a job in the order in which they are stepped. `turns` is empty, and has
     /// room for every segment.
-    fn list(&self, segments: &Segments, job: &Job, parts: &mut Vec<Part>);
+    fn list(&self, segments: &Segments, job: &Job, turns: &mut Vec<Turn>);
 }
 
 /// The order of the call, which is the forward's: the first weights that the next forward reads
@@ -65,11 +65,11 @@ pub(super) trait Schedule: Send {
 pub(super) struct Forward;
 
 impl Schedule for Forward {
-    fn list(&self, segments: &Segments, job: &Job, parts: &mut Vec<Part>) {
+    fn list(&self, segments: &Segments, job: &Job, turns: &mut Vec<Turn>) {
         for update in job.updates.iter().enumerate() {
             for segment in segments.of(update.1.index) {
-                let begin = parts.last().map_or(0, |part| part.end);
-                parts.push(Part::new(segments, update, segment, job.generation, begin));
+                let begin = turns.last().map_or(0, |turn| turn.end);
+                turns.push(Turn::new(segments, update, segment, job.generation, begin));
             }
         }
     }

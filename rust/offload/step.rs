@@ -6,7 +6,7 @@ use super::{
     engine::Shared,
     job::{Job, Timing, Update, Work},
     owners::Owners,
-    schedule::{Part, Schedule},
+    schedule::{Schedule, Turn},
 };
 use crate::{
     adam::batch,
@@ -20,26 +20,26 @@ use crate::{
     tier::{Run, Stored},
 };
 
-/// Steps jobs. The parts of one are listed in memory that all have used.
+/// Steps jobs. The turns of one are listed in memory that all have used.
 pub(super) struct Stepper {
     shared: Arc<Shared>,
     schedule: Box<dyn Schedule>,
-    parts: Vec<Part>,
+    turns: Vec<Turn>,
 }
 
 impl Stepper {
     pub(super) fn new(shared: Arc<Shared>, schedule: Box<dyn Schedule>) -> Self {
-        let parts = Vec::with_capacity(shared.segments.count());
-        Self { shared, schedule, parts }
+        let turns = Vec::with_capacity(shared.segments.count());
+        Self { shared, schedule, turns }
     }
 }
 
 impl Work for Stepper {
     fn step(&mut self, job: &Job) -> Result<Timing> {
         let begin = Instant::now();
-        self.parts.clear();
-        self.schedule.list(&self.shared.segments, job, &mut self.parts);
-        let gradients = self.shared.step(&job.updates, &self.parts)?;
+        self.turns.clear();
+        self.schedule.list(&self.shared.segments, job, &mut self.turns);
+        let gradients = self.shared.step(&job.updates, &self.turns)?;
         let nbytes = job.updates.iter().map(|update| update.tensor.weight().nbytes() as u64);
         Ok(Timing {
             step: begin.elapsed(),
@@ -53,9 +53,9 @@ impl Work for Stepper {
         let Shared { device, downloads, landing, tier, generations, .. } = &*self.shared;
         let _attached = Attached::to(&**device)?;
         tier.commit()?;
-        for part in &self.parts {
-            if !landing.are_enqueued(part.segment..part.segment + 1) {
-                self.shared.upload(&job.updates[part.update], part)?;
+        for turn in &self.turns {
+            if !landing.are_enqueued(turn.segment..turn.segment + 1) {
+                self.shared.upload(&job.updates[turn.update], turn)?;
             }
         }
         landing.close()?;
@@ -74,9 +74,9 @@ impl Work for Stepper {
 }
 
 impl Shared {
-    /// Steps all chunks of these updates, in the order of its parts. Returns how long a worker has waited
-    /// for gradients.
-    fn step(&self, updates: &[Update], parts: &[Part]) -> Result<Duration> {
+    /// Steps all chunks of these updates, in the order of the turns. Returns how long the worker
+    /// that waited longest has waited for gradients.
+    fn step(&self, updates: &[Update], turns: &[Turn]) -> Result<Duration> {
         let next = AtomicUsize::new(0);
         let failed = AtomicBool::new(false);
         let failure = Mutex::new(None);
@@ -84,19 +84,19 @@ impl Shared {
         let work = || -> Result<()> {
             let _attached = Attached::to(&*self.device)?;
             let mut waited = Duration::ZERO;
-            let mut left = parts;
+            let mut left = turns;
             while !failed.load(Ordering::Relaxed) {
-                // The next chunk, whichever worker comes. Numbers only grow, so parts behind this
+                // The next chunk, whichever worker comes. Numbers only grow, so turns behind this
                 // worker's last chunk are not looked at again.
                 let number = next.fetch_add(1, Ordering::Relaxed);
-                while left.first().is_some_and(|part| part.end <= number) {
+                while left.first().is_some_and(|turn| turn.end <= number) {
                     left = &left[1..];
                 }
-                let Some(part) = left.first() else { break };
+                let Some(turn) = left.first() else { break };
                 self.step_chunk(
-                    &updates[part.update],
-                    part,
-                    part.first_chunk + number - part.begin,
+                    &updates[turn.update],
+                    turn,
+                    turn.first_chunk + number - turn.begin,
                     &mut waited,
                 )?;
             }
@@ -115,20 +115,20 @@ impl Shared {
         }
     }
 
-    /// Steps one chunk of a part, and hands over the part after its last.
+    /// Steps one chunk of a turn. After the last, hands over the segment.
     fn step_chunk(
         &self,
         update: &Update,
-        part: &Part,
+        turn: &Turn,
         index: usize,
         waited: &mut Duration,
     ) -> Result<()> {
         let chunk = Chunk { tensor: update.index, index };
-        if !part.is_ready.load(Ordering::Acquire) {
-            self.tier.fetch(&self.run_of(update, part))?;
+        if !turn.is_ready.load(Ordering::Acquire) {
+            self.tier.fetch(&self.run_of(update, turn))?;
             let begin = Instant::now();
-            self.generations[part.generation].wait(part.segment, &self.downloads, &*self.device)?;
-            part.is_ready.store(true, Ordering::Release);
+            self.generations[turn.generation].wait(turn.segment, &self.downloads, &*self.device)?;
+            turn.is_ready.store(true, Ordering::Release);
             *waited += begin.elapsed();
         }
         let grad = update
@@ -139,27 +139,27 @@ impl Shared {
         // SAFETY: submit's caller vouches for the memory, and the job holds what was lent for it;
         // no other worker has this chunk, its gradient has arrived and, as the job before is
         // uploaded, nothing reads its last weight any more.
-        unsafe { batch::step_chunk(self.isa, &state, grad, &part.step, chunk) };
+        unsafe { batch::step_chunk(self.isa, &state, grad, &turn.step, chunk) };
         // Release hands this chunk's writes to the worker of the last one, which acquires all of
         // them.
-        if part.chunks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            match self.tier.store(&self.run_of(update, part))? {
-                Stored::Final => self.upload(update, part)?,
+        if turn.chunks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            match self.tier.store(&self.run_of(update, turn))? {
+                Stored::Final => self.upload(update, turn)?,
                 Stored::WithCommit => {}
             }
         }
         Ok(())
     }
 
-    fn run_of(&self, update: &Update, part: &Part) -> Run {
+    fn run_of(&self, update: &Update, turn: &Turn) -> Run {
         let tensor = update.index;
-        Run { tensor, chunks: self.segments.chunks(tensor, part.segment) }
+        Run { tensor, chunks: self.segments.chunks(tensor, turn.segment) }
     }
 
-    fn upload(&self, update: &Update, part: &Part) -> Result<()> {
+    fn upload(&self, update: &Update, turn: &Turn) -> Result<()> {
         // SAFETY: submit's caller vouches for both sides, and the job holds what was lent for them;
         // all chunks of the segment are stepped, and the next job begins when this is uploaded.
-        unsafe { self.landing.enqueue(&self.segments, update, part.segment)? };
+        unsafe { self.landing.enqueue(&self.segments, update, turn.segment)? };
         self.jobs.notify();
         Ok(())
     }

@@ -62,6 +62,12 @@ fn wait_interruptibly(
     Ok(())
 }
 
+/// The stream with this handle.
+fn stream_of(handle: u64) -> Stream {
+    // SAFETY: the caller in Python vouches that it is a stream of the device, and alive.
+    unsafe { Stream::new(handle) }
+}
+
 fn owners_of(owners: Vec<Py<PyAny>>) -> Owners {
     Box::new(owners)
 }
@@ -82,6 +88,15 @@ impl PyOffloadEngine {
     /// this thread's. Every method begins or ends with it.
     fn drop_returned(&self, _attached: Python<'_>) {
         drop(self.engine.returned());
+    }
+}
+
+impl Drop for PyOffloadEngine {
+    /// Waits for the engine's threads without the GIL: one of them may log, which takes it. The
+    /// Python objects that the engine holds are dropped after that, with the GIL.
+    fn drop(&mut self) {
+        // Without an interpreter nothing can be detached: the engine's own drop waits.
+        let _ = Python::try_attach(|py| py.detach(|| self.engine.end()));
     }
 }
 
@@ -161,9 +176,10 @@ impl PyOffloadEngine {
             .collect();
         let mut lent =
             Some(Lent { sources: owners_of(source_owners), targets: owners_of(target_owners) });
-        // SAFETY: the caller vouches that the owners own the memory, and for its use, as documented.
+        // SAFETY: the caller vouches that the owners own the memory, and for its use and the
+        // stream, as documented.
         wait_interruptibly(py, || unsafe {
-            self.engine.take(&gradients, &mut lent, Stream(stream), SIGNAL_INTERVAL)
+            self.engine.take(&gradients, &mut lent, stream_of(stream), SIGNAL_INTERVAL)
         })
     }
 
@@ -198,9 +214,10 @@ impl PyOffloadEngine {
         let parts: Vec<_> = sources.into_iter().zip(views_of(&targets)).collect();
         let mut lent =
             Some(Lent { sources: owners_of(source_owners), targets: owners_of(target_owners) });
-        // SAFETY: the caller vouches that the owners own the memory, and for its use, as documented.
+        // SAFETY: the caller vouches that the owners own the memory, and for its use and the
+        // stream, as documented.
         wait_interruptibly(py, || unsafe {
-            self.engine.take_part(&parts, &mut lent, Stream(stream), SIGNAL_INTERVAL)
+            self.engine.take_part(&parts, &mut lent, stream_of(stream), SIGNAL_INTERVAL)
         })
     }
 
@@ -247,8 +264,9 @@ impl PyOffloadEngine {
         };
         let updates = (0..indices.len()).map(update).collect();
         let mut owners = Some(owners_of(owners));
-        // SAFETY: the caller vouches that the owners own the memory, and for its use, as documented.
-        py.detach(|| unsafe { self.engine.submit(updates, &mut owners, Stream(stream)) })
+        // SAFETY: the caller vouches that the owners own the memory, and for its use and the
+        // stream, as documented.
+        py.detach(|| unsafe { self.engine.submit(updates, &mut owners, stream_of(stream)) })
     }
 
     /// Forgets the gradients that were taken since the last `submit`: of a step that is skipped or
@@ -258,9 +276,13 @@ impl PyOffloadEngine {
     /// Raises:
     ///     OSError: where the device has failed.
     fn discard(&self, py: Python<'_>) -> PyResult<()> {
-        let discarded = wait_interruptibly(py, || self.engine.discard(SIGNAL_INTERVAL));
+        // Once: what another thread takes while this one waits is not forgotten.
+        let discarded = py.detach(|| self.engine.discard())?;
+        let waited = discarded.map_or(Ok(()), |discarded| {
+            wait_interruptibly(py, || self.engine.wait_discarded(discarded, SIGNAL_INTERVAL))
+        });
         self.drop_returned(py);
-        discarded
+        waited
     }
 
     /// `stream` waits for the gradients of the last `submit`: it may write them afterwards, and
@@ -272,7 +294,7 @@ impl PyOffloadEngine {
     #[pyo3(signature = (*, stream=0))]
     fn release(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         let released =
-            wait_interruptibly(py, || self.engine.release(Stream(stream), SIGNAL_INTERVAL));
+            wait_interruptibly(py, || self.engine.release(stream_of(stream), SIGNAL_INTERVAL));
         self.drop_returned(py);
         released
     }
@@ -293,7 +315,7 @@ impl PyOffloadEngine {
         stream: u64,
     ) -> PyResult<()> {
         wait_interruptibly(py, || {
-            self.engine.wait(index, &(begin..end), Stream(stream), SIGNAL_INTERVAL)
+            self.engine.wait(index, &(begin..end), stream_of(stream), SIGNAL_INTERVAL)
         })
     }
 
@@ -304,7 +326,7 @@ impl PyOffloadEngine {
     #[pyo3(signature = (*, stream=0))]
     fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
         let finished =
-            wait_interruptibly(py, || self.engine.finish(Stream(stream), SIGNAL_INTERVAL));
+            wait_interruptibly(py, || self.engine.finish(stream_of(stream), SIGNAL_INTERVAL));
         self.drop_returned(py);
         finished
     }

@@ -44,7 +44,12 @@ pub enum Stored {
 ///   void, but for what was [`Stored::Final`].
 /// - TIER-3 What a tier needs for this, buffers and all, it has from the beginning. A fetch that
 ///   finds no buffer free waits for a store.
-pub trait Tier: Send + Sync {
+///
+/// # Safety
+/// What the engine writes by these routes is disjoint: [`Tier::route`] gives, for a chunk of a
+/// tensor, that chunk of the tensor's own layout, in memory that is alive from the run's fetch to
+/// the commit and that no other chunk's route names.
+pub unsafe trait Tier: Send + Sync {
     /// Waits until the state of a run can be stepped. Several workers may ask for one run, at the
     /// same time and again; none does after its store.
     ///

@@ -273,12 +273,13 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 return
             self._global_grad_norm = global_norm(norm, scale)
             self._apply(gradient_scale(norm, scale, self.clip_grad))
+            # An interrupt here drops them as well: what is left would be added to the next.
+            self._release_sums()
         except BaseException:
             self._partitions.settle()
             self.zero_grad(set_to_none=True)
             self._drop_gradients()
             raise
-        self._release_sums()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         if not self._is_alone:
             all_gather_dp_groups(
