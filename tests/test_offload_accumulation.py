@@ -5,6 +5,7 @@ A program that reads one on the device meets NaN or an error.
 
 import copy
 import os
+import re
 
 import pytest
 import stepwell
@@ -277,6 +278,21 @@ def test_nonfinite_sum_is_skipped(special):
             optimizer.step()
         assert optimizer.skipped_steps == 1
     assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_gradient_made_of_a_moved_one_is_named(nonfinite, caplog):
+    net, optimizer = pair(accumulate="host", nonfinite=nonfinite)[0]
+    loss_of(net, 0).backward()
+    net[0].weight.grad = net[0].weight.grad * 2
+    message = r"is `nan`, maybe because.*accumulate='host'.*parameter.grad \* 2"
+    if nonfinite == "raise":
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+    else:
+        optimizer.step()
+        assert optimizer.skipped_steps == 1
+        assert re.search(message, caplog.text)
 
 
 def test_state_dicts_resume_exactly():

@@ -207,6 +207,111 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
     assert_equal((net, optimizer), (twin, reference))
 
 
+@pytest.mark.parametrize("gate", ["module", "step"])
+def test_interrupts_in_the_release_do_not_end_it(gate, monkeypatch):
+    """Ctrl-C again and again: the step is left when its gradients may be written."""
+    ours, theirs = pair(gate=gate)
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 1)
+        loss_of(net, 1).backward()
+    optimizer = ours[1]
+    calls, waited = [], []
+    release = optimizer._engine.release
+    wait = optimizer._wait_for_weights
+
+    def interrupted_release():
+        calls.append(None)
+        if len(calls) < 4:
+            raise KeyboardInterrupt
+        release()
+
+    def interrupted_wait():
+        waited.append(None)
+        if len(waited) < 3:
+            raise KeyboardInterrupt
+        wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer._engine, "release", interrupted_release)
+        patched.setattr(optimizer, "_wait_for_weights", interrupted_wait)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    assert (len(calls), len(waited)) == (4, 3)
+    assert not optimizer._is_unreleased
+    theirs[1].step()
+    for net, optimizer in (ours, theirs):
+        optimizer.zero_grad(set_to_none=False)
+        train(net, optimizer, 2, first=2)
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_releases_what_an_interrupt_has_left(set_to_none, monkeypatch):
+    ours, theirs = pair()
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 1)
+        loss_of(net, 1).backward()
+    optimizer = ours[1]
+    released = []
+    release = optimizer._engine.release
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer, "_release", lambda: None)
+        patched.setattr(optimizer, "_leave_step", interrupt)
+        patched.setattr(optimizer, "_wait_for_weights", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
+    assert optimizer._is_unreleased
+    theirs[1].step()
+    for _, optimizer in (ours, theirs):
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert len(released) == 1
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 2, first=2)
+    assert_equal(ours, theirs)
+
+
+def test_an_interrupted_step_waits_for_weights_that_no_forward_waits_for(monkeypatch):
+    """Those that can be reached past the parameter."""
+    ours, theirs = pair()
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 2)
+        loss_of(net, 2).backward()
+    net, optimizer = ours
+    optimizer.synchronize()
+    alias = net[0].weight.data
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(optimizer._fingerprints, "mark_verified", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+    theirs[1].step()
+    assert not optimizer._gate._uncovered
+    assert torch.equal(bits(alias), bits(theirs[0][0].weight))
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("error", [OSError, ValueError])
+def test_a_failure_to_discard_does_not_hide_why_the_step_failed(error, monkeypatch):
+    net, optimizer = pair()[0]
+    train(net, optimizer, 1)
+    net[0].weight.grad = torch.zeros_like(net[0].weight).to_sparse()
+
+    def fail():
+        raise error("the device is gone")
+
+    monkeypatch.setattr(optimizer._engine, "discard", fail)
+    with pytest.raises(ValueError, match="expected a dense tensor"):
+        optimizer.step()
+
+
 # ---- models that move ----
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -315,6 +316,8 @@ class OffloadAdamW(AdamW):
             super().zero_grad(set_to_none)
             self._sums.clear()
             return
+        # Ctrl-C may have ended the step before it did.
+        self._release()
         self._forget_gradients()
         if set_to_none:
             clear_grads(param for group in self.param_groups for param in group["params"])
@@ -336,6 +339,7 @@ class OffloadAdamW(AdamW):
         if self._engine is not None:
             step = 0 if self._gate is None else self._gate.guard.num_steps
             self._engine.synchronize()
+            self._is_unreleased = False
             if self._gate is not None:
                 self._gate.clear(step)
 
@@ -469,35 +473,59 @@ class OffloadAdamW(AdamW):
 
     def _step(self) -> None:
         self._finish()
+        self._release()
         begin = time.perf_counter()
         try:
             is_begun = self._begin_step()
             if is_begun:
                 self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
+                begin = time.perf_counter()
                 self._release()
+                self._seconds["release"] = time.perf_counter() - begin
+                self._wait_for_weights()
         except BaseException:
             # Ctrl-C may have landed behind the submit, and nobody else waits for this.
-            if self._is_unreleased:
-                self._release()
-            else:
-                self._abandon()
+            self._leave_step()
             raise
         finally:
             self._gradients.reset()
         if not is_begun:
             self._abandon()
-            return
-        if self._gate is not None and self._gate.is_open:
-            self._gate.wait_for_uncovered()
+
+    def _leave_step(self) -> None:
+        """After an error or Ctrl-C in a step: waits for what the step would have waited for.
+
+        What else fails meanwhile is left to the next call, which meets it again: the error that
+        ended the step is the one to be told. Ctrl-C is heard when the waits have ended, since
+        nothing makes up for them: without them gradients are written that are being copied.
+        """
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    if self._is_unreleased:
+                        self._release()
+                    else:
+                        self._abandon()
+                    self._wait_for_weights()
+                break
+            except KeyboardInterrupt as caught:
+                interrupt = caught
+        if interrupt is not None:
+            raise interrupt
 
     def _release(self) -> None:
-        """Once a step runs: waits until gradients may be written and, where no forward would, for the weights."""
-        assert self._engine is not None
-        begin = time.perf_counter()
-        self._engine.release()
-        self._is_unreleased = False
-        self._seconds["release"] = time.perf_counter() - begin
-        if self._gate is None or not self._gate.is_open:
+        """Once a step was submitted: waits until its gradients may be written. Once is enough."""
+        if self._is_unreleased:
+            assert self._engine is not None
+            self._engine.release()
+            self._is_unreleased = False
+
+    def _wait_for_weights(self) -> None:
+        """Once a step was submitted: waits for the weights that no forward waits for."""
+        if self._gate is not None and self._gate.is_open:
+            self._gate.wait_for_uncovered()
+        else:
             self._finish()
 
     def _abandon(self) -> None:
@@ -544,6 +572,11 @@ class OffloadAdamW(AdamW):
                 is_first_at_lr_0=self._is_first_at_lr_0(),
             )
         what = f"the norm of the gradients is `{norm}`"
+        if self._sums is not None and math.isnan(norm):
+            what += (
+                ", maybe because the program made a gradient of one that accumulate='host' had "
+                "moved, which reads as NaN (as `parameter.grad = parameter.grad * 2` does)"
+            )
         if not self._is_taken(facts, updates, error, what):
             return False
         # After the norm, which would come down behind them; the step begins with the first that is
