@@ -173,6 +173,38 @@ def skipped(stage):
     return found
 
 
+def interrupted(stage, *, is_interrupted):
+    """A run in which Ctrl-C comes when a step is under way and its sums are still there."""
+    engine = initialize(
+        perceptron(),
+        configuration(
+            stage=stage, dtype="bf16", gradient_accumulation_steps=3, data_types=FP32_SUMS
+        ),
+    )
+    optimizer = engine.optimizer
+    release, step = optimizer._release_sums, optimizer.step
+    left = [KeyboardInterrupt] if is_interrupted else []
+
+    def interrupted_release():
+        if left:
+            raise left.pop()
+        release()
+
+    def caught_step(*args, **kwargs):
+        # So that DeepSpeed's engine counts the step, which is applied.
+        try:
+            return step(*args, **kwargs)
+        except KeyboardInterrupt:
+            return None
+
+    optimizer._release_sums, optimizer.step = interrupted_release, caught_step
+    losses = train(engine, vectors(9), squared)
+    assert not left
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
+
+
 def program_gradients(result):
     """All that one rank does."""
     import stepwell.deepspeed
@@ -193,6 +225,9 @@ def program_gradients(result):
             for factor in (1.0, 2.0**80)
         ]
     for stage in (1, 2):
+        result[f"interrupted, ZeRO-{stage}"] = [
+            interrupted(stage, is_interrupted=is_interrupted) for is_interrupted in (False, True)
+        ]
         unchecked = configuration(
             dtype="bf16", stage=stage, precision={"check_grad_overflow": False}
         )

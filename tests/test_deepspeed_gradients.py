@@ -44,6 +44,12 @@ def test_a_failed_backward_takes_earlier_micro_batches_along(runs):
         assert ours[0] == first[0]
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sums_of_a_step_that_was_interrupted_are_not_added_to_the_next(runs, stage):
+    undisturbed, interrupted = runs[f"interrupted, ZeRO-{stage}"]
+    assert_same(interrupted, undisturbed)
+
+
 @pytest.mark.parametrize("after", ["step", "backward", "plain backward"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_the_hint_what_comes_next_raises(runs, stage, after):
