@@ -164,7 +164,8 @@ class HostSums:
     def _check_process(self) -> None:
         if self._process != os.getpid():
             raise ValueError(
-                f"the gradients' sums belong to process `{self._process}`, this is `{os.getpid()}`. "
+                f"the gradients' sums belong to process `{self._process}`, "
+                f"this is `{os.getpid()}`. "
                 "hint: make the optimizer after forking"
             )
 

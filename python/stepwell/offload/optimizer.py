@@ -52,7 +52,9 @@ _CLIP_EPS = 1e-6
 
 
 class OffloadAdamW(AdamW):
-    """AdamW over parameters on an accelerator: gradients come to host memory, new weights go back, the rest stays there.
+    """AdamW over parameters on an accelerator.
+
+    Gradients come to host memory, new weights go back, the rest stays there.
 
     `step()` computes the norm of all gradients on the device, decides there and then (clip
     coefficient, finite check), and leaves the rest to the background: gradients are copied to the
@@ -191,14 +193,18 @@ class OffloadAdamW(AdamW):
 
     @property
     def clip_norm(self) -> float | None:
-        """What the norm of all gradients is clipped to; None: no clipping. May be changed between steps."""
+        """What the norm of all gradients is clipped to; None: no clipping.
+
+        May be changed between steps.
+        """
         return self._clip_norm
 
     @clip_norm.setter
     def clip_norm(self, clip_norm: float | None) -> None:
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(
-                f"`clip_norm` is `{clip_norm}`, expected a positive number. hint: None for no clipping"
+                f"`clip_norm` is `{clip_norm}`, expected a positive number. "
+                "hint: None for no clipping"
             )
         self._clip_norm = clip_norm
 
@@ -216,14 +222,15 @@ class OffloadAdamW(AdamW):
             sharded := [param for param in new if is_dtensor(param)]
         ):
             raise ValueError(
-                f"{labels[sharded[0]]} is a DTensor, `accumulate` is `host`. hint: accumulate='device'"
+                f"{labels[sharded[0]]} is a DTensor, `accumulate` is `host`. "
+                "hint: accumulate='device'"
             )
         device = local(new[0]).device if new and not len(self._twins) else self._device
         for param in new:
             if local(param).device != device:
                 raise ValueError(
-                    f"{labels[param]} is on `{local(param).device}`, others on `{device}`, expected one device. "
-                    "hint: an optimizer for each device"
+                    f"{labels[param]} is on `{local(param).device}`, others on `{device}`, "
+                    "expected one device. hint: an optimizer for each device"
                 )
         host_bytes = self._announce(new)
         self._close_engine()
@@ -248,7 +255,9 @@ class OffloadAdamW(AdamW):
         self._hook()
 
     def _admit_new(self) -> None:
-        """Makes ready for what has come since groups were added: thawed parameters, and those put into `param_groups`.
+        """Makes ready for what has come since groups were added.
+
+        That is thawed parameters, and those put into `param_groups`.
 
         Raises:
             ValueError: one of them could not be stepped.
@@ -344,7 +353,10 @@ class OffloadAdamW(AdamW):
                 self._gate.clear(step)
 
     def reread_parameters(self) -> None:
-        """Takes the parameters as they are on the device, however they were written; the next step copies them to the host."""
+        """Takes the parameters as they are on the device, however they were written.
+
+        The next step copies them to the host.
+        """
         self.synchronize()
         self._twins.forget()
 
@@ -418,7 +430,7 @@ class OffloadAdamW(AdamW):
             self._gradients.mark_copied(batch)
 
     def _forget_gradients(self) -> None:
-        """The gradients are cleared: their backwards do not count, and what was copied is let go."""
+        """The gradients are cleared: their backwards do not count, their copies are let go."""
         is_any_taken = self._gradients.is_any_taken
         # First: Ctrl-C in the wait does not make the engine remember them.
         self._gradients.reset()
@@ -461,7 +473,8 @@ class OffloadAdamW(AdamW):
         assert self._sums is not None
         if may_change_after_backward(param):
             raise ValueError(
-                "`accumulate` is `host`, but other ranks have a part in the gradients. hint: accumulate='device'"
+                "`accumulate` is `host`, but other ranks have a part in the gradients. "
+                "hint: accumulate='device'"
             )
         if self._opened_engine().busy:
             # It reads the last sums.
@@ -615,8 +628,9 @@ class OffloadAdamW(AdamW):
         if not self._has_warned:
             self._has_warned = True
             _LOGGER.warning(
-                "%d gradients were changed after they had been copied to the host, and cross the bus again (said once). "
-                "hint: clip by clip_norm; all backwards but the last before a step under no_sync(), or accumulation_steps",
+                "%d gradients were changed after they had been copied to the host, and cross the "
+                "bus again (said once). hint: clip by clip_norm; all backwards but the last before "
+                "a step under no_sync(), or accumulation_steps",
                 count,
             )
 
@@ -626,7 +640,10 @@ class OffloadAdamW(AdamW):
         return min(1.0, self.clip_norm / (norm + _CLIP_EPS))
 
     def _fresh_state(self, update: Update) -> _state.State:
-        """State of a parameter that was never stepped: what was set aside for it, unless that was loaded over."""
+        """State of a parameter that was never stepped.
+
+        What was set aside for it, unless that was loaded over.
+        """
         return self._fresh.get(update.param) or super()._fresh_state(update)
 
     def _is_exclusive(self, param: torch.Tensor) -> bool:
@@ -678,13 +695,19 @@ class OffloadAdamW(AdamW):
     # ---- state dicts ----
 
     def state_dict(self) -> StateDict:
-        """As `stepwell.AdamW.state_dict`, after the last step is complete; its tensors are in host memory."""
+        """As `stepwell.AdamW.state_dict`, after the last step is complete.
+
+        Its tensors are in host memory.
+        """
         self.synchronize()
         self._take_fingerprints(list(self._twins))
         return super().state_dict()
 
     def decoded_state_dict(self) -> StateDict:
-        """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments. Takes 8 bytes per parameter unless `moments` is "fp32"."""
+        """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments.
+
+        Takes 8 bytes per parameter unless `moments` is "fp32".
+        """
         if self._moments != "fp32":
             numel = sum(local(param).numel() for param in self._twins)
             _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
@@ -703,5 +726,6 @@ class OffloadAdamW(AdamW):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "an OffloadAdamW holds a device and cannot be copied or pickled. hint: use its state_dict()"
+            "an OffloadAdamW holds a device and cannot be copied or pickled. "
+            "hint: use its state_dict()"
         )
