@@ -3,6 +3,7 @@
 The same bits as stepwell.AdamW, however it is used.
 """
 
+import contextlib
 import copy
 import io
 import math
@@ -124,6 +125,20 @@ def test_no_sync_is_left_by_an_exception():
     loss_of(net, 0).backward()
     # The first of the backward; the last is left to the step.
     assert optimizer._gradients.is_copied(net[3].weight, net[3].weight.grad)
+
+
+def test_no_sync_while_a_parameter_is_frozen():
+    ours, theirs = pair()
+    for is_frozen in (True, False):
+        for net, optimizer in (ours, theirs):
+            net[2].weight.requires_grad_(not is_frozen)
+            optimizer.zero_grad()
+            with optimizer.no_sync() if net is ours[0] else contextlib.nullcontext():
+                loss_of(net, 0).backward()
+            loss_of(net, 1).backward()
+            optimizer.step()
+    assert_equal(ours, theirs)
+    assert ours[1].state[ours[0][2].weight]["step"] == 1
 
 
 def test_gradient_of_a_backward_that_was_dropped_is_not_stepped():

@@ -394,7 +394,8 @@ class OffloadAdamW(AdamW):
         if not self._gradients.knows_last and self._sums is None:
             return
         for param in self._twins:
-            if param not in self._hooked and not is_dtensor(param):
+            # A frozen parameter takes no hook. It gets one in the first `no_sync` after it thaws.
+            if param not in self._hooked and param.requires_grad and not is_dtensor(param):
                 # torch has no types for hooks.
                 hook = OnGrad(self._on_grad)
                 handles = [param.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]
