@@ -50,3 +50,10 @@ def seeded():
     """Each test draws the same numbers, alone or after others."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """Each test finds torch.compile unused: after a use of it, forwards cannot wait by hooks."""
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()
