@@ -155,7 +155,8 @@ class Torch:
             return written
         weight, before = self.stamps[tensor]
         if param.dtype != torch.bfloat16:
-            return torch.where(param.detach() == weight, before, written)
+            # By bits: 0 written over -0 is a write.
+            return torch.where(bits(param) == bits(weight), before, written)
         # On purpose: trailing bits are kept or void by the chunk.
         for begin in range(0, param.numel(), _core.CHUNK_LEN):
             chunk = slice(begin, begin + _core.CHUNK_LEN)
