@@ -436,10 +436,11 @@ def options(result):
     """What the block may hold, and what keeps DeepSpeed's own path."""
     import stepwell
 
-    handler = _Lines()
+    handler, theirs = _Lines(), _Lines()
     logger = logging.getLogger("stepwell.deepspeed")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
+    logging.getLogger("DeepSpeed").addHandler(theirs)
     for name, block in {
         "unknown": {"engin": True},
         "no block": [1],
@@ -474,10 +475,15 @@ def options(result):
     parameters = configuration(stage=3, zero={"offload_param": {"device": "cpu"}})
     for name, config in {
         "off": configuration(stepwell={"engine": False}),
+        "off, keys": configuration(stepwell={"engine": False, "gate": "step"}),
         "parameters": parameters,
+        "idle keys": parameters | {"stepwell": {"gate": "step", "threads": 1, "moments": "q8"}},
         "nvme": nvme,
         "no offload": configuration(offload=None),
+        "no offload, keys": configuration(offload=None, stepwell={"threads": 1}),
+        "torch": configuration(params={"torch_adam": True}, zero_force_ds_cpu_optimizer=False),
         "ZeRO-3": configuration(stage=3),
+        "ZeRO-3, gate": configuration(stage=3, stepwell={"gate": "module"}),
         "ZeRO-3, q8": configuration(stage=3, stepwell={"moments": "q8"}),
         "ZeRO-2, parameters": configuration(zero={"offload_param": {"device": "cpu"}}),
         "several": configuration(
@@ -485,8 +491,15 @@ def options(result):
         ),
     }.items():
         handler.lines.clear()
+        theirs.lines.clear()
         found = run(config, steps=1)
         result[f"path, {name}"] = found["class"], found["base"], list(handler.lines)
+        result[f"said by DeepSpeed, {name}"] = [
+            line.removeprefix("stepwell: ") for line in theirs.lines if "stepwell" in line
+        ]
+    handler.lines.clear()
+    initialize(perceptron(), configuration(stage=0)).destroy()
+    result["path, no ZeRO"] = list(handler.lines)
     # Plans are values.
     for name, config in {
         "ZeRO-2": configuration(dtype="bf16"),

@@ -302,34 +302,54 @@ def test_options(runs):
     }
     for name, part in expected.items():
         assert part in result[name]
+    ours = "DeepSpeedCPUAdam"
+    zero, zero_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+    off = '"engine" is false in the block `stepwell`'
+    kept_so = '"stepwell": {"engine": false} in the JSON keeps it so without this warning'
+    idle_gate = "without effect in the block `stepwell`: `gate`"
     paths = {
-        "off": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", '"engine" is false'),
-        "nvme": ("DeepSpeedZeroOptimizer", "DeepSpeedCPUAdam", "device is `nvme`"),
-        "no offload": ("DeepSpeedZeroOptimizer", "FusedAdam", None),
-        "ZeRO-3": ("OffloadZeroOptimizerStage3", "DeepSpeedCPUAdam", None),
-        "ZeRO-3, q8": ("OffloadZeroOptimizerStage3", "StepwellAdamW", None),
+        "off": (zero, ours),
+        "off, keys": (zero, ours, off, idle_gate),
+        "nvme": ("OffloadZeroOptimizer", ours, "device is `nvme`, but below stage 3", "hint: "),
+        "no offload": (zero, "FusedAdam"),
+        "no offload, keys": (zero, "FusedAdam", "nothing is offloaded", "`threads`"),
+        "torch": (
+            zero,
+            "AdamW",
+            "the optimizer is `AdamW`. What steps: DeepSpeed's own path, with torch's `AdamW`",
+            "hint: optimizer type Adam or AdamW in the JSON",
+            kept_so,
+        ),
+        "ZeRO-3": ("OffloadZeroOptimizerStage3", ours),
+        "ZeRO-3, gate": ("OffloadZeroOptimizerStage3", ours, "under ZeRO-3", '"gate": "step"'),
+        "ZeRO-3, q8": ("OffloadZeroOptimizerStage3", "StepwellAdamW"),
         "parameters": (
-            "DeepSpeedZeroOptimizer_Stage3",
-            "DeepSpeedCPUAdam",
-            "parameters are offloaded",
+            zero_3,
+            ours,
+            "parameters are offloaded. What steps: DeepSpeed's own path, on Stepwell's kernels",
+            "hint: leave out offload_param",
+            kept_so,
         ),
-        "ZeRO-2, parameters": ("OffloadZeroOptimizer", "DeepSpeedCPUAdam", None),
-        "several": (
-            "DeepSpeedZeroOptimizer_Stage3",
-            "DeepSpeedCPUAdam",
-            '"engine" is false in the block `stepwell`; parameters are offloaded',
+        "idle keys": (
+            zero_3,
+            "StepwellAdamW",
+            "without effect in the block `stepwell`: `gate`, `threads`.",
         ),
-        "other version": (
-            "DeepSpeedZeroOptimizer",
-            "DeepSpeedCPUAdam",
-            "reduce_ipg_grads` takes `self, dtype`",
-        ),
+        "ZeRO-2, parameters": ("OffloadZeroOptimizer", ours),
+        "several": (zero_3, ours),
+        "other version": (zero, ours, "reduce_ipg_grads` takes `self, dtype`"),
     }
-    for name, (cls, base, part) in paths.items():
+    for name, (cls, base, *parts) in paths.items():
         found_cls, found_base, lines = result[f"path, {name}"]
-        assert (found_cls, found_base) == (cls, base)
-        assert len(lines) == (part is not None)
-        assert part is None or part in lines[0]
+        assert (found_cls, found_base) == (cls, base), name
+        assert len(lines) == bool(parts), (name, lines)
+        for part in parts:
+            assert part in lines[0], (name, lines)
+        # One line each, and the same.
+        assert result.get(f"said by DeepSpeed, {name}", lines) == lines
+    (no_zero,) = result["path, no ZeRO"]
+    assert "stage is `0`, at which DeepSpeed offloads nothing" in no_zero
+    assert 'DeepSpeed without ZeRO, on Stepwell\'s kernels. hint: set "stage": 2' in no_zero
 
 
 def test_plans(runs):

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepwell import _state
 
-__all__ = ["Options", "options_of"]
+__all__ = ["Options", "options_of", "written"]
 
 _GATES = ("module", "step")
 
@@ -65,6 +65,11 @@ class Options:
             raise ValueError(
                 f"`stepwell.host_bytes_max` is `{self.host_bytes_max}`, expected a number of bytes"
             )
+
+
+def written(engine: Any) -> frozenset[str]:
+    """The keys that the block of a DeepSpeedEngine's JSON has."""
+    return frozenset(engine._config._param_dict.get("stepwell", {}))
 
 
 def options_of(engine: Any) -> Options:

@@ -1,6 +1,7 @@
 """What steps the optimizer of a DeepSpeedEngine: decided once, from its configuration, as a value.
 
-A configuration that cannot run on the offload engine is a row of `_OBSTACLES`.
+A configuration that cannot run on the offload engine is a row of `_OBSTACLES`. Each row says what
+to change. What a user who asked for offload is not getting is in `Plan.warning`.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from stepwell import optim
-from stepwell.deepspeed.options import Options, options_of
+from stepwell.deepspeed.options import Options, options_of, written
 from stepwell.deepspeed.seams import accelerator_name
-from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
 
-__all__ = ["Plan", "device_of", "plan"]
+__all__ = ["Plan", "device_of", "inference_plan", "plan"]
 
 _ACCELERATORS = ("cpu", "cuda")
 _STAGE_3 = 3
+# Of the block `stepwell`: what only the offload engine reads.
+_ENGINE_KEYS = ("gate", "threads", "host_bytes_max")
 
 ZeroClass = Literal["OffloadZeroOptimizer", "OffloadZeroOptimizerStage3"]
 """The class of ZeRO's optimizer on the offload engine."""
@@ -43,6 +45,8 @@ class Plan:
     """
     options: Options
     """The block `stepwell` of the DeepSpeed JSON."""
+    warning: str | None = None
+    """What the user asked for and does not get, with what to change; None: nothing."""
 
 
 class _Case(NamedTuple):
@@ -52,7 +56,9 @@ class _Case(NamedTuple):
     optimizer: Any
     options: Options
     stage: int
-    device: str
+    device: str | None
+    is_zero: bool
+    """Whether DeepSpeed makes an optimizer of ZeRO of it."""
     unfit: str | None
     """Why the class does not fit this version of DeepSpeed; None: it does."""
 
@@ -65,11 +71,31 @@ class _Case(NamedTuple):
         return type(self.optimizer).__name__
 
     @property
+    def ratio(self) -> float:
+        return float(self.engine.zero_partial_offload())
+
+    @property
+    def is_ours(self) -> bool:
+        return isinstance(self.optimizer, optim.Adam)
+
+    @property
     def is_optimizer_known(self) -> bool:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
+        from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
+
         known = (DeepSpeedCPUAdam, StepwellAdam, StepwellAdamW, optim.Adam, optim.AdamW)
         return type(self.optimizer) in known
+
+    @property
+    def is_offloaded_param(self) -> bool:
+        # Below stage 3 DeepSpeed does not offload parameters, whatever the JSON says.
+        return self.stage == _STAGE_3 and device_of(self.engine.zero_offload_param()) is not None
+
+    @property
+    def is_on_nvme(self) -> bool:
+        # Below stage 3 DeepSpeed holds the state in host memory, whatever the JSON says.
+        return self.stage == _STAGE_3 and self.device == "nvme"
 
     @property
     def is_pipeline(self) -> bool:
@@ -95,63 +121,152 @@ class _Case(NamedTuple):
         group = self.engine.seq_data_parallel_group
         return bool(comm.get_world_size(group=group) == 1)
 
+    @property
+    def stepper(self) -> str:
+        """What steps the optimizer where the offload engine does not."""
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        if not self.is_zero:
+            path = "DeepSpeed without ZeRO"
+        elif self.engine.zenflow:
+            path = "DeepSpeed's ZenFlow"
+        elif self.engine.super_offload():
+            path = "DeepSpeed's SuperOffload"
+        elif self.is_on_nvme:
+            path = "DeepSpeed's NVMe swapper"
+        else:
+            path = "DeepSpeed's own path"
+        if self.is_ours or isinstance(self.optimizer, DeepSpeedCPUAdam):
+            return f"{path}, on Stepwell's kernels"
+        is_torchs = type(self.optimizer).__module__.startswith("torch.")
+        owner = "torch's " if is_torchs else ""
+        return f"{path}, with {owner}`{self.optimizer_name}`"
+
 
 class _Obstacle(NamedTuple):
     """A configuration that the offload engine does not run."""
 
     reason: str
     """A template: `{case.x}` stands for an attribute of the case."""
+    hint: str
+    """What a user can change so that the obstacle is gone."""
     is_there: Callable[[_Case], bool]
+    stops_ours: bool = False
+    """Whether an optimizer of Stepwell's does not step on DeepSpeed's own path there either."""
 
 
 _OBSTACLES = (
-    _Obstacle("offload_optimizer.device is `{case.device}`", lambda case: case.device != "cpu"),
+    _Obstacle(
+        "optimizer state is on `{case.accelerator}`",
+        '"zero_optimization": {{"stage": 2, "offload_optimizer": {{"device": "cpu"}}}}',
+        lambda case: case.accelerator != "cpu" and (case.device is None or not case.is_zero),
+        stops_ours=True,
+    ),
+    _Obstacle(
+        "zero_optimization.elastic_checkpoint cannot cut the state of `{case.optimizer_name}`",
+        "universal checkpoints change the number of ranks",
+        lambda case: case.is_ours and case.engine.zero_elastic_checkpoint(),
+        stops_ours=True,
+    ),
+    _Obstacle(
+        "zero_optimization.stage is `{case.stage}`, at which DeepSpeed offloads nothing",
+        'set "stage": 2',
+        lambda case: not case.is_zero,
+    ),
+    _Obstacle(
+        "offload_optimizer.device is `nvme`",
+        "device `cpu`, where the host has 16 bytes of memory per parameter, or 10.1 with "
+        '"stepwell": {{"moments": "q8"}}',
+        lambda case: case.is_on_nvme,
+        stops_ours=True,
+    ),
     _Obstacle(
         '"engine" is false in the block `stepwell`',
+        'leave out "engine": false',
         lambda case: not case.options.engine,
     ),
     _Obstacle(
         "the accelerator is `{case.accelerator}`",
+        "DS_ACCELERATOR=cuda, where there is such a device",
         lambda case: case.accelerator not in _ACCELERATORS,
     ),
     _Obstacle(
         "the optimizer is `{case.optimizer_name}`",
+        "optimizer type Adam or AdamW in the JSON, or a stepwell.AdamW given to "
+        "deepspeed.initialize",
         lambda case: not case.is_optimizer_known,
     ),
-    _Obstacle("ZenFlow is on", lambda case: case.engine.zenflow),
-    _Obstacle("SuperOffload is on", lambda case: case.engine.super_offload()),
-    # Below stage 3 DeepSpeed does not offload parameters, whatever the JSON says.
+    _Obstacle(
+        "zero_optimization.zenflow is on",
+        "leave out zenflow",
+        lambda case: case.engine.zenflow,
+        stops_ours=True,
+    ),
+    _Obstacle(
+        "offload_optimizer.super_offload is on",
+        "leave out super_offload",
+        lambda case: case.engine.super_offload(),
+        stops_ours=True,
+    ),
     _Obstacle(
         "parameters are offloaded",
-        lambda case: (
-            case.stage == _STAGE_3 and device_of(case.engine.zero_offload_param()) is not None
-        ),
+        "leave out offload_param, where the device holds 2 bytes per parameter of a rank",
+        lambda case: case.is_offloaded_param,
     ),
     _Obstacle(
         "zero_hpz_partition_size is not 1",
+        "leave it out",
         lambda case: case.engine.zero_hpz_partition_size() != 1,
     ),
     _Obstacle(
         "weights are quantized",
+        "leave out zero_quantized_weights and zero_quantized_nontrainable_weights",
         lambda case: (
             case.engine.zero_quantized_weights()
             or case.engine.zero_quantized_nontrainable_weights()
         ),
     ),
     _Obstacle(
-        "offload_optimizer.ratio is not 1",
-        lambda case: case.engine.zero_partial_offload() != 1.0,
+        "offload_optimizer.ratio is `{case.ratio}`",
+        "leave out ratio",
+        lambda case: case.ratio != 1.0,
+        stops_ours=True,
     ),
-    _Obstacle("the model has mixtures of experts", lambda case: case.engine.has_moe_layers),
-    _Obstacle("the model is a pipeline", lambda case: case.is_pipeline),
-    _Obstacle("the model is parallel", lambda case: case.is_model_parallel),
-    _Obstacle("torch_autocast is on", lambda case: case.is_autocast),
-    _Obstacle("DeepCompile is on", lambda case: case.engine.is_deepcompile_enabled()),
+    _Obstacle(
+        "the model has mixtures of experts",
+        "a model without deepspeed.moe layers",
+        lambda case: case.engine.has_moe_layers,
+    ),
+    _Obstacle(
+        "the model is a pipeline",
+        "a model that is no PipelineModule, under ZeRO-3",
+        lambda case: case.is_pipeline,
+    ),
+    _Obstacle(
+        "the model is parallel",
+        "ZeRO-3 instead of an mpu or tensor_parallel",
+        lambda case: case.is_model_parallel,
+    ),
+    _Obstacle(
+        "torch_autocast is on",
+        '"bf16": {{"enabled": true}} in its place',
+        lambda case: case.is_autocast,
+    ),
+    _Obstacle(
+        "DeepCompile is on",
+        "leave out compile.deepcompile",
+        lambda case: case.engine.is_deepcompile_enabled(),
+    ),
     _Obstacle(
         "the hybrid engine is on",
+        "leave out hybrid_engine",
         lambda case: case.engine._config.hybrid_engine.enabled,
     ),
-    _Obstacle("{case.unfit}", lambda case: case.unfit is not None),
+    _Obstacle(
+        "{case.unfit}",
+        "pip install 'deepspeed==0.19.8'",
+        lambda case: case.unfit is not None,
+    ),
 )
 
 
@@ -173,33 +288,102 @@ def _check_moments(optimizer: Any, options: Options) -> None:
         )
 
 
-def plan(engine: Any, optimizer: Any, unfit: Callable[[ZeroClass], str | None]) -> Plan:
-    """Decides what steps the optimizer of a DeepSpeedEngine with ZeRO.
+def _check_steps(case: _Case, found: list[_Obstacle]) -> None:
+    """Raises ValueError where an optimizer of Stepwell's could not step."""
+    stopping = [row for row in found if row.stops_ours]
+    if not case.is_ours or not stopping:
+        return
+    hints = [row.hint.format(case=case) for row in stopping]
+    raise ValueError(
+        f"optimizer `{case.optimizer_name}` steps in host memory and as a whole, but "
+        f"{'; '.join(row.reason.format(case=case) for row in stopping)}. "
+        f"hint: {'; '.join(hints)}; or type `AdamW`, which is DeepSpeed's own optimizer"
+    )
+
+
+def _without_effect(keys: list[str]) -> str:
+    return f"without effect in the block `stepwell`: {', '.join(f'`{key}`' for key in keys)}"
+
+
+def _fallback_warning(case: _Case, reasons: tuple[str, ...], hints: list[str]) -> str | None:
+    """What to say where state is offloaded and the engine does not step it."""
+    idle = [key for key in _ENGINE_KEYS if key in written(case.engine)]
+    # A user who has turned the engine off knows.
+    if not case.options.engine and not idle:
+        return None
+    said = (
+        f"not on the offload engine: {'; '.join(reasons)}. What steps: {case.stepper}. "
+        f"hint: {'; '.join(hints)}"
+    )
+    if idle:
+        said += f". {_without_effect(idle)}"
+    if case.options.engine:
+        said += '. "stepwell": {"engine": false} in the JSON keeps it so without this warning'
+    return said
+
+
+def _engine_warning(case: _Case, gate: str) -> str | None:
+    """What to say of keys that the engine does not follow."""
+    said = []
+    if case.device != "cpu":
+        said.append(
+            f"offload_optimizer.device is `{case.device}`, but below stage 3 DeepSpeed holds "
+            "optimizer state in host memory. hint: device `cpu` says so"
+        )
+    if "gate" in written(case.engine) and case.options.gate != gate:
+        why = "under ZeRO-3" if case.stage == _STAGE_3 else "with several ranks"
+        said.append(
+            f"`stepwell.gate` is `{case.options.gate}`, but {why} `engine.step()` waits for all "
+            'weights. hint: "gate": "step" says so'
+        )
+    return "; ".join(said) or None
+
+
+def inference_plan(engine: Any) -> Plan:
+    """The plan of a DeepSpeedEngine without an optimizer.
+
+    Raises:
+        ValueError: the block `stepwell` cannot be understood.
+    """
+    return Plan(None, None, None, (), options_of(engine))
+
+
+def plan(
+    engine: Any, optimizer: Any, *, is_zero: bool, unfit: Callable[[ZeroClass], str | None]
+) -> Plan:
+    """Decides what steps the optimizer of a DeepSpeedEngine.
 
     Args:
         engine: the DeepSpeedEngine.
-        optimizer: the one that ZeRO gets; None: the engine is for inference.
+        optimizer: the one that DeepSpeed wraps, or uses as it is.
+        is_zero: whether DeepSpeed makes an optimizer of ZeRO of it.
         unfit: says why a class does not fit this version of DeepSpeed; None: it does.
 
     Raises:
-        ValueError: the block `stepwell` cannot be understood, or its `moments` are not those of the
-            optimizer.
+        ValueError: the block `stepwell` cannot be understood, its `moments` are not those of the
+            optimizer, or the optimizer is Stepwell's and could not step.
     """
     options = options_of(engine)
-    device = device_of(engine.zero_offload_optimizer())
-    if optimizer is None:
-        return Plan(None, None, None, (), options)
     _check_moments(optimizer, options)
-    if device is None:
-        return Plan(None, None, None, (), options)
     stage = engine.zero_optimization_stage()
     zero_class: ZeroClass = (
         "OffloadZeroOptimizerStage3" if stage == _STAGE_3 else "OffloadZeroOptimizer"
     )
-    case = _Case(engine, optimizer, options, stage, device, unfit(zero_class))
-    reasons = tuple(row.reason.format(case=case) for row in _OBSTACLES if row.is_there(case))
-    if reasons:
-        return Plan(None, None, None, reasons, options)
+    device = device_of(engine.zero_offload_optimizer())
+    case = _Case(engine, optimizer, options, stage, device, is_zero, unfit(zero_class))
+    found = [row for row in _OBSTACLES if row.is_there(case)]
+    _check_steps(case, found)
+    if device is None:
+        idle = [key for key in _ENGINE_KEYS if key in written(engine)]
+        hint = 'hint: "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
+        said = f"nothing is offloaded. {_without_effect(idle)}. {hint}" if idle else None
+        return Plan(None, None, None, (), options, said)
+    if found:
+        reasons = tuple(row.reason.format(case=case) for row in found)
+        hints = [row.hint.format(case=case) for row in found]
+        warning = _fallback_warning(case, reasons, hints)
+        return Plan(None, None, None, reasons, options, warning)
     # ZeRO-3 gathers weights by other ways than forwards, and several ranks gather in the step.
     is_gated = options.gate == "module" and stage != _STAGE_3 and case.is_alone
-    return Plan(zero_class, "ram", "module" if is_gated else "step", (), options)
+    gate: Literal["module", "step"] = "module" if is_gated else "step"
+    return Plan(zero_class, "ram", gate, (), options, _engine_warning(case, gate))

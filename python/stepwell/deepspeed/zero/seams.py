@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
-from stepwell.deepspeed.plan import plan
+from stepwell.deepspeed.logs import warn
+from stepwell.deepspeed.plan import inference_plan, plan
 from stepwell.deepspeed.seams import Attribute, Overridden
 from stepwell.deepspeed.state.home import home_of
 
@@ -20,8 +20,6 @@ _ENGINE = "deepspeed.runtime.engine"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
 _FRAGMENT = "deepspeed.utils.tensor_fragment"
-
-_LOGGER = logging.getLogger(__name__)
 
 
 def _stage_1_2() -> tuple[Any, str, type]:
@@ -48,17 +46,26 @@ def _unfit(zero_class: str) -> str | None:
     return _CLASSES[zero_class].unused()
 
 
+def _planned(original: Callable[..., str | None]) -> Callable[..., str | None]:
+    @functools.wraps(original)
+    def check(self: Any, basic_optimizer: Any) -> str | None:
+        wrapper = original(self, basic_optimizer)
+        is_zero = wrapper == importlib.import_module(_ENGINE).ZERO_OPTIMIZATION
+        self.stepwell_plan = plan(self, basic_optimizer, is_zero=is_zero, unfit=_unfit)
+        if self.stepwell_plan.warning is not None:
+            warn(self.stepwell_plan.warning)
+        return wrapper
+
+    return check
+
+
 def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def configure(self: Any, optimizer: Any) -> Any:
-        decided = plan(self, optimizer, _unfit)
-        self.stepwell_plan = decided
+        if optimizer is None:
+            self.stepwell_plan = inference_plan(self)
+        decided = self.stepwell_plan
         if decided.zero_class is None:
-            if decided.reasons:
-                _LOGGER.info(
-                    "not on the offload engine, but DeepSpeed's own path on Stepwell's kernels: %s",
-                    "; ".join(decided.reasons),
-                )
             return original(self, optimizer)
         # DeepSpeed's function knows what the constructor takes.
         module, name, cls = _PLACES[decided.zero_class]()
@@ -181,6 +188,13 @@ _CLASSES = {"OffloadZeroOptimizer": _CLASS, "OffloadZeroOptimizerStage3": _CLASS
 _PLACES = {"OffloadZeroOptimizer": _stage_1_2, "OffloadZeroOptimizerStage3": _stage_3}
 
 SEAMS = (
+    Attribute(
+        "offload engine, plan",
+        _ENGINE,
+        "DeepSpeedEngine._do_optimizer_sanity_check",
+        _planned,
+        ("self", "basic_optimizer"),
+    ),
     _MAKER,
     _CLASS,
     _CLASS_3,

@@ -1,0 +1,25 @@
+"""What Stepwell says to users of DeepSpeed, through DeepSpeed's logger too."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+__all__ = ["warn"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def warn(message: str) -> None:
+    """Warns once, on rank 0, where people look: among what DeepSpeed says.
+
+    The logger `stepwell` gets it as well where somebody handles its records. Where nobody does,
+    Python would print it a second time.
+    """
+    if importlib.import_module("deepspeed.comm").get_rank() != 0:
+        return
+    theirs = importlib.import_module("deepspeed.utils").logger
+    is_said = theirs.isEnabledFor(logging.WARNING)
+    theirs.warning("stepwell: %s", message, stacklevel=2)
+    if _LOGGER.hasHandlers() or not is_said:
+        _LOGGER.warning(message, stacklevel=2)
