@@ -185,6 +185,57 @@ def test_rollback_restores():
         torch.testing.assert_close(tensor, old, rtol=1e-6, atol=ROLLBACK_ATOL)
 
 
+ROUNDINGS = {"param": 2, "exp_avg": 3, "exp_avg_sq": 3}
+"""Of the dtype that holds it: those of the update, of the inverse, and of what they add up."""
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_rollback_of_16_bits_restores_to_within_their_rounding(dtype, moments, step, decoupled):
+    cpu_adam.create_adam(OPTIMIZER, 1e-3, 0.9, 0.999, 1e-8, 0.01, decoupled)
+    param, grad, exp_avg, exp_avg_sq = tensors(numel=5_000)
+    quad = [param.to(dtype), grad.to(dtype), exp_avg.to(moments), exp_avg_sq.to(moments)]
+    if step == 1:
+        quad[2:] = [torch.zeros_like(moment) for moment in quad[2:]]
+    before = [tensor.clone() for tensor in quad]
+    update(step, quad)
+    after = [tensor.clone() for tensor in quad]
+    assert not torch.equal(after[0], before[0])
+    assert cpu_adam.adam_rollback(OPTIMIZER, step, *HYPER.values(), *quad) == 0
+    assert torch.equal(quad[1], before[1])
+    # An L2 decay puts the rounding of the parameter into the moments: all but nothing.
+    for name, index in (("param", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
+        largest = before[index].double().abs().maximum(after[index].double().abs())
+        bound = ROUNDINGS[name] * torch.finfo(quad[index].dtype).eps * largest
+        if not decoupled:
+            bound += 1e-5 * before[0].double().abs()
+        assert ((quad[index].double() - before[index].double()).abs() <= bound + 1e-9).all(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rollback_of_16_bits_that_cannot_be_undone_changes_nothing(dtype):
+    adam.set_nonfinite("propagate")
+    quad = [tensors()[0].to(dtype), tensors()[1].to(dtype), *tensors()[2:]]
+    quad[1][5] = math.inf
+    update(1, quad)
+    with refused_and_unchanged(quad, "cannot be undone: `1` elements"):
+        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
+    quad = [tensors()[0].to(dtype), tensors()[1].to(dtype), *tensors()[2:]]
+    update(1, quad)
+    quad[1].mul_(3)
+    quad[3].zero_()
+    with refused_and_unchanged(quad, "cannot be undone"):
+        cpu_adam.adam_rollback(OPTIMIZER, 1, *HYPER.values(), *quad)
+
+
 def test_rollback_of_what_cannot_be_undone_changes_nothing():
     adam.set_nonfinite("propagate")
     quad = tensors()

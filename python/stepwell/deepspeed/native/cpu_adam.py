@@ -7,12 +7,13 @@ own op they raise ValueError, with nothing changed, for whatever they cannot do.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+
+import torch
 
 from stepwell import _core
 from stepwell._hyper import Hyper
 from stepwell._tensors import view
-from stepwell.deepspeed.native import adam, optimizers
+from stepwell.deepspeed.native import adam, optimizers, rollback
 from stepwell.deepspeed.native.zenflow import (
     zenflow_adam_create,
     zenflow_adam_ctrl_exit,
@@ -24,9 +25,6 @@ from stepwell.deepspeed.native.zenflow import (
     zenflow_adam_submit,
     zenflow_adam_wait,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "adam_rollback",
@@ -148,7 +146,7 @@ def adam_rollback(
 ) -> int:
     """Undoes the `adam_update` that was called with the same arguments. Returns 0.
 
-    The update is undone by inverse arithmetic, so up to rounding. An update that was refused
+    The update is undone by inverse arithmetic, so up to the rounding of what holds it. An update that was refused
     because its gradient is not finite has changed nothing, and neither does its rollback.
 
     Raises:
@@ -163,11 +161,14 @@ def adam_rollback(
     adam.check(tensors)
     if params.numel() == 0:
         return 0
-    grad = grads.contiguous()
+    grad = grads.contiguous().resolve_neg()
+    hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
+    if params.dtype != torch.float32:
+        rollback.undo(tensors._replace(grad=grad), step=count, hyper=hyper)
+        return 0
     operand = _core.AdamTensor(
         param=view(params), grad=view(grad), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq)
     )
-    hyper = _hyper(optimizer, lr, beta1, beta2, eps, weight_decay, bias_correction)
     _core.adam_rollback([operand], steps=[count], hyper=hyper.core())
     return 0
 
