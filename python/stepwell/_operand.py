@@ -9,6 +9,7 @@ its values live.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,7 +47,8 @@ class _Part(NamedTuple):
     is_run: bool
 
 
-class Bound(NamedTuple):
+@dataclass(slots=True)
+class Bound:
     """A parameter, its gradient and its state as the core steps them."""
 
     tensor: _core.AdamTensor | None
@@ -63,6 +65,8 @@ class Bound(NamedTuple):
     is_exclusive: bool
     """Whether steps alone write the parameter. They then need not look for other writes."""
     grad_view: _core.TensorView
+    counter: object
+    """`step` of the state, to which steps can add."""
 
     def has(self, state: State) -> bool:
         """Whether the tensors of `state` are those that are bound, where they were."""
@@ -76,13 +80,14 @@ class Bound(NamedTuple):
     def kept(self) -> Bound:
         """What is worth keeping for the next step: not copies, which are made for one step."""
         return (
-            self._replace(tensor=None, write_backs=(), grad_signature=())
+            replace(self, tensor=None, write_backs=(), grad_signature=())
             if self.write_backs
             else self
         )
 
 
-class Operand(NamedTuple):
+@dataclass(slots=True)
+class Operand:
     """A parameter and its gradient, checked for the coming step."""
 
     param: torch.Tensor
@@ -106,9 +111,13 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
     None: it is no tensor for the core.
     """
-    if tensor.layout != torch.strided or tensor.is_nested:
+    if type(tensor) not in PLAIN and (tensor.layout != torch.strided or tensor.is_nested):
         return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
+    try:
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
+    except RuntimeError:
+        # A plain tensor that is not dense has no address, or no strides.
+        return None
 
 
 def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
@@ -224,4 +233,5 @@ def bind(
         rounding,
         is_exclusive,
         operand.grad_view,
+        state["step"],
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch._compile import _disable_dynamo
@@ -37,7 +38,8 @@ _EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-class Update(NamedTuple):
+@dataclass(slots=True)
+class Update:
     """One parameter of a step, checked."""
 
     param: torch.Tensor
@@ -52,17 +54,13 @@ class Update(NamedTuple):
     """What the parameter's last step was bound as, if it is known."""
 
 
-class BoundUpdate(NamedTuple):
+@dataclass(slots=True)
+class BoundUpdate:
     """An update as the core applies it. It holds all memory that the core works with."""
 
-    param: torch.Tensor
-    operand: Operand
-    hyper: Hyper
-    step: int
+    update: Update
     state: _state.State
     bound: Bound
-    is_new_state: bool
-    """Whether the optimizer does not have `state` yet."""
 
 
 class Adam(Optimizer):
@@ -415,7 +413,8 @@ class Adam(Optimizer):
         updates = []
         labels: dict[torch.Tensor, str] = {}
 
-        def label_of(param: torch.Tensor) -> str:
+        def label() -> str:
+            """What errors call `param`."""
             if not labels:
                 labels.update(self._labelled())
             return labels[param]
@@ -423,29 +422,21 @@ class Adam(Optimizer):
         hypers = [
             hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)
         ]
-        states = self.state
-        params = (
-            (hyper, group, param)
-            for hyper, group in zip(hypers, self.param_groups, strict=True)
-            for param in group["params"]
-        )
-        for index, (hyper, group, param) in enumerate(params):
-            if param.grad is None:
-                continue
-            label = partial(label_of, param)
-            state = states.get(param) or None
-            last = self._bound.get(param)
-            step = 1 if state is None else 1 + _state.step_of(state, label)
-            operand = prepare(
-                self._host_side(param),
-                self._host_grad(param),
-                state,
-                self._moments,
-                label,
-                last,
-            )
-            rounding = self._rounding(index, group, param)
-            updates.append(Update(param, operand, hyper, step, rounding, state, last))
+        states, bound, moments = self.state, self._bound, self._moments
+        ordinal = -1
+        for hyper, group in zip(hypers, self.param_groups, strict=True):
+            for param in group["params"]:
+                ordinal += 1
+                grad = param.grad
+                if grad is None:
+                    continue
+                state = states.get(param) or None
+                last = bound.get(param)
+                step = 1 if state is None else 1 + _state.step_of(state, label)
+                weight, grad = self._host_tensors(param, grad)
+                operand = prepare(weight, grad, state, moments, label, last)
+                rounding = self._rounding(ordinal, group, param)
+                updates.append(Update(param, operand, hyper, step, rounding, state, last))
         self._check_shared_memory(updates)
         return updates
 
@@ -488,10 +479,11 @@ class Adam(Optimizer):
         """The tensor in host memory that stands for `param` in a step: `param` itself."""
         return param
 
-    def _host_grad(self, param: torch.Tensor) -> torch.Tensor:
-        """The gradient of `param` in host memory; it has one."""
-        assert param.grad is not None
-        return param.grad
+    def _host_tensors(
+        self, param: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands in host memory for `param` and for its gradient `grad` in a step."""
+        return param, grad
 
     def _fresh_state(self, update: Update) -> _state.State:
         """State of a parameter that was never stepped."""
@@ -509,12 +501,17 @@ class Adam(Optimizer):
         bound_updates = self._bind(updates)
         batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
         calls: list[partial[Any]] = []
-        for update in bound_updates:
-            if update.bound.tensor is not None:
-                tensors, steps = batches.setdefault(update.hyper, ([], []))
-                tensors.append(update.bound.tensor)
-                steps.append(update.step)
-                calls += update.bound.write_backs
+        hyper: Hyper | None = None
+        tensors: list[_core.AdamTensor] = []
+        steps: list[int] = []
+        for each in bound_updates:
+            if each.bound.tensor is not None:
+                if each.update.hyper is not hyper:
+                    hyper = each.update.hyper
+                    tensors, steps = batches.setdefault(hyper, ([], []))
+                tensors.append(each.bound.tensor)
+                steps.append(each.update.step)
+                calls += each.bound.write_backs
         stepping: list[partial[Any]] = [
             partial(_core.adam_step, tensors, steps=steps, hyper=hyper.core(grad_scale))
             for hyper, (tensors, steps) in batches.items()
@@ -524,39 +521,35 @@ class Adam(Optimizer):
     def _bind(self, updates: list[Update]) -> list[BoundUpdate]:
         """The updates with their states; those that have none get one."""
         bound_updates = []
+        moments = self._moments
         for update in updates:
-            param, operand, hyper, step, rounding, known_state, last = update
+            operand, last = update.operand, update.last
             state = self._fresh_state(update) if operand.state is None else operand.state
-            _state.repair_step(state, step - 1)
-            bound = bind(
-                operand,
-                state,
-                self._moments,
-                rounding,
-                last,
-                is_exclusive=self._is_exclusive(param),
-            )
+            if last is None or state.get("step") is not last.counter:
+                _state.repair_step(state, update.step - 1)
+            is_exclusive = self._is_exclusive(update.param)
+            bound = bind(operand, state, moments, update.rounding, last, is_exclusive=is_exclusive)
             if bound is not last:
-                self._bound[param] = bound.kept()
-            is_new_state = state is not known_state
-            bound_updates.append(
-                BoundUpdate(param, operand, hyper, step, state, bound, is_new_state)
-            )
+                self._bound[update.param] = bound.kept()
+            bound_updates.append(BoundUpdate(update, state, bound))
         return bound_updates
 
     def _commit(self, updates: list[BoundUpdate], calls: list[partial[Any]]) -> None:
         """Makes the calls that step, counts the updates, and tells autograd."""
-        if updates:
-            steps = [update.state["step"] for update in updates]
-            calls.append(partial(torch._foreach_add_, steps, 1))
-        increment_version = torch.autograd.graph.increment_version
-        for update in updates:
-            if update.is_new_state:
-                self.state[update.param] = update.state
+        written: list[torch.Tensor] = []
+        for each in updates:
+            param = each.update.param
+            if each.state is not each.update.state:
+                self.state[param] = each.state
                 self._written = None
-            increment_version(update.param)
-            if is_dtensor(update.param):
-                increment_version(local(update.param))
+            written.append(param)
+            if is_dtensor(param):
+                written.append(local(param))
+        if updates:
+            counters = [each.state["step"] for each in updates]
+            # A number would become a tensor anew for each counter.
+            calls.append(partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0))
+            torch.autograd.graph.increment_version(written)
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
         # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)

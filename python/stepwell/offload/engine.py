@@ -19,12 +19,10 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import local
-from stepwell._tensors import view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from stepwell._hyper import Hyper
     from stepwell.offload.twins import Twins
     from stepwell.optim import BoundUpdate
 
@@ -39,11 +37,6 @@ def device_name(device: torch.device) -> str:
 def current_stream(device: torch.device) -> int:
     """The current stream of `device`, as the core knows it."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The memory of `tensors`, which these may be given other memory in place of."""
-    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def _close(core: _core.OffloadEngine) -> None:
@@ -75,10 +68,12 @@ class Engine:
         self._device = device
         self._twins = twins
         self._indices = {param: index for index, param in enumerate(params)}
+        # They own the memory of all twins.
+        self._buffers = twins.buffers
         self._core = _core.OffloadEngine(
             device_name(device), [local(param).numel() for param in self._indices], threads=threads
         )
-        for buffer in twins.buffers:
+        for buffer in self._buffers:
             self._core.pin(buffer)
         self._submit_stream = self._stream()
         # None while a step is being submitted: weights that are waited for then are old ones.
@@ -100,18 +95,14 @@ class Engine:
 
         After what the current stream holds now. Not while a step is running.
         """
-        pairs = [
-            (param, local(grad))
-            for param, grad in zip(params, grads, strict=True)
-            if local(grad).numel()
-        ]
-        targets = [local(self._twins.grad(param)) for param, _ in pairs]
+        pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True)]
+        pairs = [(param, grad) for param, grad in pairs if grad.numel()]
         self._core.take(
             [self._indices[param] for param, _ in pairs],
             [grad.data_ptr() for _, grad in pairs],
-            [view(target) for target in targets],
-            source_owners=_storages(grad for _, grad in pairs),
-            target_owners=_storages(targets),
+            [self._twins[param].grad_view for param, _ in pairs],
+            source_owners=[grad.untyped_storage() for _, grad in pairs],
+            target_owners=self._buffers,
             stream=self._stream(),
         )
 
@@ -129,27 +120,27 @@ class Engine:
         No Python in them can be interrupted. `release` comes after them, before a gradient is
         written.
         """
-        hypers: dict[Hyper, _core.Hyper] = {
-            update.hyper: update.hyper.core(grad_scale) for update in updates
-        }
-        stepped = [update for update in updates if update.bound.tensor is not None]
-        sides = (self._twins.weight, self._twins.grad)
-        weights = [local(update.param) for update in stepped]
+        # Parameters of one group have one object.
+        by_id = {id(each.update.hyper): each.update.hyper for each in updates}
+        hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
+        stepped = [(each.update, each.bound) for each in updates if each.bound.tensor is not None]
+        weights = [local(update.param) for update, _ in stepped]
         self._submit_stream, self._step_stream = self._stream(), None
         self.seconds_waited = 0.0
         submit = partial(
             self._core.submit,
-            [self._indices[update.param] for update in stepped],
-            [update.bound.tensor for update in stepped if update.bound.tensor is not None],
+            [self._indices[update.param] for update, _ in stepped],
+            [bound.tensor for _, bound in stepped if bound.tensor is not None],
             weights=[weight.data_ptr() for weight in weights],
-            steps=[update.step for update in stepped],
-            hypers=[hypers[update.hyper] for update in stepped],
+            steps=[update.step for update, _ in stepped],
+            hypers=[hypers[id(update.hyper)] for update, _ in stepped],
+            # Storages: a tensor may be given other memory.
             owners=[
-                *_storages(weights),
-                *_storages(part.piece for update in stepped for part in update.bound.parts),
-                *_storages(local(side(u.param)) for u in stepped for side in sides),
+                *self._buffers,
+                *[weight.untyped_storage() for weight in weights],
+                *[part.piece.untyped_storage() for _, bound in stepped for part in bound.parts],
                 # Copies of what is not dense.
-                *(update.bound.write_backs for update in stepped),
+                *[bound.write_backs for _, bound in stepped if bound.write_backs],
             ],
             stream=self._submit_stream,
         )

@@ -24,7 +24,7 @@ from stepwell.offload.marker import GradMarker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from stepwell.offload.twins import Twins
+    from stepwell.offload.twins import Twin
 
 __all__ = ["Gradients", "OnGrad", "check_in_place", "checked", "may_change_after_backward"]
 
@@ -138,6 +138,11 @@ class Gradients:
         )
 
     @property
+    def is_any_copied(self) -> bool:
+        """Whether a gradient was copied since the last step."""
+        return bool(self._copied)
+
+    @property
     def is_any_taken(self) -> bool:
         """Whether a gradient was copied or set aside since the last step."""
         return bool(self._copied or self._waiting)
@@ -189,15 +194,18 @@ def may_change_after_backward(param: torch.Tensor) -> bool:
 
 
 def check_in_place(
-    param: torch.Tensor, twins: Twins, device: torch.device, label: Callable[[], str]
+    param: torch.Tensor, twin: Twin | None, device: torch.device, label: Callable[[], str]
 ) -> None:
-    """Raises ValueError, which names `label()`, if `param` is not what it was when it was added."""
-    if param not in twins:
+    """Raises ValueError, which names `label()`, if `param` is not what it was when it was added.
+
+    `twin`: its host side; None: it was never added.
+    """
+    if twin is None:
         raise ValueError(
             f"{label()} has a gradient, but is frozen. "
             "hint: parameter.requires_grad_(True), or parameter.grad = None"
         )
-    piece, twin = local(param), local(twins.weight(param))
+    piece = local(param)
     if piece.device != device:
         raise ValueError(
             f"{label()} is on `{piece.device}`, expected `{device}`, where it was. "
@@ -233,20 +241,21 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
             "hint: accumulate='device' where gradients are stored, restored or used by two "
             "optimizers"
         )
-    if local(grad).device != piece.device:
+    found = local(grad)
+    if found.device != piece.device:
         raise ValueError(
-            f"the gradient of {label()} is on `{local(grad).device}`, expected `{piece.device}`, "
+            f"the gradient of {label()} is on `{found.device}`, expected `{piece.device}`, "
             "where the parameter is. "
             "hint: grad.to(parameter.device)"
         )
-    if local(grad).layout != torch.strided:
+    if found.layout != torch.strided:
         raise ValueError(
-            f"the gradient of {label()} is `{local(grad).layout}`, expected a dense tensor. "
+            f"the gradient of {label()} is `{found.layout}`, expected a dense tensor. "
             "hint: use dense gradients (nn.Embedding(sparse=False))"
         )
-    if local(grad).dtype != piece.dtype:
+    if found.dtype != piece.dtype:
         raise ValueError(
-            f"the gradient of {label()} is `{local(grad).dtype}`, expected `{piece.dtype}`, as the "
+            f"the gradient of {label()} is `{found.dtype}`, expected `{piece.dtype}`, as the "
             "parameter. "
             "hint: grad.to(parameter.dtype)"
         )
@@ -256,14 +265,12 @@ def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
         )
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
-    if local(grad).shape != piece.shape:
+        found = local(grad)
+    if found.shape != piece.shape:
         raise ValueError(
-            f"the gradient of {label()} has the shape `{tuple(local(grad).shape)}`, expected "
+            f"the gradient of {label()} has the shape `{tuple(found.shape)}`, expected "
             f"`{tuple(piece.shape)}`. "
             "hint: clear stale gradients by zero_grad() after a change of the parameter"
         )
-    return (
-        grad
-        if local(grad).is_contiguous() and not local(grad).is_neg()
-        else grad.contiguous().resolve_neg()
-    )
+    is_dense = found.is_contiguous() and not found.is_neg()
+    return grad if is_dense else grad.contiguous().resolve_neg()

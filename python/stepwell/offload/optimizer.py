@@ -288,8 +288,11 @@ class OffloadAdamW(AdamW):
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
 
-    def _host_grad(self, param: torch.Tensor) -> torch.Tensor:
-        return self._twins.grad(param)
+    def _host_tensors(
+        self, param: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        twin = self._twins[param]
+        return twin.weight, twin.grad
 
     # ---- the engine ----
 
@@ -449,16 +452,23 @@ class OffloadAdamW(AdamW):
         if any(param not in self._twins for param in params):
             self._admit_new()
         grads = []
+        twins, sums, device = self._twins, self._sums, self._device
+
+        def label() -> str:
+            return self._label(param)
+
         for param in params:
-            check_in_place(param, self._twins, self._device, partial(self._label, param))
-            if self._sums is None:
-                grads.append(checked(param, partial(self._label, param)))
+            twin = twins.get(param)
+            check_in_place(param, twin, device, label)
+            assert twin is not None
+            if sums is None:
+                grads.append(checked(param, label))
             else:
-                if not self._sums.has(param):
+                if not sums.has(param):
                     # Not autograd's.
-                    self._sums.make_room(param)
+                    sums.make_room(param)
                     self._sum_up(param)
-                grads.append(self._twins.grad(param))
+                grads.append(twin.grad)
         if self._sums is not None:
             if unknown := self._sums.unknown:
                 raise ValueError(
@@ -480,7 +490,7 @@ class OffloadAdamW(AdamW):
         if self._opened_engine().busy:
             # It reads the last sums.
             self._finish()
-        check_in_place(param, self._twins, self._device, partial(self._label, param))
+        check_in_place(param, self._twins.get(param), self._device, partial(self._label, param))
         self._sums.add(param, checked(param, partial(self._label, param)))
 
     # ---- the step ----
@@ -614,14 +624,19 @@ class OffloadAdamW(AdamW):
 
     def _take_missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """Copies the gradients that were not, or were changed since."""
-        pairs = zip(params, grads, strict=True)
+        engine, gradients = self._opened_engine(), self._gradients
+        if not gradients.is_any_copied:
+            if params:
+                engine.take(params, grads)
+            return
         missing = [
-            (param, grad) for param, grad in pairs if not self._gradients.is_copied(param, grad)
+            (param, grad)
+            for param, grad in zip(params, grads, strict=True)
+            if not gradients.is_copied(param, grad)
         ]
-        engine = self._opened_engine()
         if missing:
             engine.take(*zip(*missing, strict=True))
-        outdated = sum(self._gradients.is_outdated(param, grad) for param, grad in missing)
+        outdated = sum(gradients.is_outdated(param, grad) for param, grad in missing)
         if outdated:
             self._warn_of_outdated(outdated)
 

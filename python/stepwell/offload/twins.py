@@ -1,22 +1,25 @@
 """The host sides of parameters on a device.
 
-A weight and a gradient each, in pinned memory of exactly their size.
+A weight and a gradient each, in pinned memory of exactly their size. All parameters that are added
+at once share two buffers, which are freed when none of these parameters has a twin any more, and no
+engine has them pinned.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell import _core
 from stepwell._sharding import like, local
-from stepwell._tensors import tensor_on
+from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Twins"]
+__all__ = ["Twin", "Twins"]
 
 # Of every tensor in a buffer: what the widest vectors and the device's copies like.
 _ALIGN_BYTES = 64
@@ -26,25 +29,45 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
+@dataclass(slots=True, eq=False)
+class Twin:
+    """The host side of one parameter."""
+
+    weight: torch.Tensor
+    """A step writes it, and the device gets a copy of it."""
+    grad: torch.Tensor
+    """Where the gradient comes to."""
+    grad_view: _core.TensorView
+    """This rank's piece of it."""
+    dtype: torch.dtype
+    shape: torch.Size
+    """Of this rank's piece."""
+    buffers: tuple[_core.Buffer, _core.Buffer]
+    """The memory of `weight` and `grad`, and of others that were added with them."""
+    version: tuple[int, int, int] | None
+    """Of the parameter, when its weight was the same on both sides last; None: not known."""
+
+
 class Twins:
-    """For each parameter a `weight` and a `grad`.
+    """For each parameter a `Twin`, in the order in which they were added.
 
-    A step writes the weight, and the device gets a copy of it.
-
-    Both have the parameter's dtype and the shape of this rank's piece; those of a DTensor are
-    DTensors placed as it is.
+    Its tensors have the parameter's dtype and the shape of this rank's piece; those of a DTensor
+    are DTensors placed as it is.
     """
 
     def __init__(self) -> None:
-        self._weights: dict[torch.Tensor, torch.Tensor] = {}
-        self._grads: dict[torch.Tensor, torch.Tensor] = {}
-        self._versions: dict[torch.Tensor, tuple[int, int, int]] = {}
-        self.buffers: list[_core.Buffer] = []
+        self._twins: dict[torch.Tensor, Twin] = {}
 
     @staticmethod
     def nbytes(params: Iterable[torch.Tensor]) -> int:
         """Bytes of pinned memory that `add` takes."""
         return 2 * sum(_aligned(local(param).nbytes) for param in params)
+
+    @property
+    def buffers(self) -> list[_core.Buffer]:
+        """The memory of all twins, each buffer once."""
+        found = {id(buffer): buffer for twin in self._twins.values() for buffer in twin.buffers}
+        return list(found.values())
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
         """Makes the twins of `params`, and copies their weights.
@@ -53,62 +76,81 @@ class Twins:
             OSError: there is no memory for them; nothing was changed.
         """
         nbytes = self.nbytes(params) // 2
-        buffers = [_core.Buffer(nbytes), _core.Buffer(nbytes)]
-        for twins, buffer in zip((self._weights, self._grads), buffers, strict=True):
-            memory, begin = (
-                tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu"),
-                0,
+        buffers = (_core.Buffer(nbytes), _core.Buffer(nbytes))
+        memories = [
+            tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
+            for buffer in buffers
+        ]
+        begin = 0
+        for param in params:
+            piece = local(param)
+            weight, grad = (
+                memory[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
+                for memory in memories
             )
-            for param in params:
-                piece = local(param)
-                run = memory[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
-                twins[param] = like(param, run)
-                begin += _aligned(piece.nbytes)
-        self.buffers += buffers
+            begin += _aligned(piece.nbytes)
+            self._twins[param] = Twin(
+                weight=like(param, weight),
+                grad=like(param, grad),
+                grad_view=view(grad),
+                dtype=piece.dtype,
+                shape=piece.shape,
+                buffers=buffers,
+                version=None,
+            )
         self.refresh(params)
 
-    def remove(self, params: Sequence[torch.Tensor]) -> None:
-        """Takes back the last `add`, which was of `params`."""
+    def remove(self, params: Iterable[torch.Tensor]) -> None:
+        """Lets go of the twins of `params`, which no step and no copy uses."""
         for param in params:
-            for known in (self._weights, self._grads, self._versions):
-                known.pop(param, None)
-        del self.buffers[-2:]
+            self._twins.pop(param, None)
 
     def __contains__(self, param: torch.Tensor) -> bool:
-        return param in self._weights
+        return param in self._twins
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The parameters, in the order in which they were added."""
-        return iter(self._weights)
+        return iter(self._twins)
 
     def __len__(self) -> int:
-        return len(self._weights)
+        return len(self._twins)
+
+    def __getitem__(self, param: torch.Tensor) -> Twin:
+        return self._twins[param]
+
+    def get(self, param: torch.Tensor) -> Twin | None:
+        """The twin of `param`; None: it has none."""
+        return self._twins.get(param)
 
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """The host side of `param`."""
-        return self._weights[param]
+        return self._twins[param].weight
 
     def grad(self, param: torch.Tensor) -> torch.Tensor:
         """Where the gradient of `param` comes to."""
-        return self._grads[param]
+        return self._twins[param].grad
 
     def stale(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose weights someone else has written, or moved."""
-        return [param for param in params if self._versions.get(param) != _version(param)]
+        """Those of `params` whose weights other code has written, or moved."""
+        twins = self._twins
+        return [param for param in params if twins[param].version != _version(param)]
 
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
         for param in params:
-            local(self._weights[param]).copy_(local(param))
+            local(self._twins[param].weight).copy_(local(param))
             self.note([param])
 
     def forget(self) -> None:
         """Takes nothing for granted of the weights on the device: all of them are stale."""
-        self._versions = {}
+        for twin in self._twins.values():
+            twin.version = None
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the weights of `params` on the device, as they are now, for those of the host."""
-        self._versions.update((param, _version(param)) for param in params)
+        twins = self._twins
+        for param in params:
+            twins[param].version = _version(param)
 
 
 def _version(param: torch.Tensor) -> tuple[int, int, int]:
