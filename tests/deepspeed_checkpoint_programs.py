@@ -25,6 +25,14 @@ CHECKPOINTS = {
         "stage": 3,
         "zero": {"sub_group_size": 3000},
     },
+    "AdamW, ZeRO-3, parameters": {
+        "stage": 3,
+        "dtype": "bf16",
+        "zero": {
+            "offload_param": {"device": "cpu"},
+            "stage3_param_persistence_threshold": 100,
+        },
+    },
     "bf16, ZeRO-2": {"optimizer": "StepwellAdamW", "params": {"moments": "bf16"}},
     "bf16, ZeRO-3": {
         "optimizer": "StepwellAdamW",
@@ -58,7 +66,13 @@ CHECKPOINTS = {
         "precision": {"fp16_master_weights_and_grads": True, "initial_scale_power": 8},
     },
 }
-UNIVERSAL = ("bf16, ZeRO-2", "fp32, ZeRO-3, sub-groups", "q8, ZeRO-2", "q8, ZeRO-3, sub-groups")
+UNIVERSAL = (
+    "AdamW, ZeRO-3, parameters",
+    "bf16, ZeRO-2",
+    "fp32, ZeRO-3, sub-groups",
+    "q8, ZeRO-2",
+    "q8, ZeRO-3, sub-groups",
+)
 NOT_UNIVERSAL = ("q8, bf16 masters, ZeRO-2", "fp32, bf16 masters, ZeRO-3")
 
 

@@ -404,6 +404,11 @@ def program_offload_ranks(result):
         ),
         "q8": configuration(stepwell={"moments": "q8"}),
         "ZeRO-3": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=2),
+        "ZeRO-3, parameters": configuration(
+            dtype="bf16",
+            stage=3,
+            zero={"offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 100},
+        ),
         "small buckets": configuration(
             dtype="bf16", zero={"reduce_bucket_size": 1000, "round_robin_gradients": True}
         ),
@@ -472,12 +477,16 @@ def options(result):
         "device": "nvme",
         "nvme_path": "/nonexistent",
     }
-    parameters = configuration(stage=3, zero={"offload_param": {"device": "cpu"}})
+    several = configuration(
+        optimizer="SGD",
+        zero_force_ds_cpu_optimizer=False,
+        zero_allow_untested_optimizer=True,
+        stepwell={"engine": False},
+    )
     for name, config in {
         "off": configuration(stepwell={"engine": False}),
         "off, keys": configuration(stepwell={"engine": False, "gate": "step"}),
-        "parameters": parameters,
-        "idle keys": parameters | {"stepwell": {"gate": "step", "threads": 1, "moments": "q8"}},
+        "parameters": configuration(stage=3, zero={"offload_param": {"device": "cpu"}}),
         "nvme": nvme,
         "no offload": configuration(offload=None),
         "no offload, keys": configuration(offload=None, stepwell={"threads": 1}),
@@ -486,9 +495,7 @@ def options(result):
         "ZeRO-3, gate": configuration(stage=3, stepwell={"gate": "module"}),
         "ZeRO-3, q8": configuration(stage=3, stepwell={"moments": "q8"}),
         "ZeRO-2, parameters": configuration(zero={"offload_param": {"device": "cpu"}}),
-        "several": configuration(
-            stage=3, zero={"offload_param": {"device": "cpu"}}, stepwell={"engine": False}
-        ),
+        "several": several,
     }.items():
         handler.lines.clear()
         theirs.lines.clear()
@@ -506,9 +513,7 @@ def options(result):
         "gate step": configuration(dtype="bf16", stepwell={"gate": "step"}),
         "ZeRO-3": configuration(dtype="bf16", stage=3),
         "no offload": configuration(offload=None),
-        "several": configuration(
-            stage=3, zero={"offload_param": {"device": "cpu"}}, stepwell={"engine": False}
-        ),
+        "several": several,
     }.items():
         engine = initialize(perceptron(), config)
         result[f"plan, {name}"] = engine.stepwell_plan
@@ -522,11 +527,13 @@ def options(result):
     # A version of DeepSpeed that calls it in another way.
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    handler.lines.clear()
     kept, DeepSpeedZeroOptimizer.reduce_ipg_grads = (
         DeepSpeedZeroOptimizer.reduce_ipg_grads,
         lambda self, dtype=None: kept(self, dtype),
     )
-    found = run(configuration(), steps=1)
-    result["path, other version"] = found["class"], found["base"], list(handler.lines)
+    idle = {"gate": "step", "threads": 1, "moments": "q8"}
+    for name, block in {"other version": {}, "idle keys": idle}.items():
+        handler.lines.clear()
+        found = run(configuration(stepwell=block), steps=1)
+        result[f"path, {name}"] = found["class"], found["base"], list(handler.lines)
     DeepSpeedZeroOptimizer.reduce_ipg_grads = kept

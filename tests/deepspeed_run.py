@@ -21,6 +21,7 @@ MODULES = (
     "deepspeed_checkpoint_programs",
     "deepspeed_register_programs",
     "deepspeed_offload_programs",
+    "deepspeed_offload_param_programs",
     "deepspeed_gradient_programs",
     "deepspeed_weight_programs",
     "deepspeed_client_programs",

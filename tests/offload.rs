@@ -73,6 +73,28 @@ fn a_step_is_that_of_the_batch_for_every_layout() {
 }
 
 #[test]
+fn a_weight_that_stays_in_host_memory_is_stepped_and_not_uploaded() {
+    let hyper = Hyper::default();
+    let mut all = [split(SEGMENT_LEN + 9, 1), split(CHUNK_LEN + 3, 2)];
+    let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, 1, &hyper)).collect();
+    let engine = engine_on(host_device(&all), &all, 2);
+    take(&engine, &mut all).expect("gradients");
+    let uploaded = all[0].update(0, 1, hyper);
+    let staying = Update { weight: None, ..all[1].update(1, 1, hyper) };
+    // SAFETY: as in `submit`.
+    unsafe { engine.submit(vec![uploaded, staying], &mut None, STREAM) }.expect("a step");
+    // What waits for it waits for its step.
+    let whole = 0..all[1].held.numel;
+    assert!(engine.wait(1, &whole, STREAM, SOON).expect("the second"), "it is not stepped");
+    all[1].held.assert_same(&mut expected[1], "staying");
+    finish(&engine);
+    all[0].held.assert_same(&mut expected[0], "uploaded");
+    all[0].assert_uploaded();
+    assert!(all[1].weight.iter().all(|&byte| byte == 0xa5));
+    assert_eq!(engine.timing().bytes_uploaded, all[0].weight.len() as u64);
+}
+
+#[test]
 fn parts_of_a_gradient_are_waited_for_as_a_whole() {
     let mut all = [split(3 * CHUNK_LEN, 1)];
     let hyper = Hyper::default();

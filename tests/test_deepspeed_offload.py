@@ -303,7 +303,7 @@ def test_options(runs):
     for name, part in expected.items():
         assert part in result[name]
     ours = "DeepSpeedCPUAdam"
-    zero, zero_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+    zero = "DeepSpeedZeroOptimizer"
     off = '"engine" is false in the block `stepwell`'
     kept_so = '"stepwell": {"engine": false} in the JSON keeps it so without this warning'
     idle_gate = "without effect in the block `stepwell`: `gate`"
@@ -323,21 +323,22 @@ def test_options(runs):
         "ZeRO-3": ("OffloadZeroOptimizerStage3", ours),
         "ZeRO-3, gate": ("OffloadZeroOptimizerStage3", ours, "under ZeRO-3", '"gate": "step"'),
         "ZeRO-3, q8": ("OffloadZeroOptimizerStage3", "StepwellAdamW"),
-        "parameters": (
-            zero_3,
-            ours,
-            "parameters are offloaded. What steps: DeepSpeed's own path, on Stepwell's kernels",
-            "hint: leave out offload_param",
-            kept_so,
-        ),
+        "parameters": ("OffloadZeroOptimizerStage3", ours),
         "idle keys": (
-            zero_3,
+            zero,
             "StepwellAdamW",
             "without effect in the block `stepwell`: `gate`, `threads`.",
         ),
         "ZeRO-2, parameters": ("OffloadZeroOptimizer", ours),
-        "several": (zero_3, ours),
-        "other version": (zero, ours, "reduce_ipg_grads` takes `self, dtype`"),
+        "several": (zero, "SGD"),
+        "other version": (
+            zero,
+            ours,
+            "reduce_ipg_grads` takes `self, dtype`",
+            "What steps: DeepSpeed's own path, on Stepwell's kernels",
+            "hint: pip install",
+            kept_so,
+        ),
     }
     for name, (cls, base, *parts) in paths.items():
         found_cls, found_base, lines = result[f"path, {name}"]
@@ -367,7 +368,7 @@ def test_plans(runs):
             None,
             None,
             None,
-            ('"engine" is false in the block `stepwell`', "parameters are offloaded"),
+            ('"engine" is false in the block `stepwell`', "the optimizer is `SGD`"),
         ),
         "inference": (None, None, None, ()),
     }

@@ -202,7 +202,7 @@ class OffloadEngine:
         Raises:
             OSError: where the device has failed.
         """
-    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], stream: int = 0) -> None:
+    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int | None], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], stream: int = 0) -> None:
         """
         Starts a step in the background and returns. Tensors are stepped in the order given; each
         weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
@@ -211,7 +211,8 @@ class OffloadEngine:
         Args:
             indices: of the tensors, each once.
             tensors: their host sides, with the gradients that were taken.
-            weights: addresses on the device that the new weights are written to.
+            weights: addresses on the device that the new weights are written to. None: they stay
+                in host memory, where the step writes them, and nothing is uploaded.
             steps: the number of this update of each, from 1.
             hypers: what to step each with.
             owners: what keeps all that memory alive, on both sides; the engine holds it until the

@@ -36,8 +36,9 @@ pub struct Update {
     pub index: usize,
     /// Its host side, with the gradient.
     pub tensor: AdamTensor,
-    /// Where its new weight goes, in device memory.
-    pub weight: u64,
+    /// Where its new weight goes, in device memory; None: it stays in the host memory that it is
+    /// written to.
+    pub weight: Option<u64>,
     /// The number of this update, from 1.
     pub count: u64,
     /// What to step it with.

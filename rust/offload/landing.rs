@@ -58,7 +58,8 @@ impl Landing {
         self.enqueued[segments].iter().all(|one| one.load(Ordering::Acquire))
     }
 
-    /// Enqueues the upload of a segment.
+    /// Enqueues the upload of a segment. Where its weight stays in host memory nothing goes up,
+    /// and what waits for it waits for its step only.
     ///
     /// # Safety
     /// Both sides are alive until the upload has ended; until then nobody writes the host side nor
@@ -72,13 +73,15 @@ impl Landing {
         update: &Update,
         segment: usize,
     ) -> Result<()> {
-        let weight = update.tensor.weight();
-        let size = weight.dtype().size();
-        let elements = segments.elements(update.index, segment);
-        let (offset, nbytes) = (elements.start * size, elements.len() * size);
-        let from = std::ptr::with_exposed_provenance_mut::<u8>(weight.address() + offset);
-        // SAFETY: passed on from the caller; the segment lies within both sides.
-        unsafe { self.device.copy(Lane::Upload, update.weight + offset as u64, from, nbytes)? };
+        if let Some(target) = update.weight {
+            let weight = update.tensor.weight();
+            let size = weight.dtype().size();
+            let elements = segments.elements(update.index, segment);
+            let (offset, nbytes) = (elements.start * size, elements.len() * size);
+            let from = std::ptr::with_exposed_provenance_mut::<u8>(weight.address() + offset);
+            // SAFETY: passed on from the caller; the segment lies within both sides.
+            unsafe { self.device.copy(Lane::Upload, target + offset as u64, from, nbytes)? };
+        }
         self.device.record(Lane::Upload, self.first_event + segment)?;
         self.enqueued[segment].store(true, Ordering::Release);
         Ok(())

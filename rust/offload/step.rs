@@ -40,7 +40,8 @@ impl Work for Stepper {
         self.turns.clear();
         self.schedule.list(&self.shared.segments, job, &mut self.turns);
         let gradients = self.shared.step(&job.updates, &self.turns)?;
-        let nbytes = job.updates.iter().map(|update| update.tensor.weight().nbytes() as u64);
+        let uploaded = job.updates.iter().filter(|update| update.weight.is_some());
+        let nbytes = uploaded.map(|update| update.tensor.weight().nbytes() as u64);
         Ok(Timing {
             step: begin.elapsed(),
             gradients,

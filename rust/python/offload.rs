@@ -228,7 +228,8 @@ impl PyOffloadEngine {
     /// Args:
     ///     indices: of the tensors, each once.
     ///     tensors: their host sides, with the gradients that were taken.
-    ///     weights: addresses on the device that the new weights are written to.
+    ///     weights: addresses on the device that the new weights are written to. None: they stay
+    ///         in host memory, where the step writes them, and nothing is uploaded.
     ///     steps: the number of this update of each, from 1.
     ///     hypers: what to step each with.
     ///     owners: what keeps all that memory alive, on both sides; the engine holds it until the
@@ -246,7 +247,7 @@ impl PyOffloadEngine {
         py: Python<'_>,
         indices: Vec<usize>,
         tensors: Vec<PyRef<'_, PyAdamTensor>>,
-        weights: Vec<u64>,
+        weights: Vec<Option<u64>>,
         steps: Vec<u64>,
         hypers: Vec<PyRef<'_, PyHyper>>,
         owners: Vec<Py<PyAny>>,

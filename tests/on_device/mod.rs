@@ -58,7 +58,7 @@ impl OnDevice {
         Update {
             index,
             tensor: self.held.tensor(),
-            weight: self.weight.as_mut_ptr().expose_provenance() as u64,
+            weight: Some(self.weight.as_mut_ptr().expose_provenance() as u64),
             count,
             hyper,
         }

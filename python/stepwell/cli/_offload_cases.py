@@ -24,7 +24,7 @@ from stepwell.cli._llama import LlamaShape, read_text
 from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from transformers import LlamaConfig
 
@@ -188,7 +188,19 @@ def _stepwell(
     return prepare
 
 
-def _deepspeed(*, register: bool) -> Callable[[Plan, torch.nn.Module], Run]:
+_BUCKET = int(2e8)
+_ZERO_2 = {"stage": 2, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
+_ZERO_3_OFFLOAD_PARAM = {
+    "stage": 3,
+    "reduce_bucket_size": _BUCKET,
+    "stage3_prefetch_bucket_size": _BUCKET,
+    "offload_param": {"device": "cpu", "pin_memory": True},
+}
+
+
+def _deepspeed(
+    *, register: bool, zero: Mapping[str, object] = _ZERO_2
+) -> Callable[[Plan, torch.nn.Module], Run]:
     def prepare(plan: Plan, model: torch.nn.Module) -> Run:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -220,11 +232,9 @@ def _deepspeed(*, register: bool) -> Callable[[Plan, torch.nn.Module], Run]:
                     "bf16": {"enabled": True},
                     "gradient_clipping": plan.clip_norm,
                     "zero_optimization": {
-                        "stage": 2,
+                        **zero,
                         "overlap_comm": True,
                         "contiguous_gradients": True,
-                        "reduce_bucket_size": int(2e8),
-                        "allgather_bucket_size": int(2e8),
                         "offload_optimizer": {"device": "cpu", "pin_memory": True},
                     },
                     "optimizer": {"type": "AdamW", "params": adam},
@@ -261,6 +271,8 @@ CASES: dict[str, Callable[[Plan, torch.nn.Module], Run]] = {
     "stepwell, untold": _stepwell("fp32", told=False),
     "deepspeed": _deepspeed(register=False),
     "deepspeed on stepwell": _deepspeed(register=True),
+    "deepspeed, offload_param": _deepspeed(register=False, zero=_ZERO_3_OFFLOAD_PARAM),
+    "deepspeed on stepwell, offload_param": _deepspeed(register=True, zero=_ZERO_3_OFFLOAD_PARAM),
 }
 """What can be run, by name."""
 
@@ -352,7 +364,8 @@ def main(name: str, plan: Plan) -> dict[str, Any]:
     _sync(device)
     prepared = time.perf_counter() - begin
     result |= _train(plan, device, run)
-    numel = sum(param.numel() for param in model.parameters())
+    # ZeRO-3 leaves nothing in a parameter itself.
+    numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
     return result | {
         "num_params": numel,
         "prepare_seconds": prepared,

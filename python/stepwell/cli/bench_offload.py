@@ -34,6 +34,8 @@ CASES = (
     "stepwell, untold",
     "deepspeed",
     "deepspeed on stepwell",
+    "deepspeed, offload_param",
+    "deepspeed on stepwell, offload_param",
 )
 """The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
 
@@ -93,6 +95,8 @@ def bench_offload(
     - `stepwell, untold`: `accumulation_steps` is not given.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
+    - `deepspeed, offload_param`, `deepspeed on stepwell, offload_param`: ZeRO-3 with parameters
+      offloaded as well.
 
     Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
     forward and backward alone. R is the rate at which this host's memory is read and written.
@@ -255,18 +259,22 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     )
     for column in (*columns, "host B/param", "host peak GiB", "bus GB", "device GiB", "last loss"):
         table.add_column(column, justify="right", no_wrap=True)
-    peer = next((case["seconds"] for case in done if case["name"] == _PEER), None)
+    seconds = {case["name"]: case["seconds"] for case in done}
     if report["forward_backward_seconds"]:
         table.add_row("L: forward, backward", f"{report['forward_backward_seconds']:.3f}")
     for case in done:
         bound, known = case.get("bound_seconds"), case["breakdown"]
+        _, comma, kind = case["name"].partition(",")
+        own_peer = _PEER + comma + kind
+        peer_name = own_peer if own_peer in CASES else _PEER
+        peer = seconds.get(peer_name)
         bus = known.get("bytes_downloaded", 0) + known.get("bytes_uploaded", 0)
         table.add_row(
             case["name"],
             f"{case['seconds']:.3f}",
             f"{bound:.3f}" if bound else "",
             f"{case['seconds'] / bound:.2f}" if bound else "",
-            f"{case['seconds'] / peer:.2f}" if peer and case["name"] != _PEER else "",
+            f"{case['seconds'] / peer:.2f}" if peer and case["name"] != peer_name else "",
             f"{known['step']:.3f}" if "step" in known else "",
             f"{known.get('gate', 0.0):.3f}" if "step" in known else "",
             f"{case['start_seconds']:.1f}",

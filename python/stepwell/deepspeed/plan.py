@@ -88,9 +88,9 @@ class _Case(NamedTuple):
         return type(self.optimizer) in known
 
     @property
-    def is_offloaded_param(self) -> bool:
+    def is_param_on_nvme(self) -> bool:
         # Below stage 3 DeepSpeed does not offload parameters, whatever the JSON says.
-        return self.stage == _STAGE_3 and device_of(self.engine.zero_offload_param()) is not None
+        return self.stage == _STAGE_3 and device_of(self.engine.zero_offload_param()) == "nvme"
 
     @property
     def is_on_nvme(self) -> bool:
@@ -209,9 +209,9 @@ _OBSTACLES = (
         stops_ours=True,
     ),
     _Obstacle(
-        "parameters are offloaded",
-        "leave out offload_param, where the device holds 2 bytes per parameter of a rank",
-        lambda case: case.is_offloaded_param,
+        "offload_param.device is `nvme`",
+        "device `cpu`, where the host has 2 bytes of memory more per parameter of a rank",
+        lambda case: case.is_param_on_nvme,
     ),
     _Obstacle(
         "zero_hpz_partition_size is not 1",

@@ -5,6 +5,10 @@ device. In host memory it has a master, a gradient and, where the master has ano
 of the weights. Bytes per parameter for a 16-bit model with fp32 master and moments: 4 + 2 + 2, and
 8 for the moments, which the caller holds. All of it is announced before any is taken.
 
+The weights may also be in host memory, whence the caller uploads them by itself. Then they are
+their own twin: a step writes them in place, and the engine uploads nothing. Where the master has
+their dtype they are copied from it at the end of the step.
+
 - A gradient is summed on the device until it is complete. Then it crosses the bus once, in the
   dtype that it has. Its device memory is free as soon as it has crossed.
 - The norm of each gradient is computed on the device. The host waits once, for all norms.
@@ -53,11 +57,13 @@ class Partition(NamedTuple):
     Its data is moved to memory that suits the engine. The tensor object stays.
     """
     weight: torch.Tensor
-    """On the device: flat, as many elements."""
+    """Flat, as many elements: on the device, or in host memory."""
     grad_dtype: torch.dtype
     """Of its gradients."""
     moments_bytes: int
     """Of its moments, which the caller will take."""
+    is_offloaded: bool = False
+    """Whether `weight` is in host memory."""
 
 
 class Update(NamedTuple):
@@ -78,6 +84,7 @@ class Partitions:
 
     Args:
         partitions: of all groups.
+        device: where gradients are made, and weights that are not offloaded are.
         threads: workers that step; None: one per physical core of this process, but one.
         host_bytes_max: the most host memory that may be taken; None: what is free.
 
@@ -90,11 +97,12 @@ class Partitions:
         self,
         partitions: Sequence[Partition],
         *,
+        device: torch.device,
         threads: int | None = None,
         host_bytes_max: int | None = None,
     ) -> None:
         _announce(partitions, host_bytes_max)
-        self.device = partitions[0].weight.device
+        self.device = device
         numels = [partition.master.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
         self._submit_stream = 0
@@ -103,18 +111,27 @@ class Partitions:
         self._lane = (
             _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
         )
-        weakref.finalize(self, _drain, self._engine, self._lane)
+        self._finalizer = weakref.finalize(self, _drain, self._engine, self._lane)
         self.grads: list[torch.Tensor] = []
         self.twins: list[torch.Tensor | None] = []
-        for master, weight, grad_dtype, _ in partitions:
-            is_uploaded = master.dtype == weight.dtype
-            moved = self._memory(master.numel(), master.dtype, pinned=is_uploaded)
+        # Offloaded weights with the masters that they are copies of, and whether the last step has
+        # not been copied.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._is_uncopied = False
+        for master, weight, grad_dtype, _, is_offloaded in partitions:
+            is_same = master.dtype == weight.dtype
+            moved = self._memory(master.numel(), master.dtype, pinned=is_same and not is_offloaded)
             moved.copy_(master.detach())
             master.data = moved
-            self.twins.append(
-                None if is_uploaded else self._memory(master.numel(), weight.dtype, pinned=True)
-            )
+            if is_same:
+                self.twins.append(None)
+                self._copies += [(weight, master)] if is_offloaded else []
+            elif is_offloaded:
+                self.twins.append(weight)
+            else:
+                self.twins.append(self._memory(master.numel(), weight.dtype, pinned=True))
             self.grads.append(self._memory(master.numel(), grad_dtype, pinned=True))
+        self._is_offloaded = [partition.is_offloaded for partition in partitions]
         # Sums that are not complete; and the norms of complete ones, which are on their way.
         self._sums: dict[Fragment, torch.Tensor] = {}
         self._norms: dict[Fragment, torch.Tensor] = {}
@@ -241,7 +258,7 @@ class Partitions:
         Args:
             updates: all partitions, in the order in which they are stepped; their tensors have
                 `grads` and `twins`.
-            weights: the partitions' weights on the device.
+            weights: the partitions' weights.
             in_use: what keeps the memory of the updates alive; held until the step has ended.
         """
         self.finish()
@@ -255,7 +272,10 @@ class Partitions:
             self._engine.submit,
             [update.group for update in updates],
             [update.tensor for update in updates],
-            weights=[weights[update.group].data_ptr() for update in updates],
+            weights=[
+                None if self._is_offloaded[update.group] else weights[update.group].data_ptr()
+                for update in updates
+            ],
             steps=[update.step for update in updates],
             hypers=[update.hyper for update in updates],
             owners=[*in_use, list(weights), list(self.grads), list(self.twins)],
@@ -265,6 +285,7 @@ class Partitions:
         return [
             submit,
             partial(setattr, self, "_step_stream", self._submit_stream),
+            partial(setattr, self, "_is_uncopied", bool(self._copies)),
             partial(self._norms.clear),
         ]
 
@@ -306,11 +327,32 @@ class Partitions:
         step_stream = self._step_stream
         for stream in {self.stream(), *([] if step_stream is None else [step_stream])}:
             self._engine.finish(stream=stream)
+        if self._is_uncopied:
+            with torch.no_grad():
+                for weight, master in self._copies:
+                    weight.copy_(master)
+            self._is_uncopied = False
 
     def synchronize(self) -> None:
         """Waits until the last step is complete, and all copies have ended."""
         self.arrive()
         self._engine.synchronize(stream=self.stream())
+
+    def end(self) -> None:
+        """Waits as `synchronize`, and frees `grads` and `twins`.
+
+        Masters stay. Only another `end` may follow.
+        """
+        if not self._finalizer.alive:
+            return
+        self.synchronize()
+        self._finalizer.detach()
+        del self._engine, self._lane
+        self.grads.clear()
+        self.twins.clear()
+        self._copies.clear()
+        self._sums.clear()
+        self._norms.clear()
 
     def stream(self) -> int:
         """The current stream of the device, as the engine knows it."""
@@ -354,15 +396,19 @@ class FragmentUploads:
 
 def _announce(partitions: Sequence[Partition], host_bytes_max: int | None) -> None:
     state = pinned = 0
-    for master, weight, grad_dtype, moments_bytes in partitions:
-        state += moments_bytes + (master.nbytes if weight.dtype != master.dtype else 0)
+    held = 0
+    for master, weight, grad_dtype, moments_bytes, is_offloaded in partitions:
+        # Then the master itself is what is uploaded.
+        is_upload = weight.dtype == master.dtype and not is_offloaded
+        state += moments_bytes + (0 if is_upload else master.nbytes)
         pinned += weight.nbytes + master.numel() * grad_dtype.itemsize
+        held += master.nbytes + (weight.nbytes if is_offloaded else 0)
     announce(
         sum(partition.master.numel() for partition in partitions),
         state=state,
         pinned=pinned,
         limit=host_bytes_max,
-        held=sum(partition.master.nbytes for partition in partitions),
+        held=held,
     )
 
 

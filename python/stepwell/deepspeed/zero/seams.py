@@ -158,6 +158,7 @@ _CLASS_3 = Overridden(
     _STAGE_3,
     "DeepSpeedZeroOptimizer_Stage3",
     {
+        "_setup_for_real_optimizer": ("self",),
         "initialize_optimizer_states": ("self",),
         "scale_if_loss": ("self", "value"),
         "clear_backward_seen_flag": ("self",),
@@ -180,6 +181,7 @@ _CLASS_3 = Overridden(
         "_unflatten_partitioned_parameters": ("self", "sub_group_id"),
         "_post_step": ("self", "timer_names"),
         "step": ("self", "closure"),
+        "offload_states": ("self", "include"),
         "destroy": ("self",),
     },
     _MAKER,

@@ -145,6 +145,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         ]
         self._partitions = Partitions(
             partitions,
+            device=partitions[0].weight.device,
             threads=self._plan.options.threads,
             host_bytes_max=self._plan.options.host_bytes_max,
         )

@@ -6,6 +6,10 @@ What its structure allows: a gradient crosses the bus once, in the dtype that it
 three times; unscaling, clip, Adam and the new 16-bit weights are one pass over all sub-groups;
 weights go up while later ones are stepped. `step()` waits for the end of it, since partitions are
 gathered by other ways than forwards.
+
+With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where it uploads
+what a module needs. The pass writes them there: 2 bytes per parameter less on the bus and in host
+memory. Persistent parameters go up at the end of `step()`, by DeepSpeed's gather.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from stepwell.deepspeed.state.home import RamHome
@@ -25,11 +30,14 @@ from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_sca
 from stepwell.deepspeed.zero.partitions import Fragment, Partition, Partitions, Update
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from stepwell.deepspeed.plan import Plan
 
 __all__ = ["OffloadZeroOptimizerStage3"]
+
+# What lies in device memory under CPU offload.
+_ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.contiguous_grad_buffer)
 
 
 class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no types
@@ -52,6 +60,16 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         config = offload_optimizer_config.model_copy(update={"pin_memory": False})
         super().__init__(module, init_optimizer, *args, offload_optimizer_config=config, **kwargs)
 
+    def _setup_for_real_optimizer(self) -> None:
+        """Called by DeepSpeed's constructor; makes no flat buffer of gradients."""
+        super()._setup_for_real_optimizer()
+        # From the meta device.
+        self.device = OffloadDeviceEnum.cpu
+        # Its device is asked for.
+        self.grad_partitions_flat_buffer = torch.empty(
+            0, dtype=self.gradient_accumulation_dtype, device="cpu"
+        )
+
     def initialize_optimizer_states(self) -> None:
         """Called by DeepSpeed's constructor; makes no fp32 gradients."""
         weights = self.fp16_partitioned_groups_flat
@@ -61,11 +79,13 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 weight,
                 self.gradient_accumulation_dtype,
                 self._operands.moments_bytes(master),
+                is_offloaded=self.offload_param,
             )
             for master, weight in zip(self.fp32_partitioned_groups_flat, weights, strict=True)
         ]
         self._partitions = Partitions(
             partitions,
+            device=torch.device(get_accelerator().current_device_name()),
             threads=self._plan.options.threads,
             host_bytes_max=self._plan.options.host_bytes_max,
         )
@@ -73,6 +93,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             RamHome(self.optimizer, master, self._partitions)
             for master in self.fp32_partitioned_groups_flat
         ]
+        # Where DeepSpeed makes the flat buffer next.
+        self.device = torch.device("meta")
 
     @property
     def timing(self) -> dict[str, float]:
@@ -260,7 +282,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         for group in range(len(masters)):
             self._unflatten_partitioned_parameters(group)
 
+    def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
+        """As DeepSpeed's, of what is not in host memory already."""
+        wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
+        super().offload_states(include=wanted, **kwargs)
+
     def destroy(self) -> None:
-        """Ends the use of the device."""
-        self._partitions.synchronize()
+        """Ends the use of the device, and frees the host memory of gradients and uploads."""
+        self._partitions.end()
         super().destroy()

@@ -1,0 +1,260 @@
+"""The program (see deepspeed_run) of ZeRO-3 with `offload_param` on the offload engine.
+
+Against DeepSpeed's own path on Stepwell's op.
+"""
+
+import gc
+import weakref
+from pathlib import Path
+
+import torch
+from deepspeed_engines import (
+    configuration,
+    initialize,
+    partitions,
+    perceptron,
+    squared,
+    train,
+    vectors,
+)
+from deepspeed_offload_programs import grown, poisoned, wide
+
+STEPS = 4
+
+
+def offloaded(*, persistent=0, pinned=False, zero=None, **options):
+    """A configuration of ZeRO-3 with `offload_param`.
+
+    Args:
+        persistent: parameters of at most so many elements stay on the device.
+    """
+    options = {"dtype": "bf16"} | options
+    return configuration(
+        stage=3,
+        zero={
+            "offload_param": {"device": "cpu", "pin_memory": pinned},
+            "stage3_param_persistence_threshold": persistent,
+            **(zero or {}),
+        },
+        **options,
+    )
+
+
+def weights(engine):
+    """Under ZeRO-3 this rank's pieces of the weights, and the weights that a module sees."""
+    import deepspeed
+
+    params = list(engine.module.parameters())
+    pieces = [param.ds_tensor.clone() for param in params if hasattr(param, "ds_tensor")]
+    with deepspeed.zero.GatheredParameters(params):
+        return pieces + [param.detach().clone() for param in params]
+
+
+def loss_of(model, x):
+    from deepspeed.accelerator import get_accelerator
+
+    return squared(model, x.to(get_accelerator().current_device_name()))
+
+
+def run(config, *, model=perceptron, steps=STEPS, make=initialize):
+    """What a run ends with: losses, norms, weights, partitions."""
+    engine = make(model(), config)
+    losses, norms = [], []
+    for batch in vectors(steps * config.get("gradient_accumulation_steps", 1)):
+        losses += train(engine, [batch], loss_of)
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "weights": weights(engine),
+        "partitions": partitions(engine),
+        "class": type(engine.optimizer).__name__,
+        "skipped": engine.skipped_steps,
+    }
+    engine.destroy()
+    return result
+
+
+def both(config, **options):
+    """A run on the engine, and one on DeepSpeed's path."""
+    block = config.pop("stepwell", {})
+    return [
+        run({**config, "stepwell": {**block, "engine": engine}}, **options)
+        for engine in (True, False)
+    ]
+
+
+class Adapted(torch.nn.Module):
+    """Frozen weights with a small trainable part beside them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = perceptron().requires_grad_(False)
+        self.down = torch.nn.Linear(32, 4, bias=False)
+        self.up = torch.nn.Linear(4, 32, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def with_groups(model, config):
+    import deepspeed
+
+    groups = [
+        {"params": [model[0].weight, model[2].weight]},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0.0, "lr": 1e-3},
+    ]
+    return deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+
+
+def partitioned_at_birth(config):
+    """A model made under `zero.Init`, as `from_pretrained` makes it."""
+    import deepspeed
+
+    def model():
+        with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
+            return perceptron()
+
+    return model
+
+
+def paths(result):
+    """The same configurations on both paths."""
+    import deepspeed
+
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    dynamic = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    cases = {
+        "bf16": offloaded(),
+        "sub-groups": offloaded(zero={"sub_group_size": 3000}),
+        "persistent biases": offloaded(persistent=100),
+        "all persistent": offloaded(persistent=100000),
+        "clipped": offloaded(clip=0.1),
+        "fp16": offloaded(dtype="fp16", precision=dynamic),
+        "fp32": offloaded(dtype="fp32", persistent=100),
+        "accumulated": offloaded(gradient_accumulation_steps=3),
+        "fp32 sums": offloaded(
+            gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}
+        ),
+        "pinned": offloaded(pinned=True),
+        "bf16 moments": offloaded(stepwell={"moments": "bf16"}),
+        "q8": offloaded(zero={"sub_group_size": 3000}, stepwell={"moments": "q8"}),
+        "bf16 masters": offloaded(
+            optimizer="StepwellAdamW", precision={"bf16_master_weights_and_grads": True}
+        ),
+    }
+    for name, config in cases.items():
+        result[name] = both(config, steps=16 if name == "fp16" else STEPS)
+    result["groups"] = both(offloaded(), make=with_groups)
+    result["frozen"] = both(offloaded(), model=Adapted)
+    born = offloaded()
+    result["zero.Init"] = both(born, model=partitioned_at_birth({**born}))
+
+
+def checkpoints(result, folder):
+    """Checkpoints of one path, loaded by the other, and 16-bit weights for other programs."""
+    config = offloaded(persistent=100, zero={"stage3_gather_16bit_weights_on_model_save": True})
+    for engine_saves in (True, False):
+        saved = str(Path(folder) / f"saved_{engine_saves}")
+        engine = initialize(perceptron(), {**config, "stepwell": {"engine": engine_saves}})
+        train(engine, vectors(3), squared)
+        engine.save_checkpoint(saved)
+        engine.save_16bit_model(saved)
+        result["16 bits", engine_saves] = torch.load(f"{saved}/pytorch_model.bin"), weights(engine)
+        after = train(engine, vectors(3, first=3), squared), partitions(engine), weights(engine)
+        engine.destroy()
+        for engine_loads in (True, False):
+            block = {"stepwell": {"engine": engine_loads}}
+            engine = initialize(perceptron(seed=1), {**config, **block})
+            engine.load_checkpoint(saved)
+            losses = train(engine, vectors(3, first=3), squared)
+            result[engine_saves, engine_loads] = (
+                after,
+                (losses, partitions(engine), weights(engine)),
+            )
+            engine.destroy()
+
+
+def memory(result):
+    """What is announced, what is there, and what is left after `destroy`."""
+    import stepwell.deepspeed.zero.partitions as module
+
+    announced, original = [], module.announce
+
+    def announce(*args, **keywords):
+        announced.append(keywords)
+        original(*args, **keywords)
+
+    module.announce = announce
+    engine = initialize(perceptron(), offloaded(persistent=100))
+    module.announce = original
+    train(engine, vectors(1), squared)
+    zero = engine.optimizer
+    state = [zero.optimizer.state[flat] for flat in zero.fp32_partitioned_groups_flat]
+    partitions_of = zero._partitions
+    twins = partitions_of.twins
+    held = [
+        *zero.fp32_partitioned_groups_flat,
+        *partitions_of.grads,
+        *twins,
+        *(each[name] for each in state for name in ("exp_avg", "exp_avg_sq")),
+    ]
+    result["memory"] = {
+        "announced": [each["state"] + each["pinned"] for each in announced],
+        "held": sum(tensor.nbytes for tensor in held),
+        "numel": sum(flat.numel() for flat in zero.fp32_partitioned_groups_flat),
+        "flat buffer": zero.grad_partitions_flat_buffer.nbytes,
+        "is in place": all(
+            twin.data_ptr() == weight.data_ptr()
+            for twin, weight in zip(twins, zero.fp16_partitioned_groups_flat, strict=True)
+        ),
+        "uploaded": zero.timing["bytes_uploaded"],
+    }
+    grads = [weakref.ref(grad) for grad in partitions_of.grads]
+    del partitions_of, held, twins, state
+    engine.destroy()
+    gc.collect()
+    result["memory"]["freed"] = [grad() is None for grad in grads]
+    # As the engine's end does again.
+    engine.destroy()
+
+
+def program_offload_param(result, folder):
+    """All that one rank does."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    paths(result.setdefault("paths", {}))
+    result["poisoned"] = poisoned(offloaded(clip=1.0, persistent=100))
+    growing = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 2}
+    result["growing"] = grown(offloaded(dtype="fp16", precision=growing))
+    checkpoints(result.setdefault("checkpoints", {}), folder)
+    memory(result)
+
+
+def program_offload_device(result):
+    """All stages on the accelerator of this machine, on both paths."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    growing = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 2}
+    sums = {"grad_accum_dtype": "fp32"}
+    cases = {
+        "ZeRO-1": configuration(dtype="bf16", stage=1),
+        "ZeRO-2": configuration(dtype="bf16"),
+        "ZeRO-2, accumulated": configuration(dtype="bf16", gradient_accumulation_steps=3),
+        "ZeRO-3": configuration(dtype="bf16", stage=3),
+        "ZeRO-3, fp32 sums": configuration(
+            dtype="bf16", stage=3, gradient_accumulation_steps=3, data_types=sums
+        ),
+        "parameters": offloaded(pinned=True),
+        "parameters, sub-groups": offloaded(zero={"sub_group_size": 100000, "overlap_comm": True}),
+        "parameters, persistent biases": offloaded(persistent=5000, pinned=True),
+        "parameters, accumulated": offloaded(gradient_accumulation_steps=3),
+        "parameters, fp16": offloaded(dtype="fp16", precision=growing, persistent=5000),
+        "parameters, fp32": offloaded(dtype="fp32", pinned=True),
+        "parameters, q8": offloaded(stepwell={"moments": "q8"}),
+    }
+    for name, config in cases.items():
+        result[name] = both(config, model=wide, steps=12)
