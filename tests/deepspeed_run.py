@@ -25,6 +25,7 @@ MODULES = (
     "deepspeed_gradient_programs",
     "deepspeed_weight_programs",
     "deepspeed_client_programs",
+    "deepspeed_torch_adam_programs",
 )
 
 

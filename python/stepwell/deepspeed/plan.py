@@ -13,13 +13,14 @@ from typing import Any, Literal, NamedTuple
 from stepwell import optim
 from stepwell.deepspeed.options import Options, options_of, written
 from stepwell.deepspeed.seams import accelerator_name
+from stepwell.deepspeed.zero.operands import obstacle_of
 
 __all__ = ["Plan", "device_of", "inference_plan", "plan"]
 
 _ACCELERATORS = ("cpu", "cuda")
 _STAGE_3 = 3
 # Of the block `stepwell`: what only the offload engine reads.
-_ENGINE_KEYS = ("gate", "threads", "host_bytes_max")
+_ENGINE_KEYS = ("gate", "accumulate", "threads", "host_bytes_max")
 
 ZeroClass = Literal["OffloadZeroOptimizer", "OffloadZeroOptimizerStage3"]
 """The class of ZeRO's optimizer on the offload engine."""
@@ -79,13 +80,14 @@ class _Case(NamedTuple):
         return isinstance(self.optimizer, optim.Adam)
 
     @property
-    def is_optimizer_known(self) -> bool:
+    def optimizer_obstacle(self) -> str | None:
+        """Why the engine does not take this optimizer's steps; None: it does."""
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         from stepwell.deepspeed.zero.optimizer_type import StepwellAdam, StepwellAdamW
 
         known = (DeepSpeedCPUAdam, StepwellAdam, StepwellAdamW, optim.Adam, optim.AdamW)
-        return type(self.optimizer) in known
+        return obstacle_of(self.optimizer, known)
 
     @property
     def is_param_on_nvme(self) -> bool:
@@ -191,10 +193,10 @@ _OBSTACLES = (
         lambda case: case.accelerator not in _ACCELERATORS,
     ),
     _Obstacle(
-        "the optimizer is `{case.optimizer_name}`",
-        "optimizer type Adam or AdamW in the JSON, or a stepwell.AdamW given to "
-        "deepspeed.initialize",
-        lambda case: not case.is_optimizer_known,
+        "{case.optimizer_obstacle}",
+        "optimizer type Adam or AdamW in the JSON, or a plain torch.optim.AdamW or stepwell.AdamW "
+        "given to deepspeed.initialize",
+        lambda case: case.optimizer_obstacle is not None,
     ),
     _Obstacle(
         "zero_optimization.zenflow is on",

@@ -15,7 +15,7 @@ from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.native import adam, cpu_adam, cpu_vendor, fused_adam, step_guard
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
 from stepwell.deepspeed.state import consolidation
-from stepwell.deepspeed.zero import optimizer_type
+from stepwell.deepspeed.zero import client_optimizer, optimizer_type
 from stepwell.deepspeed.zero import seams as zero_seams
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ _PLACES: tuple[Place, ...] = (
         lambda _: superoffload_process,
     ),
     *optimizer_type.SEAMS,
+    *client_optimizer.SEAMS,
     *consolidation.SEAMS,
     *zero_seams.SEAMS,
 )

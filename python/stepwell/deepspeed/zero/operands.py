@@ -1,10 +1,11 @@
 """What ZeRO's base optimizer steps, as the core takes it.
 
-DeepSpeedCPUAdam's form of state, and Stepwell's.
+DeepSpeedCPUAdam's form of state, torch's, and Stepwell's. Which optimizers that are.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from functools import partial
@@ -20,7 +21,45 @@ from stepwell.deepspeed.native import adam
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Operand", "Operands", "global_norm", "gradient_scale"]
+__all__ = ["Operand", "Operands", "global_norm", "gradient_scale", "is_torchs", "obstacle_of"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_TORCHS = (torch.optim.Adam, torch.optim.AdamW)
+# Options of torch's that change what is computed, or for which state is on the device.
+_NOT_DONE = ("amsgrad", "capturable", "differentiable")
+
+
+def is_torchs(optimizer: object) -> bool:
+    """Whether an optimizer is torch's own Adam or AdamW. A subclass may step in another way."""
+    return type(optimizer) in _TORCHS
+
+
+def _options_not_done(optimizer: torch.optim.Optimizer) -> list[str]:
+    return [name for name in _NOT_DONE if any(group.get(name) for group in optimizer.param_groups)]
+
+
+def obstacle_of(optimizer: torch.optim.Optimizer, known: Sequence[type]) -> str | None:
+    """Why the steps of an optimizer cannot be the engine's; None if they can.
+
+    Args:
+        optimizer: ZeRO's base optimizer.
+        known: the types that the engine steps, beside torch's own Adam and AdamW.
+    """
+    kind, stepped = type(optimizer), (*_TORCHS, *known)
+    if kind not in stepped:
+        base = next((each for each in kind.__mro__ if each in stepped), None)
+        more = "" if base is None else f", a subclass of {base.__name__} that may step differently"
+        return f"the optimizer is `{kind.__name__}`{more}"
+    if is_torchs(optimizer) and (names := _options_not_done(optimizer)):
+        return f"the optimizer is torch's `{kind.__name__}` with {', '.join(names)}"
+    # Of schedulers, which only count the calls.
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        return f"`step` of the optimizer `{kind.__name__}` was replaced"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"the optimizer `{kind.__name__}` has step hooks"
+    return None
 
 
 def _scalar(norm: float) -> torch.Tensor:
@@ -72,13 +111,14 @@ class Operands:
     """The operands of an optimizer that steps flat partitions.
 
     Args:
-        optimizer: a DeepSpeedCPUAdam, or one of Stepwell's.
+        optimizer: a DeepSpeedCPUAdam, torch's Adam or AdamW, or one of Stepwell's.
         rank: of this process: it decorrelates stochastic rounding.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, rank: int) -> None:
         self._optimizer = optimizer
         self._rank = rank
+        self._has_warned = False
 
     def moments_bytes(self, master: torch.Tensor) -> int:
         """Bytes of the state that a partition will have, beside the master."""
@@ -132,6 +172,8 @@ class Operands:
         known = self._optimizer.state.get(master) or None
         if isinstance(self._optimizer, optim.Adam):
             return self._ours(self._optimizer, group, ordinal, master, known, views)
+        if is_torchs(self._optimizer):
+            return self._torchs(group, ordinal, master, known, views)
         return self._deepspeeds(group, master, known, views)
 
     def _ours(
@@ -179,13 +221,6 @@ class Operands:
                 "step": 0,
                 **{name: _state.zeros(flat.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")},
             }
-        adam.check(adam.NativeTensors(flat, flat, state["exp_avg"], state["exp_avg_sq"]))
-        tensor = None
-        if flat.numel() > 0:
-            exp_avg, exp_avg_sq = view(state["exp_avg"]), view(state["exp_avg_sq"])
-            tensor = _core.AdamTensor(
-                param=view(flat), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, **views
-            )
         beta1, beta2 = group["betas"]
         hyper = Hyper(
             lr=float(group["lr"]),
@@ -193,22 +228,80 @@ class Operands:
             eps=float(group["eps"]),
             weight_decay=float(group["weight_decay"]),
             decoupled=bool(optimizer.adam_w_mode),
-            bias_correction=bool(group["bias_correction"]),
+            # Groups that torch's optimizer has saved lack it: it always corrects.
+            bias_correction=bool(group.get("bias_correction", True)),
             maximize=False,
         )
-        return Operand(tensor, 1 + int(state["step"]), hyper, state, master)
+        return Operand(
+            _plain_tensor(flat, state, views), 1 + int(state["step"]), hyper, state, master
+        )
+
+    def _torchs(
+        self,
+        group: dict[str, Any],
+        ordinal: int,
+        master: torch.Tensor,
+        known: dict[str, Any] | None,
+        views: dict[str, Any],
+    ) -> Operand:
+        label = f"partition {ordinal}"
+        if names := [name for name in _NOT_DONE if group.get(name)]:
+            # Set since the engine was made, or loaded.
+            raise ValueError(
+                f"`{names[0]}` is set for the group of {label}, which the offload engine does not "
+                'do. hint: "stepwell": {"engine": false} in the DeepSpeed JSON'
+            )
+        flat = master.detach()
+        state = known
+        if state is None:
+            moments = {
+                name: _state.zeros(flat.numel(), flat.dtype) for name in ("exp_avg", "exp_avg_sq")
+            }
+            state = {"step": _state.step_tensor(0), **moments}
+        return Operand(
+            _plain_tensor(flat, state, views),
+            1 + _state.step_of(state, lambda: label),
+            # Bias correction is no choice there.
+            hyper_of({**group, "bias_correction": True}, f"the group of {label}"),
+            state,
+            master,
+        )
 
     def commit(self, operands: Sequence[Operand], submission: Sequence[partial[Any]]) -> None:
         """Makes the calls of `submission` and counts the updates, both or none."""
-        calls: list[partial[Any]] = [*submission]
+        # Schedulers of torch's look at it, to warn of a step of theirs before the first of these.
+        optimizer = self._optimizer
+        calls: list[partial[Any]] = [*submission, partial(setattr, optimizer, "_opt_called", True)]
+        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        if hooks and not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "step hooks of the optimizer `%s` are not called: they were registered after "
+                "deepspeed.initialize, and the offload engine takes the step. hint: register them "
+                "before, then DeepSpeed's own path calls them",
+                type(optimizer).__name__,
+            )
         for operand in operands:
             count = operand.state["step"]
             is_tensor = isinstance(count, torch.Tensor)
             stepped = _state.step_tensor(operand.step) if is_tensor else operand.step
             calls += [
                 partial(operand.state.__setitem__, "step", stepped),
-                partial(self._optimizer.state.__setitem__, operand.master, operand.state),
+                partial(optimizer.state.__setitem__, operand.master, operand.state),
             ]
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
         # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
+
+
+def _plain_tensor(
+    flat: torch.Tensor, state: dict[str, Any], views: dict[str, Any]
+) -> _core.AdamTensor | None:
+    """A partition with uncoded moments; None where it is empty."""
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    adam.check(adam.NativeTensors(flat, flat, exp_avg, exp_avg_sq))
+    if flat.numel() == 0:
+        return None
+    return _core.AdamTensor(
+        param=view(flat), exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq), **views
+    )

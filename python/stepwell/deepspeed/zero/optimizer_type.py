@@ -130,8 +130,9 @@ def _keywords(engine: Any, name: str) -> dict[str, Any]:
     keywords = dict(engine.optimizer_params() or {})
     moments = options_of(engine).moments
     if engine.optimizer_name() in _ADAMS:
-        # Which is in the type already.
-        keywords.pop("adam_w_mode", None)
+        # Which is in the type already; and how torch's would loop over its parameters.
+        for key in ("adam_w_mode", "torch_adam", "foreach"):
+            keywords.pop(key, None)
     if "max_grad_norm" in keywords:
         raise ValueError(
             f"`max_grad_norm` is in the params of optimizer `{name}`. hint: gradient_clipping of "
@@ -170,15 +171,6 @@ def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
     return configure
 
 
-def _forced(original: Callable[..., bool]) -> Callable[..., bool]:
-    @functools.wraps(original)
-    def is_forced(self: Any) -> bool:
-        # DeepSpeed takes every optimizer that is not its own for a slow one.
-        return not isinstance(self.client_optimizer, optim.Adam) and original(self)
-
-    return is_forced
-
-
 class _AnyOf:
     """Equal to each of some types: what `type(optimizer) == DeepSpeedCPUAdam` is compared with."""
 
@@ -210,13 +202,6 @@ SEAMS = (
         "DeepSpeedEngine._configure_basic_optimizer",
         _configured,
         ("self", "model_parameters"),
-    ),
-    Attribute(
-        "client optimizer",
-        _ENGINE,
-        "DeepSpeedEngine.zero_force_ds_cpu_optimizer",
-        _forced,
-        ("self",),
     ),
     Member(
         "optimizers of ZeRO",

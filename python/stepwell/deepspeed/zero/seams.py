@@ -10,6 +10,7 @@ from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.plan import inference_plan, plan
 from stepwell.deepspeed.seams import Attribute, Overridden
 from stepwell.deepspeed.state.home import home_of
+from stepwell.deepspeed.zero.client_optimizer import check_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,6 +55,7 @@ def _planned(original: Callable[..., str | None]) -> Callable[..., str | None]:
         self.stepwell_plan = plan(self, basic_optimizer, is_zero=is_zero, unfit=_unfit)
         if self.stepwell_plan.warning is not None:
             warn(self.stepwell_plan.warning)
+        check_client(self)
         return wrapper
 
     return check
