@@ -98,6 +98,12 @@ def paths(result):
         "Adam": configuration(dtype="bf16", optimizer="Adam", params={"adam_w_mode": False}),
         "overlap_comm": configuration(dtype="bf16", zero={"overlap_comm": True}),
         "accumulated": configuration(dtype="bf16", clip=0.1, gradient_accumulation_steps=3),
+        "accumulated on the device": configuration(
+            dtype="bf16",
+            clip=0.1,
+            gradient_accumulation_steps=3,
+            stepwell={"accumulate": "device"},
+        ),
         "accumulated, ZeRO-1": configuration(dtype="bf16", stage=1, gradient_accumulation_steps=3),
         "fp32 sums": configuration(
             dtype="bf16", gradient_accumulation_steps=3, data_types=fp32_sums
@@ -130,11 +136,29 @@ def paths(result):
     for name, config in cases.items():
         result[name] = both(config)
     result["waits"] = waited()
+    result["held"] = {place: held(place) for place in ("host", "device")}
     result["wide"] = both(configuration(dtype="bf16", clip=1.0), model=wide, steps=4)
     groups = configuration(dtype="bf16")
     result["groups"] = [
         with_groups({**groups, "stepwell": {"engine": engine}}) for engine in (True, False)
     ]
+
+
+def held(place):
+    """Elements of gradients that the device holds in a step: after each of its backwards."""
+    config = configuration(
+        dtype="bf16", gradient_accumulation_steps=3, stepwell={"accumulate": place}
+    )
+    engine = initialize(perceptron(), config)
+    counts = []
+    for batch in vectors(3):
+        engine.backward(squared(engine, batch))
+        sums = engine.optimizer._partitions._sums.values()
+        grads = (param.grad for param in engine.module.parameters())
+        counts.append(sum(each.numel() for each in (*sums, *grads) if each is not None))
+        engine.step()
+    engine.destroy()
+    return counts
 
 
 def waited():
@@ -189,6 +213,9 @@ def fp16(result):
     result["nonfinite, ZeRO-3"] = poisoned(configuration(dtype="bf16", stage=3, clip=1.0))
     for dtype in ("bf16", "fp32"):
         result[f"nonfinite, {dtype}"] = poisoned(configuration(dtype=dtype, clip=1.0))
+    result["nonfinite, accumulated on the host"] = poisoned(
+        configuration(dtype="bf16", gradient_accumulation_steps=2)
+    )
     result["nonfinite, accumulated"] = poisoned(
         configuration(
             dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}
@@ -398,6 +425,9 @@ def program_offload_ranks(result):
         "ZeRO-2": configuration(dtype="bf16", clip=0.1),
         "ZeRO-1": configuration(dtype="bf16", stage=1, clip=0.1),
         "accumulated": configuration(dtype="bf16", gradient_accumulation_steps=2),
+        "accumulated on the device": configuration(
+            dtype="bf16", gradient_accumulation_steps=2, stepwell={"accumulate": "device"}
+        ),
         "accumulated, ZeRO-1": configuration(dtype="bf16", stage=1, gradient_accumulation_steps=2),
         "fp32 sums": configuration(
             dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}
@@ -452,6 +482,7 @@ def options(result):
         "engine": {"engine": 1},
         "moments": {"moments": "fp8"},
         "gate": {"gate": "layer"},
+        "accumulate": {"accumulate": "gpu"},
         "threads": {"threads": 0},
         "host_bytes_max": {"host_bytes_max": "1 GB"},
         "too little": {"host_bytes_max": 1000},
@@ -490,7 +521,7 @@ def options(result):
         "nvme": nvme,
         "no offload": configuration(offload=None),
         "no offload, keys": configuration(offload=None, stepwell={"threads": 1}),
-        "torch": configuration(params={"torch_adam": True}, zero_force_ds_cpu_optimizer=False),
+        "torch": configuration(params={"torch_adam": True, "amsgrad": True}),
         "ZeRO-3": configuration(stage=3),
         "ZeRO-3, gate": configuration(stage=3, stepwell={"gate": "module"}),
         "ZeRO-3, q8": configuration(stage=3, stepwell={"moments": "q8"}),

@@ -72,6 +72,7 @@ def paths(runs):
         "Adam",
         "overlap_comm",
         "accumulated",
+        "accumulated on the device",
         "accumulated, ZeRO-1",
         "fp32 sums",
         "fp32 sums, ZeRO-1",
@@ -105,7 +106,9 @@ def test_zero_3_clips(paths):
 
 
 def test_runs_differ_where_they_should(paths):
-    ours = {name: runs[0]["losses"] for name, runs in paths.items() if name != "waits"}
+    ours = {
+        name: runs[0]["losses"] for name, runs in paths.items() if name not in ("waits", "held")
+    }
     assert (
         ours["ZeRO-2"] == ours["ZeRO-1"] == ours["gate step"] == ours["one thread"] == ours["split"]
     )
@@ -123,6 +126,11 @@ def test_groups(paths):
     assert len(ours["partitions"]) == 2
     assert ours["losses"] == theirs["losses"]
     assert_same_partitions(ours["partitions"], theirs["partitions"])
+
+
+def test_the_device_holds_no_sum_that_is_in_host_memory(paths):
+    numel = 32 * 64 + 64 + 64 * 32 + 32
+    assert paths["held"] == {"host": [0, 0, 0], "device": [numel, numel, 0]}
 
 
 def test_forwards_wait_for_their_own_weights(paths):
@@ -167,7 +175,14 @@ def test_gradients_are_unscaled_by_the_scale_that_they_have(fp16, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["nonfinite, bf16", "nonfinite, fp32", "nonfinite, accumulated", "nonfinite, ZeRO-3"]
+    "name",
+    [
+        "nonfinite, bf16",
+        "nonfinite, fp32",
+        "nonfinite, accumulated",
+        "nonfinite, accumulated on the host",
+        "nonfinite, ZeRO-3",
+    ],
 )
 def test_a_nonfinite_gradient_skips_the_step(fp16, name):
     run = fp16[name]
@@ -289,11 +304,12 @@ def test_options(runs):
     result = runs["options"]
     expected = {
         "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, "
-        "expected engine, moments, gate, threads, host_bytes_max",
+        "expected engine, moments, gate, accumulate, threads, host_bytes_max",
         "no block": "`stepwell` is `[1]`",
         "engine": "`stepwell.engine` is `1`",
         "moments": "`stepwell.moments` is `fp8`",
         "gate": "`stepwell.gate` is `layer`",
+        "accumulate": "`stepwell.accumulate` is `gpu`",
         "threads": "`stepwell.threads` is `0`",
         "host_bytes_max": "`stepwell.host_bytes_max` is `1 GB`",
         "too little": "`1000` are left of `host_bytes_max`",
@@ -316,7 +332,7 @@ def test_options(runs):
         "torch": (
             zero,
             "AdamW",
-            "the optimizer is `AdamW`. What steps: DeepSpeed's own path, with torch's `AdamW`",
+            "torch's `AdamW` with amsgrad. What steps: DeepSpeed's own path, with torch's `AdamW`",
             "hint: optimizer type Adam or AdamW in the JSON",
             kept_so,
         ),

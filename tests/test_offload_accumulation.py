@@ -12,7 +12,7 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
-from stepwell.offload import accumulation
+from stepwell.offload import adder
 
 GATES = ["module", "step"]
 
@@ -48,7 +48,7 @@ def test_clipped_as_on_the_device(dtype):
 
 
 def test_gradients_in_pieces_through_few_slots(monkeypatch):
-    monkeypatch.setattr(accumulation, "_SLOT_BYTES", 256)
+    monkeypatch.setattr(adder, "_SLOT_BYTES", 256)
     ours, theirs = pair(accumulate="host")
     run(*ours)
     run(*theirs)

@@ -11,6 +11,7 @@ from stepwell import _state
 __all__ = ["Options", "options_of", "written"]
 
 _GATES = ("module", "step")
+_ACCUMULATE = ("device", "host")
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,12 @@ class Options:
 
     "module": each forward for its own; "step": `engine.step()` for all.
     """
+    accumulate: str = "host"
+    """Where ZeRO-2 sums 16-bit gradients of several micro-batches.
+
+    "host": as DeepSpeed does, the GPU holds no sum; "device": on the GPU, 2 more bytes per
+    parameter of the rank's partition, and each gradient crosses the bus once per step.
+    """
     threads: int | None = None
     """Workers that step; None: one per physical core of this process, but one."""
     host_bytes_max: int | None = None
@@ -48,6 +55,11 @@ class Options:
         if self.gate not in _GATES:
             raise ValueError(
                 f"`stepwell.gate` is `{self.gate}`, expected one of {', '.join(_GATES)}"
+            )
+        if self.accumulate not in _ACCUMULATE:
+            raise ValueError(
+                f"`stepwell.accumulate` is `{self.accumulate}`, expected one of "
+                f"{', '.join(_ACCUMULATE)}"
             )
         is_count = (
             isinstance(self.threads, int)

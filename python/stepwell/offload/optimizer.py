@@ -16,7 +16,8 @@ from stepwell import _state
 from stepwell._decision import Facts, Nonfinite
 from stepwell._sharding import agree, is_dtensor, local
 from stepwell._tensors import Written, check_param
-from stepwell.offload.accumulation import STAGING_BYTES, HostSums
+from stepwell.offload.accumulation import HostSums
+from stepwell.offload.adder import STAGING_BYTES
 from stepwell.offload.budget import GIB, announce
 from stepwell.offload.engine import Engine, current_stream
 from stepwell.offload.fingerprints import Fingerprints

@@ -11,7 +11,9 @@ their dtype they are copied from it at the end of the step.
 
 - A gradient is summed on the device until it is complete. Then it crosses the bus once, in the
   dtype that it has. Its device memory is free as soon as it has crossed.
-- The norm of each gradient is computed on the device. The host waits once, for all norms.
+- Or it is summed in host memory (`add_on_host`): then it crosses once per backward, and the device
+  holds no sum. The additions are the same in the same order: the same bits.
+- The norm of each gradient is computed where it is complete. The host waits once, for all norms.
 - An element that got no gradient is stepped with the gradient 0.
 """
 
@@ -28,6 +30,8 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
+from stepwell.offload import adder
+from stepwell.offload.adder import STAGING_BYTES, Adder
 from stepwell.offload.budget import announce
 from stepwell.offload.engine import current_stream, device_name
 
@@ -87,6 +91,8 @@ class Partitions:
         device: where gradients are made, and weights that are not offloaded are.
         threads: workers that step; None: one per physical core of this process, but one.
         host_bytes_max: the most host memory that may be taken; None: what is free.
+        adds_on_host: whether `add_on_host` will be called. Where it is called all the same, what it
+            needs is taken then.
 
     Raises:
         OSError: the device or the memory cannot be had.
@@ -100,8 +106,9 @@ class Partitions:
         device: torch.device,
         threads: int | None = None,
         host_bytes_max: int | None = None,
+        adds_on_host: bool = False,
     ) -> None:
-        _announce(partitions, host_bytes_max)
+        _announce(partitions, STAGING_BYTES if adds_on_host else 0, host_bytes_max)
         self.device = device
         numels = [partition.master.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
@@ -135,6 +142,9 @@ class Partitions:
         # Sums that are not complete; and the norms of complete ones, which are on their way.
         self._sums: dict[Fragment, torch.Tensor] = {}
         self._norms: dict[Fragment, torch.Tensor] = {}
+        # Sums in host memory, complete or not.
+        self._on_host: set[Fragment] = set()
+        self._adder = Adder(self.device) if adds_on_host else None
         # Fragments whose gradient of some step lies in host memory.
         self._written: set[Fragment] = set()
         # Of the step that is being prepared, and of the one before.
@@ -180,8 +190,7 @@ class Partitions:
         if self._engine.busy:
             # Some weight of the last step has not been used.
             self.finish()
-        piece = self._sums.pop(fragment)
-        target = self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel)
+        piece, target = self._sums.pop(fragment), self._grad(fragment)
         if fragment in self._norms:
             # A second backward after the one that was announced as the last.
             self.arrive()
@@ -193,9 +202,41 @@ class Partitions:
         self._bytes_sent += piece.nbytes
         self._lane.copy(piece, target)
 
+    def is_on_host(self, fragment: Fragment) -> bool:
+        """Whether the gradient of a fragment is summed in host memory since the last step."""
+        return fragment in self._on_host
+
+    def add_on_host(self, fragment: Fragment, piece: torch.Tensor) -> None:
+        """Adds to the gradient of a fragment, in host memory.
+
+        Args:
+            fragment: whose gradient.
+            piece: what is added: flat. Its memory may be freed from now on, but not written.
+        """
+        if fragment.numel == 0:
+            return
+        if self._engine.busy:
+            # Some weight of the last step has not been used.
+            self.finish()
+        if self._adder is None:
+            self._adder = Adder(self.device)
+        if self._norms.pop(fragment, None) is not None:
+            # It was sent as complete.
+            self._lane.wait()
+            self._on_host.add(fragment)
+        operation = adder.add if fragment in self._on_host else adder.assign
+        self._adder.run(operation, self._grad(fragment), piece)
+        self._bytes_sent += piece.nbytes
+        self._on_host.add(fragment)
+        self._written.add(fragment)
+
+    def _grad(self, fragment: Fragment) -> torch.Tensor:
+        return self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel)
+
     def rewritten(self, fragment: Fragment) -> None:
         """Somebody has written the gradient of a fragment in `grads`."""
-        grad = self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel)
+        grad = self._grad(fragment)
+        self._on_host.discard(fragment)
         self._norms[fragment] = _norm(grad).to(self.device)
         self._written.add(fragment)
 
@@ -211,9 +252,12 @@ class Partitions:
         """
         for fragment in list(self._sums):
             self.send(fragment)
-        squares = torch.zeros((), dtype=torch.float32, device=self.device)
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if self._norms:
-            squares = torch.stack(list(self._norms.values())).double().square().sum().float()
+            squares = torch.stack(list(self._norms.values())).double().square().sum()
+        if self._on_host:
+            squares = squares + self._host_squares(self._on_host)
+        squares = squares.float()
         add_up(squares)
         total = float(squares)
         if not math.isfinite(total):
@@ -224,25 +268,31 @@ class Partitions:
 
     def _exact_squares(self) -> float:
         """The sum of squares of all gradients, from host memory; infinite if one is not finite."""
+        return self._host_squares([*self._norms, *self._on_host])
+
+    def _host_squares(self, fragments: Iterable[Fragment]) -> float:
         self.arrive()
-        stats = _core.grad_stats(
-            [view(self.grads[group].narrow(0, begin, numel)) for group, begin, numel in self._norms]
-        )
+        # In the order of memory: one order of summation.
+        stats = _core.grad_stats([view(self._grad(fragment)) for fragment in sorted(fragments)])
         return stats.sq_norm if stats.finite else math.inf
 
     def arrive(self) -> None:
-        """Waits until all gradients that were sent are in `grads`."""
+        """Waits until all gradients that were sent or added on the host are in `grads`."""
         self._lane.wait()
+        if self._adder is not None:
+            self._adder.finish()
 
     def drop_sums(self) -> None:
         """Forgets all gradients that are not complete."""
         self._sums.clear()
+        self._on_host.clear()
 
     def drop(self) -> None:
         """Forgets all gradients since the last step."""
         self.arrive()
         self._engine.discard()
         self._sums.clear()
+        self._on_host.clear()
         self._norms.clear()
 
     # ---- the step ----
@@ -262,9 +312,10 @@ class Partitions:
             in_use: what keeps the memory of the updates alive; held until the step has ended.
         """
         self.finish()
-        for fragment in self._written - self._norms.keys():
-            self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel).zero_()
-        self._written &= self._norms.keys()
+        complete = self._norms.keys() | self._on_host
+        for fragment in self._written - complete:
+            self._grad(fragment).zero_()
+        self._written &= complete
         self._lane.order(self._engine)
         self._bytes_downloaded, self._bytes_sent, self._seconds_waited = self._bytes_sent, 0, 0.0
         self._submit_stream, self._step_stream = self.stream(), None
@@ -287,6 +338,7 @@ class Partitions:
             partial(setattr, self, "_step_stream", self._submit_stream),
             partial(setattr, self, "_is_uncopied", bool(self._copies)),
             partial(self._norms.clear),
+            partial(self._on_host.clear),
         ]
 
     def forget(self) -> None:
@@ -394,9 +446,10 @@ class FragmentUploads:
         self._partitions.finish()
 
 
-def _announce(partitions: Sequence[Partition], host_bytes_max: int | None) -> None:
-    state = pinned = 0
-    held = 0
+def _announce(
+    partitions: Sequence[Partition], staging_bytes: int, host_bytes_max: int | None
+) -> None:
+    state, pinned, held = 0, staging_bytes, 0
     for master, weight, grad_dtype, moments_bytes, is_offloaded in partitions:
         # Then the master itself is what is uploaded.
         is_upload = weight.dtype == master.dtype and not is_offloaded

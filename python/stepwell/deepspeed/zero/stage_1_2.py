@@ -122,6 +122,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[torch.Tensor] = []
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         self._is_alone = dist.get_world_size(group=self.dp_process_group) == 1
+        options = self._plan.options
         sums_apart = [
             self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))
         ]
@@ -143,11 +144,16 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._masters, self._weights(), sums_apart, strict=True
             )
         ]
+        # Under ZeRO-1 gradients are summed where autograd has them. Sums in fp32 are DeepSpeed's.
+        self._adds_on_host = self.partition_gradients and options.accumulate == "host"
         self._partitions = Partitions(
             partitions,
             device=partitions[0].weight.device,
-            threads=self._plan.options.threads,
-            host_bytes_max=self._plan.options.host_bytes_max,
+            threads=options.threads,
+            host_bytes_max=options.host_bytes_max,
+            adds_on_host=self._adds_on_host
+            and self.gradient_accumulation_steps > 1
+            and not all(sums_apart),
         )
         self.stepwell_homes = [
             RamHome(self.optimizer, master, self._partitions) for master in self._masters
@@ -229,6 +235,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         param_id = self.get_param_id(param)
         group, source, _, numel = self.grad_position[param_id]
         fragment = self._fragment(param)
+        is_last = self.is_gradient_accumulation_boundary()
         if self._use_compact_grad_partition_buffer(group):
             rank = dist.get_rank(group=self.real_dp_process_group[group])
             total = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
@@ -240,10 +247,16 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 .reshape(-1)
                 .narrow(0, source, numel)
             )
-            # Reduced gradients lie in buckets.
-            self._partitions.add(fragment, piece, is_owned=self._is_unreduced)
+            # A lone backward of a step has nothing to be added to.
+            if self._adds_on_host and not (is_last and not self._partitions.is_on_host(fragment)):
+                # Reduced gradients lie in buckets.
+                owned = piece if self._is_unreduced else piece.clone()
+                self._partitions.add_on_host(fragment, owned)
+                is_last = False
+            else:
+                self._partitions.add(fragment, piece, is_owned=self._is_unreduced)
         self.clear_grad_attribute(param)
-        if self.is_gradient_accumulation_boundary():
+        if is_last:
             self._partitions.send(fragment)
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
