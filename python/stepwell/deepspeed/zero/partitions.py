@@ -56,7 +56,7 @@ class Partition(NamedTuple):
     """A partition as the caller has it."""
 
     master: torch.Tensor
-    """What is stepped: flat, in host memory.
+    """What is stepped: flat, in host memory; or empty, and then it begins as a copy of the weights.
 
     Its data is moved to memory that suits the engine. The tensor object stays.
     """
@@ -110,7 +110,7 @@ class Partitions:
     ) -> None:
         _announce(partitions, STAGING_BYTES if adds_on_host else 0, host_bytes_max)
         self.device = device
-        numels = [partition.master.numel() for partition in partitions]
+        numels = [partition.weight.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
         self._submit_stream = 0
         # None while a step is being submitted: weights that are waited for then are old ones.
@@ -126,18 +126,25 @@ class Partitions:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_uncopied = False
         for master, weight, grad_dtype, _, is_offloaded in partitions:
-            is_same = master.dtype == weight.dtype
-            moved = self._memory(master.numel(), master.dtype, pinned=is_same and not is_offloaded)
-            moved.copy_(master.detach())
-            master.data = moved
+            numel, is_same = weight.numel(), master.dtype == weight.dtype
+            moved = self._memory(numel, master.dtype, pinned=is_same and not is_offloaded)
+            twin = None
             if is_same:
-                self.twins.append(None)
                 self._copies += [(weight, master)] if is_offloaded else []
             elif is_offloaded:
-                self.twins.append(weight)
+                twin = weight
             else:
-                self.twins.append(self._memory(master.numel(), weight.dtype, pinned=True))
-            self.grads.append(self._memory(master.numel(), grad_dtype, pinned=True))
+                twin = self._memory(numel, weight.dtype, pinned=True)
+            if master.numel() == numel:
+                moved.copy_(master.detach())
+            elif twin is None or is_offloaded:
+                moved.copy_(weight)
+            else:
+                # By way of pinned memory, and widened by all cores.
+                moved.copy_(twin.copy_(weight))
+            master.data = moved
+            self.twins.append(twin)
+            self.grads.append(self._memory(numel, grad_dtype, pinned=True))
         self._is_offloaded = [partition.is_offloaded for partition in partitions]
         # Sums that are not complete; and the norms of complete ones, which are on their way.
         self._sums: dict[Fragment, torch.Tensor] = {}
@@ -451,13 +458,14 @@ def _announce(
 ) -> None:
     state, pinned, held = 0, staging_bytes, 0
     for master, weight, grad_dtype, moments_bytes, is_offloaded in partitions:
+        numel, is_same = weight.numel(), weight.dtype == master.dtype
         # Then the master itself is what is uploaded.
-        is_upload = weight.dtype == master.dtype and not is_offloaded
-        state += moments_bytes + (0 if is_upload else master.nbytes)
-        pinned += weight.nbytes + master.numel() * grad_dtype.itemsize
+        is_upload = is_same and not is_offloaded
+        state += moments_bytes + (0 if is_upload else numel * master.dtype.itemsize)
+        pinned += weight.nbytes + numel * grad_dtype.itemsize
         held += master.nbytes + (weight.nbytes if is_offloaded else 0)
     announce(
-        sum(partition.master.numel() for partition in partitions),
+        sum(partition.weight.numel() for partition in partitions),
         state=state,
         pinned=pinned,
         limit=host_bytes_max,

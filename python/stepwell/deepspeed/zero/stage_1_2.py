@@ -95,6 +95,18 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._masters = masters
 
     @property
+    def device(self) -> Any:
+        """Where the masters are; `meta` while DeepSpeed's constructor makes them.
+
+        So it neither copies the weights nor takes memory: `initialize_optimizer_states` does.
+        """
+        return self._device if self._is_made() else torch.device("meta")
+
+    @device.setter
+    def device(self, device: Any) -> None:
+        self._device = device
+
+    @property
     def state(self) -> Any:
         """The state of the base optimizer, after the last step is complete."""
         self.synchronize()
@@ -118,7 +130,10 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return Fragment(group, begin, numel)
 
     def initialize_optimizer_states(self) -> None:
-        """Called at the end of DeepSpeed's constructor; makes no fp32 gradients."""
+        """Called at the end of DeepSpeed's constructor.
+
+        Makes the masters from the weights, and no fp32 gradients.
+        """
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[torch.Tensor] = []
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         self._is_alone = dist.get_world_size(group=self.dp_process_group) == 1
@@ -131,6 +146,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._is_unreduced = (
             self._is_alone and self.sequence_parallel_size == 1 and not any(sums_apart)
         )
+        shapes, self._masters = self._masters, [_without_data(each) for each in self._masters]
+        for group, master in zip(self.optimizer.param_groups, self._masters, strict=True):
+            group["params"] = [master]
         partitions = [
             Partition(
                 master,
@@ -138,10 +156,10 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self.gradient_accumulation_dtype
                 if is_apart or self.use_grad_accum_attribute
                 else weight.dtype,
-                self._operands.moments_bytes(master),
+                self._operands.moments_bytes(shape),
             )
-            for master, weight, is_apart in zip(
-                self._masters, self._weights(), sums_apart, strict=True
+            for master, shape, weight, is_apart in zip(
+                self._masters, shapes, self._weights(), sums_apart, strict=True
             )
         ]
         # Under ZeRO-1 gradients are summed where autograd has them. Sums in fp32 are DeepSpeed's.
@@ -470,3 +488,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._partitions.synchronize()
         self._gate = None
         super().destroy()
+
+
+def _without_data(shape: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=shape.dtype, device="cpu", requires_grad=True)
