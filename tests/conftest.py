@@ -1,5 +1,6 @@
 """What every test runs under: fixed seeds, hypothesis profiles, markers that skip."""
 
+import gc
 import os
 import shutil
 import sys
@@ -43,6 +44,16 @@ def pytest_runtest_setup(item):
     for marker, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not is_met():
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_objects():
+    """What was imported is left out where all objects are looked through.
+
+    Gates do that for modules, and tests that collect garbage. It would take most of their time.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

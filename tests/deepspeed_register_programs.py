@@ -100,7 +100,7 @@ def program_changed_seam(result):
 
 
 def program_optimizer(result):
-    """DeepSpeedCPUAdam by itself, and its steps that fail."""
+    """DeepSpeedCPUAdam by itself, its steps that fail, and its state in our optimizer and back."""
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
@@ -170,6 +170,11 @@ def program_optimizer(result):
     optimizer.step()
     result["propagated"] = bool(params[0].isnan()[3])
 
+    stepwell.deepspeed.register(nonfinite="raise")
+    from optim_deepspeed_exchange import exchange_all
+
+    exchange_all()
+
 
 def program_native(result):
     """DeepSpeed's own op and Stepwell, in the same configurations.
@@ -195,6 +200,9 @@ def program_native(result):
     result["native"] = {name: trained(config) for name, config in configs.items()}
     native_op = deepspeed.ops.op_builder.CPUAdamBuilder().load()
     assert native_op is not cpu_adam
+    from optim_deepspeed_exchange import exchange_all
+
+    exchange_all()
     register()
     assert deepspeed.ops.op_builder.CPUAdamBuilder().load() is cpu_adam
     result["stepwell"] = {name: trained(config) for name, config in configs.items()}

@@ -14,7 +14,7 @@ def wide(seed=0):
     """A step in the background takes longer than what follows it."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(32, 8192), torch.nn.GELU(), torch.nn.Linear(8192, 1024, bias=False)
+        torch.nn.Linear(32, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024, bias=False)
     )
 
 

@@ -1,7 +1,4 @@
-"""Exchanges state with DeepSpeedCPUAdam on its own compiled op, both ways, for each codec.
-
-Run by test_optim_state_dict.py.
-"""
+"""Exchanges state with DeepSpeedCPUAdam both ways, for each codec. For programs (deepspeed_run)."""
 
 import copy
 
@@ -40,7 +37,7 @@ def exchange(moments, decoded):
     returned.step()
 
 
-if __name__ == "__main__":
+def exchange_all():
     torch.manual_seed(0)
     exchange("fp32", decoded=False)
     for codec in CODECS:

@@ -5,10 +5,6 @@ They are exchanged with torch.optim.AdamW and DeepSpeedCPUAdam.
 
 import copy
 import io
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import stepwell
@@ -249,26 +245,9 @@ def test_master_bits_that_torch_has_cast_are_left_behind(caplog):
 # ---- DeepSpeedCPUAdam ----
 
 
-@pytest.mark.compiler
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_to_deepspeed_and_back():
-    # On DeepSpeed's own compiled op, in a process of its own: in this one another test may have
-    # filled its place. Building it takes minutes, once: it stays in torch's extension folder.
-    pytest.importorskip("deepspeed", reason="exchanges state with DeepSpeedCPUAdam")
-    env = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    program = Path(__file__).with_name("optim_deepspeed_exchange.py")
-    process = subprocess.run(
-        [sys.executable, program], env=env, capture_output=True, text=True, timeout=880, check=False
-    )
-    assert process.returncode == 0, process.stdout + process.stderr
-
-
 def test_deepspeeds_integer_step_and_group_keys():
-    # The same without its op: the dict as deepspeed/ops/adam/cpu_adam.py makes it.
+    # The dict as deepspeed/ops/adam/cpu_adam.py makes it. (The optimizer itself: the programs of
+    # test_deepspeed_register.)
     group = {
         "lr": 0.1,
         "betas": (0.9, 0.99),
