@@ -125,6 +125,12 @@ def paths(result):
         "ZeRO-3": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 3000}),
         "ZeRO-3, fp32": configuration(stage=3),
         "ZeRO-3, accumulated": configuration(dtype="bf16", stage=3, gradient_accumulation_steps=3),
+        "ZeRO-3, accumulated on the device": configuration(
+            dtype="bf16",
+            stage=3,
+            gradient_accumulation_steps=3,
+            stepwell={"accumulate": "device"},
+        ),
         "ZeRO-3, fp32 sums": configuration(
             dtype="bf16", stage=3, gradient_accumulation_steps=3, data_types=fp32_sums
         ),
@@ -136,7 +142,8 @@ def paths(result):
     for name, config in cases.items():
         result[name] = both(config)
     result["waits"] = waited()
-    result["held"] = {place: held(place) for place in ("host", "device")}
+    for stage in (2, 3):
+        result[f"held, ZeRO-{stage}"] = {place: held(place, stage) for place in ("host", "device")}
     result["wide"] = both(configuration(dtype="bf16", clip=1.0), model=wide, steps=4)
     groups = configuration(dtype="bf16")
     result["groups"] = [
@@ -144,10 +151,10 @@ def paths(result):
     ]
 
 
-def held(place):
+def held(place, stage):
     """Elements of gradients that the device holds in a step: after each of its backwards."""
     config = configuration(
-        dtype="bf16", gradient_accumulation_steps=3, stepwell={"accumulate": place}
+        dtype="bf16", stage=stage, gradient_accumulation_steps=3, stepwell={"accumulate": place}
     )
     engine = initialize(perceptron(), config)
     counts = []

@@ -34,7 +34,7 @@ class Options:
     "module": each forward for its own; "step": `engine.step()` for all.
     """
     accumulate: str = "host"
-    """Where ZeRO-2 sums 16-bit gradients of several micro-batches.
+    """Where ZeRO-2 sums 16-bit gradients of several micro-batches, and ZeRO-3 all.
 
     "host": as DeepSpeed does, the GPU holds no sum; "device": on the GPU, 2 more bytes per
     parameter of the rank's partition, and each gradient crosses the bus once per step.

@@ -285,6 +285,8 @@ class Partitions:
 
     def arrive(self) -> None:
         """Waits until all gradients that were sent or added on the host are in `grads`."""
+        if not self._finalizer.alive:
+            return
         self._lane.wait()
         if self._adder is not None:
             self._adder.finish()
@@ -383,6 +385,8 @@ class Partitions:
 
         The current stream and the stream that the step began on wait for the weights.
         """
+        if not self._finalizer.alive:
+            return
         step_stream = self._step_stream
         for stream in {self.stream(), *([] if step_stream is None else [step_stream])}:
             self._engine.finish(stream=stream)
@@ -400,18 +404,16 @@ class Partitions:
     def end(self) -> None:
         """Waits as `synchronize`, and frees `grads` and `twins`.
 
-        Masters stay. Only another `end` may follow.
+        Masters stay, and waiting for them is possible; nothing else is from now on.
         """
         if not self._finalizer.alive:
             return
         self.synchronize()
         self._finalizer.detach()
         del self._engine, self._lane
-        self.grads.clear()
-        self.twins.clear()
-        self._copies.clear()
-        self._sums.clear()
-        self._norms.clear()
+        self._adder = None
+        for held in (self.grads, self.twins, self._copies, self._sums, self._norms, self._on_host):
+            held.clear()
 
     def stream(self) -> int:
         """The current stream of the device, as the engine knows it."""

@@ -83,11 +83,14 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             )
             for master, weight in zip(self.fp32_partitioned_groups_flat, weights, strict=True)
         ]
+        options = self._plan.options
+        self._adds_on_host = options.accumulate == "host"
         self._partitions = Partitions(
             partitions,
             device=torch.device(get_accelerator().current_device_name()),
-            threads=self._plan.options.threads,
-            host_bytes_max=self._plan.options.host_bytes_max,
+            threads=options.threads,
+            host_bytes_max=options.host_bytes_max,
+            adds_on_host=self._adds_on_host and self.gradient_accumulation_steps > 1,
         )
         self.stepwell_homes = [
             RamHome(self.optimizer, master, self._partitions)
@@ -182,9 +185,17 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 # The last piece of a parameter may be shorter.
                 padding = fragment.numel - grad.numel()
                 padded = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
-                self._partitions.add(fragment, padded, is_owned=bool(padding))
-                if is_last:
-                    self._partitions.send(fragment)
+                # What is reduced lies in a bucket.
+                is_owned = padded.data_ptr() != piece.data_ptr()
+                is_sum = self._partitions.is_on_host(fragment)
+                # A lone backward of a step has nothing to be added to.
+                if self._adds_on_host and (is_sum or not is_last):
+                    owned = padded if is_owned else padded.clone()
+                    self._partitions.add_on_host(fragment, owned)
+                else:
+                    self._partitions.add(fragment, padded, is_owned=is_owned)
+                    if is_last:
+                        self._partitions.send(fragment)
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
