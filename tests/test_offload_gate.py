@@ -11,13 +11,12 @@ import stepwell
 import torch
 from offload_cases import WIDTH, Net, batch, reversed_params
 from optim_cases import bits
-from stepwell.offload import guard
 from stepwell.offload.gate import Gate
 
 
 @pytest.fixture(autouse=True)
 def _without_guard(monkeypatch):
-    monkeypatch.setattr(guard, "_UnderWay", torch.nn.Parameter)
+    monkeypatch.setattr("stepwell.offload.under_way.UnderWay", torch.nn.Parameter)
 
 
 class Tied(Net):

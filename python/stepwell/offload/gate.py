@@ -150,11 +150,17 @@ class Gate:
     def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:
         """From now on accesses to `params` wait. Call it before the step is submitted.
 
+        Closes the gate instead where torch.compile has traced an access to a parameter.
+
         Args:
             params: what the step updates.
             exposed: those of `params` that the step itself has to wait for, in
                 `wait_for_uncovered`, whatever forwards do.
         """
+        if self.guard.was_compiled:
+            # Compiled again in every step otherwise: parameters change their class.
+            self.close()
+            return
         params = list(params)
         if self._num_called != len(self._called):
             self._waits = self._share_out()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.offload.guard import DESCRIPTIVE, without_waiting
+from stepwell.offload.under_way import DESCRIPTIVE, without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -67,11 +67,9 @@ class OffloadAdamW(AdamW):
     Every other access to a parameter waits for it as well (`parameter.norm()`, an average of
     weights, `copy.deepcopy(model)`, an optimizer of someone else, a write), and so does `state`.
     While its weight is under way, the class of a parameter is a subclass of torch.nn.Parameter.
-    Not seen, so that `synchronize()` has to come before it, or `gate="step"`: code in C++ that is
-    given a parameter and not by torch's own functions; torch.tensor, torch.Tensor and
-    torch.asarray of a parameter, and torch.as_tensor of one in another dtype; transforms of
-    torch.func of a parameter itself (of a module they are seen); CUDA graphs that were captured
-    without their module; tensors of `state` that were taken before the step; other processes.
+    Not seen, so that `synchronize()` has to come before it, or `gate="step"`: raw pointers; code in
+    C++ that kept a parameter from before the step; CUDA graphs that were captured without their
+    module; tensors of `state` that were taken before the step; other processes.
     Under torch.compile and torch.jit, for DTensor parameters (FSDP2), and for a parameter whose
     memory others hold too (a view, `.data` or an array that is kept), `step()` waits as with
     `gate="step"`.

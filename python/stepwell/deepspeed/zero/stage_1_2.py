@@ -45,7 +45,7 @@ from stepwell.deepspeed.zero.partitions import (
     Update,
 )
 from stepwell.offload.gate import Gate
-from stepwell.offload.guard import without_waiting
+from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -406,7 +406,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._gate is None or not self._gate.is_open:
             return False
         self._gate.open(params, self._exposed())
-        return True
+        return self._gate.is_open
 
     def _exposed(self) -> list[torch.Tensor]:
         """Parameters whose weights can be reached without an access that the gate's guard sees.
