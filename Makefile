@@ -18,9 +18,9 @@ X86_64 := x86_64-unknown-linux-gnu
 
 RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs')
 PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
-  $(shell find python -name '*.py' -o -name '*.pyi' -o -name py.typed)
+  $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
-.PHONY: help dev test lint test-rust test-python shuttle asan-lib asan tsan mutants-rust format \
+.PHONY: help dev test lint test-rust test-python test-versions fingerprints shuttle asan-lib asan tsan mutants-rust format \
   demo bench bench-codec bench-offload wheel stubs aarch64-toolchain aarch64-test
 
 help: ## list the targets
@@ -79,6 +79,16 @@ test-rust: ## the Rust tests, and the Criterion benchmarks once each
 
 test-python: $(VENV)/.installed target/wheels/.$(HOST) ## the Python tests (ARGS='-k ...')
 	$(BIN)/python -m pytest $(ARGS)
+
+# The releases of DeepSpeed and torch that are supported beside those of `make test`. Weekly, and
+# before a release: minutes each, and gigabytes for torch. ARGS='deepspeed' leaves torch out.
+test-versions: $(VENV)/.installed ## the tests on older DeepSpeed and torch (ARGS='deepspeed')
+	$(BIN)/python tests/versions/run.py $(ARGS)
+
+# After a change of what a class of `deepspeed/zero/` overrides or calls.
+fingerprints: $(VENV)/.installed ## python/stepwell/deepspeed/fingerprints.json from DeepSpeed's sources
+	mkdir -p target/deepspeed
+	$(BIN)/python tests/versions/fingerprints.py
 
 # The crew, the fork gate and the engine's queues, with the locks and threads of a model checker in
 # place of the standard library's (rust/sync.rs): thousands of orders per test.

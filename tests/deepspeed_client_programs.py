@@ -5,19 +5,10 @@ import os
 import sys
 
 import torch
-from deepspeed_engines import configuration, perceptron
+from deepspeed_engines import Lines, configuration, perceptron
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 BATCHES = 3
-
-
-class _Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
 
 
 def plugin():
@@ -106,7 +97,7 @@ def program_accelerate(result, when):
         result["OffloadAdamW"] = str(error)
 
     # A version that does it in another way.
-    handler = _Lines()
+    handler = Lines()
     logging.getLogger("stepwell").addHandler(handler)
     del accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed
     stepwell.deepspeed.register()

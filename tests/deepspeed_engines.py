@@ -4,11 +4,23 @@ Configurations, tiny models, training, and what the optimizer holds.
 """
 
 import functools
+import logging
 
 import torch
 
 STEPS = 8
 LR = 1e-2
+
+
+class Lines(logging.Handler):
+    """What a logger says."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
 
 
 def configuration(

@@ -8,7 +8,8 @@ import sys
 import time
 
 import torch
-from deepspeed_engines import LR, configuration, trained
+from deepspeed_engines import LR, Lines, configuration, trained
+from deepspeed_offload_programs import both, run
 
 
 def program_register(result, when):
@@ -80,23 +81,76 @@ def program_unregistered(result):
         result["error"] = f"{error}; {error.__cause__}"
 
 
-def program_changed_seam(result):
-    """A DeepSpeed whose function takes other parameters, and lacks another."""
+def program_missing_seam(result):
+    """A DeepSpeed whose ZenFlow is another, and then one that lacks what every feature needs."""
     import deepspeed
     import stepwell.deepspeed
     from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.runtime.zenflow import zenflow_utils
+    from deepspeed.utils import logger
+
+    def zenflow_optimizer_process(pipe, param_groups):
+        """Of an earlier version."""
 
     def step_subgroup(self, closure=None, subgroup_id=0):
         """Another order."""
 
-    deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam.step_subgroup = step_subgroup
-    del deepspeed.runtime.engine.DeepSpeedEngine._configure_basic_optimizer
+    zenflow_utils.zenflow_optimizer_process = zenflow_optimizer_process
+    cls = deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam
+    theirs = cls.step_subgroup
+    cls.step_subgroup = step_subgroup
     try:
         stepwell.deepspeed.register()
     except ImportError as error:
         result["error"] = str(error)
     result["ops"] = list(OpBuilder._loaded_ops)
     result["report"] = stepwell.deepspeed.seam_report()
+    cls.step_subgroup = theirs
+    handler = Lines()
+    logger.addHandler(handler)
+    for _ in range(2):
+        stepwell.deepspeed.register()
+    result["warnings"] = handler.lines
+    result["report without ZenFlow"] = stepwell.deepspeed.seam_report()
+    result["process"] = zenflow_utils.zenflow_optimizer_process is zenflow_optimizer_process
+    logger.removeHandler(handler)
+    result["run without ZenFlow"] = both(configuration(dtype="bf16"), steps=2)
+    changed_sources(result)
+
+
+def changed_sources(result):
+    """Methods of DeepSpeed that are not those that were tested."""
+    import os
+
+    from deepspeed.runtime import engine as engines
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from deepspeed.utils import logger
+
+    handler = Lines()
+    logger.addHandler(handler)
+
+    def changed(name, cls, method, stage):
+        """A run where a method of DeepSpeed does the same by another source, and what is said."""
+        theirs = getattr(cls, method)
+
+        def other(self, *args, **kwargs):
+            return theirs(self, *args, **kwargs)
+
+        handler.lines.clear()
+        setattr(cls, method, other)
+        config = configuration(dtype="bf16", stage=stage)
+        result[name] = [run(config, steps=2)["class"]], list(handler.lines)
+        os.environ["STEPWELL_UNTESTED_DEEPSPEED"] = "1"
+        result[name][0].append(run(config, steps=2)["class"])
+        del os.environ["STEPWELL_UNTESTED_DEEPSPEED"]
+        setattr(cls, method, theirs)
+
+    changed("overridden", DeepSpeedZeroOptimizer, "step", 2)
+    changed("called", DeepSpeedZeroOptimizer_Stage3, "_post_step", 3)
+    changed("calling", engines.DeepSpeedEngine, "_backward_epilogue", 1)
+    result["unchanged"] = run(configuration(dtype="bf16"), steps=1)["class"]
+    logger.removeHandler(handler)
 
 
 def program_optimizer(result):

@@ -4,6 +4,7 @@ The seams that `stepwell doctor` shows.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -16,9 +17,13 @@ import pytest
 import stepwell.deepspeed
 import torch
 from stepwell.deepspeed import after_import
+from test_deepspeed_offload import assert_same_runs
 
 PROGRAM_TIMEOUT = 120
 slow = pytest.mark.slow
+# On other releases the classes of ZeRO are DeepSpeed's own.
+HAS_ENGINE = importlib.metadata.version("deepspeed") in stepwell.deepspeed.fingerprints.releases()
+CLASSES = {"offload engine, ZeRO-1/2 optimizer", "offload engine, ZeRO-3 optimizer"}
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 60)
 
 
@@ -32,7 +37,9 @@ def test_register_before_and_after_the_import(tmp_path, when):
     ]
     assert result["targets"] == ["stepwell.deepspeed.register"] * 2
     assert result["loader"] == "SourceFileLoader"
-    assert all(seam.found and seam.filled for seam in result["report"])
+    assert all(seam.found for seam in result["report"])
+    unused = {seam.name for seam in result["report"] if not seam.filled}
+    assert unused == (set() if HAS_ENGINE else CLASSES)
     json.dumps([dataclasses.asdict(seam) for seam in result["report"]])
     if when == "before":
         assert not result["imported"]
@@ -44,7 +51,9 @@ def test_register_before_and_after_the_import(tmp_path, when):
     assert result["vendor"] == ("unknown", False)
     assert result["cpuinfo"]
     assert not result["fused_adam on cuda"]
-    unused = [seam for seam in result["report on cuda"] if not seam.filled]
+    unused = [
+        seam for seam in result["report on cuda"] if not seam.filled and seam.name not in CLASSES
+    ]
     assert [seam.name for seam in unused] == ["op fused_adam", "step of FusedAdam"]
     assert all(seam.found and "the accelerator is `cuda`" in seam.note for seam in unused)
 
@@ -55,19 +64,59 @@ def test_deepspeed_alone_would_compile(tmp_path):
     assert "cpu_adam" in result["error"]
 
 
+@pytest.fixture(scope="module")
+def without(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("missing_seam")
+    return deepspeed_run.run("missing_seam", folder, timeout=PROGRAM_TIMEOUT)
+
+
 @slow
-def test_a_changed_seam_is_named_and_nothing_is_filled(tmp_path):
-    result = deepspeed_run.run("changed_seam", tmp_path, timeout=PROGRAM_TIMEOUT)
+def test_a_seam_that_all_need_is_named_and_nothing_is_filled(without):
     assert (
         "step_subgroup` takes `self, closure, subgroup_id`, expected self, subgroup_id, closure"
-        in result["error"]
+        in without["error"]
     )
-    assert "_configure_basic_optimizer` does not exist" in result["error"]
-    assert f"expected {stepwell.deepspeed.VERSIONS}" in result["error"]
-    assert "hint: " in result["error"]
-    assert result["ops"] == []
-    assert len([seam for seam in result["report"] if not seam.found]) == 2
-    assert not any(seam.filled for seam in result["report"])
+    assert f"expected {stepwell.deepspeed.VERSIONS}" in without["error"]
+    assert "hint: " in without["error"]
+    assert without["ops"] == []
+    assert len([seam for seam in without["report"] if not seam.found]) == 2
+    assert not any(seam.filled for seam in without["report"])
+
+
+@slow
+def test_a_feature_without_its_seam_is_deepspeeds_own(without):
+    (line,) = without["warnings"]
+    assert "ZenFlow: DeepSpeed's own code runs" in line
+    assert "takes `pipe, param_groups`, expected groups, ctrl" in line
+    assert f"expected {stepwell.deepspeed.VERSIONS}" in line
+    # All of its seams are left alone, and those of other features are filled.
+    left = {seam.name for seam in without["report without ZenFlow"] if not seam.filled}
+    assert left - CLASSES == {"step of ZenFlowCPUAdam", "process of ZenFlow"}
+    assert without["process"]
+    if HAS_ENGINE:
+        assert_same_runs(*without["run without ZenFlow"])
+
+
+@slow
+@pytest.mark.skipif(not HAS_ENGINE, reason="this release is not on the engine")
+@pytest.mark.parametrize(
+    ("case", "method", "cls"),
+    [
+        ("overridden", "DeepSpeedZeroOptimizer.step", "DeepSpeedZeroOptimizer"),
+        ("called", "DeepSpeedZeroOptimizer_Stage3._post_step", "DeepSpeedZeroOptimizer_Stage3"),
+        ("calling", "DeepSpeedEngine._backward_epilogue", "DeepSpeedZeroOptimizer"),
+    ],
+)
+def test_a_changed_method_is_told_once_and_the_class_is_deepspeeds(without, case, method, cls):
+    (changed, untested), lines = without[case]
+    assert changed == cls
+    assert untested.startswith("OffloadZeroOptimizer")
+    (line,) = [line for line in lines if "stepwell" in line]
+    assert f"differs from {stepwell.deepspeed.fingerprints.releases()[-1]}, which was" in line
+    assert f".{method}`" in line
+    assert "hint: pip install 'deepspeed==" in line
+    assert "STEPWELL_UNTESTED_DEEPSPEED=1" in line
+    assert without["unchanged"] == "OffloadZeroOptimizer"
 
 
 OLD_DEEPSPEED = {
@@ -108,7 +157,7 @@ print(stepwell.deepspeed.seam_report())
     )
     first, second, report = done.stdout.strip().split("\n")
     assert first == second
-    assert first.startswith("deepspeed `0.1.0` lacks what Stepwell fills, expected")
+    assert first.startswith("deepspeed `0.1.0` lacks what Stepwell fills for DeepSpeedCPUAdam, ")
     assert "step of DeepSpeedCPUAdam: `deepspeed.ops.adam.cpu_adam` cannot be imported" in first
     assert "hint: pip install" in first
     # The one seam that it has is found, and left alone.

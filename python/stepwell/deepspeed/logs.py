@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 
 __all__ = ["warn"]
 
@@ -16,7 +17,9 @@ def warn(message: str) -> None:
     The logger `stepwell` gets it as well where somebody handles its records. Where nobody does,
     Python would print it a second time.
     """
-    if importlib.import_module("deepspeed.comm").get_rank() != 0:
+    comm = importlib.import_module("deepspeed.comm")
+    rank = comm.get_rank() if comm.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank != 0:
         return
     theirs = importlib.import_module("deepspeed.utils").logger
     is_said = theirs.isEnabledFor(logging.WARNING)

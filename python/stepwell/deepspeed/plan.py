@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from stepwell import optim
+from stepwell.deepspeed import fingerprints
 from stepwell.deepspeed.options import Options, options_of, written
 from stepwell.deepspeed.seams import accelerator_name
 from stepwell.deepspeed.zero.operands import obstacle_of
@@ -62,6 +63,10 @@ class _Case(NamedTuple):
     """Whether DeepSpeed makes an optimizer of ZeRO of it."""
     unfit: str | None
     """Why the class does not fit this version of DeepSpeed; None: it does."""
+
+    @property
+    def tested_release(self) -> str:
+        return fingerprints.releases()[-1]
 
     @property
     def accelerator(self) -> str:
@@ -266,7 +271,7 @@ _OBSTACLES = (
     ),
     _Obstacle(
         "{case.unfit}",
-        "pip install 'deepspeed==0.19.8'",
+        "pip install 'deepspeed=={case.tested_release}'",
         lambda case: case.unfit is not None,
     ),
 )
@@ -372,7 +377,9 @@ def plan(
         "OffloadZeroOptimizerStage3" if stage == _STAGE_3 else "OffloadZeroOptimizer"
     )
     device = device_of(engine.zero_offload_optimizer())
-    case = _Case(engine, optimizer, options, stage, device, is_zero, unfit(zero_class))
+    # The sources of DeepSpeed's class are read for it.
+    unfitness = None if device is None else unfit(zero_class)
+    case = _Case(engine, optimizer, options, stage, device, is_zero, unfitness)
     found = [row for row in _OBSTACLES if row.is_there(case)]
     _check_steps(case, found)
     if device is None:

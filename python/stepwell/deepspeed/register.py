@@ -8,10 +8,12 @@ import logging
 import sys
 import threading
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 from stepwell.deepspeed import accelerate, spawn
 from stepwell.deepspeed.after_import import after_import
+from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.native import adam, cpu_adam, cpu_vendor, fused_adam, step_guard
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
 from stepwell.deepspeed.state import consolidation
@@ -19,14 +21,16 @@ from stepwell.deepspeed.zero import client_optimizer, optimizer_type
 from stepwell.deepspeed.zero import seams as zero_seams
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from stepwell.deepspeed.seams import Place
 
 __all__ = ["VERSIONS", "register", "seam_report"]
 
 VERSIONS = ">=0.19.6,<=0.19.8"
-"""The releases of DeepSpeed that Stepwell is known to work with.
+"""The releases of DeepSpeed that Stepwell is tested with.
 
-Another release works if all seams are found in it.
+In another release a feature works if its seams are found.
 """
 
 # Missing seams that an error names: the first tells the versions apart.
@@ -34,6 +38,8 @@ _NAMED_MAX = 4
 
 _LOGGER = logging.getLogger(__name__)
 _LOCK = threading.Lock()
+# Features that were warned of.
+_LACKING: set[str] = set()
 
 
 def _without_shm(original: Any) -> Any:
@@ -68,65 +74,79 @@ def superoffload_process(*args: Any, **kwargs: Any) -> None:
     spawn.superoffload_worker(partial(_registered, superoffload_process), *args, **kwargs)
 
 
-_PLACES: tuple[Place, ...] = (
+_CPU_ADAM = "deepspeed.ops.adam.cpu_adam"
+
+# Without these there is nothing to register for.
+_ESSENTIAL: tuple[Place, ...] = (
     NativeOp("op cpu_adam", "cpu_adam", cpu_adam),
-    NativeOp("op fused_adam", "fused_adam", fused_adam, accelerator="cpu"),
     Attribute(
         "op deepspeed_shm_comm, left out", "deepspeed.comm.torch", "build_shm_op", _without_shm, ()
     ),
     Attribute(
-        "making of DeepSpeedCPUAdam",
-        "deepspeed.ops.adam.cpu_adam",
-        "DeepSpeedCPUAdam.__init__",
-        cpu_vendor.not_asked,
+        "making of DeepSpeedCPUAdam", _CPU_ADAM, "DeepSpeedCPUAdam.__init__", cpu_vendor.not_asked
     ),
     Attribute(
         "step of DeepSpeedCPUAdam",
-        "deepspeed.ops.adam.cpu_adam",
+        _CPU_ADAM,
         "DeepSpeedCPUAdam.step",
         step_guard.whole,
         ("self", "closure"),
     ),
     Attribute(
         "step of DeepSpeedCPUAdam by sub-groups",
-        "deepspeed.ops.adam.cpu_adam",
+        _CPU_ADAM,
         "DeepSpeedCPUAdam.step_subgroup",
         step_guard.counting_applied_steps,
         ("self", "subgroup_id", "closure"),
     ),
-    Attribute(
-        "step of ZenFlowCPUAdam",
-        "deepspeed.ops.adam.zenflow_cpu_adam",
-        "ZenFlowCPUAdam._sequential_step",
-        step_guard.whole,
-        ("self", "step_id", "closure"),
-    ),
-    Attribute(
-        "step of FusedAdam",
-        "deepspeed.ops.adam.fused_adam",
-        "FusedAdam.step",
-        step_guard.whole,
-        ("self", "closure"),
-        accelerator="cpu",
-    ),
-    Attribute(
-        "process of ZenFlow",
-        "deepspeed.runtime.zenflow.zenflow_utils",
-        "zenflow_optimizer_process",
-        lambda _: zenflow_process,
-        ("groups", "ctrl", "ready", "zf_affinity", "adamw_mode"),
-    ),
-    Attribute(
-        "process of SuperOffload",
-        "deepspeed.runtime.superoffload.superoffload_utils",
-        "superoffload_optimizer_worker",
-        lambda _: superoffload_process,
-    ),
-    *optimizer_type.SEAMS,
-    *client_optimizer.SEAMS,
-    *consolidation.SEAMS,
-    *zero_seams.SEAMS,
 )
+
+# Of a feature either all seams are filled or none.
+_FEATURES: dict[str, tuple[Place, ...]] = {
+    "FusedAdam on the CPU": (
+        NativeOp("op fused_adam", "fused_adam", fused_adam, accelerator="cpu"),
+        Attribute(
+            "step of FusedAdam",
+            "deepspeed.ops.adam.fused_adam",
+            "FusedAdam.step",
+            step_guard.whole,
+            ("self", "closure"),
+            accelerator="cpu",
+        ),
+    ),
+    "ZenFlow": (
+        Attribute(
+            "step of ZenFlowCPUAdam",
+            "deepspeed.ops.adam.zenflow_cpu_adam",
+            "ZenFlowCPUAdam._sequential_step",
+            step_guard.whole,
+            ("self", "step_id", "closure"),
+        ),
+        Attribute(
+            "process of ZenFlow",
+            "deepspeed.runtime.zenflow.zenflow_utils",
+            "zenflow_optimizer_process",
+            lambda _: zenflow_process,
+            ("groups", "ctrl", "ready", "zf_affinity", "adamw_mode"),
+        ),
+    ),
+    "SuperOffload": (
+        Attribute(
+            "process of SuperOffload",
+            "deepspeed.runtime.superoffload.superoffload_utils",
+            "superoffload_optimizer_worker",
+            lambda _: superoffload_process,
+        ),
+    ),
+    # The engine hands its state to the same accessors and checkpoints as Stepwell's optimizers.
+    "the offload engine, StepwellAdamW and StepwellAdam": (
+        *optimizer_type.SEAMS,
+        *client_optimizer.SEAMS,
+        *consolidation.SEAMS,
+        *zero_seams.SEAMS,
+    ),
+}
+_PLACES: tuple[Place, ...] = (*_ESSENTIAL, *chain.from_iterable(_FEATURES.values()))
 
 
 def _is_installed() -> bool:
@@ -139,20 +159,35 @@ def _version() -> str:
     return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
 
 
+def _problems(places: Iterable[Place]) -> list[str]:
+    return [f"{place.name}: {problem}" for place in places if (problem := place.missing())]
+
+
+def _lacking(problems: list[str], needed_by: str) -> str:
+    more = f"; and {len(problems) - _NAMED_MAX} more" if len(problems) > _NAMED_MAX else ""
+    return (
+        f"deepspeed `{_version()}` lacks what Stepwell fills for {needed_by}, expected {VERSIONS}: "
+        f"{'; '.join(problems[:_NAMED_MAX])}{more}. hint: pip install 'deepspeed{VERSIONS}'"
+    )
+
+
 def _fill() -> None:
-    """Fills all seams, or raises ImportError and fills none."""
+    """Fills the seams of all features that have theirs.
+
+    Raises ImportError and fills none where what all of them need is missing.
+    """
     with _LOCK:
-        problems = [f"{place.name}: {problem}" for place in _PLACES if (problem := place.missing())]
-        if problems:
-            more = f"; and {len(problems) - _NAMED_MAX} more" if len(problems) > _NAMED_MAX else ""
-            raise ImportError(
-                f"deepspeed `{_version()}` lacks what Stepwell fills, expected {VERSIONS}: "
-                f"{'; '.join(problems[:_NAMED_MAX])}{more}. "
-                f"hint: pip install 'deepspeed{VERSIONS}'"
-            )
-        for place in _PLACES:
+        if problems := _problems(_ESSENTIAL):
+            raise ImportError(_lacking(problems, "DeepSpeedCPUAdam"))
+        lacking = {name: _problems(places) for name, places in _FEATURES.items()}
+        there = [places for name, places in _FEATURES.items() if not lacking[name]]
+        for place in chain(_ESSENTIAL, *there):
             if place.unused() is None and not place.is_filled():
                 place.fill()
+        for name, problems in lacking.items():
+            if problems and name not in _LACKING:
+                _LACKING.add(name)
+                warn(f"{name}: DeepSpeed's own code runs, as {_lacking(problems, name)}")
 
 
 def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
@@ -173,8 +208,9 @@ def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
             own op, which saves reading the gradients once more.
 
     Raises:
-        ImportError: there is no DeepSpeed, or it lacks a seam, which is named; nothing was changed.
-            Where DeepSpeed is not imported yet, its import raises the latter.
+        ImportError: there is no DeepSpeed, or it lacks a seam that all features need, which is
+            named; nothing was changed. Where DeepSpeed is not imported yet, its import raises the
+            latter. A feature whose seam is missing is DeepSpeed's own, with a warning.
         ValueError: for another `nonfinite`.
     """
     if nonfinite not in ("raise", "propagate"):

@@ -11,8 +11,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from stepwell.deepspeed import fingerprints
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from types import ModuleType
 
 __all__ = ["Attribute", "Member", "NativeOp", "Overridden", "Place", "Seam", "accelerator_name"]
@@ -243,17 +245,15 @@ class Member:
 class Overridden:
     """A class in whose place Stepwell makes a subclass of it.
 
-    It lists the methods that the subclass overrides or calls.
-
-    Where one of them is missing or takes something else, the class itself is used: no reason to
-    refuse a version.
+    Where the class is not as in a release that was tested (`fingerprints`), it is used itself: no
+    reason to refuse a version.
     """
 
     name: str
     module: str
     path: str
-    methods: Mapping[str, tuple[str, ...]]
-    """By their names: their first parameters. Of a property: none."""
+    ours: str
+    """The name of the subclass."""
     maker: Attribute
     """Where the subclass is made."""
 
@@ -275,22 +275,7 @@ class Overridden:
 
     def unused(self) -> str | None:
         """Why it is left as it is with this version of DeepSpeed; None if it is not."""
-        owner = getattr(importlib.import_module(self.module), self.path)
-        for method, expected in self.methods.items():
-            if not hasattr(owner, method):
-                return f"`{self.where}.{method}` does not exist in this version of DeepSpeed"
-            # Of one that is replaced, what was there.
-            found = getattr(owner, method)
-            if isinstance(found, property):
-                continue
-            names = tuple(inspect.signature(getattr(found, "stepwell_original", found)).parameters)
-            # A decorator of DeepSpeed's takes anything and passes it on.
-            if names[: len(expected)] != expected and names != ("args", "kwargs"):
-                return (
-                    f"`{self.where}.{method}` takes `{', '.join(names)}` "
-                    "in this version of DeepSpeed"
-                )
-        return None
+        return fingerprints.difference(self.ours)
 
     def is_filled(self) -> bool:
         """Whether Stepwell makes the subclass."""

@@ -15,6 +15,8 @@ from stepwell.deepspeed.zero.client_optimizer import check_client
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stepwell.deepspeed.seams import Place
+
 __all__ = ["SEAMS"]
 
 _ENGINE = "deepspeed.runtime.engine"
@@ -111,87 +113,25 @@ _MAKER = Attribute(
     ("self", "optimizer"),
 )
 
-# Of the optimizer that DeepSpeed makes for ZeRO-1 and -2: what ours overrides or calls.
-_CLASS = Overridden(
-    "offload engine, ZeRO-1/2 optimizer",
-    _STAGE_1_2,
-    "DeepSpeedZeroOptimizer",
-    {
-        "initialize_optimizer_states": ("self",),
-        "_get_offload_gradient_dict": ("self",),
-        "_lazy_init_hp_params_optimizer_state": ("self",),
-        "scale_if_loss": ("self", "value"),
-        "clear_backward_seen_flag": ("self",),
-        "backward_prologue": ("self",),
-        "process_gradients": ("self", "param", "i"),
-        "backward_epilogue": ("self",),
-        "zero_grad": ("self", "set_to_none"),
-        "_backward_active_depth": (),
-        "_release_ipg_buffers": ("self",),
-        "setup_buckets": ("self",),
-        "reduce_independent_p_g_buckets_and_remove_grads": ("self", "param", "i"),
-        "reduce_ipg_grads": ("self", "comm_dtype"),
-        "copy_grads_in_partition": ("self", "param", "group_idx"),
-        "_use_compact_grad_partition_buffer": ("self", "group_idx"),
-        "_get_compact_grad_partition_slice": (
-            "self",
-            "group_idx",
-            "partition_id",
-            "param_id",
-            "num_elements",
-        ),
-        "_release_preflattened_grad_buffers": ("self", "group_idx"),
-        "_finalize_cpu_offload_gradient_accumulation": ("self",),
-        "get_param_gradient_attribute": ("self", "param"),
-        "clear_grad_attribute": ("self", "param"),
-        "update_offload_overflow_tracker": ("self", "grad"),
-        "_update_scale": ("self", "has_overflow"),
-        "step": ("self", "closure"),
-        "state_dict": ("self",),
-        "load_state_dict": ("self", "state_dict_list"),
-        "offload_states": ("self", "include"),
-        "reload_states": ("self", "non_blocking"),
-        "destroy": ("self",),
-    },
-    _MAKER,
-)
-_CLASS_3 = Overridden(
-    "offload engine, ZeRO-3 optimizer",
-    _STAGE_3,
-    "DeepSpeedZeroOptimizer_Stage3",
-    {
-        "_setup_for_real_optimizer": ("self",),
-        "initialize_optimizer_states": ("self",),
-        "scale_if_loss": ("self", "value"),
-        "clear_backward_seen_flag": ("self",),
-        "backward_prologue": ("self",),
-        "reduce_ready_partitions_and_remove_grads": ("self", "param"),
-        "backward_epilogue": ("self",),
-        "zero_grad": ("self", "set_to_none"),
-        "_backward_active_depth": (),
-        "partition_grads": ("self", "params_to_release", "grad_partitions"),
-        "_finalize_offload_gradient_accumulation": ("self",),
-        "_get_fp32_grad_state_partition": ("self", "param", "release_swap_buffers"),
-        "get_fp32_grad_partitions": ("self",),
-        "get_fp32_grad_for_param": ("self", "param"),
-        "set_fp32_grad_for_param": ("self", "value", "param"),
-        "set_local_grad_for_param": ("self", "value", "param"),
-        "update_fp32_grad_for_param_vectorized": ("self", "update_func", "param_list"),
-        "_pre_step": ("self",),
-        "_partition_all_parameters": ("self",),
-        "_loss_scale_update_and_overflow_cleanup": ("self",),
-        "_unflatten_partitioned_parameters": ("self", "sub_group_id"),
-        "_post_step": ("self", "timer_names"),
-        "step": ("self", "closure"),
-        "offload_states": ("self", "include"),
-        "destroy": ("self",),
-    },
-    _MAKER,
-)
-_CLASSES = {"OffloadZeroOptimizer": _CLASS, "OffloadZeroOptimizerStage3": _CLASS_3}
+_CLASSES = {
+    "OffloadZeroOptimizer": Overridden(
+        "offload engine, ZeRO-1/2 optimizer",
+        _STAGE_1_2,
+        "DeepSpeedZeroOptimizer",
+        "OffloadZeroOptimizer",
+        _MAKER,
+    ),
+    "OffloadZeroOptimizerStage3": Overridden(
+        "offload engine, ZeRO-3 optimizer",
+        _STAGE_3,
+        "DeepSpeedZeroOptimizer_Stage3",
+        "OffloadZeroOptimizerStage3",
+        _MAKER,
+    ),
+}
 _PLACES = {"OffloadZeroOptimizer": _stage_1_2, "OffloadZeroOptimizerStage3": _stage_3}
 
-SEAMS = (
+SEAMS: tuple[Place, ...] = (
     Attribute(
         "offload engine, plan",
         _ENGINE,
@@ -200,8 +140,7 @@ SEAMS = (
         ("self", "basic_optimizer"),
     ),
     _MAKER,
-    _CLASS,
-    _CLASS_3,
+    *_CLASSES.values(),
     Attribute(
         "offload engine, state access",
         _FRAGMENT,

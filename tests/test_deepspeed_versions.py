@@ -1,0 +1,112 @@
+"""Which DeepSpeed was tested: the digests of its methods, and what the metadata claim."""
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import stepwell.deepspeed
+import torch
+from stepwell.deepspeed import fingerprints
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "versions"))
+import fingerprints as maker
+
+INSTALLED = importlib.metadata.version("deepspeed")
+
+
+def read(module):
+    """A module of the installed DeepSpeed, which is not imported."""
+    folder = Path(importlib.util.find_spec("deepspeed").origin).parent
+    return (folder / f"{module.partition('.')[2].replace('.', '/')}.py").read_text()
+
+
+def test_the_digests_are_of_what_stepwells_classes_override_and_call():
+    made = maker.tables({INSTALLED: read})
+    for name, known in fingerprints.tested().items():
+        if INSTALLED not in known:
+            # It lacks something, which another release has.
+            needed = {method for owners in known.values() for method in owners}
+            assert needed
+            continue
+        assert made[name][INSTALLED] == known[INSTALLED], "stale. hint: make fingerprints"
+
+
+def digest(source):
+    return fingerprints.digest(ast.parse(source).body)
+
+
+PLAIN = "def step(self, closure=None):\n    return f'{self.x}' 'y'\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def step(self, closure=None):\n    # Why.\n\n    return f'{self.x}' 'y'\n",
+        'def step(\n    self,\n    closure=None,\n):\n    "What."\n    return (f"{self.x}y")\n',
+    ],
+)
+def test_comments_docstrings_and_layout_do_not_count(source):
+    assert digest(source) == digest(PLAIN)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def step(self, closure=1):\n    return f'{self.x}' 'y'\n",
+        "def step(self, closure=None):\n    return f'{self.x}' 'z'\n",
+        "@f\ndef step(self, closure=None):\n    return f'{self.x}' 'y'\n",
+        "def step(self, closure=None):\n    self.x()\n    return f'{self.x}' 'y'\n",
+    ],
+)
+def test_everything_else_counts(source):
+    assert digest(source) != digest(PLAIN)
+
+
+def test_a_digest_is_the_same_in_every_python():
+    # As made by Python 3.11.
+    assert digest(PLAIN) == "30632464af39120c"
+
+
+class Example:
+    @torch.no_grad()
+    def step(self):
+        """What."""
+        return 1
+
+    @property
+    def scale(self):
+        return 1
+
+    @scale.setter
+    def scale(self, value):
+        """What."""
+
+
+def test_a_method_has_the_digest_of_its_source():
+    methods, _ = maker.methods_of(Path(__file__).read_text(), "Example")
+    for name in ("step", "scale"):
+        assert fingerprints.digest_of(vars(Example)[name]) == fingerprints.digest(methods[name])
+    assert len(methods["scale"]) == 2
+
+    @functools.wraps(Example.step)
+    def patched(self):
+        return Example.step(self)
+
+    assert fingerprints.digest_of(patched) != fingerprints.digest(methods["step"])
+    assert fingerprints.digest_of(len) is None
+
+
+def test_metadata_claim_what_is_tested():
+    releases = maker.RELEASES
+    assert f">={releases[0]},<={releases[-1]}" == stepwell.deepspeed.VERSIONS
+    assert set(fingerprints.releases()) <= set(releases)
+    claims = (ROOT / "pyproject.toml").read_text()
+    assert claims.count(f'"deepspeed{stepwell.deepspeed.VERSIONS}"') == 2
+    assert f'"deepspeed=={releases[-1]}"' in claims
+    said = f"DeepSpeed {releases[0]} to {releases[-1]}"
+    assert said in (ROOT / "docs" / "deepspeed.md").read_text()
