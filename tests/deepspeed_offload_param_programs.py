@@ -176,6 +176,29 @@ def checkpoints(result, folder):
             engine.destroy()
 
 
+def interrupted(dtype, *, is_interrupted):
+    """What a second step ends with that Ctrl-C meets once it is submitted, or not."""
+    from stepwell.deepspeed.zero.partitions import Partitions
+
+    def interrupt(self):
+        raise KeyboardInterrupt
+
+    engine = initialize(perceptron(), offloaded(dtype=dtype, persistent=100))
+    train(engine, vectors(1), squared)
+    forget = Partitions.forget
+    if is_interrupted:
+        Partitions.forget = interrupt
+    try:
+        train(engine, vectors(1, first=1), squared)
+    except KeyboardInterrupt:
+        is_interrupted = False
+    Partitions.forget = forget
+    assert not is_interrupted
+    found = weights(engine), partitions(engine)
+    engine.destroy()
+    return found
+
+
 def memory(result):
     """What is announced, what is there, and what is left after `destroy`."""
     import stepwell.deepspeed.zero.partitions as module
@@ -230,6 +253,10 @@ def program_offload_param(result, folder):
     growing = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 2}
     result["growing"] = grown(offloaded(dtype="fp16", precision=growing))
     checkpoints(result.setdefault("checkpoints", {}), folder)
+    for dtype in ("bf16", "fp32"):
+        result["interrupted", dtype] = [
+            interrupted(dtype, is_interrupted=each) for each in (True, False)
+        ]
     memory(result)
 
 

@@ -117,6 +117,13 @@ def test_a_nonfinite_gradient_skips_the_step(runs):
     assert run["steps"] == [5]
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_an_interrupted_step_is_taken_as_a_whole(runs, dtype):
+    (weights, partitions), (expected, expected_partitions) = runs["interrupted", dtype]
+    assert_all_equal(weights, expected)
+    assert_same_partitions(partitions, expected_partitions)
+
+
 @pytest.mark.parametrize(("saves", "loads"), [*itertools.product((True, False), repeat=2)])
 def test_checkpoints_are_those_of_either_path(runs, saves, loads):
     (losses, after, weights), (resumed_losses, resumed, weights_resumed) = runs["checkpoints"][

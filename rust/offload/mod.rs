@@ -37,7 +37,8 @@
 //!   all uploads of the step before have ended.
 //! - OFF-3 A segment is uploaded when all its chunks are stepped and its tier calls them final.
 //!   Segments are stepped in the order of the call, which is the forward's, so that the first
-//!   weights that the next forward reads are up first.
+//!   weights that the next forward reads are up first. A weight whose place is host memory is
+//!   written there by its step and goes nowhere; what waits for it waits for that.
 //! - OFF-4 The result does not depend on when anything arrives: a chunk is computed as
 //!   [`crate::adam::batch`] computes it.
 //! - OFF-5 A thread that has gradients taken marks its stream, once per call, and queues the
