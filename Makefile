@@ -78,7 +78,7 @@ test-rust: ## the Rust tests, and the Criterion benchmarks once each
 	cargo test --locked --doc
 
 test-python: $(VENV)/.installed target/wheels/.$(HOST) ## the Python tests (ARGS='-k ...')
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The releases of DeepSpeed and torch that are supported beside those of `make test`. Weekly, and
 # before a release: minutes each, and gigabytes for torch. ARGS='deepspeed' leaves torch out.

@@ -68,3 +68,8 @@ def nothing_compiled():
     """Each test finds torch.compile unused: after a use of it, forwards cannot wait by hooks."""
     if "torch._dynamo.utils" in sys.modules:
         sys.modules["torch._dynamo.utils"].counters.clear()
+
+
+def pytest_unconfigure():
+    # Extensions look for leaks when Python ends.
+    gc.unfreeze()
