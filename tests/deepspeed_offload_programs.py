@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deepspeed_access_programs
 import torch
 from deepspeed_engines import (
     configuration,
@@ -228,11 +229,6 @@ def fp16(result):
             dtype="bf16", gradient_accumulation_steps=2, data_types={"grad_accum_dtype": "fp32"}
         )
     )
-    unchecked = configuration(dtype="bf16", precision={"check_grad_overflow": False})
-    try:
-        poisoned(unchecked)
-    except ValueError as error:
-        result["unchecked"] = str(error)
 
 
 def grown(config):
@@ -455,6 +451,36 @@ def program_offload_ranks(result):
     for stage in (1, 2, 3):
         config = configuration(dtype="bf16", stage=stage)
         result[f"uneven, ZeRO-{stage}"] = both(config, rank=rank, model=uneven)
+    accesses = {
+        "ZeRO-2": (configuration(dtype="bf16", clip=0.01), uneven),
+        "ZeRO-3": (configuration(dtype="bf16", stage=3, clip=0.01), perceptron),
+    }
+    for name, (config, model) in accesses.items():
+        result[f"access, {name}"] = [
+            deepspeed_access_programs.read(
+                {**config, "stepwell": {"engine": engine}}, model=model, rank=rank
+            )
+            + deepspeed_access_programs.set_gradients(
+                {**config, "gradient_clipping": 0.0, "stepwell": {"engine": engine}},
+                model=model,
+                rank=rank,
+            )
+            for engine in (True, False)
+        ]
+    # DeepSpeed's own path reads other gradients than those that it is asked for.
+    result["access, round robin"] = [
+        [
+            value
+            for value in deepspeed_access_programs.read(
+                configuration(dtype="bf16", zero={"round_robin_gradients": is_mixed}),
+                model=uneven,
+                rank=rank,
+            )
+            # Norms are sums in another order.
+            if isinstance(value, torch.Tensor)
+        ]
+        for is_mixed in (True, False)
+    ]
     # On one rank only, by which both have to skip.
     engine = initialize(perceptron(), configuration(dtype="bf16"))
     (batch,) = vectors(1)

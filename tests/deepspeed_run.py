@@ -34,6 +34,7 @@ MODULES = (
     "deepspeed_weight_programs",
     "deepspeed_client_programs",
     "deepspeed_torch_adam_programs",
+    "deepspeed_access_programs",
 )
 IMPORTED_BY_DEEPSPEED = ("torch._dynamo", "torch._inductor.compile_fx")
 

@@ -8,6 +8,7 @@ import math
 
 import deepspeed_run
 import pytest
+import test_deepspeed_access
 import torch
 
 PROGRAM_TIMEOUT = 150
@@ -201,10 +202,6 @@ def test_a_nonfinite_gradient_skips_the_step(fp16, name):
     assert run["steps"] == [5]
 
 
-def test_a_nonfinite_gradient_for_which_deepspeed_does_not_look_is_refused(fp16):
-    assert "a gradient is not finite; nothing was changed. hint: " in fp16["unchecked"]
-
-
 # ---- what others read and write ----
 
 
@@ -297,6 +294,8 @@ def test_two_ranks(tmp_path):
         ours, theirs = result.pop("uneven, ZeRO-3")
         assert ours["class"] == "OffloadZeroOptimizerStage3"
         assert ours["losses"] == theirs["losses"]
+        for name in [name for name in result if name.startswith("access")]:
+            test_deepspeed_access.assert_same_values(*result.pop(name))
         for runs in result.values():
             assert_same_runs(*runs)
     first, second = (result["ZeRO-2"][0] for result in ranks)

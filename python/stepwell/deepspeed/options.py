@@ -8,7 +8,7 @@ from typing import Any
 
 from stepwell import _state
 
-__all__ = ["Options", "options_of", "written"]
+__all__ = ["Options", "options_of", "said", "written"]
 
 _GATES = ("module", "step")
 _ACCUMULATE = ("device", "host")
@@ -82,6 +82,14 @@ class Options:
 def written(engine: Any) -> frozenset[str]:
     """The keys that the block of a DeepSpeedEngine's JSON has."""
     return frozenset(engine._config._param_dict.get("stepwell", {}))
+
+
+def said(engine: Any, *keys: str) -> Any:
+    """What the DeepSpeed JSON of an engine says at a path of keys; None: nothing."""
+    value = engine._config._param_dict
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def options_of(engine: Any) -> Options:

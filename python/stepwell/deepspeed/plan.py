@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 from stepwell import optim
 from stepwell.deepspeed import fingerprints
-from stepwell.deepspeed.options import Options, options_of, written
+from stepwell.deepspeed.options import Options, options_of, said, written
 from stepwell.deepspeed.seams import accelerator_name
 from stepwell.deepspeed.zero.operands import obstacle_of
 
 __all__ = ["Plan", "device_of", "inference_plan", "plan"]
 
 _ACCELERATORS = ("cpu", "cuda")
-_STAGE_3 = 3
+_STAGE_2, _STAGE_3 = 2, 3
 # Of the block `stepwell`: what only the offload engine reads.
 _ENGINE_KEYS = ("gate", "accumulate", "threads", "host_bytes_max")
 
@@ -49,6 +49,10 @@ class Plan:
     """The block `stepwell` of the DeepSpeed JSON."""
     warning: str | None = None
     """What the user asked for and does not get, with what to change; None: nothing."""
+    is_pinned: bool = True
+    """Whether what crosses the bus is pinned. Not so if the JSON says `pin_memory: false`."""
+    propagates: bool = False
+    """Whether gradients that are not finite are stepped: the JSON says so."""
 
 
 class _Case(NamedTuple):
@@ -127,6 +131,22 @@ class _Case(NamedTuple):
 
         group = self.engine.seq_data_parallel_group
         return bool(comm.get_world_size(group=group) == 1)
+
+    @property
+    def is_pinned(self) -> bool:
+        return (
+            said(self.engine, "zero_optimization", "offload_optimizer", "pin_memory") is not False
+        )
+
+    @property
+    def propagates(self) -> bool:
+        # A word of the optimizer's is nearer to it.
+        if self.is_ours and "nonfinite" in (self.engine.optimizer_params() or {}):
+            return False
+        blocks = ("bf16", "bfloat16")
+        return self.engine.bfloat16_enabled() and any(
+            said(self.engine, block, "check_grad_overflow") is False for block in blocks
+        )
 
     @property
     def stepper(self) -> str:
@@ -318,32 +338,37 @@ def _fallback_warning(case: _Case, reasons: tuple[str, ...], hints: list[str]) -
     # A user who has turned the engine off knows.
     if not case.options.engine and not idle:
         return None
-    said = (
+    text = (
         f"not on the offload engine: {'; '.join(reasons)}. What steps: {case.stepper}. "
         f"hint: {'; '.join(hints)}"
     )
     if idle:
-        said += f". {_without_effect(idle)}"
+        text += f". {_without_effect(idle)}"
     if case.options.engine:
-        said += '. "stepwell": {"engine": false} in the JSON keeps it so without this warning'
-    return said
+        text += '. "stepwell": {"engine": false} in the JSON keeps it so without this warning'
+    return text
 
 
 def _engine_warning(case: _Case, gate: str) -> str | None:
     """What to say of keys that the engine does not follow."""
-    said = []
+    remarks = []
     if case.device != "cpu":
-        said.append(
+        remarks.append(
             f"offload_optimizer.device is `{case.device}`, but below stage 3 DeepSpeed holds "
             "optimizer state in host memory. hint: device `cpu` says so"
         )
     if "gate" in written(case.engine) and case.options.gate != gate:
-        why = "under ZeRO-3" if case.stage == _STAGE_3 else "with several ranks"
-        said.append(
+        if case.stage == _STAGE_3:
+            why = "under ZeRO-3"
+        else:
+            why = "with wall_clock_breakdown" if case.is_alone else "with several ranks"
+        remarks.append(
             f"`stepwell.gate` is `{case.options.gate}`, but {why} `engine.step()` waits for all "
             'weights. hint: "gate": "step" says so'
         )
-    return "; ".join(said) or None
+    if "accumulate" in written(case.engine) and case.stage < _STAGE_2:
+        remarks.append(f"under ZeRO-{case.stage} {_without_effect(['accumulate'])}")
+    return "; ".join(remarks) or None
 
 
 def inference_plan(engine: Any) -> Plan:
@@ -385,14 +410,30 @@ def plan(
     if device is None:
         idle = [key for key in _ENGINE_KEYS if key in written(engine)]
         hint = 'hint: "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
-        said = f"nothing is offloaded. {_without_effect(idle)}. {hint}" if idle else None
-        return Plan(None, None, None, (), options, said)
+        warning = f"nothing is offloaded. {_without_effect(idle)}. {hint}" if idle else None
+        return Plan(None, None, None, (), options, warning, propagates=case.propagates)
     if found:
         reasons = tuple(row.reason.format(case=case) for row in found)
         hints = [row.hint.format(case=case) for row in found]
         warning = _fallback_warning(case, reasons, hints)
-        return Plan(None, None, None, reasons, options, warning)
-    # ZeRO-3 gathers weights by other ways than forwards, and several ranks gather in the step.
-    is_gated = options.gate == "module" and stage != _STAGE_3 and case.is_alone
+        return Plan(None, None, None, reasons, options, warning, propagates=case.propagates)
+    # ZeRO-3 gathers weights by other ways than forwards, several ranks gather in the step, and
+    # timers are to time the step.
+    is_gated = (
+        options.gate == "module"
+        and stage != _STAGE_3
+        and case.is_alone
+        and not engine.wall_clock_breakdown()
+    )
     gate: Literal["module", "step"] = "module" if is_gated else "step"
-    return Plan(zero_class, "ram", gate, (), options, _engine_warning(case, gate))
+    warning = _engine_warning(case, gate)
+    return Plan(
+        zero_class,
+        "ram",
+        gate,
+        (),
+        options,
+        warning,
+        is_pinned=case.is_pinned,
+        propagates=case.propagates,
+    )

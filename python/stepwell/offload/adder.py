@@ -48,14 +48,18 @@ class Adder:
 
     Args:
         device: where the gradients are.
+        is_pinned: whether memory between a GPU and the sums is pinned. If not, `run` waits for the
+            copy to it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, is_pinned: bool = True) -> None:
         self._device = device
         is_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         slots = (
-            torch.empty(_SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+            torch.empty(
+                _SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_cuda and is_pinned
+            )
             for _ in range(_SLOTS)
         )
         self._slots: deque[tuple[torch.Tensor, Future[None] | None]] = deque(

@@ -24,7 +24,9 @@ __all__ = [
     "Nonfinite",
     "all_finite",
     "check",
+    "following",
     "nonfinite",
+    "propagate_in",
     "recorded",
     "set_nonfinite",
     "update",
@@ -40,6 +42,9 @@ _MOMENT_DTYPES = {
     torch.bfloat16: (torch.float32, torch.bfloat16),
     torch.float16: (torch.float32, torch.float16),
 }
+
+
+_PROPAGATES = "_stepwell_nonfinite"
 
 
 class NativeTensors(NamedTuple):
@@ -65,9 +70,25 @@ class _Policy:
     applied: set[int] | None = None
 
 
-def nonfinite() -> Nonfinite:
-    """What an update with a non-finite gradient does."""
-    return _Policy.nonfinite
+def nonfinite(optimizer: torch.optim.Optimizer | None = None) -> Nonfinite:
+    """What an update with a non-finite gradient does: that of an optimizer, or of all."""
+    policy: Nonfinite = getattr(optimizer, _PROPAGATES, _Policy.nonfinite)
+    return policy
+
+
+def propagate_in(optimizer: torch.optim.Optimizer) -> None:
+    """Has updates of `optimizer` propagate gradients that are not finite, whatever others do."""
+    setattr(optimizer, _PROPAGATES, "propagate")
+
+
+@contextmanager
+def following(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Updates inside do what those of `optimizer` do."""
+    outer, _Policy.nonfinite = _Policy.nonfinite, nonfinite(optimizer)
+    try:
+        yield
+    finally:
+        _Policy.nonfinite = outer
 
 
 def set_nonfinite(policy: Nonfinite) -> None:

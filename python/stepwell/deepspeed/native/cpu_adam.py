@@ -146,8 +146,9 @@ def adam_rollback(
 ) -> int:
     """Undoes the `adam_update` that was called with the same arguments. Returns 0.
 
-    The update is undone by inverse arithmetic, so up to the rounding of what holds it. An update that was refused
-    because its gradient is not finite has changed nothing, and neither does its rollback.
+    The update is undone by inverse arithmetic, so up to the rounding of what holds it. An update
+    that was refused because its gradient is not finite has changed nothing, and neither does its
+    rollback.
 
     Raises:
         ValueError: the update cannot be undone; nothing was changed.

@@ -47,7 +47,7 @@ def undo(tensors: NativeTensors, *, step: int, hyper: Hyper) -> None:
     flat = NativeTensors(*(tensor.detach().reshape(-1) for tensor in tensors))
     pieces = [
         NativeTensors(*parts)
-        for parts in zip(*(tensor.split(_PIECE) for tensor in flat), strict=True)
+        for parts in zip(*(torch.split(tensor, _PIECE) for tensor in flat), strict=True)
     ]
     undone = [_inverse(piece, step, hyper) for piece in pieces]
     lost = sum(

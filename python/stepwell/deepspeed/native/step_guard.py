@@ -39,7 +39,7 @@ def counting_applied_steps(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def guarded(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         counts = {key: _copy(state.get("step", 0)) for key, state in self.state.items()}
-        with adam.recorded() as applied:
+        with adam.following(self), adam.recorded() as applied:
             try:
                 return step(self, *args, **kwargs)
             except BaseException:
@@ -69,7 +69,7 @@ def whole(step: Callable[..., Any]) -> Callable[..., Any]:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), adam.all_finite(list(_gradients(self))):
+        with torch.no_grad(), adam.following(self), adam.all_finite(list(_gradients(self))):
             counting(*call.args, **call.kwargs)
         return loss
 

@@ -48,18 +48,24 @@ class Home(Protocol):
     def wait_for_step(self) -> None:
         """Waits until the last step is complete."""
 
-    def wait_for_gradients(self) -> None:
-        """Waits until all gradients that were sent are in host memory."""
+    def gradient(self, begin: int, numel: int) -> torch.Tensor | None:
+        """A piece of the gradient, in the master's dtype; None: it is DeepSpeed's."""
+
+    def set_gradient(self, begin: int, value: torch.Tensor) -> bool:
+        """Sets a piece of the gradient. False: it is DeepSpeed's, and nothing was changed."""
 
 
-class Waits(Protocol):
-    """What has work on partitions under way."""
+class Work(Protocol):
+    """The work on a partition that is under way."""
 
     def finish(self) -> None:
         """Waits until the last step is complete."""
 
-    def arrive(self) -> None:
-        """Waits until all gradients that were sent are in host memory."""
+    def gradient(self, begin: int, numel: int) -> torch.Tensor:
+        """A piece of the gradient: a copy."""
+
+    def set_gradient(self, begin: int, value: torch.Tensor) -> None:
+        """Sets a piece of the gradient."""
 
 
 class RamHome:
@@ -68,15 +74,15 @@ class RamHome:
     Args:
         optimizer: steps the partition.
         master: the partition.
-        waits: what steps it in the background; None: it is stepped by `optimizer.step()`.
+        work: what steps it in the background; None: it is stepped by `optimizer.step()`.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, master: torch.Tensor, waits: Waits | None = None
+        self, optimizer: torch.optim.Optimizer, master: torch.Tensor, work: Work | None = None
     ) -> None:
         self._optimizer = optimizer
         self._master = master
-        self._waits = waits
+        self._work = work
 
     def master(self) -> torch.Tensor:
         """The fp32 partition, after the last step."""
@@ -114,13 +120,19 @@ class RamHome:
 
     def wait_for_step(self) -> None:
         """Waits until the last step is complete."""
-        if self._waits is not None:
-            self._waits.finish()
+        if self._work is not None:
+            self._work.finish()
 
-    def wait_for_gradients(self) -> None:
-        """Waits until all gradients that were sent are in host memory."""
-        if self._waits is not None:
-            self._waits.arrive()
+    def gradient(self, begin: int, numel: int) -> torch.Tensor | None:
+        """A piece of the gradient; None where `optimizer.step()` steps it."""
+        return None if self._work is None else self._work.gradient(begin, numel)
+
+    def set_gradient(self, begin: int, value: torch.Tensor) -> bool:
+        """Sets a piece of the gradient; False where `optimizer.step()` steps it."""
+        if self._work is None:
+            return False
+        self._work.set_gradient(begin, value)
+        return True
 
 
 def attach(home: Home, params: Iterable[Any]) -> None:

@@ -137,7 +137,9 @@ class Operands:
             ValueError: it is neither.
         """
         optimizer = self._optimizer
-        policy = optimizer._nonfinite if isinstance(optimizer, optim.Adam) else adam.nonfinite()
+        policy = (
+            optimizer._nonfinite if isinstance(optimizer, optim.Adam) else adam.nonfinite(optimizer)
+        )
         if policy == "raise":
             raise ValueError(
                 "a gradient is not finite; nothing was changed. hint: let DeepSpeed skip such "

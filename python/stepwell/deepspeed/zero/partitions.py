@@ -15,6 +15,8 @@ their dtype they are copied from it at the end of the step.
   holds no sum. The additions are the same in the same order: the same bits.
 - The norm of each gradient is computed where it is complete. The host waits once, for all norms.
 - An element that got no gradient is stepped with the gradient 0.
+- A gradient that a program sets is held in the master's precision until the next one arrives. For a
+  step with such a gradient its whole partition is widened: 4 bytes per parameter, announced then.
 """
 
 from __future__ import annotations
@@ -38,7 +40,14 @@ from stepwell.offload.engine import current_stream, device_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-__all__ = ["Fragment", "FragmentUploads", "Partition", "Partitions", "Update"]
+__all__ = [
+    "Fragment",
+    "FragmentUploads",
+    "Partition",
+    "PartitionWork",
+    "Partitions",
+    "Update",
+]
 
 
 class Fragment(NamedTuple):
@@ -93,6 +102,7 @@ class Partitions:
         host_bytes_max: the most host memory that may be taken; None: what is free.
         adds_on_host: whether `add_on_host` will be called. Where it is called all the same, what it
             needs is taken then.
+        is_pinned: whether the host side of gradients and weights is pinned.
 
     Raises:
         OSError: the device or the memory cannot be had.
@@ -107,8 +117,13 @@ class Partitions:
         threads: int | None = None,
         host_bytes_max: int | None = None,
         adds_on_host: bool = False,
+        is_pinned: bool = True,
     ) -> None:
-        _announce(partitions, STAGING_BYTES if adds_on_host else 0, host_bytes_max)
+        staging_bytes = STAGING_BYTES if adds_on_host else 0
+        self._host_bytes_left = _announce(
+            partitions, staging_bytes, host_bytes_max, is_pinned=is_pinned
+        )
+        self._is_pinned = is_pinned
         self.device = device
         numels = [partition.weight.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
@@ -127,14 +142,16 @@ class Partitions:
         self._is_uncopied = False
         for master, weight, grad_dtype, _, is_offloaded in partitions:
             numel, is_same = weight.numel(), master.dtype == weight.dtype
-            moved = self._memory(numel, master.dtype, pinned=is_same and not is_offloaded)
+            moved = self._memory(
+                numel, master.dtype, pinned=is_pinned and is_same and not is_offloaded
+            )
             twin = None
             if is_same:
                 self._copies += [(weight, master)] if is_offloaded else []
             elif is_offloaded:
                 twin = weight
             else:
-                twin = self._memory(numel, weight.dtype, pinned=True)
+                twin = self._memory(numel, weight.dtype, pinned=is_pinned)
             if master.numel() == numel:
                 moved.copy_(master.detach())
             elif twin is None or is_offloaded:
@@ -144,8 +161,17 @@ class Partitions:
                 moved.copy_(twin.copy_(weight))
             master.data = moved
             self.twins.append(twin)
-            self.grads.append(self._memory(numel, grad_dtype, pinned=True))
+            self.grads.append(self._memory(numel, grad_dtype, pinned=is_pinned))
         self._is_offloaded = [partition.is_offloaded for partition in partitions]
+        self._master_dtypes = [partition.master.dtype for partition in partitions]
+        # What a program has set since a fragment's gradient arrived, where `grads` is narrower.
+        self._values_set: dict[Fragment, torch.Tensor] = {}
+        self._widened: dict[int, torch.Tensor] = {}
+        # Fragments that a program has set since the last step.
+        self._set: set[Fragment] = set()
+        # Fragments whose gradient has not been stepped; what others were scaled by.
+        self._unscaled: set[Fragment] = set()
+        self._last_grad_scale = 1.0
         # Sums that are not complete; and the norms of complete ones, which are on their way.
         self._sums: dict[Fragment, torch.Tensor] = {}
         self._norms: dict[Fragment, torch.Tensor] = {}
@@ -189,6 +215,11 @@ class Partitions:
             # A sum that is on its way already is out of date.
             self._norms.pop(fragment, None)
 
+    def has_gradient(self, fragment: Fragment) -> bool:
+        """Whether a fragment has got a gradient since the last step, or has no elements."""
+        found = (self._sums, self._norms, self._on_host)
+        return fragment.numel == 0 or any(fragment in each for each in found)
+
     def send(self, fragment: Fragment) -> None:
         """The gradient of a fragment is complete: it is copied to the host."""
         if fragment.numel == 0:
@@ -201,11 +232,12 @@ class Partitions:
         if fragment in self._norms:
             # A second backward after the one that was announced as the last.
             self.arrive()
+            target = self._values_set.get(fragment, target)
             target.add_(piece.to(target.device, target.dtype))
             self._norms[fragment] = _norm(target).to(self.device)
             return
         self._norms[fragment] = _norm(piece)
-        self._written.add(fragment)
+        self._arriving(fragment)
         self._bytes_sent += piece.nbytes
         self._lane.copy(piece, target)
 
@@ -226,7 +258,7 @@ class Partitions:
             # Some weight of the last step has not been used.
             self.finish()
         if self._adder is None:
-            self._adder = Adder(self.device)
+            self._adder = Adder(self.device, is_pinned=self._is_pinned)
         if self._norms.pop(fragment, None) is not None:
             # It was sent as complete.
             self._lane.wait()
@@ -235,17 +267,62 @@ class Partitions:
         self._adder.run(operation, self._grad(fragment), piece)
         self._bytes_sent += piece.nbytes
         self._on_host.add(fragment)
+        self._arriving(fragment)
+
+    def _arriving(self, fragment: Fragment) -> None:
+        """A gradient is on its way, in the place of what a program has set."""
         self._written.add(fragment)
+        self._unscaled.add(fragment)
+        self._set.discard(fragment)
+        self._values_set.pop(fragment, None)
 
     def _grad(self, fragment: Fragment) -> torch.Tensor:
         return self.grads[fragment.group].narrow(0, fragment.begin, fragment.numel)
 
-    def rewritten(self, fragment: Fragment) -> None:
-        """Somebody has written the gradient of a fragment in `grads`."""
-        grad = self._grad(fragment)
-        self._on_host.discard(fragment)
-        self._norms[fragment] = _norm(grad).to(self.device)
+    def _held(self, fragment: Fragment) -> torch.Tensor:
+        """The gradient of a fragment, where it is."""
+        return self._values_set.get(fragment, self._grad(fragment))
+
+    def gradient(self, fragment: Fragment) -> torch.Tensor:
+        """The gradient of a fragment, in the master's dtype: a copy, in host memory.
+
+        After a step, until the next gradient arrives: as it was stepped, unscaled and clipped.
+        """
+        self.arrive()
+        grad = self._held(fragment).to(self._master_dtypes[fragment.group], copy=True)
+        return grad if fragment in self._unscaled else grad.mul_(self._last_grad_scale)
+
+    def set_gradient(
+        self, fragment: Fragment, value: torch.Tensor, *, is_norm_kept: bool = False
+    ) -> None:
+        """Sets the gradient of a fragment, in the master's precision.
+
+        Args:
+            fragment: whose gradient.
+            value: flat, as many elements, on any device.
+            is_norm_kept: whether the norm remains that of the gradient that was there.
+        """
+        self.arrive()
+        self.finish()
+        if fragment in self._on_host:
+            self._on_host.discard(fragment)
+            self._norms[fragment] = _norm(self._held(fragment)).to(self.device)
+        dtype = self._master_dtypes[fragment.group]
+        target = self._held(fragment)
+        if target.dtype == dtype:
+            target.copy_(value)
+        else:
+            target = value.detach().to("cpu", dtype, copy=True)
+            self._values_set[fragment] = target
+        self._set.add(fragment)
         self._written.add(fragment)
+        self._unscaled.add(fragment)
+        if not is_norm_kept:
+            self._norms[fragment] = _norm(target).to(self.device)
+        self._written.add(fragment)
+        self._unscaled.add(fragment)
+        if not is_norm_kept:
+            self._norms[fragment] = _norm(target).to(self.device)
 
     def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
         """The norm of all gradients since the last step; not finite if one of them is not.
@@ -280,7 +357,7 @@ class Partitions:
     def _host_squares(self, fragments: Iterable[Fragment]) -> float:
         self.arrive()
         # In the order of memory: one order of summation.
-        stats = _core.grad_stats([view(self._grad(fragment)) for fragment in sorted(fragments)])
+        stats = _core.grad_stats([view(self._held(fragment)) for fragment in sorted(fragments)])
         return stats.sq_norm if stats.finite else math.inf
 
     def arrive(self) -> None:
@@ -303,28 +380,65 @@ class Partitions:
         self._sums.clear()
         self._on_host.clear()
         self._norms.clear()
+        self._set.clear()
 
     # ---- the step ----
 
+    def stepped_grads(self) -> list[torch.Tensor]:
+        """The gradients that the coming step takes, by group. All are complete.
+
+        Raises:
+            ValueError: there is not as much memory as gradients that were set take.
+        """
+        self.finish()
+        current = self._norms.keys() | self._on_host | self._set
+        for fragment in self._written - current:
+            self._grad(fragment).zero_()
+            self._values_set.pop(fragment, None)
+        self._written &= current
+        if not self._values_set:
+            self._widened.clear()
+            return self.grads
+        self.arrive()
+        groups = {fragment.group for fragment in self._values_set}
+        self._widened = {group: self._wide(group) for group in groups}
+        for group, wide in self._widened.items():
+            wide.copy_(self.grads[group])
+        for (group, begin, numel), value in self._values_set.items():
+            self._widened[group].narrow(0, begin, numel).copy_(value)
+        return [self._widened.get(group, grad) for group, grad in enumerate(self.grads)]
+
+    def _wide(self, group: int) -> torch.Tensor:
+        """Memory for a partition's gradient in the master's dtype."""
+        if group in self._widened:
+            return self._widened[group]
+        numel, dtype = self.grads[group].numel(), self._master_dtypes[group]
+        state = numel * dtype.itemsize
+        announce(numel, state=state, pinned=0, limit=self._host_bytes_left)
+        return self._memory(numel, dtype, pinned=False)
+
     def prepare(
-        self, updates: Sequence[Update], weights: Sequence[torch.Tensor], in_use: Sequence[object]
+        self,
+        updates: Sequence[Update],
+        weights: Sequence[torch.Tensor],
+        in_use: Sequence[object],
+        *,
+        grad_scale: float,
     ) -> list[partial[Any]]:
         """Makes everything ready for a step, and returns the calls that start it in the background.
 
-        They are made one directly after the other. The first raises ValueError where the step cannot be taken, with nothing changed, and OSError
-        where the device has failed. After them comes `forget`, or `drop` if it raised.
+        They are made one directly after the other. The first raises ValueError where the step
+        cannot be taken, with nothing changed, and OSError where the device has failed. After them
+        comes `forget`, or `drop` if it raised.
 
         Args:
             updates: all partitions, in the order in which they are stepped; their tensors have
-                `grads` and `twins`.
+                `stepped_grads` and `twins`.
             weights: the partitions' weights.
             in_use: what keeps the memory of the updates alive; held until the step has ended.
+            grad_scale: the factor of all gradients.
         """
         self.finish()
-        complete = self._norms.keys() | self._on_host
-        for fragment in self._written - complete:
-            self._grad(fragment).zero_()
-        self._written &= complete
         self._lane.order(self._engine)
         self._bytes_downloaded, self._bytes_sent, self._seconds_waited = self._bytes_sent, 0, 0.0
         self._submit_stream, self._step_stream = self.stream(), None
@@ -338,7 +452,7 @@ class Partitions:
             ],
             steps=[update.step for update in updates],
             hypers=[update.hyper for update in updates],
-            owners=[*in_use, list(weights), list(self.grads), list(self.twins)],
+            owners=[*in_use, list(weights), list(self.grads), list(self.twins), self._widened],
             stream=self._submit_stream,
         )
         # Gradients that are stepped are not added to.
@@ -348,6 +462,9 @@ class Partitions:
             partial(setattr, self, "_is_uncopied", bool(self._copies)),
             partial(self._norms.clear),
             partial(self._on_host.clear),
+            partial(self._set.clear),
+            partial(self._unscaled.clear),
+            partial(setattr, self, "_last_grad_scale", grad_scale),
         ]
 
     def forget(self) -> None:
@@ -412,7 +529,16 @@ class Partitions:
         self._finalizer.detach()
         del self._engine, self._lane
         self._adder = None
-        for held in (self.grads, self.twins, self._copies, self._sums, self._norms, self._on_host):
+        for held in (
+            self.grads,
+            self.twins,
+            self._copies,
+            self._sums,
+            self._norms,
+            self._on_host,
+            self._values_set,
+            self._widened,
+        ):
             held.clear()
 
     def stream(self) -> int:
@@ -429,6 +555,32 @@ class Partitions:
             "gate": self._seconds_waited,
             "bytes_downloaded": self._bytes_downloaded,
         }
+
+
+class PartitionWork:
+    """The work on one partition that is under way: what its `Home` waits for, and its gradient.
+
+    Args:
+        partitions: what steps it.
+        group: its number.
+    """
+
+    def __init__(self, partitions: Partitions, group: int) -> None:
+        self._partitions = partitions
+        self._group = group
+
+    def finish(self) -> None:
+        """Waits until the last step is complete."""
+        self._partitions.finish()
+
+    def gradient(self, begin: int, numel: int) -> torch.Tensor:
+        """As `Partitions.gradient`."""
+        return self._partitions.gradient(Fragment(self._group, begin, numel))
+
+    def set_gradient(self, begin: int, value: torch.Tensor) -> None:
+        """As `Partitions.set_gradient`. As DeepSpeed has it, the norm remains what it was."""
+        fragment = Fragment(self._group, begin, value.numel())
+        self._partitions.set_gradient(fragment, value, is_norm_kept=True)
 
 
 class FragmentUploads:
@@ -456,8 +608,13 @@ class FragmentUploads:
 
 
 def _announce(
-    partitions: Sequence[Partition], staging_bytes: int, host_bytes_max: int | None
-) -> None:
+    partitions: Sequence[Partition],
+    staging_bytes: int,
+    host_bytes_max: int | None,
+    *,
+    is_pinned: bool,
+) -> int | None:
+    """Announces what partitions take. Returns what is left of `host_bytes_max`."""
     state, pinned, held = 0, staging_bytes, 0
     for master, weight, grad_dtype, moments_bytes, is_offloaded in partitions:
         numel, is_same = weight.numel(), weight.dtype == master.dtype
@@ -466,6 +623,8 @@ def _announce(
         state += moments_bytes + (0 if is_upload else numel * master.dtype.itemsize)
         pinned += weight.nbytes + numel * grad_dtype.itemsize
         held += master.nbytes + (weight.nbytes if is_offloaded else 0)
+    if not is_pinned:
+        state, pinned = state + pinned, 0
     announce(
         sum(partition.weight.numel() for partition in partitions),
         state=state,
@@ -473,6 +632,7 @@ def _announce(
         limit=host_bytes_max,
         held=held,
     )
+    return None if host_bytes_max is None else host_bytes_max - state - pinned
 
 
 def _norm(piece: torch.Tensor) -> torch.Tensor:

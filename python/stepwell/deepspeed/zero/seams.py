@@ -6,7 +6,9 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from stepwell import optim
 from stepwell.deepspeed.logs import warn
+from stepwell.deepspeed.native import adam
 from stepwell.deepspeed.plan import inference_plan, plan
 from stepwell.deepspeed.seams import Attribute, Overridden
 from stepwell.deepspeed.state.home import home_of
@@ -14,6 +16,8 @@ from stepwell.deepspeed.zero.client_optimizer import check_client
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from stepwell.deepspeed.seams import Place
 
@@ -49,12 +53,23 @@ def _unfit(zero_class: str) -> str | None:
     return _CLASSES[zero_class].unused()
 
 
+def _propagate(optimizer: Any) -> None:
+    """Gradients that are not finite are stepped."""
+    if not isinstance(optimizer, optim.Adam):
+        adam.propagate_in(optimizer)
+    elif optimizer._nonfinite == "raise":
+        # Its default; another policy was asked for.
+        optimizer._nonfinite = "propagate"
+
+
 def _planned(original: Callable[..., str | None]) -> Callable[..., str | None]:
     @functools.wraps(original)
     def check(self: Any, basic_optimizer: Any) -> str | None:
         wrapper = original(self, basic_optimizer)
         is_zero = wrapper == importlib.import_module(_ENGINE).ZERO_OPTIMIZATION
         self.stepwell_plan = plan(self, basic_optimizer, is_zero=is_zero, unfit=_unfit)
+        if self.stepwell_plan.propagates:
+            _propagate(basic_optimizer)
         if self.stepwell_plan.warning is not None:
             warn(self.stepwell_plan.warning)
         check_client(self)
@@ -97,12 +112,29 @@ def _weights_got(original: Callable[..., Any]) -> Callable[..., Any]:
 def _gradient_got(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_lp_grad_fragment(self: Any, index_in_param_group: int) -> Any:
-        home = home_of(self)
-        if home is not None:
-            home.wait_for_gradients()
-        return original(self, index_in_param_group)
+        home, address = home_of(self), self.hp_fragment_address
+        grad = None if home is None else home.gradient(address.start, address.numel)
+        return original(self, index_in_param_group) if grad is None else grad
 
     return get_lp_grad_fragment
+
+
+def _gradient_set(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_full_hp_grad(self: Any, value: torch.Tensor) -> None:
+        fragment = self._hp_mapping
+        home = None if fragment is None else home_of(fragment)
+        if home is None:
+            original(self, value)
+            return
+        source = fragment.lp_fragment_address
+        piece = value.detach().flatten().narrow(0, source.start, source.numel)
+        if not home.set_gradient(fragment.hp_fragment_address.start, piece):
+            original(self, value)
+        elif hasattr(self, "_zero_optimizer"):
+            self._zero_optimizer.update_offload_overflow_tracker(value)
+
+    return set_full_hp_grad
 
 
 _MAKER = Attribute(
@@ -154,5 +186,12 @@ SEAMS: tuple[Place, ...] = (
         "tensor_fragment.get_lp_grad_fragment",
         _gradient_got,
         ("self", "index_in_param_group"),
+    ),
+    Attribute(
+        "offload engine, gradient setting",
+        "deepspeed.utils.mixed_precision_linkage",
+        "set_full_hp_grad",
+        _gradient_set,
+        ("self", "value"),
     ),
 )

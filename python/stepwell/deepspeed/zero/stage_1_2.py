@@ -42,6 +42,7 @@ from stepwell.deepspeed.zero.partitions import (
     FragmentUploads,
     Partition,
     Partitions,
+    PartitionWork,
     Update,
 )
 from stepwell.offload.gate import Gate
@@ -141,10 +142,14 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         sums_apart = [
             self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))
         ]
-        # Sums in fp32 are added up where reductions end, and those of sequence parallelism are more
-        # than averages.
+        # Sums in fp32 are added up where reductions end, those of sequence parallelism are more
+        # than averages, and some reductions round also where they add nothing up.
         self._is_unreduced = (
-            self._is_alone and self.sequence_parallel_size == 1 and not any(sums_apart)
+            self._is_alone
+            and self.sequence_parallel_size == 1
+            and not any(sums_apart)
+            and self.communication_data_type in (self.dtype, torch.float32)
+            and self.gradient_predivide_factor == 1.0
         )
         shapes, self._masters = self._masters, [_without_data(each) for each in self._masters]
         for group, master in zip(self.optimizer.param_groups, self._masters, strict=True):
@@ -172,9 +177,11 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             adds_on_host=self._adds_on_host
             and self.gradient_accumulation_steps > 1
             and not all(sums_apart),
+            is_pinned=self._plan.is_pinned,
         )
         self.stepwell_homes = [
-            RamHome(self.optimizer, master, self._partitions) for master in self._masters
+            RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
+            for group, master in enumerate(self._masters)
         ]
 
     @property
@@ -183,12 +190,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return self._partitions.timing()
 
     def _get_offload_gradient_dict(self) -> None:
-        for group, params in enumerate(self.params_in_partition):
-            fragments = map(self._fragment, params)
-            grad = self._partitions.grads[group]
-            self.offload_gradient_dict[group] = [
-                grad.narrow(0, begin, numel) for _, begin, numel in fragments
-            ]
+        # Fragments get and set gradients by their home.
+        pass
 
     # ---- the backward ----
 
@@ -291,6 +294,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._backward.check()
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
+            self._check_used()
             norm = self._partitions.norm(self._add_up)
             self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
             scale = float(self.loss_scale)
@@ -323,6 +327,39 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             )
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
+
+    def scaled_global_norm(self, norm_type: float = 2) -> torch.Tensor:
+        """The norm of the gradients since the last step, times the loss scale: a scalar.
+
+        Infinite if one of them is not finite; 0 before the last backward of an accumulation.
+
+        Raises:
+            ValueError: for another norm than that of the squares.
+        """
+        if norm_type != 2:
+            raise ValueError(f"`norm_type` is `{norm_type}`, expected 2")
+        if not self.is_gradient_accumulation_boundary():
+            return global_norm(0.0, 1.0)
+        self._check_used()
+        return global_norm(self._partitions.norm(self._add_up), 1.0)
+
+    def _check_used(self) -> None:
+        """Raises AssertionError, as DeepSpeed, where every parameter should have a gradient."""
+        if self.ignore_unused_parameters:
+            return
+        unused = [
+            param
+            for params in self.params_in_partition
+            for param in params
+            if not self._partitions.has_gradient(self._fragment(param))
+        ]
+        if unused:
+            names = ", ".join(f"`{self.param_names.get(param, '?')}`" for param in unused[:4])
+            raise AssertionError(
+                f"{len(unused)} parameters got no gradient: {names}; nothing was changed. hint: "
+                "zero_optimization.ignore_unused_parameters true, or a loss to which all "
+                "parameters contribute"
+            )
 
     def _add_up(self, squares: torch.Tensor) -> None:
         """Adds this rank's squared norm to those of the others, in place."""
@@ -367,9 +404,10 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # Small groups first: biases and norms are of every layer, and the first would wait for the
         # last.
         groups = sorted(range(len(self._masters)), key=lambda group: self._masters[group].numel())
+        grads = partitions.stepped_grads()
         operands = [
             self._operands.of(
-                group, group, self._masters[group], partitions.grads[group], partitions.twins[group]
+                group, group, self._masters[group], grads[group], partitions.twins[group]
             )
             for group in groups
         ]
@@ -379,7 +417,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             if operand.tensor is not None
         ]
         in_use = [self._masters, [operand.state for operand in operands]]
-        submission = partitions.prepare(updates, self._weights(), in_use)
+        submission = partitions.prepare(updates, self._weights(), in_use, grad_scale=grad_scale)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_gated = self._open_gate()
         self._operands.commit(operands, submission)

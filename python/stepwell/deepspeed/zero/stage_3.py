@@ -27,7 +27,13 @@ from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOpt
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
-from stepwell.deepspeed.zero.partitions import Fragment, Partition, Partitions, Update
+from stepwell.deepspeed.zero.partitions import (
+    Fragment,
+    Partition,
+    Partitions,
+    PartitionWork,
+    Update,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -91,10 +97,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
             adds_on_host=self._adds_on_host and self.gradient_accumulation_steps > 1,
+            is_pinned=self._plan.is_pinned,
         )
         self.stepwell_homes = [
-            RamHome(self.optimizer, master, self._partitions)
-            for master in self.fp32_partitioned_groups_flat
+            RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
+            for group, master in enumerate(self.fp32_partitioned_groups_flat)
         ]
         # Where DeepSpeed makes the flat buffer next.
         self.device = torch.device("meta")
@@ -204,34 +211,47 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         # The step sends what has not been sent.
         pass
 
-    def _grad(self, param: Any) -> torch.Tensor:
-        group, begin, numel = self._fragment(param)
-        return self._partitions.grads[group].narrow(0, begin, numel)
-
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
-        self._partitions.arrive()
-        return self._grad(param), self._fragment(param).group
+        fragment = self._fragment(param)
+        return self._partitions.gradient(fragment), fragment.group
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """The gradients, by the numbers of sub-group and parameter."""
-        self._partitions.arrive()
         grads: dict[int, dict[int, torch.Tensor]] = defaultdict(dict)
         for params in self.fp16_groups:
             for index, param in enumerate(params):
-                grads[self._fragment(param).group][index] = self._grad(param).float()
+                fragment = self._fragment(param)
+                grads[fragment.group][index] = self._partitions.gradient(fragment).float()
         return grads
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        """As DeepSpeed's; the clip coefficient is of what was set."""
-        super().set_fp32_grad_for_param(value, param)
-        self._partitions.rewritten(self._fragment(param))
+        """Sets this rank's piece of a gradient; the clip coefficient is of what was set."""
+        if not param.requires_grad:
+            return
+        fragment = self._fragment(param)
+        begin = fragment.numel * self._get_param_partition_rank(param)
+        piece = value.detach().flatten()[begin : begin + fragment.numel]
+        # The last piece of a parameter may be shorter.
+        padded = torch.nn.functional.pad(piece, (0, fragment.numel - piece.numel()))
+        self._partitions.set_gradient(fragment, padded)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
-        """As DeepSpeed's."""
-        super().set_local_grad_for_param(value, param)
-        self._partitions.rewritten(self._fragment(param))
+        """Sets this rank's piece of a gradient.
+
+        Raises:
+            ValueError: `value` has another number of elements.
+        """
+        if not param.requires_grad:
+            return
+        fragment = self._fragment(param)
+        if value.numel() != fragment.numel:
+            raise ValueError(
+                f"`value` has `{value.numel()}` elements, expected {fragment.numel}: the piece of "
+                "the parameter that this rank has. hint: safe_set_full_grad sets the whole"
+            )
+        self._partitions.set_gradient(fragment, value.detach().flatten())
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
@@ -275,10 +295,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
+        grads = partitions.stepped_grads()
         operands = [
             self._operands.of(self.sub_group_to_group_id[group], group, master, grad, twin)
             for group, (master, grad, twin) in enumerate(
-                zip(masters, partitions.grads, partitions.twins, strict=True)
+                zip(masters, grads, partitions.twins, strict=True)
             )
         ]
         updates = [
@@ -287,7 +308,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             if operand.tensor is not None
         ]
         in_use = [masters, [operand.state for operand in operands]]
-        self._operands.commit(operands, partitions.prepare(updates, weights, in_use))
+        submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
+        self._operands.commit(operands, submission)
         partitions.forget()
         partitions.finish()
         for group in range(len(masters)):

@@ -1,0 +1,76 @@
+"""What DeepSpeed's users read, set and say: on the engine as on DeepSpeed's own path."""
+
+import deepspeed_run
+import pytest
+import torch
+
+PROGRAM_TIMEOUT = 300
+pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
+
+NAMES = (
+    "read, ZeRO-2",
+    "read, ZeRO-3",
+    "read, scaled, ZeRO-2",
+    "read, scaled, ZeRO-3",
+    "read, overflow, ZeRO-2",
+    "read, overflow, ZeRO-3",
+    "read, accumulated, ZeRO-2",
+    "set, ZeRO-2",
+    "set, ZeRO-3",
+    "state, ZeRO-2",
+    "state, ZeRO-3",
+    "unchecked, ZeRO-2",
+    "unchecked, ZeRO-3",
+    "unchecked, ours, ZeRO-2",
+    "unused, ZeRO-2",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return deepspeed_run.run("access", tmp_path_factory.mktemp("access"), timeout=PROGRAM_TIMEOUT)
+
+
+def assert_same_values(ours, theirs):
+    """To the bit, but for which NaN it is."""
+    assert len(ours) == len(theirs) > 0
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if isinstance(one, torch.Tensor):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            same = torch.equal(one.nan_to_num(nan=1e30), other.nan_to_num(nan=1e30))
+            assert same, index
+        else:
+            assert one == other, index
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_on_deepspeeds_own_path(runs, name):
+    assert_same_values(*runs[name])
+
+
+def test_all_runs_are_looked_at(runs):
+    assert {name for name in runs if "ZeRO" in name} == set(NAMES)
+
+
+def test_what_the_json_says_of_gradients_that_are_not_finite_wins(runs):
+    weights, norm, skipped = runs["unchecked, ZeRO-2"][0][0], *runs["unchecked, ZeRO-2"][0][5:7]
+    assert (norm, skipped) == (float("inf"), 0)
+    # Of the others the clip coefficient leaves nothing.
+    assert weights.isnan().sum() == 1
+
+
+def test_unused_parameters_are_refused_where_the_json_says_so(runs):
+    assert runs["unused, ZeRO-2"][0] == ["Assertion", True, True, True, True, True]
+
+
+def test_nothing_is_pinned_where_the_json_says_so(runs):
+    (absent, losses), *others = runs["pinned"]
+    assert absent == 2
+    assert others == [(2, losses), (0, losses)]
+
+
+def test_timers_time_the_step(runs):
+    (timed_gate, is_busy, (elapsed_ms,), step_seconds), (gate, *_) = runs["timed"]
+    assert (timed_gate, gate) == ("step", "module")
+    assert not is_busy
+    assert elapsed_ms >= 1000 * step_seconds > 0
