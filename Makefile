@@ -94,7 +94,8 @@ fingerprints: $(VENV)/.installed ## python/stepwell/deepspeed/fingerprints.json 
 # place of the standard library's (rust/sync.rs): thousands of orders per test.
 shuttle: export RUSTFLAGS += --cfg shuttle
 shuttle: ## the tests of the threads under a model checker
-	cargo test -q --locked --profile model --target-dir target/shuttle --lib -- ::model:: $(ARGS)
+	cargo test -q --locked --profile model --features baseline-only --target-dir target/shuttle \
+	  --lib -- ::model:: $(ARGS)
 
 # The compiler's sanitizers, which the stable compiler has and does not offer yet. The standard
 # library is not instrumented. Few cases: instrumented code without optimisation is slow, and

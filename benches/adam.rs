@@ -164,7 +164,7 @@ fn split_tensor(pool: &Pool, len: usize, with_fingerprints: bool) -> (AdamTensor
     parts.extend(fingerprints.map(|view| ("fingerprints", view)));
     let (param, grad) = (view(Dtype::BFloat16, len), view(Dtype::BFloat16, len));
     parts.extend(["exp_avg", "exp_avg_sq"].map(|name| (name, view(Dtype::Float32, len))));
-    // SAFETY: the gradient's memory is `memory`, and nobody else has it.
+    // SAFETY: the gradient's memory is `memory`, and nothing else uses it.
     unsafe { grad.slice_mut::<Bf16>(0..len) }.fill(Bf16(0x3c00));
     (AdamTensor::new(param, &parts, Some(grad), None, 7).expect("a tensor"), memory)
 }

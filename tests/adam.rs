@@ -271,7 +271,10 @@ proptest! {
                         first = Some(after);
                     }
                     Some(first) => {
-                        after.assert_same(first, &format!("{layout:?} on {} against the baseline", isa.name()));
+                        after.assert_same(
+                            first,
+                            &format!("{layout:?} on {} against the baseline", isa.name()),
+                        );
                     }
                 }
             }
@@ -286,7 +289,13 @@ proptest! {
         count in counts(),
         seed: u64,
     ) {
-        let mut ends: Vec<usize> = pieces.iter().scan(0, |end, piece| { *end += piece * BLOCK; Some((*end).min(numel)) }).collect();
+        let mut ends: Vec<usize> = pieces
+            .iter()
+            .scan(0, |end, piece| {
+                *end += piece * BLOCK;
+                Some((*end).min(numel))
+            })
+            .collect();
         ends.push(numel);
         ends.dedup();
         for layout in pairs() {
@@ -297,7 +306,8 @@ proptest! {
                 settle(&mut split, isa);
                 let mut begin = 0;
                 for &end in &ends {
-                    Call { isa, step: Step::new(&hyper, count), from: None, range: begin..end }.run(&mut split);
+                    Call { isa, step: Step::new(&hyper, count), from: None, range: begin..end }
+                        .run(&mut split);
                     begin = end;
                 }
                 take_fingerprints(&mut split, isa);
@@ -329,23 +339,34 @@ proptest! {
                 if let (Some(fingerprints), Some(of)) = (&mut to.fingerprints, &from.fingerprints) {
                     fingerprints.payload_mut().copy_from_slice(of.payload());
                 }
-                Call { isa, step: Step::new(&hyper, count), from: Some(&from), range: 0..numel }.run(&mut to);
+                Call { isa, step: Step::new(&hyper, count), from: Some(&from), range: 0..numel }
+                    .run(&mut to);
                 take_fingerprints(&mut to, isa);
                 to.assert_guards();
-                to.assert_same(&mut in_place, &format!("{layout:?} on {} out of place", isa.name()));
+                to.assert_same(
+                    &mut in_place,
+                    &format!("{layout:?} on {} out of place", isa.name()),
+                );
                 from.assert_untouched(&before, "the source");
             }
         }
     }
 
     #[test]
-    fn flush_to_zero_on_the_calling_thread_does_not_show(numel in 1_usize..200, hyper in hypers(), count in counts(), seed: u64) {
+    fn flush_to_zero_on_the_calling_thread_does_not_show(
+        numel in 1_usize..200,
+        hyper in hypers(),
+        count in counts(),
+        seed: u64,
+    ) {
         for layout in Layout::states() {
             for isa in Isa::available() {
                 let mut draw = Draw::new(seed);
                 let mut before = Held::zeros(layout, numel, 0);
                 // Subnormal wherever a value can be: what flushing would change.
-                let mut tiny = || (0..numel).map(|_| draw.value(Spread::Ordinary) * 1e-38).collect::<Vec<f32>>();
+                let mut tiny = || {
+                    (0..numel).map(|_| draw.value(Spread::Ordinary) * 1e-38).collect::<Vec<f32>>()
+                };
                 let (master, exp_avg) = (tiny(), tiny());
                 let exp_avg_sq: Vec<f32> = tiny().into_iter().map(f32::abs).collect();
                 let grad = tiny();
@@ -354,7 +375,10 @@ proptest! {
                 let (mut plain, mut flushed) = (before.moved(0), before.moved(0));
                 plain.step(isa, count, &hyper);
                 flushing_subnormals(|| flushed.step(isa, count, &hyper));
-                flushed.assert_same(&mut plain, &format!("{layout:?} on {} with flush-to-zero", isa.name()));
+                flushed.assert_same(
+                    &mut plain,
+                    &format!("{layout:?} on {} with flush-to-zero", isa.name()),
+                );
             }
         }
     }

@@ -74,7 +74,7 @@ fn threads_and_isas_do_not_show() {
     }
 }
 
-/// Workers inherit flush-to-zero from whoever starts them, and must not compute with it.
+/// Workers inherit flush-to-zero from the thread that starts them, and must not compute with it.
 #[test]
 fn flush_to_zero_of_whoever_made_the_pool_does_not_show() {
     let mut draw = Draw::new(6);
@@ -103,7 +103,12 @@ proptest! {
     #![proptest_config(cases(6))]
 
     #[test]
-    fn every_chunk_follows_the_oracle(tail in 1_usize..200, hyper in hypers(), count in 1_u64..2000, seed: u64) {
+    fn every_chunk_follows_the_oracle(
+        tail in 1_usize..200,
+        hyper in hypers(),
+        count in 1_u64..2000,
+        seed: u64,
+    ) {
         for layout in Layout::states() {
             let mut before = Held::random(layout, CHUNK_LEN + tail, 1, Spread::Ordinary, seed);
             let mut after = before.moved(2);
@@ -352,7 +357,7 @@ fn a_shared_gradient_is_fine() {
     }
 }
 
-/// A step reads and writes nothing before and behind its buffers: here there are pages that nobody
+/// A step reads and writes nothing before and behind its buffers: here there are pages that no code
 /// may touch.
 #[test]
 fn a_step_stays_within_its_pages() {
@@ -370,7 +375,7 @@ fn a_step_stays_within_its_pages() {
                 let buffer = Buffer::new(page, &BufferConfig::default(), pool()).expect("a page");
                 // At its end or, now and then, at its begin.
                 let at = if pages.len() % 3 == 2 { 0 } else { page - nbytes };
-                // SAFETY: both hold `nbytes` bytes, and nobody else has the page.
+                // SAFETY: both hold `nbytes` bytes, and nothing else uses the page.
                 let address = unsafe {
                     let to = buffer.as_ptr().add(at);
                     to.copy_from_nonoverlapping(
@@ -396,7 +401,7 @@ fn a_step_stays_within_its_pages() {
             unsafe { grad_stats(pool(), isa, &[tensor.grad.expect("it has one")], true) }
                 .expect("a gradient");
             let nbytes = tensor.param.numel() * tensor.param.dtype().size();
-            // SAFETY: the parameter's bytes, which nobody writes any more.
+            // SAFETY: the parameter's bytes, which nothing writes any more.
             let param = unsafe {
                 std::slice::from_raw_parts(
                     std::ptr::with_exposed_provenance::<u8>(tensor.param.address()),

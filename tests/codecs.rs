@@ -66,7 +66,9 @@ proptest! {
         let mut draw = Draw::new(seed);
         // Wide groups span all magnitudes; ordinary ones are put anywhere.
         let unit = if spread == Spread::Wide { 1.0 } else { 10_f64.powi(exponent) };
-        let mut values = || -> Vec<f32> { (0..numel).map(|_| (f64::from(draw.value(spread)) * unit) as f32).collect() };
+        let mut values = || -> Vec<f32> {
+            (0..numel).map(|_| (f64::from(draw.value(spread)) * unit) as f32).collect()
+        };
         let exp_avg = values();
         let exp_avg_sq: Vec<f32> = values().into_iter().map(f32::abs).collect();
         for moments in ROUNDING_CODECS {
@@ -76,12 +78,22 @@ proptest! {
                 let (first, second) = held.read_moments();
                 for (index, (value, got)) in exp_avg.iter().zip(first).enumerate() {
                     let (below, above) = brackets(&held, index, *value, false);
-                    prop_assert!(got == below || got == above, "{moments:?}: exp_avg {value:e} became {got:e}, not {below:e} or {above:e}");
+                    prop_assert!(
+                        got == below || got == above,
+                        "{moments:?}: exp_avg {value:e} became {got:e}, not {below:e} or {above:e}"
+                    );
                 }
                 for (index, (value, got)) in exp_avg_sq.iter().zip(second).enumerate() {
                     let (below, above) = brackets(&held, index, *value, true);
-                    prop_assert!(got == below || got == above, "{moments:?}: exp_avg_sq {value:e} became {got:e}, not {below:e} or {above:e}");
-                    prop_assert!((got > 0.0) == (*value > 0.0), "{moments:?}: exp_avg_sq {value:e} became {got:e}");
+                    prop_assert!(
+                        got == below || got == above,
+                        "{moments:?}: exp_avg_sq {value:e} became {got:e}, not {below:e} or \
+                         {above:e}"
+                    );
+                    prop_assert!(
+                        (got > 0.0) == (*value > 0.0),
+                        "{moments:?}: exp_avg_sq {value:e} became {got:e}"
+                    );
                 }
             }
         }
@@ -96,7 +108,11 @@ proptest! {
             let mut held = Held::random(layout, numel, 0, Spread::Ordinary, seed);
             assert_padding_is_zero(&held);
             for count in 1..=steps {
-                held.step(isa, count, &Hyper { weight_decay: 0.1, decoupled: false, ..Hyper::default() });
+                held.step(
+                    isa,
+                    count,
+                    &Hyper { weight_decay: 0.1, decoupled: false, ..Hyper::default() },
+                );
                 assert_padding_is_zero(&held);
             }
         }
@@ -239,7 +255,8 @@ fn rounding_is_unbiased() {
                     let bias = sums[place][usize::from(is_second)] / draws;
                     assert!(
                         bias.abs() <= allowed,
-                        "{moments:?}: {value:e} between {below:e} and {above:e} is off by {bias:e} on average, allowed {allowed:e}"
+                        "{moments:?}: {value:e} between {below:e} and {above:e} is off by {bias:e} \
+                         on average, allowed {allowed:e}"
                     );
                 }
             }

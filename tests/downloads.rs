@@ -35,7 +35,7 @@ fn step_at_once(engine: &Arc<Engine>, all: &mut [OnDevice], order: &[usize], cou
     let engine = Arc::clone(engine);
     // SAFETY: as in `take`.
     at_once(move || unsafe {
-        take_these(&engine, &gradients).and_then(|()| engine.submit(updates, &mut None, STREAM))
+        take_these(&engine, &gradients).and_then(|()| engine.submit(&updates, &mut None, STREAM))
     })
     .expect("a step");
 }
@@ -89,7 +89,7 @@ fn parts_that_the_device_has_not_been_given_are_waited_for() {
     let stepping = Arc::clone(&engine);
     // SAFETY: as in `take`.
     at_once(move || unsafe {
-        take_parts(&stepping, &parts).and_then(|()| stepping.submit(updates, &mut None, STREAM))
+        take_parts(&stepping, &parts).and_then(|()| stepping.submit(&updates, &mut None, STREAM))
     })
     .expect("a step");
     assert!(

@@ -100,8 +100,13 @@ proptest! {
             let mut first = Values::read(&mut held, pool(), widest(), offsets[0]);
             let (master, moments) = is_exact(layout);
             for (which, exact) in [(0, master), (1, moments), (2, moments)] {
-                for (index, (given, read)) in given.0[which].values().into_iter().zip(first.0[which].values()).enumerate() {
-                    prop_assert!(!exact || is_same(given, read), "{layout:?}: {which}[{index}] is {read:e} of {given:e}");
+                for (index, (given, read)) in
+                    given.0[which].values().into_iter().zip(first.0[which].values()).enumerate()
+                {
+                    prop_assert!(
+                        !exact || is_same(given, read),
+                        "{layout:?}: {which}[{index}] is {read:e} of {given:e}"
+                    );
                 }
             }
             if layout.moments == MomentsKind::Q8 {
@@ -109,7 +114,8 @@ proptest! {
             } else {
                 let mut again = Held::zeros(layout, numel, 0);
                 first.write(&mut again, pool(), widest(), count + 1);
-                Values::read(&mut again, pool(), widest(), 0).assert_same(&first, &format!("{layout:?} again"));
+                Values::read(&mut again, pool(), widest(), 0)
+                    .assert_same(&first, &format!("{layout:?} again"));
                 again.assert_same(&mut held, &format!("{layout:?} again"));
             }
         }
@@ -117,7 +123,13 @@ proptest! {
 
     /// On every ISA, wherever the memory lies, and with flush-to-zero set.
     #[test]
-    fn isas_and_alignments_do_not_show(numel in 0_usize..300, offset in 0_usize..64, spread in Spread::any(), count: u64, seed: u64) {
+    fn isas_and_alignments_do_not_show(
+        numel in 0_usize..300,
+        offset in 0_usize..64,
+        spread in Spread::any(),
+        count: u64,
+        seed: u64,
+    ) {
         for layout in Layout::states() {
             let mut given = Values::random(numel, 0, spread, seed);
             let mut expected = Held::zeros(layout, numel, 0);
@@ -138,7 +150,9 @@ proptest! {
                     values = Some(Values::read(&mut flushed, pool(), isa, 0));
                 });
                 flushed.assert_same(&mut expected, &format!("{what} with flush-to-zero"));
-                values.expect("read").assert_same(&expected_values, &format!("{what} with flush-to-zero"));
+                values
+                    .expect("read")
+                    .assert_same(&expected_values, &format!("{what} with flush-to-zero"));
             }
         }
     }
@@ -150,23 +164,42 @@ proptest! {
             let before = Held::random(layout, numel, 0, Spread::Ordinary, seed);
             let mut given = Values::random(numel, 0, Spread::Ordinary, seed ^ 1);
             let StateViews { master, moments } = given.views();
-            for from in [StateViews { master, moments: None }, StateViews { master: None, moments }, StateViews::default()] {
+            for from in [
+                StateViews { master, moments: None },
+                StateViews { master: None, moments },
+                StateViews::default(),
+            ] {
                 let mut after = before.moved(0);
                 let tensor = after.tensor();
                 // SAFETY: the views are of `after` and `given`.
                 unsafe { write_state(pool(), widest(), &tensor, 3, from) }.expect("a valid write");
                 let is_moment = |name: &str| name.starts_with("exp_avg");
                 for ((name, after), (_, before)) in after.buffers().zip(before.buffers()) {
-                    let is_left = if is_moment(name) { from.moments.is_none() } else { from.master.is_none() };
-                    prop_assert!(!is_left || after.payload() == before.payload(), "{layout:?}: {name} was changed");
+                    let is_left = if is_moment(name) {
+                        from.moments.is_none()
+                    } else {
+                        from.master.is_none()
+                    };
+                    prop_assert!(
+                        !is_left || after.payload() == before.payload(),
+                        "{layout:?}: {name} was changed"
+                    );
                 }
                 let mut values = Values::zeros(numel, 0);
                 let StateViews { master: to_master, moments: to_moments } = values.views();
-                let to = StateViews { master: from.master.and(to_master), moments: from.moments.and(to_moments) };
+                let to = StateViews {
+                    master: from.master.and(to_master),
+                    moments: from.moments.and(to_moments),
+                };
                 // SAFETY: as above.
                 unsafe { read_state(pool(), widest(), &after.tensor(), to) }.expect("a valid read");
-                prop_assert!(from.master.is_some() || values.0[0].values().iter().all(|value| *value == 0.0));
-                prop_assert!(from.moments.is_some() || values.0[1].values().iter().all(|value| *value == 0.0));
+                prop_assert!(
+                    from.master.is_some() || values.0[0].values().iter().all(|value| *value == 0.0)
+                );
+                prop_assert!(
+                    from.moments.is_some()
+                        || values.0[1].values().iter().all(|value| *value == 0.0)
+                );
             }
         }
     }

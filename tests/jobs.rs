@@ -110,7 +110,7 @@ fn discarding_waits_for_the_copies_and_returns_what_was_lent() {
     let discarded = engine.discard().expect("a device that works").expect("a gradient was taken");
     let is_over = || engine.wait_discarded(discarded, WATCHED).expect("a device that works");
     assert!(!is_over(), "copies are on their way");
-    assert!(engine.returned().is_empty());
+    assert_eq!(engine.returned().count(), 0);
     // The one that follows is of another step, and is not discarded by the call that waits on.
     let (mut second, kept) = lent();
     // SAFETY: as above.
@@ -118,7 +118,7 @@ fn discarding_waits_for_the_copies_and_returns_what_was_lent() {
     device.pause(Lane::Download, false);
     submit(&engine, &mut all[1..], 1, Hyper::default()).expect_err("tensor 0 has another size");
     drain(&engine).expect("copies");
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&dropped, &kept].map(|both| [count(&both[0]), count(&both[1])]), [[1; 2]; 2]);
 }
 
@@ -148,13 +148,13 @@ fn what_is_taken_after_a_discard_that_was_not_waited_for_is_stepped() {
     device.pause(Lane::Download, false);
     // The wait that goes on is for the old copies, and returns nothing of the new ones.
     assert!(engine.wait_discarded(discarded, SOON).expect("copies"));
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&*dropped[0], &*dropped[1]].map(count), [0; 2]);
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
     assert_eq!(engine.discard().expect("a device that works"), None, "its memory is the step's");
     finish(&engine);
     all[0].held.assert_same(&mut expected, "the gradient that was taken last");
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1; 2]);
 }
 
@@ -203,7 +203,7 @@ fn views_that_do_not_fit_the_tensor_are_refused() {
         let mut spoilt = update;
         spoil(&mut spoilt, grad);
         // SAFETY: it is refused.
-        unsafe { engine.submit(vec![spoilt], &mut None, STREAM) }.expect_err("must be refused");
+        unsafe { engine.submit(&[spoilt], &mut None, STREAM) }.expect_err("must be refused");
     }
     assert!(!engine.is_busy());
 }
@@ -277,17 +277,17 @@ fn what_a_step_borrows_is_held_until_its_last_upload_has_ended() {
         assert!(engine.take(&[gradient], &mut borrowed, STREAM, SOON).expect("a gradient"));
         let updates = vec![all[0].update(0, 1, Hyper::default())];
         let mut owners = Some(owners);
-        engine.submit(updates, &mut owners, STREAM).expect("a step");
+        engine.submit(&updates, &mut owners, STREAM).expect("a step");
         assert!(owners.is_none(), "what is lent is taken");
     }
     assert!(engine.finish(STREAM, SOON).expect("a step that works"));
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&*sources, &*targets, &*dropped].map(count), [1, 1, 0], "the upload has not ended");
     assert!(all[0].weight.iter().all(|&byte| byte == 0xa5));
     device.host.pause(Lane::Upload, false);
     drain(&engine).expect("copies");
     assert_eq!(count(&dropped), 0, "dropped by a thread of the engine's");
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!(count(&dropped), 1);
     all[0].assert_uploaded();
 }
@@ -303,15 +303,15 @@ fn releasing_returns_the_device_side_and_the_host_side_stays() {
     let (mut borrowed, [sources, targets]) = lent();
     // SAFETY: all memory outlives the step, which is waited for.
     unsafe { engine.take(&[all[0].gradient(0)], &mut borrowed, STREAM, SOON) }.expect("a gradient");
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&*sources, &*targets].map(count), [0, 0]);
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
     assert!(engine.release(STREAM, SOON).expect("the device has all copies"));
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&*sources, &*targets].map(count), [1, 0], "the stream is ordered after the copy");
     device.host.pause(Lane::Download, false);
     finish(&engine);
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&*sources, &*targets].map(count), [1, 1]);
 }
 
@@ -329,7 +329,7 @@ fn what_is_refused_takes_nothing() {
             .take(&[(index + 1, source, host)], &mut borrowed, STREAM, SOON)
             .expect_err("no such");
         let updates = vec![all[0].update(0, 0, Hyper::default())];
-        engine.submit(updates, &mut owners, STREAM).expect_err("no such count");
+        engine.submit(&updates, &mut owners, STREAM).expect_err("no such count");
     }
     assert!(borrowed.is_some() && owners.is_some());
     assert_eq!([&*sources, &*dropped].map(count), [0, 0]);
@@ -347,7 +347,7 @@ fn dropping_the_engine_drops_what_is_lent_after_all_copies() {
     unsafe {
         engine.take(&[all[0].gradient(0)], &mut borrowed, STREAM, SOON).expect("a gradient");
         let updates = vec![all[0].update(0, 1, Hyper::default())];
-        engine.submit(updates, &mut Some(owners), STREAM).expect("a step");
+        engine.submit(&updates, &mut Some(owners), STREAM).expect("a step");
     }
     drop(engine);
     assert_eq!([&*sources, &*targets, &*dropped].map(count), [1, 1, 1]);
@@ -364,9 +364,9 @@ fn a_failed_step_keeps_what_it_has_borrowed() {
     let (owners, dropped) = witness();
     let updates = vec![all[0].update(0, 1, Hyper::default())];
     // SAFETY: all memory outlives the engine.
-    unsafe { engine.submit(updates, &mut Some(owners), STREAM) }.expect("a step");
+    unsafe { engine.submit(&updates, &mut Some(owners), STREAM) }.expect("a step");
     engine.finish(STREAM, SOON).expect_err("must fail");
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!(count(&dropped), 0, "what the device still does with it is not known");
     drop(engine);
     assert_eq!(count(&dropped), 1);
@@ -407,7 +407,7 @@ impl Watched {
         let held = self.is_held.lock().expect("no panic");
         let (held, _) =
             self.changed.wait_timeout_while(held, SOON, |held| *held).expect("no panic");
-        if *held { Err(Error::value("nobody has let the tier go on")) } else { Ok(()) }
+        if *held { Err(Error::value("the test has not let the tier go on")) } else { Ok(()) }
     }
 }
 
@@ -530,13 +530,14 @@ fn one_generation_is_filled_while_the_other_is_stepped() {
         one.grad.clone_from(second);
     }
     let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, 2, &hyper)).collect();
-    let updates = (0..all.len()).map(|index| {
+    let update = |index: usize| {
         let mut update = all[index].update(index, 2, hyper);
         update.tensor.grad = Some(gradients[index].2);
         update
-    });
+    };
+    let updates: Vec<_> = (0..gradients.len()).map(update).collect();
     // SAFETY: as above.
-    unsafe { engine.submit(updates.collect(), &mut None, STREAM) }.expect("a step");
+    unsafe { engine.submit(&updates, &mut None, STREAM) }.expect("a step");
     finish(&engine);
     for (one, expected) in all.iter_mut().zip(&mut expected) {
         one.held.set_grad(|_| 0.0);
@@ -544,6 +545,57 @@ fn one_generation_is_filled_while_the_other_is_stepped() {
         one.held.assert_same(expected, "the second generation");
         one.assert_uploaded();
     }
+}
+
+/// A wait for a discard ended early, and the other generation is discarded after it.
+#[test]
+fn waiting_for_a_discard_returns_what_both_generations_had_discarded_before() {
+    let mut all = [split(70, 1)];
+    let tier = Arc::new(Watched::default());
+    let engine = engine_with(host_device(&all), &all, 2, Arc::clone(&tier) as Arc<dyn Tier>, 2);
+    tier.hold(true);
+    take(&engine, &mut all).expect("gradients");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    let mut other = vec![0_u16; 70];
+    let (_, source, host) = all[0].gradient(0);
+    let there = View::new(other.as_mut_ptr().expose_provenance(), host.dtype(), 70);
+    let there = there.expect("a view");
+    let take_lent = |target: View| {
+        let (mut lent, dropped) = lent();
+        // SAFETY: all memory outlives the engine.
+        unsafe { engine.take(&[(0, source, target)], &mut lent, STREAM, SOON) }.expect("one");
+        dropped
+    };
+    let discard = || engine.discard().expect("a device").expect("a gradient was taken");
+    let counts = |dropped: [&[Arc<AtomicUsize>; 2]; 2]| {
+        engine.returned().for_each(drop);
+        dropped.map(|both| [count(&both[0]), count(&both[1])])
+    };
+    let seconds = take_lent(there);
+    let second = discard();
+    tier.hold(false);
+    assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+    let firsts = take_lent(host);
+    let first = discard();
+    assert_ne!(first, second);
+    // The earlier discard is waited for, and nothing of the later one comes back.
+    assert!(engine.wait_discarded(second, SOON).expect("copies"));
+    assert_eq!(counts([&firsts, &seconds]), [[0; 2], [1; 2]]);
+    assert_eq!(engine.discard().expect("a device"), Some(first), "it is still to be waited for");
+    assert!(engine.wait_discarded(first, SOON).expect("copies"));
+    assert_eq!(counts([&firsts, &seconds]), [[1; 2], [1; 2]]);
+
+    // The same, and the later discard alone is waited for.
+    tier.hold(true);
+    submit(&engine, &mut all, 2, Hyper::default()).expect("a step");
+    let seconds = take_lent(there);
+    discard();
+    tier.hold(false);
+    assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+    let firsts = take_lent(host);
+    assert!(engine.wait_discarded(discard(), SOON).expect("copies"));
+    assert_eq!(counts([&firsts, &seconds]), [[1; 2], [1; 2]]);
+    assert_eq!(engine.discard().expect("a device"), None);
 }
 
 #[test]
@@ -626,7 +678,7 @@ fn a_take_and_a_submit_do_not_interleave() {
             });
             barrier.wait();
             // SAFETY: as above.
-            unsafe { engine.submit(updates, &mut None, STREAM) }.expect("a step");
+            unsafe { engine.submit(&updates, &mut None, STREAM) }.expect("a step");
             taking.join().expect("no panic")
         });
         device.pause(Lane::Download, false);
@@ -706,7 +758,7 @@ fn a_full_queue_takes_a_call_whole_or_not_at_all() {
     assert!(unsafe { engine.take(&[gradient], &mut last, STREAM, SOON) }.expect("room"));
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
     finish(&engine);
-    drop(engine.returned());
+    engine.returned().for_each(drop);
     assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1, 1]);
 }
 

@@ -1,4 +1,5 @@
-//! Each folder of `rust/` uses only the layers below it.
+//! What holds for the sources: each folder of `rust/` uses only the layers below it, and lines are
+//! short also where rustfmt does not look.
 
 use std::{fs, path::Path};
 
@@ -50,6 +51,22 @@ fn sources(folder: &Path, found: &mut Vec<(String, String)>) {
         } else if entry.extension().is_some_and(|extension| extension == "rs") {
             found
                 .push((entry.display().to_string(), fs::read_to_string(&entry).expect("a source")));
+        }
+    }
+}
+
+/// rustfmt leaves comments, strings and macros as they are.
+#[test]
+fn lines_are_within_100_columns() {
+    let mut sources_found = Vec::new();
+    for folder in ["rust", "tests", "benches"] {
+        sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join(folder), &mut sources_found);
+    }
+    assert!(sources_found.len() > 50, "{} sources", sources_found.len());
+    for (file, source) in &sources_found {
+        for (number, line) in source.lines().enumerate() {
+            let columns = line.chars().count();
+            assert!(columns <= 100, "{file}:{} has {columns} columns", number + 1);
         }
     }
 }

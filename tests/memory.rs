@@ -57,7 +57,7 @@ fn zeroed_writable_resident_and_of_exact_size() {
         let entry = map().into_iter().find(|entry| entry.0 == begin).expect("an entry of its own");
         assert_eq!(entry, (begin, begin + len, "rw-p".to_owned()), "exact size");
         assert_eq!(smaps_bytes(begin, "Rss"), len, "all of it faulted in");
-        // SAFETY: the buffer holds `nbytes` bytes, and nobody else has it.
+        // SAFETY: the buffer holds `nbytes` bytes, and nothing else uses it.
         let bytes = unsafe { slice::from_raw_parts_mut(buffer.as_ptr(), nbytes) };
         assert!(bytes.iter().all(|&byte| byte == 0));
         bytes.fill(0xa5);

@@ -63,14 +63,25 @@ fn stats(pool: &Pool, isa: Isa, grads: &mut [Guarded], with_norm: bool) -> GradS
 
 fn sizes() -> impl Strategy<Value = usize> {
     let around = |at: usize| at - 1..=at + 1;
-    prop_oneof![6 => 0_usize..=130, 1 => around(LANES), 1 => around(BLOCK), 1 => around(NORM_BLOCK), 1 => around(2 * NORM_BLOCK + BLOCK)]
+    prop_oneof![
+        6 => 0_usize..=130,
+        1 => around(LANES),
+        1 => around(BLOCK),
+        1 => around(NORM_BLOCK),
+        1 => around(2 * NORM_BLOCK + BLOCK),
+    ]
 }
 
 proptest! {
     #![proptest_config(cases(128))]
 
     #[test]
-    fn follows_float64_on_every_isa(numel in sizes(), offset in 0_usize..64, is_wide: bool, seed: u64) {
+    fn follows_float64_on_every_isa(
+        numel in sizes(),
+        offset in 0_usize..64,
+        is_wide: bool,
+        seed: u64,
+    ) {
         let mut draw = Draw::new(seed);
         let values = draw.values(if is_wide { Spread::Wide } else { Spread::Ordinary }, numel);
         for dtype in GRADS {
@@ -83,14 +94,25 @@ proptest! {
                 moved.assert_guards("grad");
                 let bits = |sums: &[f64]| sums.iter().map(|sum| sum.to_bits()).collect::<Vec<_>>();
                 let first = first.get_or_insert_with(|| got.clone());
-                prop_assert_eq!((got.0, got.1, bits(&got.2)), (first.0, first.1, bits(&first.2)), "{} on {}", dtype, isa.name());
+                prop_assert_eq!(
+                    (got.0, got.1, bits(&got.2)),
+                    (first.0, first.1, bits(&first.2)),
+                    "{} on {}",
+                    dtype,
+                    isa.name()
+                );
             }
             let (alone, with_sums, sums) = first.expect("scalar is always there");
             let largest = stored.iter().map(|value| value.abs().to_bits()).max().unwrap_or(0);
             prop_assert_eq!((alone, with_sums), (largest, largest));
             for (sum, block) in sums.iter().zip(stored.chunks(NORM_BLOCK)) {
                 let expected: f64 = block.iter().map(|value| f64::from(*value).powi(2)).sum();
-                prop_assert!(*sum == expected || (sum - expected).abs() <= SUM_ERROR * expected, "{} against {}", sum, expected);
+                prop_assert!(
+                    *sum == expected || (sum - expected).abs() <= SUM_ERROR * expected,
+                    "{} against {}",
+                    sum,
+                    expected
+                );
             }
         }
     }
@@ -103,7 +125,8 @@ proptest! {
         for dtype in GRADS {
             let grad = grad(dtype, &values, 0);
             let whole = measure(widest(), &grad, 0..numel);
-            let (first, second) = (measure(widest(), &grad, 0..cut), measure(widest(), &grad, cut..numel));
+            let (first, second) =
+                (measure(widest(), &grad, 0..cut), measure(widest(), &grad, cut..numel));
             prop_assert_eq!(whole.0, first.0.max(second.0));
             let cut: Vec<u64> = first.2.iter().chain(&second.2).map(|sum| sum.to_bits()).collect();
             prop_assert_eq!(whole.2.iter().map(|sum| sum.to_bits()).collect::<Vec<_>>(), cut);

@@ -216,7 +216,7 @@ fn what_is_refused_changes_nothing() {
     let hyper = Hyper::default();
     let refused = |updates: Vec<Update>, said: &str| {
         // SAFETY: as in `take`; it is refused.
-        let message = unsafe { engine.submit(updates, &mut None, STREAM) }
+        let message = unsafe { engine.submit(&updates, &mut None, STREAM) }
             .expect_err("must be refused")
             .to_string();
         assert!(message.contains(said), "{message}");

@@ -92,7 +92,12 @@ proptest! {
     #![proptest_config(cases(128))]
 
     #[test]
-    fn a_step_is_undone_to_within_its_rounding(numel in 1_usize..300, steps in 0_u64..20, hyper in usual(), seed: u64) {
+    fn a_step_is_undone_to_within_its_rounding(
+        numel in 1_usize..300,
+        steps in 0_u64..20,
+        hyper in usual(),
+        seed: u64,
+    ) {
         let mut held = trained(numel, steps, &hyper, seed);
         let before = held.moved(0);
         held.step(widest(), steps + 1, &hyper);
@@ -107,12 +112,16 @@ proptest! {
         undone.expect("an ordinary step can be undone");
         let (beta1, beta2) = hyper.betas;
         for index in 0..numel {
-            let at = |of: &Held| [of.param.value(index), of.exp_avg.value(index), of.exp_avg_sq.value(index)].map(f64::from);
+            let at = |of: &Held| {
+                [of.param.value(index), of.exp_avg.value(index), of.exp_avg_sq.value(index)]
+                    .map(f64::from)
+            };
             let (was, then, now) = (at(&before), at(&stepped), at(&held));
             let denom = then[2].sqrt() + hyper.eps;
             let scaled = f64::from(before.grad.value(index)).abs() * hyper.grad_scale;
             let l2 = if hyper.decoupled { 0.0 } else { hyper.weight_decay };
-            let update = hyper.lr / (1.0 - beta1) * (was[1].abs() + scaled + l2 * was[0].abs()) / denom;
+            let update =
+                hyper.lr / (1.0 - beta1) * (was[1].abs() + scaled + l2 * was[0].abs()) / denom;
             // The gradient includes the weight, which is off by the rounding of the update.
             let grad = scaled + l2 * was[0].abs().max(update);
             // Errors of a moment after the step are divided by its decay.
@@ -126,7 +135,10 @@ proptest! {
                 let error = (now[which] - was[which]).abs();
                 prop_assert!(
                     error <= RESTORED_ULPS_MAX * f64::from(f32::EPSILON) * largest,
-                    "{name}[{index}] was {:e}, became {:e}, came back as {:e}", was[which], then[which], now[which]
+                    "{name}[{index}] was {:e}, became {:e}, came back as {:e}",
+                    was[which],
+                    then[which],
+                    now[which]
                 );
             }
         }
@@ -136,7 +148,13 @@ proptest! {
 
     /// Whatever the state and the gradient, all of it is undone or none of it.
     #[test]
-    fn all_or_nothing(numel in 1_usize..100, spread in Spread::any(), hyper in battery::hypers(), count in battery::counts(), seed: u64) {
+    fn all_or_nothing(
+        numel in 1_usize..100,
+        spread in Spread::any(),
+        hyper in battery::hypers(),
+        count in battery::counts(),
+        seed: u64,
+    ) {
         let mut held = Held::random(PLAIN, numel, 0, spread, seed);
         held.step(widest(), count, &hyper);
         let stepped = held.moved(0);
@@ -145,8 +163,15 @@ proptest! {
             Err(error) => panic!("{error:?}"),
             Ok(()) => {
                 let finite = |values: Vec<f32>| values.into_iter().all(f32::is_finite);
-                prop_assert!(finite(held.param.values()) && finite(held.exp_avg.values()) && finite(held.exp_avg_sq.values()));
-                prop_assert!(held.exp_avg_sq.values().iter().all(|value| *value >= 0.0), "exp_avg_sq below 0");
+                prop_assert!(
+                    finite(held.param.values())
+                        && finite(held.exp_avg.values())
+                        && finite(held.exp_avg_sq.values())
+                );
+                prop_assert!(
+                    held.exp_avg_sq.values().iter().all(|value| *value >= 0.0),
+                    "exp_avg_sq below 0"
+                );
             }
         }
     }

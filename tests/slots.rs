@@ -41,7 +41,8 @@ fn step(
 ) -> Result<(), Error> {
     let tensors: Vec<(usize, AdamTensor)> =
         numbers.iter().map(|&number| (number, all[number].tensor())).collect();
-    // SAFETY: the views are of `all`, which is lent; nobody reads what is in spares before it is copied home
+    // SAFETY: the views are of `all`, which is lent; nothing reads what is in spares before it is
+    // copied home
     // but to see that it is as it was.
     unsafe { revocable.step(pool, isa, &tensors, counts, hyper) }
 }
@@ -182,7 +183,8 @@ proptest! {
         let mut draw = Draw::new(seed);
         let mut all: Vec<Held> = mixed(seed).into_iter().filter(|_| draw.below(3) == 0).collect();
         prop_assume!(!all.is_empty());
-        let mut expected: Vec<Held> = all.iter().enumerate().map(|(index, held)| held.moved(index % 2)).collect();
+        let mut expected: Vec<Held> =
+            all.iter().enumerate().map(|(index, held)| held.moved(index % 2)).collect();
         all = all.iter().enumerate().map(|(index, held)| held.moved(index % 2)).collect();
         let chunks: Vec<usize> = all.iter().map(|held| num_chunks(held.numel)).collect();
         let spares = chunks.iter().sum::<usize>() * share / 4;
@@ -192,7 +194,10 @@ proptest! {
         let pools = [pool_of(1), pool_of(2)];
         for _ in 0..scaled(12) {
             let pool = &pools[draw.below(2)];
-            let in_spares: usize = (0..all.len()).filter(|&number| is_in_spare[number]).map(|number| chunks[number]).sum();
+            let in_spares: usize = (0..all.len())
+                .filter(|&number| is_in_spare[number])
+                .map(|number| chunks[number])
+                .sum();
             prop_assert_eq!(slots.num_in_spares(), in_spares);
             if draw.below(6) == 0 {
                 copy_home(&mut slots, pool, &mut all);
@@ -204,10 +209,15 @@ proptest! {
             let mut revocable = slots.begin();
             let mut stepped: Vec<usize> = Vec::new();
             for _ in 0..=draw.below(2) {
-                let numbers: Vec<usize> =
-                    (0..all.len()).filter(|number| draw.below(2) == 0 && !stepped.contains(number)).collect();
+                let numbers: Vec<usize> = (0..all.len())
+                    .filter(|number| draw.below(2) == 0 && !stepped.contains(number))
+                    .collect();
                 let next: Vec<u64> = numbers.iter().map(|&number| counts[number] + 1).collect();
-                let needed: usize = numbers.iter().filter(|&&number| !is_in_spare[number]).map(|&number| chunks[number]).sum();
+                let needed: usize = numbers
+                    .iter()
+                    .filter(|&&number| !is_in_spare[number])
+                    .map(|&number| chunks[number])
+                    .sum();
                 match step(&mut revocable, (pool, widest()), &mut all, &numbers, &next, &hyper) {
                     Ok(()) => {
                         prop_assert!(needed <= free);
@@ -216,7 +226,10 @@ proptest! {
                     }
                     Err(Error::Value(message)) => {
                         prop_assert!(needed > free, "{}", message);
-                        let said = format!("`{needed}` chunks are to be written to spare slots, and `{free}` of {spares} are free");
+                        let said = format!(
+                            "`{needed}` chunks are to be written to spare slots, and `{free}` of \
+                             {spares} are free"
+                        );
                         prop_assert!(message.contains(&said), "{} does not say {}", message, said);
                     }
                     Err(error) => panic!("{error}"),

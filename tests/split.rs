@@ -1,4 +1,4 @@
-//! 16-bit parameters with an exact master: the split in halves, and what happens when someone else
+//! 16-bit parameters with an exact master: the split in halves, and what happens when the program
 //! writes the parameter.
 
 mod battery;
@@ -98,7 +98,11 @@ proptest! {
     #![proptest_config(cases(64))]
 
     #[test]
-    fn a_fingerprint_depends_on_neither_isa_nor_alignment(len in 0_usize..700, offset in 0_usize..40, seed: u64) {
+    fn a_fingerprint_depends_on_neither_isa_nor_alignment(
+        len in 0_usize..700,
+        offset in 0_usize..40,
+        seed: u64,
+    ) {
         let values = bf16s(seed, offset + len);
         let aligned = values[offset..].to_vec();
         let expected = Isa::SCALAR.run(Fingerprint(&aligned));
@@ -109,7 +113,12 @@ proptest! {
     }
 
     #[test]
-    fn a_fingerprint_sees_swaps_and_lengths(len in 2_usize..700, seed: u64, from in 0_usize..700, to in 0_usize..700) {
+    fn a_fingerprint_sees_swaps_and_lengths(
+        len in 2_usize..700,
+        seed: u64,
+        from in 0_usize..700,
+        to in 0_usize..700,
+    ) {
         let isa = widest();
         let mut values = bf16s(seed, len);
         let before = isa.run(Fingerprint(&values));
@@ -121,17 +130,23 @@ proptest! {
         }
     }
 
-    /// What the user wrote wins, for the whole chunk; what nobody wrote stays exact. A step goes on
-    /// from there, and only then do the trailing bits count again.
+    /// What the program wrote wins, for the whole chunk. What it did not write stays exact. A step
+    /// goes on from there, and only then do the trailing bits count again.
     #[test]
-    fn what_someone_else_writes_wins(
+    fn what_the_program_writes_wins(
         numel in prop_oneof![1_usize..200, CHUNK_LEN + 1..CHUNK_LEN + 100],
         writes in prop::collection::vec((any::<prop::sample::Index>(), any::<u16>()), 1..4),
         spread in prop_oneof![Just(Spread::Ordinary), Just(Spread::Special)],
         seed: u64,
     ) {
         let isa = widest();
-        let mut held = Held::random(Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16), numel, 1, spread, seed);
+        let mut held = Held::random(
+            Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16),
+            numel,
+            1,
+            spread,
+            seed,
+        );
         let hyper = Hyper::default();
         held.step(isa, 1, &hyper);
         let exact = held.read_master();
@@ -140,10 +155,14 @@ proptest! {
             held.param.slice_mut::<Bf16>()[index.index(numel)] = Bf16(*bits);
         }
         let chunk = |index: usize| index / CHUNK_LEN;
-        let written: Vec<usize> =
-            (0..numel).filter(|&index| held.param.slice::<Bf16>()[index] != before[index]).map(chunk).collect();
+        let written: Vec<usize> = (0..numel)
+            .filter(|&index| held.param.slice::<Bf16>()[index] != before[index])
+            .map(chunk)
+            .collect();
         let expected: Vec<f32> = (0..numel)
-            .map(|index| if written.contains(&chunk(index)) { held.param.value(index) } else { exact[index] })
+            .map(|index| {
+                if written.contains(&chunk(index)) { held.param.value(index) } else { exact[index] }
+            })
             .collect();
 
         // Reading does not make stale bits valid: neither now nor for the step that follows.
@@ -154,7 +173,11 @@ proptest! {
         }
         held.assert_untouched(&untouched, "a read");
 
-        let mut full = Held::zeros(Layout::new(ParamKind::Float32, MomentsKind::Float32, Dtype::BFloat16), numel, 0);
+        let mut full = Held::zeros(
+            Layout::new(ParamKind::Float32, MomentsKind::Float32, Dtype::BFloat16),
+            numel,
+            0,
+        );
         let (exp_avg, exp_avg_sq) = held.read_moments();
         full.write(&expected, &exp_avg, &exp_avg_sq);
         full.grad.payload_mut().copy_from_slice(held.grad.payload());
@@ -299,7 +322,7 @@ fn a_fingerprint_of_zero_is_void() {
 }
 
 /// Beside a separate master, every element is judged alone: one that is not its rounded master was
-/// written by someone else.
+/// written by other code.
 #[test]
 fn a_shadowed_parameter_wins_where_it_was_written() {
     let isa = widest();
@@ -319,15 +342,15 @@ fn a_shadowed_parameter_wins_where_it_was_written() {
             written.map_or(exact[index], |(_, bits)| half::f16::from_bits(*bits).to_f32());
         assert!(is_same(value, expected), "element {index}: {value:e}, expected {expected:e}");
     }
-    // The same value again is nobody's write: the master keeps what the parameter cannot hold.
+    // The same value again counts as no write: the master keeps what the parameter cannot hold.
     let unchanged = held.param.slice::<F16>()[5];
     held.param.slice_mut::<F16>()[5] = unchanged;
     assert_eq!(held.read_master()[5], exact[5]);
     assert_ne!(exact[5], held.param.value(5), "the master holds more than the parameter");
 }
 
-/// Who alone writes the parameter leaves fingerprints out of the steps, and takes them when
-/// somebody else comes.
+/// A caller that alone writes the parameter leaves fingerprints out of the steps, and takes them
+/// before other code may write it.
 #[test]
 fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
     let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
@@ -339,7 +362,7 @@ fn steps_without_fingerprints_are_the_same_where_nobody_writes() {
     for count in 1..=3 {
         looked_at.step(widest(), count, &hyper);
         let tensor = alone.tensor().without_fingerprints();
-        // SAFETY: the views are of `alone`, which nobody else has.
+        // SAFETY: the views are of `alone`, which nothing else uses.
         unsafe { step(pool(), widest(), &[tensor], &[count], &hyper) }.expect("a valid step");
     }
     assert_ne!(

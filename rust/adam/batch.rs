@@ -4,6 +4,9 @@
 //! and their index within the parameter: the result is the same for every pool (S1). All checks
 //! come before the first write (S2). Where a chunk is read and where it is written is the [`Route`]
 //! of each of its views: here the same, in `rust/tier/revocable.rs` two slots.
+//!
+//! Memory: a call has lists of its tensors, and of its chunks (16 B for each 64 Ki elements), until
+//! it returns.
 
 use std::marker::PhantomData;
 
@@ -32,7 +35,7 @@ use crate::{
 /// 1.
 ///
 /// # Safety
-/// The memory of all views is alive, and nobody else uses it during the call.
+/// The memory of all views is alive, and nothing else uses it during the call.
 ///
 /// # Errors
 /// [`Error::Value`], before anything is changed, for hyper-parameters out of range, a tensor
@@ -97,18 +100,24 @@ pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<Vie
             tensors.len()
         )));
     }
-    if let Some(tensor) = counts.iter().position(|&count| count == 0) {
-        return Err(Error::value(format!(
-            "steps[{tensor}] is `0`, expected the number of this update, from 1"
-        )));
+    counts.iter().enumerate().try_for_each(|(index, &count)| check_count(index, count))?;
+    tensors.iter().enumerate().map(|(index, tensor)| grad_of(index, tensor)).collect()
+}
+
+/// The gradient of the tensor at `index` in a call, with the tensor checked on the way.
+pub(crate) fn grad_of(index: usize, tensor: &AdamTensor) -> Result<View> {
+    tensor.check()?;
+    tensor.grad.ok_or_else(|| {
+        Error::value(format!("tensor {index} has no grad, expected one to step with"))
+    })
+}
+
+/// Checks the number of the update of the tensor at `index` in a call.
+pub(crate) fn check_count(index: usize, count: u64) -> Result<()> {
+    if count > 0 {
+        return Ok(());
     }
-    let grad = |(index, tensor): (usize, &AdamTensor)| {
-        tensor.check()?;
-        tensor.grad.ok_or_else(|| {
-            Error::value(format!("tensor {index} has no grad, expected one to step with"))
-        })
-    };
-    tensors.iter().enumerate().map(grad).collect()
+    Err(Error::value(format!("steps[{index}] is `0`, expected the number of this update, from 1")))
 }
 
 /// Steps one chunk of a tensor with the same chunk of its gradient. `state` is the chunk's
@@ -116,7 +125,7 @@ pub(crate) fn grads_of(tensors: &[AdamTensor], counts: &[u64]) -> Result<Vec<Vie
 /// to another is published.
 ///
 /// # Safety
-/// The memory of the state and the gradient is alive, and nobody else uses this chunk of it.
+/// The memory of the state and the gradient is alive, and nothing else uses this chunk of it.
 pub(crate) unsafe fn step_chunk(
     isa: Isa,
     state: &AdamTensor<Route>,
@@ -144,7 +153,7 @@ pub(crate) unsafe fn step_chunk(
 /// Calls the visitor with the master of a chunk.
 ///
 /// # Safety
-/// The memory of the state, a chunk's, is alive, and nobody else uses it.
+/// The memory of the state, a chunk's, is alive, and nothing else uses it.
 pub(super) unsafe fn with_master(isa: Isa, state: &AdamTensor<Route>, visitor: impl MasterVisitor) {
     let kind = state.layout().master;
     // SAFETY: passed on from the caller.

@@ -88,7 +88,7 @@ fn is_repeated(again: f32, stands: f32, before: f32, added: f32) -> bool {
 /// Undoes the step `counts[i]` of every tensor, if all of them can be undone.
 ///
 /// # Safety
-/// The memory of all views is alive, and nobody else uses it during the call.
+/// The memory of all views is alive, and nothing else uses it during the call.
 ///
 /// # Errors
 /// [`Error::Value`], with nothing changed: as [`super::batch::step`], for other layouts than plain

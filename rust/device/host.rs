@@ -28,7 +28,10 @@ impl HostDevice {
     /// [`Error::Os`] where threads cannot be started.
     pub fn new(events: usize) -> Result<Self> {
         Ok(Self {
-            lanes: [LaneThread::start("stepwell-download")?, LaneThread::start("stepwell-upload")?],
+            lanes: [
+                LaneThread::start("stepwell-download", events)?,
+                LaneThread::start("stepwell-upload", events)?,
+            ],
             events: (0..events).map(|_| AtomicU64::new(0)).collect(),
         })
     }
@@ -120,7 +123,6 @@ struct LaneState {
     quit: bool,
 }
 
-#[derive(Default)]
 struct LaneShared {
     state: Mutex<LaneState>,
     changed: Condvar,
@@ -160,8 +162,10 @@ struct LaneThread {
 }
 
 impl LaneThread {
-    fn start(name: &str) -> Result<Self> {
-        let shared = Arc::new(LaneShared::default());
+    /// With room for so many copies; more make room.
+    fn start(name: &str, copies: usize) -> Result<Self> {
+        let state = LaneState { queue: VecDeque::with_capacity(copies), ..LaneState::default() };
+        let shared = Arc::new(LaneShared { state: Mutex::new(state), changed: Condvar::new() });
         let lane = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name(name.to_owned())

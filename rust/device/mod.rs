@@ -75,8 +75,8 @@ pub unsafe trait Device: Send + Sync {
     /// Enqueues a copy of `nbytes` between device and host memory, in the lane's direction.
     ///
     /// # Safety
-    /// Both ranges are alive, and what is read is not written nor what is written used by anyone
-    /// else, until the copy is done.
+    /// Until the copy is done, both ranges are alive, nothing writes the one that is read, and
+    /// nothing else uses the other.
     ///
     /// # Errors
     /// [`Error::Os`] where the device refuses, or has failed before.

@@ -28,7 +28,7 @@ pub struct GradStats {
 /// Largest magnitude and, if `with_norm`, squared norm over all gradients.
 ///
 /// # Safety
-/// The memory of all views is alive, and nobody writes to it during the call.
+/// The memory of all views is alive, and nothing writes to it during the call.
 ///
 /// # Errors
 /// [`crate::Error::Value`] for a dtype that gradients do not have.

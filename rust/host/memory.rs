@@ -118,7 +118,7 @@ pub fn huge_page_policy() -> Option<String> {
         .map(|text| text.trim().to_owned())
 }
 
-/// Two processes may both read that the same memory is free: this is for the user who asks for
+/// Two processes may both read that the same memory is free: this is for the user that asks for
 /// too much, not a reservation.
 fn refuse_beyond(free: Option<u64>, nbytes: usize) -> Result<()> {
     match free {

@@ -106,8 +106,8 @@ impl Downloads {
     /// follow.
     ///
     /// # Safety
-    /// Both sides of every copy are alive, nobody writes its source nor uses its target, until it
-    /// is done.
+    /// Until a copy is done, both sides of it are alive. Nothing writes its source, and nothing
+    /// else uses its target.
     ///
     /// # Errors
     /// [`Error::Os`] where an earlier entry has failed.

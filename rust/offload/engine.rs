@@ -1,13 +1,16 @@
-//! What callers have of an engine: they hand over gradients and steps, and wait.
+//! What callers have of an engine: they make it, hand over steps, and wait. How they hand over
+//! gradients is `gradients.rs`.
 
-use std::{collections::HashSet, iter, ops::Range, process, time::Duration};
+use std::{iter, ops::Range, process, time::Duration};
 
 use super::{
-    downloads::{Download, Downloads, IN_FLIGHT},
+    checks::check_targets,
+    downloads::{Downloads, IN_FLIGHT},
     generation::Generation,
-    job::{self, Announced, Jobs, Timing, Update},
+    gradients::Next,
+    job::{Announced, Jobs, Timing, Update},
     landing::Landing,
-    owners::{Lent, Owners},
+    owners::Owners,
     schedule::Forward,
     segment::Segments,
     step::Stepper,
@@ -18,7 +21,6 @@ use crate::{
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
-    stream::view::View,
     sync::{Arc, Mutex, MutexGuard, PoisonError, thread::JoinHandle},
     tier::{Tier, ram::Ram},
 };
@@ -49,19 +51,6 @@ pub(super) struct Shared {
     pub(super) jobs: Jobs,
 }
 
-/// What callers' threads share of the job that comes next: one of them at a time takes, submits or
-/// discards.
-#[derive(Default)]
-struct Next {
-    /// The job that gradients have been taken for.
-    announced: Option<Announced>,
-    /// The generation that was submitted last.
-    submitted: Option<usize>,
-    /// The last discard, while copies of it may be under way and its generation has not been used
-    /// again.
-    discarded: Option<Discarded>,
-}
-
 /// The threads of an engine that have not ended.
 #[derive(Default)]
 struct Threads {
@@ -71,26 +60,10 @@ struct Threads {
     issuer: Option<JoinHandle<()>>,
 }
 
-/// A discard that is to be waited for: [`Engine::discard`] gives it out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Discarded {
-    generation: usize,
-    /// Of the event behind all of it.
-    ticket: u64,
-}
-
-impl Next {
-    /// A generation is filled or submitted. What was lent for a discard of it that nobody has
-    /// waited for comes back with what is lent now.
-    fn reuse(&mut self, generation: usize) {
-        self.discarded = self.discarded.filter(|discarded| discarded.generation != generation);
-    }
-}
-
 /// See the [module](super). Dropping it waits for the step that runs and for all copies
 /// ([`Engine::end`]).
 pub struct Engine {
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
     next: Mutex<Next>,
     threads: Mutex<Threads>,
     /// Addresses of what is pinned.
@@ -156,14 +129,14 @@ impl Engine {
             pool,
             isa,
             tier,
-            jobs: Jobs::default(),
+            jobs: Jobs::new(segments.tensors()),
             segments,
         });
         let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
         // Dropped, it ends the threads that have been started.
         let engine = Self {
+            next: Mutex::new(Next::new(shape.generations, shape.numels.len())),
             shared,
-            next: Mutex::default(),
             threads: Mutex::default(),
             pinned: Mutex::default(),
             process: process::id(),
@@ -176,161 +149,6 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this
-    /// order, after what `stream` holds now. Waits, no longer than `timeout`, for nothing but room
-    /// in the queue of copies; whether all of them are queued. If not, none is.
-    ///
-    /// What is `lent` keeps both sides alive. It is taken where this returns true, and comes back
-    /// ([`Engine::returned`]): the device side after [`Engine::release`], both after
-    /// [`Engine::discard`], [`Engine::drain`] or the end of the step.
-    ///
-    /// # Safety
-    /// Both sides are alive as long as their owners are; nobody writes the device side until it is
-    /// released, discarded or drained, nor uses the host side until the step that takes it is
-    /// submitted and done, or it is discarded.
-    ///
-    /// # Errors
-    /// [`Error::Value`] for a tensor or a size that the engine does not have, a tensor twice, or
-    /// while a step is running that reads the only generation; [`Error::Os`] where the device has
-    /// failed, also in copies of calls before.
-    pub unsafe fn take(
-        &self,
-        gradients: &[(usize, u64, View)],
-        lent: &mut Option<Lent>,
-        stream: Stream,
-        timeout: Duration,
-    ) -> Result<bool> {
-        let segments = &self.shared.segments;
-        let mut seen = HashSet::with_capacity(gradients.len());
-        for (index, _, host) in gradients {
-            segments.check_tensor(*index)?;
-            if !seen.insert(*index) {
-                return Err(Error::value(format!(
-                    "tensor `{index}` stands twice in a call, expected each once"
-                )));
-            }
-            host.expect("the gradient's host memory", &[host.dtype()], segments.numel(*index))?;
-        }
-        let copies = gradients.iter().flat_map(|&(index, source, host)| {
-            segments.of(index).map(move |segment| {
-                let elements = segments.elements(index, segment);
-                let size = host.dtype().size();
-                (segment, source + (elements.start * size) as u64, elements, host)
-            })
-        });
-        let count = copies.clone().count();
-        // SAFETY: passed on from the caller; segments lie within both sides.
-        unsafe {
-            self.fill(
-                count,
-                |first_event| {
-                    copies.map(move |(segment, source, elements, host)| Download::Copy {
-                        source,
-                        target: host.address() + elements.start * host.dtype().size(),
-                        nbytes: elements.len() * host.dtype().size(),
-                        event: Some(first_event + segment),
-                    })
-                },
-                |generation, mut ticket| {
-                    for &(index, _, host) in gradients {
-                        generation.set_taken(segments, index, host, ticket);
-                        ticket += segments.of(index).len() as u64;
-                    }
-                },
-                lent,
-                stream,
-                timeout,
-            )
-        }
-    }
-
-    /// As [`Engine::take`] of any device memory: `(device address, host memory)` each. The step
-    /// begins when all of its generation is there.
-    ///
-    /// # Safety
-    /// As [`Engine::take`].
-    ///
-    /// # Errors
-    /// As [`Engine::take`]; [`Error::Value`] also for more copies than the queue has places for.
-    pub unsafe fn take_part(
-        &self,
-        parts: &[(u64, View)],
-        lent: &mut Option<Lent>,
-        stream: Stream,
-        timeout: Duration,
-    ) -> Result<bool> {
-        let copy = |&(source, host): &(u64, View)| Download::Copy {
-            source,
-            target: host.address(),
-            nbytes: host.nbytes(),
-            event: None,
-        };
-        let nbytes = parts.iter().map(|(_, host)| host.nbytes()).sum();
-        // SAFETY: passed on from the caller.
-        unsafe {
-            self.fill(
-                parts.len(),
-                |_| parts.iter().map(copy),
-                |generation, _| generation.set_taken_in_parts(nbytes),
-                lent,
-                stream,
-                timeout,
-            )
-        }
-    }
-
-    /// Queues so many `copies`, which are told the first event of the generation that is being
-    /// filled, after what `stream` holds now. Then `queued` is told the ticket of the first.
-    ///
-    /// # Safety
-    /// As [`Engine::take`].
-    unsafe fn fill<C: Iterator<Item = Download>>(
-        &self,
-        count: usize,
-        copies: impl FnOnce(usize) -> C,
-        queued: impl FnOnce(&Generation, u64),
-        lent: &mut Option<Lent>,
-        stream: Stream,
-        timeout: Duration,
-    ) -> Result<bool> {
-        let Shared { device, downloads, generations, .. } = &*self.shared;
-        self.check_process()?;
-        let _attached = Attached::to(&**device)?;
-        let mut next = self.next();
-        downloads.check()?;
-        let number = self.filled(&next)?;
-        // A mark, and later the events behind a generation that is discarded and one that is not.
-        if !downloads.wait_for_room(count + 3, timeout)? {
-            return Ok(false);
-        }
-        let generation = &generations[number];
-        let mark = Download::After(device.mark(stream)?);
-        // SAFETY: passed on from the caller.
-        let ticket =
-            unsafe { downloads.push(iter::once(mark).chain(copies(generation.first_event())))? };
-        queued(generation, ticket + 1);
-        generation.hold(lent.take());
-        next.reuse(number);
-        next.announced = Some(Announced { generation: number });
-        Ok(true)
-    }
-
-    /// The generation that is being filled, or can be.
-    fn filled(&self, next: &Next) -> Result<usize> {
-        let busy = self.shared.jobs.busy()?;
-        if let Some(Announced { generation }) = next.announced {
-            return Ok(generation);
-        }
-        let free = (0..self.shared.generations.len()).find(|&number| Some(number) != busy);
-        free.ok_or_else(|| {
-            Error::value(
-                "a step is still running and reads the gradients, of which the engine has one \
-                 generation; expected it to be finished first\n\
-                 hint: an engine with two generations",
-            )
-        })
-    }
-
     /// Starts a step of these tensors, in this order, and returns. Weights are uploaded after what
     /// `stream` holds now. Gradients on the device may be written after [`Engine::release`].
     ///
@@ -338,8 +156,8 @@ impl Engine {
     /// come back ([`Engine::returned`]) when the step has ended, uploads and all.
     ///
     /// # Safety
-    /// The memory of all views and weights is alive as long as the owners are, and nobody else uses
-    /// it until the step is done; weights until they are waited for.
+    /// The memory of all views and weights is alive as long as the owners are. Nothing else uses it
+    /// until the step is done; weights until they are waited for.
     ///
     /// # Errors
     /// [`Error::Value`], with nothing changed, for what [`crate::adam::batch::step`] refuses,
@@ -348,102 +166,30 @@ impl Engine {
     /// device has failed.
     pub unsafe fn submit(
         &self,
-        updates: Vec<Update>,
+        updates: &[Update],
         owners: &mut Option<Owners>,
         stream: Stream,
     ) -> Result<()> {
         let Shared { device, segments, downloads, generations, landing, jobs, .. } = &*self.shared;
-        job::check(&updates, segments)?;
         self.check_process()?;
-        let _attached = Attached::to(&**device)?;
         let mut next = self.next();
+        next.checks.updates(updates, segments)?;
+        let _attached = Attached::to(&**device)?;
         jobs.check_idle()?;
         downloads.check()?;
         let number = self.filled(&next)?;
         let generation = &generations[number];
-        job::check_targets(&updates, generation)?;
+        check_targets(updates, generation)?;
         landing.order_after(stream)?;
         generation.seal(downloads)?;
-        for update in &updates {
+        for update in updates {
             landing.expect(segments.of(update.index));
         }
         let announced = next.announced.take().unwrap_or(Announced { generation: number });
         next.submitted = Some(number);
         next.reuse(number);
-        jobs.submit(announced.decide(updates, owners.take()));
+        jobs.submit(announced, updates, owners.take());
         Ok(())
-    }
-
-    /// Forgets the gradients that were taken since the last submit: no step takes them. Their
-    /// copies may still be under way: [`Engine::wait_discarded`] waits for those. None: nothing was
-    /// taken since, and all that was discarded before has been waited for, or its generation is in
-    /// use again.
-    ///
-    /// # Errors
-    /// [`Error::Os`] where the device has failed.
-    pub fn discard(&self) -> Result<Option<Discarded>> {
-        let Shared { downloads, generations, .. } = &*self.shared;
-        self.check_process()?;
-        let mut next = self.next();
-        if let Some(&Announced { generation: number }) = next.announced.as_ref() {
-            let generation = &generations[number];
-            generation.seal(downloads)?;
-            generation.clear();
-            next.announced = None;
-            next.discarded = Some(Discarded { generation: number, ticket: generation.sealed() });
-        }
-        Ok(next.discarded)
-    }
-
-    /// Waits on this thread, no longer than `timeout`, until the device has all copies of what was
-    /// discarded, and for these: both sides are the caller's again. Whether that was reached.
-    ///
-    /// What is taken after the discard is not waited for and not touched. Where it went to the same
-    /// generation, what was lent for the copies comes back with that.
-    ///
-    /// # Errors
-    /// [`Error::Os`] where the device has failed.
-    pub fn wait_discarded(&self, discarded: Discarded, timeout: Duration) -> Result<bool> {
-        let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
-        self.check_process()?;
-        if !downloads.wait_timeout(discarded.ticket, timeout)? {
-            return Ok(false);
-        }
-        let _attached = Attached::to(&**device)?;
-        let generation = &generations[discarded.generation];
-        // Where it is sealed anew the event is a later one, behind these copies as well. Not
-        // beneath the lock of `next`.
-        device.wait(generation.whole_event())?;
-        let mut next = self.next();
-        if next.discarded == Some(discarded) {
-            next.discarded = None;
-            jobs.give_back(generation.let_go());
-        }
-        Ok(true)
-    }
-
-    /// Waits on this thread, no longer than `timeout`, until the device has all copies of the
-    /// gradients of the last submit; then `stream` waits for them: what is launched on it from now
-    /// on may write them, and their memory may be freed to it. Whether that was reached.
-    ///
-    /// # Errors
-    /// [`Error::Os`] where the device has failed.
-    pub fn release(&self, stream: Stream, timeout: Duration) -> Result<bool> {
-        let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
-        self.check_process()?;
-        let next = self.next();
-        let Some(number) = next.submitted else { return Ok(true) };
-        let generation = &generations[number];
-        if !downloads.wait_timeout(generation.sealed(), timeout)? {
-            return Ok(false);
-        }
-        let _attached = Attached::to(&**device)?;
-        device.order_stream_after(stream, generation.whole_event())?;
-        // Unless it is being filled anew.
-        if next.announced.as_ref().is_none_or(|announced| announced.generation != number) {
-            jobs.give_back(generation.let_go_of_sources());
-        }
-        Ok(true)
     }
 
     /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a
@@ -515,15 +261,19 @@ impl Engine {
         // Also where a later one has failed.
         device.drain()?;
         issued?;
-        jobs.give_back(generations.iter().flat_map(Generation::let_go));
+        jobs.give_back(|returned| generations.iter().for_each(|one| one.let_go(returned)));
         jobs.wait_until_over(timeout)
     }
 
-    /// What was lent and is not used any more: for the caller to drop.
-    #[must_use]
-    pub fn returned(&self) -> Vec<Owners> {
-        // No look at the lock in a child: a thread that is not there may hold it.
-        if self.process == process::id() { self.shared.jobs.returned() } else { Vec::new() }
+    /// What was lent and is not used any more: for the caller to drop. What it does not get to
+    /// stays with the engine.
+    #[must_use = "what is lent is dropped where this is consumed"]
+    pub fn returned(&self) -> impl Iterator<Item = Owners> {
+        // No look at the lock in a child: a thread that is not there may hold it. No lock is held
+        // while one is dropped, which may call the engine.
+        iter::from_fn(|| {
+            (self.process == process::id()).then(|| self.shared.jobs.pop_returned()).flatten()
+        })
     }
 
     /// Whether a step is running on the host; in a forked child, none is.
@@ -593,11 +343,11 @@ impl Engine {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn next(&self) -> MutexGuard<'_, Next> {
+    pub(super) fn next(&self) -> MutexGuard<'_, Next> {
         self.next.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn check_process(&self) -> Result<()> {
+    pub(super) fn check_process(&self) -> Result<()> {
         if self.process == process::id() {
             return Ok(());
         }

@@ -17,8 +17,6 @@
 //!   segment needs may lie anywhere in its generation, so all of it is waited for. A part may
 //!   belong to any tensor, so from the first part on nothing counts as taken by itself.
 
-use std::mem;
-
 use super::{
     downloads::{Download, Downloads},
     owners::{Lent, Owners},
@@ -103,16 +101,14 @@ impl Generation {
         }));
     }
 
-    /// What is held of the device side, which may be written or freed.
-    pub(super) fn let_go_of_sources(&self) -> Vec<Owners> {
-        mem::take(&mut self.lent()[0])
+    /// Moves what is held of the device side to `returned`: it may be written or freed.
+    pub(super) fn let_go_of_sources(&self, returned: &mut Vec<Owners>) {
+        returned.append(&mut self.lent()[0]);
     }
 
-    /// All that is held: no copy of it is under way any more.
-    pub(super) fn let_go(&self) -> Vec<Owners> {
-        let [mut sources, targets] = mem::take(&mut *self.lent());
-        sources.extend(targets);
-        sources
+    /// Moves all that is held to `returned`: no copy of it is under way any more.
+    pub(super) fn let_go(&self, returned: &mut Vec<Owners>) {
+        self.lent().iter_mut().for_each(|owners| returned.append(owners));
     }
 
     /// Bytes that were taken.

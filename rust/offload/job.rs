@@ -17,15 +17,15 @@
 //!   is dropped, which waits for the device.
 //! - JOB-5 The first failure, or panic, is the last: every call gets the error.
 //!
-//! Cost: two locks per state, and one per upload.
+//! Cost: two locks per state, and one per upload. Two jobs may live at once, one of them on its way
+//! up. So there are two lists of updates, which all jobs use.
 
 use std::time::Duration;
 
-use super::{generation::Generation, owners::Owners, segment::Segments, thread::caught};
+use super::{owners::Owners, thread::caught};
 use crate::{
-    adam::{Hyper, batch, tensor::AdamTensor},
+    adam::{Hyper, tensor::AdamTensor},
     error::{Error, Result},
-    stream::view::check_disjoint,
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
 };
 
@@ -77,13 +77,6 @@ pub(super) struct Announced {
     pub(super) generation: usize,
 }
 
-impl Announced {
-    /// It is stepped.
-    pub(super) fn decide(self, updates: Vec<Update>, owners: Option<Owners>) -> Job {
-        Job { generation: self.generation, updates, owners }
-    }
-}
-
 /// A job that is decided.
 pub(super) struct Job {
     /// The number of the generation that it is stepped with.
@@ -97,9 +90,9 @@ pub(super) struct Job {
 pub(super) trait Work {
     /// Steps all of it.
     fn step(&mut self, job: &Job) -> Result<Timing>;
-    /// Makes its new state the state, and enqueues what uploads are left. What was lent for its
-    /// gradients is returned: nothing reads them any more.
-    fn commit(&mut self, job: &Job) -> Result<Vec<Owners>>;
+    /// Makes its new state the state, and enqueues what uploads are left. Gives back what was lent
+    /// for its gradients: nothing reads them any more.
+    fn commit(&mut self, job: &Job) -> Result<()>;
     /// Waits until its uploads have ended.
     fn upload(&mut self) -> Result<()>;
 }
@@ -122,6 +115,8 @@ struct State {
     quit: bool,
     /// Of jobs that are over.
     returned: Vec<Owners>,
+    /// Lists for the updates of jobs to come, empty.
+    spare_updates: Vec<Vec<Update>>,
     /// Of the job that has failed.
     kept: Option<Job>,
 }
@@ -146,6 +141,16 @@ impl State {
 }
 
 impl Jobs {
+    /// Without any. A job has up to `tensors` updates.
+    pub(super) fn new(tensors: usize) -> Self {
+        // A job that is on its way up, and the next.
+        let spare_updates = vec![Vec::with_capacity(tensors), Vec::with_capacity(tensors)];
+        Self {
+            state: Mutex::new(State { spare_updates, ..State::default() }),
+            changed: Condvar::new(),
+        }
+    }
+
     /// The generation of the job that is busy, if one is.
     ///
     /// # Errors
@@ -174,8 +179,17 @@ impl Jobs {
     }
 
     /// Hands a job over, where [`Jobs::check_idle`] allows it and no other thread submits.
-    pub(super) fn submit(&self, job: Job) {
-        self.lock().next = Some(job);
+    pub(super) fn submit(
+        &self,
+        Announced { generation }: Announced,
+        updates: &[Update],
+        owners: Option<Owners>,
+    ) {
+        let mut state = self.lock();
+        let mut list = state.spare_updates.pop().unwrap_or_default();
+        list.extend_from_slice(updates);
+        state.next = Some(Job { generation, updates: list, owners });
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -231,14 +245,14 @@ impl Jobs {
         self.lock().timing
     }
 
-    /// Gathers what was lent.
-    pub(super) fn give_back(&self, owners: impl IntoIterator<Item = Owners>) {
-        self.lock().returned.extend(owners);
+    /// Gathers what was lent and `let_go` moves here.
+    pub(super) fn give_back(&self, let_go: impl FnOnce(&mut Vec<Owners>)) {
+        let_go(&mut self.lock().returned);
     }
 
-    /// What was lent, and is not used any more.
-    pub(super) fn returned(&self) -> Vec<Owners> {
-        std::mem::take(&mut self.lock().returned)
+    /// Something that was lent, and is not used any more.
+    pub(super) fn pop_returned(&self) -> Option<Owners> {
+        self.lock().returned.pop()
     }
 
     /// Ends [`Jobs::run`] when the job that was submitted is over.
@@ -254,12 +268,17 @@ impl Jobs {
             let moved = caught("a worker", || {
                 let timing = work.step(&job)?;
                 self.reach(Phase::Stepped, |state| state.timing = timing);
-                let returned = work.commit(&job)?;
-                self.reach(Phase::Committed, |state| state.returned.extend(returned));
+                work.commit(&job)?;
+                self.reach(Phase::Committed, |_| ());
                 work.upload()
             });
             match moved {
-                Ok(()) => self.reach(Phase::Uploaded, |state| state.returned.extend(job.owners)),
+                Ok(()) => self.reach(Phase::Uploaded, |state| {
+                    let Job { mut updates, owners, .. } = job;
+                    updates.clear();
+                    state.spare_updates.push(updates);
+                    state.returned.extend(owners);
+                }),
                 Err(error) => {
                     let mut state = self.lock();
                     state.failure = Some(error.to_string());
@@ -295,45 +314,4 @@ impl Jobs {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// All that can be wrong with the updates of a job by themselves.
-///
-/// # Errors
-/// [`Error::Value`] naming it.
-pub(super) fn check(updates: &[Update], segments: &Segments) -> Result<()> {
-    let mut seen = vec![false; segments.tensors()];
-    for Update { index, tensor, hyper, .. } in updates {
-        segments.check_tensor(*index)?;
-        if std::mem::replace(&mut seen[*index], true) {
-            return Err(Error::value(format!(
-                "tensor `{index}` stands twice in a step, expected each once"
-            )));
-        }
-        if tensor.param.numel() != segments.numel(*index) {
-            return Err(Error::value(format!(
-                "tensor `{index}` has `{}` elements, expected {}",
-                tensor.param.numel(),
-                segments.numel(*index)
-            )));
-        }
-        hyper.validate()?;
-    }
-    let tensors: Vec<AdamTensor> = updates.iter().map(|update| update.tensor).collect();
-    let counts: Vec<u64> = updates.iter().map(|update| update.count).collect();
-    let grads = batch::grads_of(&tensors, &counts)?;
-    check_disjoint(
-        tensors.iter().flat_map(AdamTensor::written),
-        grads.iter().map(|&grad| ("grad", grad)),
-    )
-}
-
-/// Checks that the updates read their gradients where these were taken to.
-///
-/// # Errors
-/// [`Error::Value`] naming one that does not.
-pub(super) fn check_targets(updates: &[Update], generation: &Generation) -> Result<()> {
-    updates.iter().try_for_each(|update| {
-        update.tensor.grad.map_or(Ok(()), |grad| generation.check_target(update.index, grad))
-    })
 }

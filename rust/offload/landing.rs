@@ -62,8 +62,8 @@ impl Landing {
     /// and what waits for it waits for its step only.
     ///
     /// # Safety
-    /// Both sides are alive until the upload has ended; until then nobody writes the host side nor
-    /// uses the other.
+    /// Until the upload has ended, both sides are alive, nothing writes the host side, and nothing
+    /// else uses the other.
     ///
     /// # Errors
     /// [`crate::Error::Os`] where the device has failed.

@@ -18,8 +18,19 @@
 //! | tier | [`crate::tier`] | where a segment's state is: fetch, route, store, commit |
 //! | landing | `landing.rs` | when new weights are written on the device; what waits for them |
 //!
-//! `engine.rs` has what callers call, `step.rs` what workers do with a chunk, `downloads.rs` the
-//! queue of copies to the host, `segment.rs` the numbers of segments.
+//! The other files:
+//!
+//! | file | has |
+//! |---|---|
+//! | `engine.rs` | an engine from its start to its end; what callers do with steps |
+//! | `gradients.rs` | what callers do with gradients: take, discard, release |
+//! | `checks.rs` | what can be wrong with a call |
+//! | `downloads.rs` | the queue of copies to the host, and the thread that hands them over |
+//! | `step.rs` | what workers do with a chunk |
+//! | `segment.rs` | the numbers of segments |
+//! | `owners.rs` | what callers lend |
+//! | `thread.rs` | how the engine's threads start, and what becomes of a panic |
+//! | `model.rs` | tests of the queue and of the jobs, under a model checker |
 //!
 //! A step goes through these states:
 //!
@@ -71,12 +82,15 @@
 //!
 //! Cost per parameter, beside that of the step itself (see [`crate::adam`]): a bf16 gradient and a
 //! bf16 weight cross the bus once, 2 B each way, and the host's memory once more each. Memory, all
-//! of it allocated with the engine: about 200 B per segment of 4 Mi elements. A call allocates for
-//! its own list of tensors; a step allocates nothing that grows with their size.
+//! of it allocated with the engine: about 200 B per segment of 4 Mi elements, and 1 kB per tensor.
+//! A step allocates nothing that grows with the model (`tests/allocations.rs`). The lists of what
+//! callers lend have room for as many calls as a step has had so far.
 
+mod checks;
 mod downloads;
 mod engine;
 mod generation;
+mod gradients;
 mod job;
 mod landing;
 #[cfg(all(test, shuttle))]
@@ -88,7 +102,8 @@ mod step;
 mod thread;
 
 pub use downloads::IN_FLIGHT;
-pub use engine::{Discarded, Engine, Shape};
+pub use engine::{Engine, Shape};
+pub use gradients::Discarded;
 pub use job::{Timing, Update};
 pub use owners::{Lent, Owners};
 pub use segment::SEGMENT_LEN;

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use super::{
     engine::Shared,
     job::{Job, Timing, Update, Work},
-    owners::Owners,
     schedule::{Schedule, Turn},
 };
 use crate::{
@@ -50,8 +49,8 @@ impl Work for Stepper {
         })
     }
 
-    fn commit(&mut self, job: &Job) -> Result<Vec<Owners>> {
-        let Shared { device, downloads, landing, tier, generations, .. } = &*self.shared;
+    fn commit(&mut self, job: &Job) -> Result<()> {
+        let Shared { device, downloads, landing, tier, generations, jobs, .. } = &*self.shared;
         let _attached = Attached::to(&**device)?;
         tier.commit()?;
         for turn in &self.turns {
@@ -64,7 +63,8 @@ impl Work for Stepper {
         let generation = &generations[job.generation];
         generation.wait_for_all(downloads, &**device)?;
         generation.clear();
-        Ok(generation.let_go())
+        jobs.give_back(|returned| generation.let_go(returned));
+        Ok(())
     }
 
     fn upload(&mut self) -> Result<()> {

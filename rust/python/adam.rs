@@ -160,7 +160,8 @@ pub(super) fn adam_step(
     let hyper = hyper.0;
     let tensors = tensors_of(&tensors);
     let pool = PyPool::pool(pool);
-    // SAFETY: whoever made the views vouches for their memory during this call (see TensorView).
+    // SAFETY: the caller that made the views vouches for their memory during this call (see
+    // TensorView).
     py.detach(|| unsafe { batch::step(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper) })
 }
 
@@ -314,7 +315,7 @@ pub(super) fn write_state(
 }
 
 /// Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps
-/// without fingerprints, before anyone else may write the parameter.
+/// without fingerprints, before other code may write the parameter.
 ///
 /// Raises:
 ///     ValueError: for a tensor without fingerprints.

@@ -1,4 +1,7 @@
 //! The offload engine.
+//!
+//! Lists that come from Python are copied into Rust's for the time of a call: these are allocations
+//! that grow with the number of tensors. The engine beneath makes none.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -18,7 +21,6 @@ use crate::{
     host::pool::{Pool, PoolConfig},
     offload::{Engine, Lent, Owners, Shape, Update},
     simd::isa::Isa,
-    stream::view::View,
 };
 
 /// How long a wait keeps Python's signal handlers, such as Ctrl-C's, from running.
@@ -72,10 +74,6 @@ fn owners_of(owners: Vec<Py<PyAny>>) -> Owners {
     Box::new(owners)
 }
 
-fn views_of(views: &[PyRef<'_, PyTensorView>]) -> Vec<View> {
-    views.iter().map(|view| view.0).collect()
-}
-
 fn check_lengths(names: &str, lengths: &[usize]) -> Result<()> {
     if lengths.iter().all(|&length| length == lengths[0]) {
         return Ok(());
@@ -87,7 +85,7 @@ impl PyOffloadEngine {
     /// Drops what the engine has held and does not use any more: here, where the interpreter is
     /// this thread's. Every method begins or ends with it.
     fn drop_returned(&self, _attached: Python<'_>) {
-        drop(self.engine.returned());
+        self.engine.returned().for_each(drop);
     }
 }
 
@@ -142,7 +140,7 @@ impl PyOffloadEngine {
     ///     indices: of the tensors, each once.
     ///     sources: addresses of their gradients on the device. They stay as they are until
     ///         `release`, `discard` or `synchronize`.
-    ///     targets: host memory, used by nobody else until the step is done, or discarded.
+    ///     targets: host memory, not used until the step is done, or discarded.
     ///     source_owners: what keeps the sources alive; the engine holds it until then.
     ///     target_owners: what keeps the targets alive; the engine holds it until then.
     ///     stream: the stream that made the gradients.
@@ -171,8 +169,8 @@ impl PyOffloadEngine {
         let gradients: Vec<_> = indices
             .into_iter()
             .zip(sources)
-            .zip(views_of(&targets))
-            .map(|((index, source), target)| (index, source, target))
+            .zip(&targets)
+            .map(|((index, source), target)| (index, source, target.0))
             .collect();
         let mut lent =
             Some(Lent { sources: owners_of(source_owners), targets: owners_of(target_owners) });
@@ -211,7 +209,8 @@ impl PyOffloadEngine {
     ) -> PyResult<()> {
         self.drop_returned(py);
         check_lengths("sources and targets", &[sources.len(), targets.len()])?;
-        let parts: Vec<_> = sources.into_iter().zip(views_of(&targets)).collect();
+        let parts: Vec<_> =
+            sources.into_iter().zip(targets.iter().map(|target| target.0)).collect();
         let mut lent =
             Some(Lent { sources: owners_of(source_owners), targets: owners_of(target_owners) });
         // SAFETY: the caller vouches that the owners own the memory, and for its use and the
@@ -263,11 +262,11 @@ impl PyOffloadEngine {
             count: steps[place],
             hyper: hypers[place].0,
         };
-        let updates = (0..indices.len()).map(update).collect();
+        let updates: Vec<_> = (0..indices.len()).map(update).collect();
         let mut owners = Some(owners_of(owners));
         // SAFETY: the caller vouches that the owners own the memory, and for its use and the
         // stream, as documented.
-        py.detach(|| unsafe { self.engine.submit(updates, &mut owners, stream_of(stream)) })
+        py.detach(|| unsafe { self.engine.submit(&updates, &mut owners, stream_of(stream)) })
     }
 
     /// Forgets the gradients that were taken since the last `submit`: of a step that is skipped or

@@ -9,8 +9,8 @@ use crate::{
 
 /// A dense run of `numel` elements of `dtype` at `address`.
 ///
-/// Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is
-/// handed to.
+/// The caller that makes a view keeps the memory alive, and unused by other code, during the calls
+/// that it is handed to.
 ///
 /// Args:
 ///     address: of the first element, in bytes; a multiple of the element's size (of 4 for uint8).

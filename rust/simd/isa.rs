@@ -190,6 +190,9 @@ impl Isa {
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
         let _standard = StandardFpEnv::enter();
+        if cfg!(feature = "baseline-only") {
+            return run_scalar(kernel);
+        }
         match self.0 {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: an `Isa` is only made of a kind that is available here, or of the baseline,

@@ -31,7 +31,7 @@ pub trait HeldMoments {
     /// [`Self::PARTS`].
     ///
     /// # Safety
-    /// The memory of the routes is alive as long as the moments, and nobody else uses it.
+    /// The memory of the routes is alive as long as the moments, and nothing else uses it.
     ///
     /// # Panics
     /// If the routes are not those of the parts.
@@ -165,7 +165,7 @@ pub unsafe fn visit_plain16_moments<T: Element>(
 /// parameter and trailing bits belong together again. Without fingerprints they always do.
 ///
 /// # Safety
-/// The memory of all routes is alive, and nobody else uses it during the call.
+/// The memory of all routes is alive, and nothing else uses it during the call.
 ///
 /// # Panics
 /// If the routes are not those of the parts of `kind`.

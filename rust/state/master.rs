@@ -101,7 +101,7 @@ impl<T: Element> Master for WithWeightOut<'_, T> {
 }
 
 /// A separate fp32 master beside a 16-bit parameter that others may write: an element that is not
-/// its rounded master was written by someone else, and what they wrote is the master from then on.
+/// its rounded master was written by the program, and what it wrote is the master from then on.
 pub struct Shadowed<'a, T>(WithWeightOut<'a, T>);
 
 impl<'a, T: Element> Shadowed<'a, T> {

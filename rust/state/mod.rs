@@ -37,8 +37,8 @@ pub mod split;
 use crate::simd::Simd;
 
 /// What the bytes of coded state mean: trailing bits and their fingerprints, q8's codes, their
-/// order and their scales. State dicts carry it, and one of another format is refused. Whoever
-/// changes a meaning counts up; `tests/format.rs` notices.
+/// order and their scales. State dicts carry it, and one of another format is refused. A
+/// change of a meaning counts up; `tests/format.rs` notices.
 pub const STATE_FORMAT: u32 = 1;
 
 /// Loads and stores fp32 masters, a unit of `Q` vectors at a time (its order:

@@ -6,7 +6,7 @@
 //! differs from round-to-nearest-even on exact ties only (they round away from zero). A NaN becomes
 //! the canonical NaN.
 //!
-//! Trailing bits belong to the parameter that they were written with. Whoever writes a parameter
+//! Trailing bits belong to the parameter that they were written with. Code that writes a parameter
 //! (`load_state_dict`, `copy_`, `.data`) leaves them stale, and stale bits may turn a 0 into a NaN.
 //! So a 32-bit fingerprint per chunk tells whether the parameter is still ours; where it is not,
 //! the chunk's trailing bits are void and read as 0: what the user wrote wins. The fingerprint sees

@@ -6,7 +6,7 @@
 //! partly overlapping. The kernel's rule is load, compute, store, lane block by lane block, so both
 //! cases are right with one body, and no `&` and `&mut` to the same element exist at once. Out of
 //! place, stores bypass the cache where the machine can: half the traffic of an ordinary store,
-//! which reads its line first. Whoever made an out-of-place cursor calls [`publish`] before others
+//! which reads its line first. The maker of an out-of-place cursor calls [`publish`] before others
 //! read.
 //!
 //! A unit is what a kernel has in registers at once: `Q` vectors. One vector holds 16 elements in

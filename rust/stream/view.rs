@@ -1,10 +1,11 @@
-//! Dense runs of elements that someone else owns, described by address: how tensors cross the
+//! Dense runs of elements that the caller owns, described by address: how tensors cross the
 //! boundary.
 //!
 //! A [`View`] is checked when it is made (address, alignment, extent) and turned into slices only
-//! in [`View::slice`] and [`View::slice_mut`]. Whoever hands views in vouches that the memory is
-//! alive and not used by others meanwhile; that no two views of a call overlap where one is written
-//! is checked ([`check_disjoint`]). A [`Route`] is a view that is read and one that is written.
+//! in [`View::slice`] and [`View::slice_mut`]. The caller that hands views in vouches that the
+//! memory is alive and that no other thread uses it meanwhile. That no two views of a call overlap
+//! where one is written is checked ([`check_disjoint`]). A [`Route`] is a view that is read and one
+//! that is written.
 
 use std::ops::Range;
 
@@ -125,7 +126,7 @@ impl View {
     /// The elements `range`, read-only.
     ///
     /// # Safety
-    /// The memory is alive for `'a`, and nobody writes to the range meanwhile.
+    /// The memory is alive for `'a`, and nothing writes to the range meanwhile.
     ///
     /// # Panics
     /// If the range is not within the view, or `T` is not as wide as its dtype.
@@ -140,7 +141,7 @@ impl View {
     /// The elements `range`.
     ///
     /// # Safety
-    /// The memory is alive for `'a`, and nobody else reads or writes the range meanwhile.
+    /// The memory is alive for `'a`, and nothing else reads or writes the range meanwhile.
     ///
     /// # Panics
     /// As [`View::slice`].
@@ -183,7 +184,8 @@ impl View {
     /// Copies all elements to `to`.
     ///
     /// # Safety
-    /// Both memories are alive and disjoint; nobody writes this one, or uses the other, meanwhile.
+    /// Both memories are alive and disjoint. Meanwhile nothing else writes this one, or uses the
+    /// other.
     ///
     /// # Panics
     /// If `to` holds another number of elements, or of another dtype.
@@ -301,32 +303,63 @@ pub fn check_disjoint<'a>(
     written: impl Iterator<Item = (&'a str, View)>,
     read: impl Iterator<Item = (&'a str, View)>,
 ) -> Result<()> {
-    let mut extents: Vec<(Range<usize>, bool, &str)> = written
-        .map(|(name, view)| (view.bytes(), true, name))
-        .chain(read.map(|(name, view)| (view.bytes(), false, name)))
-        .filter(|(bytes, ..)| !bytes.is_empty())
-        .collect();
-    extents.sort_unstable_by_key(|(bytes, ..)| bytes.start);
-    // Two readers may overlap, so the furthest end of each kind is carried along.
-    let (mut written_end, mut read_end) = ((0, ""), (0, ""));
-    for (bytes, is_written, name) in extents {
-        let mut previous = vec![written_end];
-        if is_written {
-            previous.push(read_end);
-        }
-        if let Some((_, other)) = previous.into_iter().find(|(end, _)| *end > bytes.start) {
-            return Err(Error::value(format!(
-                "{name} and {other} overlap at `{:#x}`, expected memory of their own\nhint: clone \
-                 one of the tensors",
-                bytes.start
-            )));
-        }
-        let end = if is_written { &mut written_end } else { &mut read_end };
-        if bytes.end > end.0 {
-            *end = (bytes.end, name);
-        }
+    Extents::default().check_disjoint(written, read)
+}
+
+/// As [`check_disjoint`], in memory that is kept from call to call.
+#[derive(Debug, Default)]
+pub struct Extents<'a>(Vec<Extent<'a>>);
+
+#[derive(Debug)]
+struct Extent<'a> {
+    bytes: Range<usize>,
+    is_written: bool,
+    name: &'a str,
+}
+
+impl<'a> Extents<'a> {
+    /// With room for so many views of a call.
+    #[must_use]
+    pub fn with_capacity(views: usize) -> Self {
+        Self(Vec::with_capacity(views))
     }
-    Ok(())
+
+    /// See [`check_disjoint`].
+    ///
+    /// # Errors
+    /// As [`check_disjoint`].
+    pub fn check_disjoint(
+        &mut self,
+        written: impl Iterator<Item = (&'a str, View)>,
+        read: impl Iterator<Item = (&'a str, View)>,
+    ) -> Result<()> {
+        let extent =
+            |(name, view): (_, View), is_written| Extent { bytes: view.bytes(), is_written, name };
+        self.0.clear();
+        self.0.extend(written.map(|view| extent(view, true)));
+        self.0.extend(read.map(|view| extent(view, false)));
+        self.0.retain(|extent| !extent.bytes.is_empty());
+        self.0.sort_unstable_by_key(|extent| extent.bytes.start);
+        // Two readers may overlap, so the furthest end of each kind is carried along.
+        let (mut written_end, mut read_end) = ((0, ""), (0, ""));
+        for Extent { bytes, is_written, name } in &self.0 {
+            let overlapped = [written_end, if *is_written { read_end } else { (0, "") }]
+                .into_iter()
+                .find(|(end, _)| *end > bytes.start);
+            if let Some((_, other)) = overlapped {
+                return Err(Error::value(format!(
+                    "{name} and {other} overlap at `{:#x}`, expected memory of their own\n\
+                     hint: clone one of the tensors",
+                    bytes.start
+                )));
+            }
+            let end = if *is_written { &mut written_end } else { &mut read_end };
+            if bytes.end > end.0 {
+                *end = (bytes.end, name);
+            }
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@
 //! - REV-3 Every chunk that was stepped has been published ([`crate::stream::cursor::publish`])
 //!   when the call returns.
 //! - REV-4 The state of a chunk in a spare is not in the tensors: these hold what it was one commit
-//!   ago, or what was reverted. Until [`HostSlots::copy_home`] nobody may read them, and what is
+//!   ago, or what was reverted. Until [`HostSlots::copy_home`] no code may read them, and what is
 //!   written there is lost.
 //!
 //! Cost: a step out of place takes a fifth to a quarter more time than one in place, in either
@@ -19,6 +19,8 @@
 //! (`benches/adam.rs`). Commit and revert take some nanoseconds per chunk. Copying home copies each
 //! state that is in a spare once, which takes one and a half times as long as a step of it. So a
 //! caller that commits every step lets chunks alternate, and copies home when the tensors are read.
+//! Slots and index are allocated with the [`HostSlots`]; a step has lists of its tensors and chunks
+//! beside them ([`crate::adam::batch`]).
 
 use crate::{
     adam::{
@@ -103,7 +105,7 @@ impl HostSlots {
     /// [`HostSlots::new`]) hold the whole state. All spares are free then.
     ///
     /// # Safety
-    /// The memory of all views is alive, and nobody else uses it during the call.
+    /// The memory of all views is alive, and nothing else uses it during the call.
     ///
     /// # Errors
     /// [`Error::Value`], with nothing copied, for other tensors than those that the slots are for,
@@ -192,7 +194,7 @@ impl Revocable<'_> {
     /// the number of this update of `tensors[i]`, from 1. Each tensor once until the commit.
     ///
     /// # Safety
-    /// The memory of all views is alive, and nobody else uses it during the call; of chunks that
+    /// The memory of all views is alive, and nothing else uses it during the call; of chunks that
     /// are in spares, until they are copied home (REV-4).
     ///
     /// # Errors
@@ -216,7 +218,7 @@ impl Revocable<'_> {
         // The index numbers tensors as the list does, a call as it gives them.
         let indexed = |chunk: Chunk| Chunk { tensor: numbers[chunk.tensor], ..chunk };
         let chunks = Chunk::all(tensors.iter().map(|tensor| tensor.param.numel()));
-        self.slots.index.assign_targets(chunks.into_iter().map(indexed))?;
+        self.slots.index.assign_targets(chunks.iter().copied().map(indexed))?;
         let slots = &*self.slots;
         let route = |chunk: Chunk| slots.route(&tensors[chunk.tensor], indexed(chunk));
         // SAFETY: the caller vouches for the tensors, whose views are disjoint, as checked; spares

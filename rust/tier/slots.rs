@@ -110,21 +110,12 @@ impl Slots {
     ///
     /// # Panics
     /// As [`Slots::current`].
-    pub fn assign_targets(&mut self, chunks: impl Iterator<Item = Chunk>) -> Result<()> {
-        let numbers: Vec<usize> = chunks.map(|chunk| self.number(chunk)).collect();
-        let mut sorted = numbers.clone();
-        sorted.sort_unstable();
-        let is_repeated = sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0]);
-        if let Some(number) =
-            is_repeated.or_else(|| sorted.into_iter().find(|&number| self.target[number].is_some()))
-        {
-            let Chunk { tensor, index } = self.chunks[number];
-            return Err(Error::value(format!(
-                "chunk `{index}` of tensor `{tensor}` is to be stepped twice, expected a commit or \
-                 revert in between"
-            )));
+    pub fn assign_targets(&mut self, chunks: impl Iterator<Item = Chunk> + Clone) -> Result<()> {
+        let has_target = |&chunk: &Chunk| self.target[self.number(chunk)].is_some();
+        if let Some(chunk) = chunks.clone().find(has_target) {
+            return Err(stepped_twice(chunk));
         }
-        let at_home = numbers.iter().filter(|&&number| self.current[number] == Slot::Home).count();
+        let at_home = chunks.clone().filter(|&chunk| self.current(chunk) == Slot::Home).count();
         if at_home > self.free.len() {
             return Err(Error::value(format!(
                 "`{at_home}` chunks are to be written to spare slots, and `{}` of {} are free, \
@@ -134,15 +125,29 @@ impl Slots {
                 self.spares
             )));
         }
-        for number in numbers {
-            let target = match self.current[number] {
+        let before = self.assigned.len();
+        for chunk in chunks {
+            let number = self.number(chunk);
+            // A chunk that is named twice has got a target here.
+            if self.target[number].is_some() {
+                self.revert_to(before);
+                return Err(stepped_twice(chunk));
+            }
+            self.target[number] = match self.current[number] {
                 Slot::Home => self.free.pop().map(Slot::Spare),
                 Slot::Spare(_) => Some(Slot::Home),
             };
-            self.target[number] = target;
             self.assigned.push(number);
         }
         Ok(())
+    }
+
+    /// Only the first `assigned` of the chunks that have a target keep it. The others' spares are
+    /// free in the order that they were in before.
+    fn revert_to(&mut self, assigned: usize) {
+        for number in self.assigned.drain(assigned..).rev() {
+            self.free.extend(self.target[number].take().and_then(spare));
+        }
     }
 
     /// The targets hold the states of their chunks.
@@ -156,9 +161,7 @@ impl Slots {
 
     /// No chunk has a target.
     pub fn revert(&mut self) {
-        for number in self.assigned.drain(..) {
-            self.free.extend(self.target[number].take().and_then(spare));
-        }
+        self.revert_to(0);
     }
 
     /// All states are at home, where the caller has copied them. What was assigned is reverted
@@ -178,6 +181,13 @@ impl Slots {
         );
         number
     }
+}
+
+fn stepped_twice(Chunk { tensor, index }: Chunk) -> Error {
+    Error::value(format!(
+        "chunk `{index}` of tensor `{tensor}` is to be stepped twice, expected a commit or revert \
+         in between"
+    ))
 }
 
 /// Which spare it is.
@@ -225,6 +235,7 @@ mod tests {
                         .filter(|bit| random >> (16 + bit) & 1 == 1)
                         .map(|number| slots.chunks[number])
                         .collect();
+                    let free = slots.free.clone();
                     let before: Vec<(Slot, Slot)> = slots
                         .chunks
                         .iter()
@@ -238,7 +249,7 @@ mod tests {
                                 .chunks
                                 .iter()
                                 .map(|&chunk| (slots.current(chunk), slots.target(chunk)));
-                            assert!(after.eq(before), "refused, and changed");
+                            assert!(after.eq(before) && slots.free == free, "refused, and changed");
                         }
                     }
                 }

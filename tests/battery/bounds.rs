@@ -259,7 +259,8 @@ pub(crate) fn assert_follows(
         let check = |name: &str, holds: bool, got: f32, bound: Bound| {
             assert!(
                 holds,
-                "{layout:?} on {}: {name}[{index}] is {got:e}, expected {bound:?} after step {count} of {element:?} \
+                "{layout:?} on {}: {name}[{index}] is {got:e}, expected {bound:?} \
+                 after step {count} of {element:?} \
                  with gradient {grad:e} and {hyper:?}",
                 isa.name()
             );

@@ -176,8 +176,8 @@ impl Held {
         }
     }
 
-    /// A state as some steps leave it, with a gradient; now and then with a parameter that someone
-    /// else has written.
+    /// A state as some steps leave it, with a gradient; now and then with a parameter that the
+    /// program has written.
     pub(crate) fn random(
         layout: Layout,
         numel: usize,
@@ -259,7 +259,7 @@ impl Held {
     /// One update in place, on a pool.
     pub(crate) fn step_on(&mut self, pool: &Pool, isa: Isa, count: u64, hyper: &Hyper) {
         let tensor = self.tensor();
-        // SAFETY: the views are of this value's buffers, which nobody else has.
+        // SAFETY: the views are of this value's buffers, which nothing else uses.
         unsafe { batch::step(pool, isa, &[tensor], &[count], hyper) }.expect("a valid step");
     }
 

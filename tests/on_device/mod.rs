@@ -184,10 +184,10 @@ pub(crate) fn submit(
     count: u64,
     hyper: Hyper,
 ) -> Result<(), Error> {
-    let updates =
+    let updates: Vec<_> =
         all.iter_mut().enumerate().map(|(index, one)| one.update(index, count, hyper)).collect();
     // SAFETY: as in `take`.
-    unsafe { engine.submit(updates, &mut None, STREAM) }
+    unsafe { engine.submit(&updates, &mut None, STREAM) }
 }
 
 pub(crate) fn finish(engine: &Engine) {

@@ -293,8 +293,8 @@ impl Shared {
         }) {
             self.gate.0.fetch_and(!OPEN, Ordering::AcqRel);
         }
-        // Release hands this worker's writes to the caller, through the counts of those who leave
-        // later.
+        // Release hands this worker's writes to the caller, through the counts of the workers that
+        // leave later.
         if self.gate.0.fetch_sub(1, Ordering::AcqRel) == 1 {
             futex::wake_all(&self.gate.0);
         }

@@ -1,0 +1,294 @@
+//! Gradients at the engine's door: what callers' threads take, discard and release.
+//!
+//! Of taking, submitting and discarding, one happens at a time: [`Next`] is behind a lock, and has
+//! what they share. The copies themselves are `downloads.rs`, what belongs to the gradients of one
+//! step is `generation.rs`.
+
+use std::{iter, time::Duration};
+
+use super::{
+    checks::Checks,
+    downloads::Download,
+    engine::{Engine, Shared},
+    generation::Generation,
+    job::Announced,
+    owners::Lent,
+};
+use crate::{
+    device::{Attached, Stream},
+    error::{Error, Result},
+    stream::view::View,
+};
+
+/// What callers' threads share of the job that comes next.
+pub(super) struct Next {
+    /// The job that gradients have been taken for.
+    pub(super) announced: Option<Announced>,
+    /// The generation that was submitted last.
+    pub(super) submitted: Option<usize>,
+    /// For each generation the ticket of its last discard, while copies of that may be under way
+    /// and it has not been used again.
+    discarded: Box<[Option<u64>]>,
+    pub(super) checks: Checks,
+}
+
+/// A discard that is to be waited for: [`Engine::discard`] gives it out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Discarded {
+    generation: usize,
+    /// Of the event behind all of it.
+    ticket: u64,
+}
+
+impl Next {
+    /// Nothing was taken, by an engine of so many generations and tensors.
+    pub(super) fn new(generations: usize, tensors: usize) -> Self {
+        Self {
+            announced: None,
+            submitted: None,
+            discarded: vec![None; generations].into(),
+            checks: Checks::new(tensors),
+        }
+    }
+
+    /// A generation is filled or submitted. What was lent for a discard of it that no thread has
+    /// waited for comes back with what is lent now.
+    pub(super) fn reuse(&mut self, generation: usize) {
+        self.discarded[generation] = None;
+    }
+
+    /// The last of the discards that are to be waited for.
+    fn last_discarded(&self) -> Option<Discarded> {
+        let of = |(generation, ticket): (usize, &Option<u64>)| {
+            ticket.map(|ticket| Discarded { generation, ticket })
+        };
+        self.discarded.iter().enumerate().filter_map(of).max_by_key(|one| one.ticket)
+    }
+}
+
+impl Engine {
+    /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this
+    /// order, after what `stream` holds now. Waits, no longer than `timeout`, for nothing but room
+    /// in the queue of copies; whether all of them are queued. If not, none is.
+    ///
+    /// What is `lent` keeps both sides alive. It is taken where this returns true, and comes back
+    /// ([`Engine::returned`]): the device side after [`Engine::release`], both after
+    /// [`Engine::discard`], [`Engine::drain`] or the end of the step.
+    ///
+    /// # Safety
+    /// Both sides are alive as long as their owners are. Nothing writes the device side until it is
+    /// released, discarded or drained. Nothing else uses the host side until the step that takes it
+    /// is submitted and done, or it is discarded.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a tensor or a size that the engine does not have, a tensor twice, or
+    /// while a step is running that reads the only generation; [`Error::Os`] where the device has
+    /// failed, also in copies of calls before.
+    pub unsafe fn take(
+        &self,
+        gradients: &[(usize, u64, View)],
+        lent: &mut Option<Lent>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        self.check_process()?;
+        let segments = &self.shared.segments;
+        let mut next = self.next();
+        next.checks.gradients(gradients, segments)?;
+        let copies = gradients.iter().flat_map(|&(index, source, host)| {
+            segments.of(index).map(move |segment| {
+                let elements = segments.elements(index, segment);
+                let size = host.dtype().size();
+                (segment, source + (elements.start * size) as u64, elements, host)
+            })
+        });
+        let count = copies.clone().count();
+        // SAFETY: passed on from the caller; segments lie within both sides.
+        unsafe {
+            self.fill(
+                &mut next,
+                count,
+                |first_event| {
+                    copies.map(move |(segment, source, elements, host)| Download::Copy {
+                        source,
+                        target: host.address() + elements.start * host.dtype().size(),
+                        nbytes: elements.len() * host.dtype().size(),
+                        event: Some(first_event + segment),
+                    })
+                },
+                |generation, mut ticket| {
+                    for &(index, _, host) in gradients {
+                        generation.set_taken(segments, index, host, ticket);
+                        ticket += segments.of(index).len() as u64;
+                    }
+                },
+                lent,
+                stream,
+                timeout,
+            )
+        }
+    }
+
+    /// As [`Engine::take`] of any device memory: `(device address, host memory)` each. The step
+    /// begins when all of its generation is there.
+    ///
+    /// # Safety
+    /// As [`Engine::take`].
+    ///
+    /// # Errors
+    /// As [`Engine::take`]; [`Error::Value`] also for more copies than the queue has places for.
+    pub unsafe fn take_part(
+        &self,
+        parts: &[(u64, View)],
+        lent: &mut Option<Lent>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        let copy = |&(source, host): &(u64, View)| Download::Copy {
+            source,
+            target: host.address(),
+            nbytes: host.nbytes(),
+            event: None,
+        };
+        let nbytes = parts.iter().map(|(_, host)| host.nbytes()).sum();
+        self.check_process()?;
+        // SAFETY: passed on from the caller.
+        unsafe {
+            self.fill(
+                &mut self.next(),
+                parts.len(),
+                |_| parts.iter().map(copy),
+                |generation, _| generation.set_taken_in_parts(nbytes),
+                lent,
+                stream,
+                timeout,
+            )
+        }
+    }
+
+    /// Queues so many `copies`, which are told the first event of the generation that is being
+    /// filled, after what `stream` holds now. Then `queued` is told the ticket of the first.
+    ///
+    /// # Safety
+    /// As [`Engine::take`].
+    #[expect(clippy::too_many_arguments, reason = "what two calls have in common")]
+    unsafe fn fill<C: Iterator<Item = Download>>(
+        &self,
+        next: &mut Next,
+        count: usize,
+        copies: impl FnOnce(usize) -> C,
+        queued: impl FnOnce(&Generation, u64),
+        lent: &mut Option<Lent>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        let Shared { device, downloads, generations, .. } = &*self.shared;
+        let _attached = Attached::to(&**device)?;
+        downloads.check()?;
+        let number = self.filled(next)?;
+        // A mark, and later the events behind a generation that is discarded and one that is not.
+        if !downloads.wait_for_room(count + 3, timeout)? {
+            return Ok(false);
+        }
+        let generation = &generations[number];
+        let mark = Download::After(device.mark(stream)?);
+        // SAFETY: passed on from the caller.
+        let ticket =
+            unsafe { downloads.push(iter::once(mark).chain(copies(generation.first_event())))? };
+        queued(generation, ticket + 1);
+        generation.hold(lent.take());
+        next.reuse(number);
+        next.announced = Some(Announced { generation: number });
+        Ok(true)
+    }
+
+    /// The generation that is being filled, or can be.
+    pub(super) fn filled(&self, next: &Next) -> Result<usize> {
+        let busy = self.shared.jobs.busy()?;
+        if let Some(Announced { generation }) = next.announced {
+            return Ok(generation);
+        }
+        let free = (0..self.shared.generations.len()).find(|&number| Some(number) != busy);
+        free.ok_or_else(|| {
+            Error::value(
+                "a step is still running and reads the gradients, of which the engine has one \
+                 generation; expected it to be finished first\n\
+                 hint: an engine with two generations",
+            )
+        })
+    }
+
+    /// Forgets the gradients that were taken since the last submit: no step takes them. Their
+    /// copies may still be under way: [`Engine::wait_discarded`] waits for those. None: nothing was
+    /// taken since, and all that was discarded before has been waited for, or its generation is in
+    /// use again.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed.
+    pub fn discard(&self) -> Result<Option<Discarded>> {
+        let Shared { downloads, generations, .. } = &*self.shared;
+        self.check_process()?;
+        let mut next = self.next();
+        if let Some(&Announced { generation: number }) = next.announced.as_ref() {
+            let generation = &generations[number];
+            generation.seal(downloads)?;
+            generation.clear();
+            next.announced = None;
+            next.discarded[number] = Some(generation.sealed());
+        }
+        Ok(next.last_discarded())
+    }
+
+    /// Waits on this thread, no longer than `timeout`, until the device has all copies of what was
+    /// discarded, then and before, and for these: both sides are the caller's again. Whether that
+    /// was reached.
+    ///
+    /// What is taken after the discard is not waited for and not touched. Where it went to the same
+    /// generation, what was lent for the copies comes back with that.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed.
+    pub fn wait_discarded(&self, discarded: Discarded, timeout: Duration) -> Result<bool> {
+        let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
+        self.check_process()?;
+        if !downloads.wait_timeout(discarded.ticket, timeout)? {
+            return Ok(false);
+        }
+        let _attached = Attached::to(&**device)?;
+        // Where it is sealed anew the event is a later one, behind these copies as well. Not
+        // beneath the lock of `next`.
+        device.wait(generations[discarded.generation].whole_event())?;
+        let mut next = self.next();
+        for (generation, last) in generations.iter().zip(&mut next.discarded) {
+            // The download lane keeps its order, so what was discarded before has ended as well.
+            if last.take_if(|ticket| *ticket <= discarded.ticket).is_some() {
+                jobs.give_back(|returned| generation.let_go(returned));
+            }
+        }
+        Ok(true)
+    }
+
+    /// Waits on this thread, no longer than `timeout`, until the device has all copies of the
+    /// gradients of the last submit; then `stream` waits for them: what is launched on it from now
+    /// on may write them, and their memory may be freed to it. Whether that was reached.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed.
+    pub fn release(&self, stream: Stream, timeout: Duration) -> Result<bool> {
+        let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
+        self.check_process()?;
+        let next = self.next();
+        let Some(number) = next.submitted else { return Ok(true) };
+        let generation = &generations[number];
+        if !downloads.wait_timeout(generation.sealed(), timeout)? {
+            return Ok(false);
+        }
+        let _attached = Attached::to(&**device)?;
+        device.order_stream_after(stream, generation.whole_event())?;
+        // Unless it is being filled anew.
+        if next.announced.as_ref().is_none_or(|announced| announced.generation != number) {
+            jobs.give_back(|returned| generation.let_go_of_sources(returned));
+        }
+        Ok(true)
+    }
+}
