@@ -55,6 +55,11 @@ def program_access(result):
             used = {"ignore_unused_parameters": False}
             named |= {
                 "read, accumulated": (read, configuration(gradient_accumulation_steps=2)),
+                "set, clipped": (set_gradients, configuration(dtype="bf16", clip=0.1)),
+                "set, accumulated": (
+                    set_gradients,
+                    configuration(dtype="bf16", gradient_accumulation_steps=2),
+                ),
                 "unused": (unused, configuration(dtype="bf16", zero=used)),
                 "unchecked, ours": (
                     poisoned,
@@ -118,8 +123,12 @@ def set_gradients(config, *, model=perceptron, rank=0):
             local = utils.safe_get_local_grad(bias)
             utils.safe_set_local_grad(bias, torch.full(local.shape, PRECISE))
         params = (weight, bias, other)
-        seen += [utils.safe_get_full_grad(param).float().clone() for param in params]
+        is_last = engine.is_gradient_accumulation_boundary()
+        if is_last:
+            seen += [utils.safe_get_full_grad(param).float().clone() for param in params]
         engine.step()
+        if not is_last:
+            continue
         seen += [utils.safe_get_full_grad(param).float().clone() for param in params]
         seen += [utils.safe_get_full_optimizer_state(param, "exp_avg").clone() for param in params]
     seen += [flat for flat, _ in partitions(engine)]

@@ -448,6 +448,10 @@ def program_offload_ranks(result):
     }
     for name, config in cases.items():
         result[name] = both(config, rank=rank)
+    said = _Lines()
+    logging.getLogger("DeepSpeed").addHandler(said)
+    initialize(perceptron(), configuration(stepwell={"gate": "module"})).destroy()
+    result["said"] = [line for line in said.lines if "stepwell" in line]
     for stage in (1, 2, 3):
         config = configuration(dtype="bf16", stage=stage)
         result[f"uneven, ZeRO-{stage}"] = both(config, rank=rank, model=uneven)

@@ -3,6 +3,7 @@
 import deepspeed_run
 import pytest
 import torch
+from stepwell.deepspeed import plan
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -17,6 +18,8 @@ NAMES = (
     "read, accumulated, ZeRO-2",
     "set, ZeRO-2",
     "set, ZeRO-3",
+    "set, clipped, ZeRO-2",
+    "set, accumulated, ZeRO-2",
     "state, ZeRO-2",
     "state, ZeRO-3",
     "unchecked, ZeRO-2",
@@ -61,6 +64,21 @@ def test_what_the_json_says_of_gradients_that_are_not_finite_wins(runs):
 
 def test_unused_parameters_are_refused_where_the_json_says_so(runs):
     assert runs["unused, ZeRO-2"][0] == ["Assertion", True, True, True, True, True]
+
+
+def test_every_obstacle_says_what_to_change():
+    class AnyCase:
+        def __getattr__(self, name):
+            return name
+
+    texts = [
+        template.format(case=AnyCase())
+        for row in plan._OBSTACLES
+        for template in (row.reason, row.hint)
+    ]
+    assert all(texts)
+    assert not any("{{" in text or "}}" in text for text in texts)
+    assert len(set(texts[::2])) == len(texts) // 2
 
 
 def test_nothing_is_pinned_where_the_json_says_so(runs):

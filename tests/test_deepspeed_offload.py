@@ -286,6 +286,9 @@ def test_checkpoints_are_read_without_stepwell(checkpoints):
 
 def test_two_ranks(tmp_path):
     ranks = deepspeed_run.run("offload_ranks", tmp_path, timeout=PROGRAM_TIMEOUT, ranks=2)
+    (line,), nothing = (result.pop("said") for result in ranks)
+    assert "`stepwell.gate` is `module`, but with several ranks" in line
+    assert nothing == []
     for result in ranks:
         before, after, skipped = result.pop("nonfinite")
         assert skipped == 1
