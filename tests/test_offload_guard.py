@@ -339,14 +339,19 @@ def test_descriptions_do_not_wait(under_way, describe):
 
 def test_accesses_wait_for_what_they_touch_only(under_way):
     (param, other), guard, uploads, _ = under_way
-    param.sum()
-    # While a step is being submitted, the look-up of the method waits, and the call again.
-    assert uploads.waits == ([1] if uploads.is_last_step else [1, 1])
-    assert guard.is_under_way(other)
-    # The step's stream has waited once and for all; before that each access waits.
+    torch.sum(param)
+    assert uploads.waits == [1]
+    # Each access waits, until a forward has waited.
+    torch.sum(param)
+    assert uploads.waits == [1, 1]
+    assert guard.is_under_way(param)
+    torch.stack([param, param, other])
+    assert uploads.waits == [1, 1, 3]
+    guard.wait([param])
+    assert uploads.waits == [1, 1, 3, 1]
+    # The step's stream has waited once and for all.
     assert guard.is_under_way(param) == (not uploads.is_last_step)
-    param.sum()
-    assert uploads.waits == ([1] if uploads.is_last_step else [1] * 4)
+    assert guard.is_under_way(other)
 
 
 def test_new_parameters_made_of_one(under_way):
@@ -708,6 +713,49 @@ def test_a_module_that_holds_a_parameter_under_way_is_traced():
     layer.weight = param
     x = torch.ones(1, SIZE)
     assert torch.equal(torch.jit.trace(layer, x)(x), torch.nn.functional.linear(x, new))
+
+
+def by_data(write):
+    def access(net, *_):
+        for param in net.parameters():
+            write(param)
+        return []
+
+    return access
+
+
+DATA_WRITES = {
+    "clamp_": lambda p: p.data.clamp_(-0.01, 0.01),
+    "after a read": lambda p: p.data.mul_(0.5 / p.data.norm()),
+    "copy_": lambda p: p.data.copy_(p.data.flip(0)),
+    "index": lambda p: p.data.view(-1).__setitem__(0, 7.0),
+    "foreach": lambda p: torch._foreach_mul_([p.data], 0.5),
+    "fill_": lambda p: p.data.fill_(0.01),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("write", DATA_WRITES.values(), ids=DATA_WRITES.keys())
+def test_writes_through_data_after_a_step_are_stepped_on(write, dtype):
+    """As on torch.optim.AdamW's like, stepwell.AdamW, which compares contents."""
+
+    def train(kind, **options):
+        torch.manual_seed(0)
+        net = Net(1 << 14).to(dtype)
+        optimizer = kind(net.parameters(), lr=1e-2, **options)
+        # Before the first step as well.
+        by_data(write)(net)
+        for step in range(4):
+            optimizer.zero_grad()
+            net(batch(step, dtype, WIDTH)).float().square().sum().backward()
+            optimizer.step()
+            by_data(write)(net)
+        optimizer.zero_grad()
+        return [bits(param) for param in net.parameters()]
+
+    ours = train(stepwell.OffloadAdamW, threads=1)
+    for one, other in zip(ours, train(stepwell.AdamW, nonfinite="skip"), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_zero_grad_waits_for_nothing():

@@ -301,6 +301,29 @@ def test_memory_that_was_freed_is_shared_with_nobody():
         optimizer.step()
 
 
+@pytest.mark.parametrize("cls", OURS)
+def test_weight_norm_after_the_first_step(cls):
+    layer = torch.nn.Linear(5, 3, bias=False)
+    old = layer.weight
+    optimizer = cls([old], lr=1e-2)
+    layer(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(ValueError, match=r"shares memory(.|\n)*remove that from .*param_groups"):
+        optimizer.add_param_group({"params": list(layer.parameters())})
+    # As the hint says.
+    optimizer.param_groups[0]["params"].clear()
+    optimizer.add_param_group({"params": list(layer.parameters())})
+    before = [param.detach().clone() for param in layer.parameters()]
+    layer(torch.ones(1, 5)).square().sum().backward()
+    optimizer.step()
+    assert all(
+        not torch.equal(param.detach(), other)
+        for param, other in zip(layer.parameters(), before, strict=True)
+    )
+
+
 def test_layers_frozen_and_cast_while_training():
     def train(cls):
         torch.manual_seed(0)

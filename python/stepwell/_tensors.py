@@ -248,7 +248,9 @@ class Written:
                 ):
                     raise ValueError(
                         f"{label} shares memory with {other_label}. "
-                        "hint: give each its own memory (.clone()), or pass a tied parameter once"
+                        "hint: give each its own memory (.clone()), or pass a tied parameter once; "
+                        "where one has replaced the other in its module (weight_norm), remove that "
+                        "from optimizer.param_groups"
                     )
             still_open.append(span)
         # What is not a run is copied for a step, so no gradient can be in its way.

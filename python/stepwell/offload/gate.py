@@ -20,6 +20,7 @@ import gc
 import itertools
 import logging
 import sys
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ import torch
 from stepwell.offload.guard import WeightGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from stepwell.offload.guard import Uploads
 
@@ -83,9 +84,16 @@ class Gate:
     Args:
         params: the parameters on the device.
         uploads: what makes the current stream wait for their weights.
+        release: a method that waits until the gradients of the last step may be written; held
+            weakly. None: they may be written once a step was submitted.
     """
 
-    def __init__(self, params: Iterable[torch.Tensor], uploads: Uploads) -> None:
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        uploads: Uploads,
+        release: Callable[[], None] | None = None,
+    ) -> None:
         self._params = set(params)
         self.is_on_cuda = any(param.is_cuda for param in self._params)
         """Whether a CUDA graph may capture a forward."""
@@ -93,6 +101,9 @@ class Gate:
         self._waits: dict[int, list[torch.Tensor]] = {}
         self._num_called = -1
         self._uncovered: list[torch.Tensor] = []
+        self._release = None if release is None else weakref.WeakMethod(release)
+        # The thread whose step has not waited for what it has to, after `open`.
+        self._unfinished_on: int | None = None
         self._children: dict[int, list[int]] = {}
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
@@ -168,12 +179,19 @@ class Gate:
         covered = {param for waited in self._waits.values() for param in waited}
         covered.difference_update(exposed)
         self._uncovered = [param for param in params if param not in covered]
+        self._unfinished_on = threading.get_ident()
         self.guard.protect(params)
+
+    @property
+    def uncovered(self) -> list[torch.Tensor]:
+        """What `wait_for_uncovered` waits for next."""
+        return self._uncovered
 
     def wait_for_uncovered(self) -> None:
         """Waits for the weights that no forward is known to wait for, and for those exposed."""
         self.guard.wait_for(self._uncovered)
         self._uncovered = []
+        self._unfinished_on = None
 
     def close(self) -> None:
         """No forward waits any more: compiled code does not call the hooks."""
@@ -210,6 +228,7 @@ class Gate:
         self.guard.clear(step)
         if step == self.guard.num_steps:
             self._uncovered = []
+            self._unfinished_on = None
 
     def _share_out(self) -> dict[int, list[torch.Tensor]]:
         """Which module waits for which parameters.
@@ -235,19 +254,27 @@ class Gate:
             self.enter_all(module)
             return
         self._called.add(id(module))
-        if self._uncovered:
-            # The step was interrupted before it waited for them.
-            self.wait_for_uncovered()
+        self._end_interrupted_step()
         if self.guard.any_under_way:
             self.guard.wait(self._waits.get(id(module), ()))
 
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""
-        if self._uncovered:
-            self.wait_for_uncovered()
+        self._end_interrupted_step()
         if self.guard.any_under_way:
             beneath = self._reached([id(module)], self._children)
             self.guard.wait(param for key in beneath for param in self._owned.get(key, ()))
+
+    def _end_interrupted_step(self) -> None:
+        """Waits for what the last step would have waited for, had Ctrl-C not ended it."""
+        if self._unfinished_on == threading.get_ident():
+            release = None if self._release is None else self._release()
+            if release is not None:
+                release()
+            self.wait_for_uncovered()
+        elif self._uncovered:
+            # On another thread, while the step goes on.
+            self.wait_for_uncovered()
 
     @staticmethod
     def _reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:

@@ -1,9 +1,9 @@
 """Makes every Python access to a parameter wait while the parameter's new weight is under way.
 
 It is under way from `WeightGuard.protect`, just before the step is submitted, until the step's
-stream has waited for it. As long as it is, the parameter's class is `UnderWay`. By that class each
-access waits for the parameter, gives it its class back and goes on (see `under_way`). Operations
-without such a parameter never come here and cost nothing.
+stream has waited for it in a forward or in `finish`. As long as it is, the parameter's class is
+`UnderWay`, whose accesses wait (see `under_way`). Operations without such a parameter never come
+here and cost nothing.
 
 Memory may be reached without the parameter: by a view, `.data`, an array of numpy or a state dict
 that was taken earlier. The number of references to the parameter's storage shows that. A parameter
@@ -90,6 +90,14 @@ class WeightGuard:
     def wait(self, params: Iterable[torch.Tensor], /) -> None:
         """The current stream waits for those of `params` that are under way and protected."""
         self.wait_for([param for param in params if id(param) in self._under_way])
+
+    def wait_and_keep(self, params: Iterable[torch.Tensor], /) -> None:
+        """The current stream waits for those of `params` that are under way, and stay so.
+
+        A program may write to them until a forward uses them, and that is to be seen.
+        """
+        with without_waiting():
+            self._uploads.wait([param for param in params if id(param) in self._under_way])
 
     def wait_for(self, params: Sequence[torch.Tensor]) -> None:
         """The current stream waits for all of `params`, protected or not."""

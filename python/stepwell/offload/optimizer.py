@@ -75,8 +75,9 @@ class OffloadAdamW(AdamW):
     `gate="step"`.
 
     What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
-    ...`) is stepped from then on. A write through `parameter.data` without a version change
-    (`parameter.data.copy_`) is not seen: call `reread_parameters()` after it.
+    ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`)
+    before the first step, and with `gate="module"` between a step and the next forward. At another
+    time it changes no version and is not seen: call `reread_parameters()` after it.
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
@@ -300,7 +301,7 @@ class OffloadAdamW(AdamW):
         if self._engine is None:
             engine, gate = Engine(self._device, self._twins, self._twins, self._threads), None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
-                gate = Gate(self._twins, engine)
+                gate = Gate(self._twins, engine, self._release)
             self._engine, self._gate = engine, gate
         return self._engine
 
@@ -360,7 +361,7 @@ class OffloadAdamW(AdamW):
         The next step copies them to the host.
         """
         self.synchronize()
-        self._twins.forget()
+        self._twins.forget(self._twins)
 
     @property
     def timing(self) -> dict[str, float]:
@@ -613,7 +614,7 @@ class OffloadAdamW(AdamW):
         """Copies to the host those of `params` that others have written on the device."""
         if stale := self._twins.stale(params):
             _LOGGER.debug(
-                "%d parameters were written by others since the last step, and are read again",
+                "%d parameters may have been written since the last step, and are read again",
                 len(stale),
             )
             self._take_fingerprints(stale)
@@ -680,8 +681,10 @@ class OffloadAdamW(AdamW):
             partial(self._twins.note, params),
             partial(self._fingerprints.mark_outdated, params),
         ]
+        shared: set[torch.Tensor] = set()
         if gate is not None:
-            before.append(partial(gate.open, params, self._exposed(params)))
+            shared.update(self._exposed(params))
+            before.append(partial(gate.open, params, shared))
         submitted = [
             *engine.submission(bound_updates, grad_scale),
             partial(setattr, self, "_is_unreleased", True),
@@ -690,6 +693,11 @@ class OffloadAdamW(AdamW):
         self._fingerprints.mark_verified(params)
         for param in params:
             self._fresh.pop(param, None)
+        if gate is not None and gate.uncovered:
+            # The step itself waits for them, so that the guard sees no access. Those of the first
+            # step: it has seen no forward. Not where memory is shared: writes to it are not seen
+            # anyway.
+            self._twins.forget(param for param in gate.uncovered if param not in shared)
 
     def _exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `params` whose weights can be reached without an access that the gate sees."""

@@ -72,6 +72,9 @@ class Twins:
     def add(self, params: Sequence[torch.Tensor]) -> None:
         """Makes the twins of `params`, and copies their weights.
 
+        They are stale nevertheless: a program may initialise or load them through `.data` before
+        the first step, which changes no version.
+
         Raises:
             OSError: there is no memory for them; nothing was changed.
         """
@@ -98,7 +101,8 @@ class Twins:
                 buffers=buffers,
                 version=None,
             )
-        self.refresh(params)
+        for param in params:
+            local(self._twins[param].weight).copy_(local(param))
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
         """Lets go of the twins of `params`, which no step and no copy uses."""
@@ -141,10 +145,10 @@ class Twins:
             local(self._twins[param].weight).copy_(local(param))
             self.note([param])
 
-    def forget(self) -> None:
-        """Takes nothing for granted of the weights on the device: all of them are stale."""
-        for twin in self._twins.values():
-            twin.version = None
+    def forget(self, params: Iterable[torch.Tensor]) -> None:
+        """Takes nothing for granted of the weights of `params` on the device: they are stale."""
+        for param in params:
+            self._twins[param].version = None
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the weights of `params` on the device, as they are now, for those of the host."""

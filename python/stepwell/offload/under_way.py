@@ -3,12 +3,15 @@
 A parameter has this class for a while, instead of `torch.nn.Parameter`. An access is seen in one of
 three places, and waits there, on any thread:
 
-- An attribute that leads to the weight waits when it is looked up: `.data`, a method, an operator.
+- An attribute that leads to the weight waits: `.data`, a method when it is called, an operator.
 - A function of torch that is given the parameter asks for `__torch_function__`, which waits.
 - All other code in C++ (torch.tensor, assignment to `.data`, transforms of torch.func, TorchScript,
   pybind extensions) asks whether its argument is a torch.Tensor before it unpacks it. Python looks
   at the order of base classes first, and at the attribute `__class__` where that says no. So
   torch.Tensor is left out of the order of this class, and `__class__` waits, then says yes.
+
+The class stays until a forward or `synchronize()` has waited, so that writes by `.data` are noticed
+too (see `UnderWay.data`), but not where C++ or a tracer asked for it.
 
 What describes a parameter but does not touch its weight (shape, dtype, grad, hooks) does not wait,
 nor does `isinstance(parameter, torch.nn.Parameter)`. `isinstance(parameter, torch.Tensor)` does: it
@@ -55,7 +58,13 @@ class Guard(Protocol):
     def wait(self, params: Iterable[torch.Tensor], /) -> None:
         """The current stream waits for those of `params` that this guard knows.
 
-        They are not under way any more, unless a step is being submitted.
+        They are plain parameters again, unless a step is being submitted.
+        """
+
+    def wait_and_keep(self, params: Iterable[torch.Tensor], /) -> None:
+        """The current stream waits for those of `params` that this guard knows.
+
+        They keep their class.
         """
 
     def finish(self) -> None:
@@ -195,7 +204,7 @@ class _Attribute:
 
 
 class _Method:
-    """A method of torch.nn.Parameter that waits for the parameter when it is looked up."""
+    """A method of torch.nn.Parameter that waits for the parameter when it is called."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -203,11 +212,12 @@ class _Method:
     def __get__(self, param: UnderWay | None, _: type) -> Any:
         if param is None:
             return getattr(Parameter, self._name)
-        _wait([param])
-        if type(param) is UnderWay:
-            # A step is being submitted.
-            return partial(self._call, param)
-        return getattr(param, self._name)
+        if _is_traced():
+            # No function of this module is to be in the trace.
+            _wait([param])
+            if type(param) is not UnderWay:
+                return getattr(param, self._name)
+        return partial(self._call, param)
 
     def _call(self, param: UnderWay, *args: Any, **kwargs: Any) -> Any:
         method = getattr(Parameter, self._name)
@@ -251,7 +261,7 @@ class UnderWay(Parameter, metaclass=_WithoutTensor):
     @property
     def __class__(self) -> type:
         if not _DESCRIBING.depth and sys._getframe(1).f_code is not _IS_PARAMETER:
-            _wait([self])
+            _wait([self], keep=False)
         return Parameter if type(self) is UnderWay else _Landed
 
     @__class__.setter
@@ -259,9 +269,24 @@ class UnderWay(Parameter, metaclass=_WithoutTensor):
         _call_after_waiting(_set_class, [self], (self, cls), {})
 
     @property
+    def data(self) -> torch.Tensor:
+        """As a plain parameter's, but a write to it is one to the parameter: the next step sees it.
+
+        Autograd sees no difference, since the step itself has counted as a write.
+        """
+        found: torch.Tensor = _call_after_waiting(Parameter.detach, [self], (self,), {})
+        return found
+
+    @data.setter
+    def data(self, data: torch.Tensor) -> None:
+        _call_after_waiting(setattr, [self], (self, "data", data), {})
+
+    @property
     def detach(self) -> Callable[[], torch.Tensor]:  # type: ignore[override]
         if sys._getframe(1).f_code is Parameter.__new__.__code__:
-            # torch.nn.Parameter(parameter) took it for a parameter of another class.
+            # torch.nn.Parameter(parameter) took it for a parameter of another class, and compares
+            # that with the class of the result.
+            _wait([self], keep=False)
             return partial(_call_after_waiting, _detached_parameter, [self], (self,), {})
         found: Callable[[], torch.Tensor] = _Method("detach").__get__(self, UnderWay)
         return found
@@ -339,17 +364,29 @@ def _detached_parameter(param: Parameter) -> Parameter:
     return torch.Tensor._make_subclass(Parameter, param.data, False)
 
 
-def _wait(params: list[UnderWay]) -> None:
+def _wait(params: list[UnderWay], *, keep: bool = True) -> None:
+    """Waits for `params`, which `keep` their class, but where code is traced that sees it."""
+    keep = keep and not _is_traced()
+    by_guard: dict[Guard | None, list[UnderWay]] = {}
     for param in params:
         reference = _GUARDS.get(id(param))
-        guard = None if reference is None else reference()
+        by_guard.setdefault(None if reference is None else reference(), []).append(param)
+    for guard, own in by_guard.items():
         if guard is None:
             # torch.utils.swap_tensors gave another tensor this class.
             _wait_for_all()
-            _set_class(param, Parameter)
+            for param in own:
+                _set_class(param, Parameter)
+        elif keep:
+            guard.wait_and_keep(own)
         else:
             guard.was_compiled |= _is_compiling()
-            guard.wait(params)
+            guard.wait(own)
+
+
+def _is_traced() -> bool:
+    """Whether what happens on this thread is traced, so that the parameter's class is seen."""
+    return _is_compiling() or torch._C._is_tracing()
 
 
 def _is_compiling() -> bool:
@@ -362,7 +399,6 @@ def _call_after_waiting(
     func: Callable[..., Any], params: list[UnderWay], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     _wait(params)
-    # A step is being submitted, so the old weights are still there, and the protection stays.
     left = [param for param in params if type(param) is UnderWay]
     for param in left:
         _set_class(param, Parameter)
