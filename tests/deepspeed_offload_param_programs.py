@@ -271,7 +271,9 @@ def program_offload_device(result):
         "ZeRO-1": configuration(dtype="bf16", stage=1),
         "ZeRO-2": configuration(dtype="bf16"),
         "ZeRO-2, accumulated": configuration(dtype="bf16", gradient_accumulation_steps=3),
+        "ZeRO-2, not pinned": configuration(dtype="bf16", gradient_accumulation_steps=2),
         "ZeRO-3": configuration(dtype="bf16", stage=3),
+        "ZeRO-3, not pinned": configuration(dtype="bf16", stage=3),
         "ZeRO-3, fp32 sums": configuration(
             dtype="bf16", stage=3, gradient_accumulation_steps=3, data_types=sums
         ),
@@ -283,5 +285,7 @@ def program_offload_device(result):
         "parameters, fp32": offloaded(dtype="fp32", pinned=True),
         "parameters, q8": offloaded(stepwell={"moments": "q8"}),
     }
+    for name in ("ZeRO-2, not pinned", "ZeRO-3, not pinned"):
+        cases[name]["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     for name, config in cases.items():
         result[name] = both(config, model=wide, steps=12)
