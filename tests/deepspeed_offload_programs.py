@@ -3,6 +3,7 @@
 Against DeepSpeed's own path on Stepwell's op.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -60,6 +61,15 @@ def both(config, **options):
     ]
 
 
+@contextlib.contextmanager
+def autocast():
+    """The block `torch_autocast` of a JSON, which DeepSpeed remembers for the process."""
+    from deepspeed.runtime import torch_autocast
+
+    yield {"enabled": True, "dtype": "bfloat16"}
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+
+
 def wide(seed=0):
     """Large enough that a step in the background takes longer than what follows it."""
     torch.manual_seed(seed)
@@ -72,6 +82,25 @@ def uneven(seed=0):
     """Sizes that two ranks do not share evenly."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(32, 33), torch.nn.GELU(), torch.nn.Linear(33, 31))
+
+
+def with_experts():
+    """Half of the batch goes to each of two experts, more or less."""
+    from deepspeed.moe.layer import MoE
+
+    class Experts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = torch.nn.Linear(32, 32)
+            self.experts = MoE(
+                32, torch.nn.Linear(32, 32), num_experts=2, k=1, use_rts=False, min_capacity=0
+            )
+
+        def forward(self, x):
+            return self.experts(self.first(x))[0]
+
+    torch.manual_seed(0)
+    return Experts()
 
 
 class Forked(torch.nn.Module):
@@ -142,6 +171,10 @@ def paths(result):
     }
     for name, config in cases.items():
         result[name] = both(config)
+    with autocast() as block:
+        result["autocast"] = both(configuration(torch_autocast=block))
+        result["ZeRO-3, autocast"] = both(configuration(stage=3, torch_autocast=block))
+    result["experts"] = both(configuration(dtype="bf16"), model=with_experts, steps=3)
     result["waits"] = waited()
     for stage in (2, 3):
         result[f"held, ZeRO-{stage}"] = {place: held(place, stage) for place in ("host", "device")}
@@ -452,6 +485,8 @@ def program_offload_ranks(result):
     logging.getLogger("DeepSpeed").addHandler(said)
     initialize(perceptron(), configuration(stepwell={"gate": "module"})).destroy()
     result["said"] = [line for line in said.lines if "stepwell" in line]
+    with autocast() as block:
+        result["autocast"] = both(configuration(torch_autocast=block), rank=rank)
     for stage in (1, 2, 3):
         config = configuration(dtype="bf16", stage=stage)
         result[f"uneven, ZeRO-{stage}"] = both(config, rank=rank, model=uneven)

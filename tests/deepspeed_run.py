@@ -35,6 +35,7 @@ MODULES = (
     "deepspeed_client_programs",
     "deepspeed_torch_adam_programs",
     "deepspeed_access_programs",
+    "deepspeed_twin_flow_programs",
 )
 IMPORTED_BY_DEEPSPEED = ("torch._dynamo", "torch._inductor.compile_fx")
 

@@ -91,10 +91,24 @@ def paths(runs):
         "ZeRO-3, accumulated on the device",
         "ZeRO-3, fp32 sums",
         "ZeRO-3, q8",
+        "autocast",
+        "ZeRO-3, autocast",
     ],
 )
 def test_both_paths_are_the_same_run(paths, name):
     assert_same_runs(*paths[name])
+
+
+def test_experts(paths):
+    ours, theirs = paths["experts"]
+    assert ours["class"] == "OffloadZeroOptimizer"
+    assert len(ours["partitions"]) == 2
+    assert ours["losses"] == theirs["losses"]
+    # DeepSpeed adds the norms of groups in float32.
+    torch.testing.assert_close(
+        torch.tensor(ours["norms"]), torch.tensor(theirs["norms"]), rtol=1e-6, atol=0
+    )
+    assert_same_partitions(ours["partitions"], theirs["partitions"])
 
 
 def test_zero_3_clips(paths):
@@ -117,7 +131,7 @@ def test_runs_differ_where_they_should(paths):
         ours["ZeRO-2"] == ours["ZeRO-1"] == ours["gate step"] == ours["one thread"] == ours["split"]
     )
     for one, other in itertools.combinations(
-        ("ZeRO-2", "clipped", "Adam", "q8", "bf16 moments", "accumulated"), 2
+        ("ZeRO-2", "clipped", "Adam", "q8", "bf16 moments", "accumulated", "autocast", "fp32"), 2
     ):
         assert ours[one] != ours[other]
     assert ours["accumulated, ZeRO-1"] != ours["fp32 sums, ZeRO-1"]

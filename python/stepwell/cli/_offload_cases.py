@@ -189,17 +189,29 @@ def _stepwell(
 
 
 _BUCKET = int(2e8)
+_ON_CPU = {"device": "cpu", "pin_memory": True}
 _ZERO_2 = {"stage": 2, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
 _ZERO_3_OFFLOAD_PARAM = {
     "stage": 3,
     "reduce_bucket_size": _BUCKET,
     "stage3_prefetch_bucket_size": _BUCKET,
-    "offload_param": {"device": "cpu", "pin_memory": True},
+    "offload_param": _ON_CPU,
+}
+_TWIN_FLOW = {
+    "stage": 3,
+    "reduce_bucket_size": _BUCKET,
+    "stage3_prefetch_bucket_size": _BUCKET,
+    # Several sub-groups, of which half are on the device.
+    "sub_group_size": _BUCKET // 2,
+    "offload_optimizer": {**_ON_CPU, "ratio": 0.5},
 }
 
 
 def _deepspeed(
-    *, register: bool, zero: Mapping[str, object] = _ZERO_2
+    *,
+    register: bool,
+    zero: Mapping[str, object] = _ZERO_2,
+    block: Mapping[str, object] | None = None,
 ) -> Callable[[Plan, torch.nn.Module], Run]:
     def prepare(plan: Plan, model: torch.nn.Module) -> Run:
         with socket.socket() as free:
@@ -232,13 +244,14 @@ def _deepspeed(
                     "bf16": {"enabled": True},
                     "gradient_clipping": plan.clip_norm,
                     "zero_optimization": {
-                        **zero,
                         "overlap_comm": True,
                         "contiguous_gradients": True,
-                        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+                        "offload_optimizer": _ON_CPU,
+                        **zero,
                     },
                     "optimizer": {"type": "AdamW", "params": adam},
                     "steps_per_print": 10**9,
+                    "stepwell": block or {},
                 },
             )
 
@@ -271,8 +284,13 @@ CASES: dict[str, Callable[[Plan, torch.nn.Module], Run]] = {
     "stepwell, untold": _stepwell("fp32", told=False),
     "deepspeed": _deepspeed(register=False),
     "deepspeed on stepwell": _deepspeed(register=True),
+    "deepspeed on stepwell, accumulate=device": _deepspeed(
+        register=True, block={"accumulate": "device"}
+    ),
     "deepspeed, offload_param": _deepspeed(register=False, zero=_ZERO_3_OFFLOAD_PARAM),
     "deepspeed on stepwell, offload_param": _deepspeed(register=True, zero=_ZERO_3_OFFLOAD_PARAM),
+    "deepspeed, ratio=0.5": _deepspeed(register=False, zero=_TWIN_FLOW),
+    "deepspeed on stepwell, ratio=0.5": _deepspeed(register=True, zero=_TWIN_FLOW),
 }
 """What can be run, by name."""
 

@@ -34,8 +34,11 @@ CASES = (
     "stepwell, untold",
     "deepspeed",
     "deepspeed on stepwell",
+    "deepspeed on stepwell, accumulate=device",
     "deepspeed, offload_param",
     "deepspeed on stepwell, offload_param",
+    "deepspeed, ratio=0.5",
+    "deepspeed on stepwell, ratio=0.5",
 )
 """The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
 
@@ -95,8 +98,12 @@ def bench_offload(
     - `stepwell, untold`: `accumulation_steps` is not given.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
+    - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
+      the GPU, not in host memory.
     - `deepspeed, offload_param`, `deepspeed on stepwell, offload_param`: ZeRO-3 with parameters
       offloaded as well.
+    - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
+      state in host memory, and half on the GPU.
 
     Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
     forward and backward alone. R is the rate at which this host's memory is read and written.
@@ -141,7 +148,9 @@ def bench_offload(
     for name in names:
         result = _run(console, name, plan)
         if "seconds" in result:
-            bytes_per_param = _host_bytes_per_param(name.split(",")[0])
+            # Of a share that is on the GPU no bound is known.
+            is_whole = "ratio" not in name
+            bytes_per_param = _host_bytes_per_param(name.split(",")[0]) if is_whole else None
             if bytes_per_param and alone:
                 step = bytes_per_param * result["num_params"] / report["memory_gb_per_second"] / 1e9
                 result |= {"bound_seconds": alone + step, "bytes_per_param": bytes_per_param}

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import torch
+
 from stepwell import optim
 from stepwell.deepspeed import fingerprints
 from stepwell.deepspeed.options import Options, options_of, said, written
@@ -85,6 +87,17 @@ class _Case(NamedTuple):
         return float(self.engine.zero_partial_offload())
 
     @property
+    def is_twin_flow(self) -> bool:
+        return self.ratio != 1.0
+
+    @property
+    def has_16_bit_masters(self) -> bool:
+        engine = self.engine
+        return bool(
+            engine.bf16_master_weights_and_gradients() or engine.fp16_master_weights_and_gradients()
+        )
+
+    @property
     def is_ours(self) -> bool:
         return isinstance(self.optimizer, optim.Adam)
 
@@ -120,10 +133,10 @@ class _Case(NamedTuple):
         return mpu is not None and not hasattr(mpu, "initialize_sequence_parallel")
 
     @property
-    def is_autocast(self) -> bool:
-        from deepspeed.runtime.torch_autocast import is_autocast_initialized
+    def is_autocast_fp16(self) -> bool:
+        from deepspeed.runtime.torch_autocast import get_autocast_dtype, is_autocast_initialized
 
-        return bool(is_autocast_initialized())
+        return bool(is_autocast_initialized()) and get_autocast_dtype() == torch.float16
 
     @property
     def is_alone(self) -> bool:
@@ -241,12 +254,7 @@ _OBSTACLES = (
         lambda case: case.is_param_on_nvme,
     ),
     _Obstacle(
-        "zero_hpz_partition_size is not 1",
-        "leave it out",
-        lambda case: case.engine.zero_hpz_partition_size() != 1,
-    ),
-    _Obstacle(
-        "weights are quantized",
+        "weights are quantized, by an op that the engine is not tested with",
         "leave out zero_quantized_weights and zero_quantized_nontrainable_weights",
         lambda case: (
             case.engine.zero_quantized_weights()
@@ -254,17 +262,25 @@ _OBSTACLES = (
         ),
     ),
     _Obstacle(
-        "offload_optimizer.ratio is `{case.ratio}`",
+        "offload_optimizer.ratio is `{case.ratio}`, and `{case.optimizer_name}` steps in host "
+        "memory only",
         "leave out ratio",
-        lambda case: case.ratio != 1.0,
+        lambda case: case.is_twin_flow and case.is_ours,
         stops_ours=True,
     ),
     _Obstacle(
-        "the model has mixtures of experts",
-        "a model without deepspeed.moe layers",
-        lambda case: case.engine.has_moe_layers,
+        "offload_optimizer.ratio is `{case.ratio}`, and masters are in 16 bits",
+        "leave out ratio, or bf16_master_weights_and_grads and fp16_master_weights_and_grads",
+        lambda case: case.is_twin_flow and not case.is_ours and case.has_16_bit_masters,
     ),
     _Obstacle(
+        # Experts are partitioned over groups of their own, over which DeepSpeed averages norms.
+        "the model has mixtures of experts, and there are several ranks or it is ZeRO-3",
+        "a model without deepspeed.moe layers, or one rank and ZeRO-2",
+        lambda case: case.engine.has_moe_layers and (case.stage == _STAGE_3 or not case.is_alone),
+    ),
+    _Obstacle(
+        # Gradients are reduced by another call, and tied weights are in the norm once.
         "the model is a pipeline",
         "a model that is no PipelineModule, under ZeRO-3",
         lambda case: case.is_pipeline,
@@ -275,11 +291,13 @@ _OBSTACLES = (
         lambda case: case.is_model_parallel,
     ),
     _Obstacle(
-        "torch_autocast is on",
-        '"bf16": {{"enabled": true}} in its place',
-        lambda case: case.is_autocast,
+        # Its GradScaler calls the optimizer's step, sub-group by sub-group.
+        "torch_autocast is in float16",
+        'torch_autocast in bfloat16, or "fp16": {{"enabled": true}} in its place',
+        lambda case: case.is_autocast_fp16,
     ),
     _Obstacle(
+        # Its passes reduce gradients by themselves, without the calls that the engine takes.
         "DeepCompile is on",
         "leave out compile.deepcompile",
         lambda case: case.engine.is_deepcompile_enabled(),

@@ -223,8 +223,18 @@ class Operands:
                 "step": 0,
                 **{name: _state.zeros(flat.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")},
             }
+        return Operand(
+            _plain_tensor(flat, state, views),
+            1 + int(state["step"]),
+            self._deepspeeds_hyper(group),
+            state,
+            master,
+        )
+
+    def _deepspeeds_hyper(self, group: dict[str, Any]) -> Hyper:
+        optimizer: Any = self._optimizer
         beta1, beta2 = group["betas"]
-        hyper = Hyper(
+        return Hyper(
             lr=float(group["lr"]),
             betas=(float(beta1), float(beta2)),
             eps=float(group["eps"]),
@@ -234,9 +244,25 @@ class Operands:
             bias_correction=bool(group.get("bias_correction", True)),
             maximize=False,
         )
-        return Operand(
-            _plain_tensor(flat, state, views), 1 + int(state["step"]), hyper, state, master
-        )
+
+    def on_device(self, index: int, master: torch.Tensor) -> Operand:
+        """A partition of DeepSpeedCPUAdam's in the coming step that is on the device.
+
+        Args:
+            index: of the parameter group whose options it has.
+            master: the partition.
+        """
+        state = dict(self._optimizer.state.get(master) or {"step": 0})
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = state.get(name)
+            # A checkpoint may have been loaded into host memory.
+            state[name] = (
+                torch.zeros_like(master, requires_grad=False)
+                if moment is None
+                else moment.to(master.device)
+            )
+        hyper = self._deepspeeds_hyper(self._optimizer.param_groups[index])
+        return Operand(None, 1 + int(state["step"]), hyper, state, master)
 
     def _torchs(
         self,

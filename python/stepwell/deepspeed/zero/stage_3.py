@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOpt
 
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
     Fragment,
@@ -77,17 +78,23 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         )
 
     def initialize_optimizer_states(self) -> None:
-        """Called by DeepSpeed's constructor; makes no fp32 gradients."""
-        weights = self.fp16_partitioned_groups_flat
+        """Called by DeepSpeed's constructor; makes no fp32 gradients in host memory."""
+        masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
+        # As DeepSpeed counts them.
+        count = int((1 - self.partial_offload) * len(masters))
+        self._share = DeviceShare(dict(enumerate(masters[:count])))
         partitions = [
             Partition(
-                master,
-                weight,
+                # What is on the device is nothing here.
+                torch.empty(0, dtype=master.dtype, device="cpu")
+                if group in self._share
+                else master,
+                weight.narrow(0, 0, 0) if group in self._share else weight,
                 self.gradient_accumulation_dtype,
-                self._operands.moments_bytes(master),
-                is_offloaded=self.offload_param,
+                0 if group in self._share else self._operands.moments_bytes(master),
+                is_offloaded=self.offload_param and group not in self._share,
             )
-            for master, weight in zip(self.fp32_partitioned_groups_flat, weights, strict=True)
+            for group, (master, weight) in enumerate(zip(masters, weights, strict=True))
         ]
         options = self._plan.options
         self._adds_on_host = options.accumulate == "host"
@@ -147,11 +154,13 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             set_to_none = True
             self._drop_gradients()
         self._partitions.drop_sums()
+        self._share.drop()
         super().zero_grad(set_to_none)
 
     def _drop_gradients(self) -> None:
         """Drops all gradients since the last step, also those that wait for a reduction."""
         self._partitions.drop()
+        self._share.drop()
         if not get_accelerator().resolves_data_dependency():
             self.reduce_and_partition_stream.synchronize()
         for bucket in self.ipg_buckets.values():
@@ -194,28 +203,39 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 padded = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
                 # What is reduced lies in a bucket.
                 is_owned = padded.data_ptr() != piece.data_ptr()
-                is_sum = self._partitions.is_on_host(fragment)
-                # A lone backward of a step has nothing to be added to.
-                if self._adds_on_host and (is_sum or not is_last):
-                    owned = padded if is_owned else padded.clone()
-                    self._partitions.add_on_host(fragment, owned)
-                else:
-                    self._partitions.add(fragment, padded, is_owned=is_owned)
-                    if is_last:
-                        self._partitions.send(fragment)
+                self._take(fragment, padded, is_owned=is_owned, is_last=is_last)
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
+
+    def _take(
+        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_last: bool
+    ) -> None:
+        """Adds the reduced `piece` to the gradient of a fragment, where that is."""
+        partitions = self._partitions
+        if fragment.group in self._share:
+            self._share.add(fragment, piece)
+        # A lone backward of a step has nothing to be added to.
+        elif self._adds_on_host and (partitions.is_on_host(fragment) or not is_last):
+            partitions.add_on_host(fragment, piece if is_owned else piece.clone())
+        else:
+            partitions.add(fragment, piece, is_owned=is_owned)
+            if is_last:
+                partitions.send(fragment)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         # The step sends what has not been sent.
         pass
 
+    def _holder(self, fragment: Fragment) -> DeviceShare | Partitions:
+        """What has the gradient of a fragment."""
+        return self._share if fragment.group in self._share else self._partitions
+
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
         fragment = self._fragment(param)
-        return self._partitions.gradient(fragment), fragment.group
+        return self._holder(fragment).gradient(fragment), fragment.group
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """The gradients, by the numbers of sub-group and parameter."""
@@ -223,7 +243,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         for params in self.fp16_groups:
             for index, param in enumerate(params):
                 fragment = self._fragment(param)
-                grads[fragment.group][index] = self._partitions.gradient(fragment).float()
+                grads[fragment.group][index] = self._holder(fragment).gradient(fragment).float()
         return grads
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -235,7 +255,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         piece = value.detach().flatten()[begin : begin + fragment.numel]
         # The last piece of a parameter may be shorter.
         padded = torch.nn.functional.pad(piece, (0, fragment.numel - piece.numel()))
-        self._partitions.set_gradient(fragment, padded)
+        self._holder(fragment).set_gradient(fragment, padded)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Sets this rank's piece of a gradient.
@@ -251,7 +271,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 f"`value` has `{value.numel()}` elements, expected {fragment.numel}: the piece of "
                 "the parameter that this rank has. hint: safe_set_full_grad sets the whole"
             )
-        self._partitions.set_gradient(fragment, value.detach().flatten())
+        self._holder(fragment).set_gradient(fragment, value.detach().flatten())
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
@@ -290,14 +310,18 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def _add_up(self, squares: torch.Tensor) -> None:
         """Adds this rank's squared norm to those of the others, in place."""
+        squares += self._share.squares()
         dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
 
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
         grads = partitions.stepped_grads()
+        share, indices = self._share, self.sub_group_to_group_id
         operands = [
-            self._operands.of(self.sub_group_to_group_id[group], group, master, grad, twin)
+            self._operands.on_device(indices[group], master)
+            if group in share
+            else self._operands.of(indices[group], group, master, grad, twin)
             for group, (master, grad, twin) in enumerate(
                 zip(masters, grads, partitions.twins, strict=True)
             )
@@ -308,9 +332,15 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             if operand.tensor is not None
         ]
         in_use = [masters, [operand.state for operand in operands]]
+        on_device = [
+            share.step_of(group, operand, weights[group], grad_scale)
+            for group, operand in enumerate(operands)
+            if group in share
+        ]
         submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
-        self._operands.commit(operands, submission)
+        self._operands.commit(operands, [*submission, *on_device])
         partitions.forget()
+        share.drop()
         partitions.finish()
         for group in range(len(masters)):
             self._unflatten_partitioned_parameters(group)
@@ -323,4 +353,5 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def destroy(self) -> None:
         """Ends the use of the device, and frees the host memory of gradients and uploads."""
         self._partitions.end()
+        self._share = DeviceShare({})
         super().destroy()

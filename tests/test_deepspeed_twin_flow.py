@@ -1,0 +1,102 @@
+"""`offload_optimizer.ratio` under ZeRO-3: a share of the state on the device, one step of all."""
+
+import math
+
+import deepspeed_run
+import pytest
+import torch
+from deepspeed_engines import LR
+from test_deepspeed_offload import assert_same_partitions
+
+PROGRAM_TIMEOUT = 150
+# torch rounds its steps in other places than the core does, and so do losses of a few steps.
+RTOL = {"fp32": 2e-5, "bf16": 2e-2}
+pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("twin_flow")
+    return deepspeed_run.run(
+        "twin_flow", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved")
+    )
+
+
+def assert_close(one, other, rtol):
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=rtol, atol=0)
+
+
+def assert_close_partitions(ours, theirs):
+    for (flat, state), (other, other_state) in zip(ours, theirs, strict=True):
+        assert (flat - other).abs().max() < 0.05 * LR
+        assert state.keys() == other_state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert state["step"] == other_state["step"]
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "all on the device", "accumulated", "fp32", "Adam", "no correction"]
+)
+def test_the_share_is_stepped_as_deepspeeds(runs, name):
+    ours, theirs = runs[name]
+    assert ours["class"] == "OffloadZeroOptimizerStage3"
+    assert theirs["class"] == "DeepSpeedZeroOptimizer_Stage3"
+    rtol = RTOL["bf16" if name in ("bf16", "accumulated") else "fp32"]
+    assert_close(ours["losses"], theirs["losses"], rtol)
+    assert_close(ours["norms"], theirs["norms"], rtol)
+    assert len(ours["partitions"]) == 4
+    assert_close_partitions(ours["partitions"], theirs["partitions"])
+
+
+def test_runs_differ_where_they_should(runs):
+    names = ("bf16", "fp32", "accumulated", "Adam", "no correction")
+    assert len({tuple(runs[name][0]["losses"]) for name in names}) == len(names)
+
+
+def test_each_sub_group_has_the_options_of_its_parameter_group(runs):
+    (losses, ours), (expected, theirs) = runs["groups"]
+    assert_close(losses, expected, RTOL["fp32"])
+    assert_close_partitions(ours, theirs)
+
+
+def test_a_nonfinite_gradient_skips_the_step_of_both(runs):
+    run = runs["nonfinite"]
+    assert run["norm"] == math.inf
+    assert run["skipped"] == 1
+    (before, weights), (after, weights_after) = run["before"], run["after"]
+    assert_same_partitions(before, after)
+    assert all(torch.equal(one, other) for one, other in zip(weights, weights_after, strict=True))
+    assert set(run["steps"]) == {5}
+
+
+def test_gradients_are_found_and_set(runs):
+    found, expected = runs["gradients"]
+    torch.testing.assert_close(found[0][0], expected)
+    for _, moment, norm in found:
+        # In the second step that of the first has decayed, where there was one.
+        assert norm > 7.0 * math.sqrt(moment.numel())
+    torch.testing.assert_close(found[0][1], torch.full_like(found[0][1], 0.7))
+    first = found[1][1] - 0.7
+    assert 0 < first.abs().max() < 0.1
+
+
+def test_a_gradient_that_did_not_come_is_zero(runs):
+    first, second, third = runs["unused"]
+    assert first.abs().max() > 0
+    # beta1 is a half.
+    assert torch.equal(second, first / 2)
+    assert torch.equal(third, second / 2)
+
+
+@pytest.mark.parametrize(("saves", "loads"), [(True, True), (True, False), (False, True)])
+def test_checkpoints_have_the_share(runs, saves, loads):
+    (losses, after), (resumed, found) = runs["checkpoints"][saves, loads]
+    if saves and loads:
+        assert resumed == losses
+        assert_same_partitions(after, found)
+    else:
+        assert_close(resumed, losses, RTOL["bf16"])
+        assert_close_partitions(after, found)
+
+
+def test_16_bit_masters_are_deepspeeds(runs):
+    assert runs["plan"].reasons == ("offload_optimizer.ratio is `0.5`, and masters are in 16 bits",)
