@@ -575,6 +575,8 @@ def options(result):
             initialize(model, config, **more)
         except ValueError as error:
             result[name] = str(error)
+    ratio = configuration(stage=3)
+    ratio["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
     nvme = configuration()
     nvme["zero_optimization"]["offload_optimizer"] |= {
         "device": "nvme",
@@ -591,6 +593,7 @@ def options(result):
         "off, keys": configuration(stepwell={"engine": False, "gate": "step"}),
         "parameters": configuration(stage=3, zero={"offload_param": {"device": "cpu"}}),
         "nvme": nvme,
+        "ratio": ratio,
         "no offload": configuration(offload=None),
         "no offload, keys": configuration(offload=None, stepwell={"threads": 1}),
         "torch": configuration(params={"torch_adam": True, "amsgrad": True}),

@@ -347,6 +347,13 @@ def test_options(runs):
         "off": (zero, ours),
         "off, keys": (zero, ours, off, idle_gate),
         "nvme": ("OffloadZeroOptimizer", ours, "device is `nvme`, but below stage 3", "hint: "),
+        "ratio": (
+            "DeepSpeedZeroOptimizer_Stage3",
+            ours,
+            "ratio is `0.5`. What steps: DeepSpeed's Twin-Flow: the share in host memory, on",
+            "Stepwell's kernels. hint: leave out ratio",
+            kept_so,
+        ),
         "no offload": (zero, "FusedAdam"),
         "no offload, keys": (zero, "FusedAdam", "nothing is offloaded", "`threads`"),
         "torch": (

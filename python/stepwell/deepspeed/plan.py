@@ -174,6 +174,8 @@ class _Case(NamedTuple):
             path = "DeepSpeed's SuperOffload"
         elif self.is_on_nvme:
             path = "DeepSpeed's NVMe swapper"
+        elif self.ratio != 1.0:
+            path = "DeepSpeed's Twin-Flow: the share in host memory"
         else:
             path = "DeepSpeed's own path"
         if self.is_ours or isinstance(self.optimizer, DeepSpeedCPUAdam):
