@@ -575,7 +575,7 @@ def options(result):
             initialize(model, config, **more)
         except ValueError as error:
             result[name] = str(error)
-    ratio = configuration(stage=3)
+    ratio = configuration(dtype="bf16", stage=3, precision={"bf16_master_weights_and_grads": True})
     ratio["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
     nvme = configuration()
     nvme["zero_optimization"]["offload_optimizer"] |= {

@@ -350,8 +350,8 @@ def test_options(runs):
         "ratio": (
             "DeepSpeedZeroOptimizer_Stage3",
             ours,
-            "ratio is `0.5`. What steps: DeepSpeed's Twin-Flow: the share in host memory, on",
-            "Stepwell's kernels. hint: leave out ratio",
+            "ratio is `0.5`, and masters are in 16 bits. What steps: DeepSpeed's Twin-Flow: ",
+            "the share in host memory, on Stepwell's kernels. hint: leave out ratio",
             kept_so,
         ),
         "no offload": (zero, "FusedAdam"),
@@ -377,7 +377,8 @@ def test_options(runs):
         "other version": (
             zero,
             ours,
-            "reduce_ipg_grads` takes `self, dtype`",
+            "which was tested, in `deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.",
+            "reduce_ipg_grads` (STEPWELL_UNTESTED_DEEPSPEED=1",
             "What steps: DeepSpeed's own path, on Stepwell's kernels",
             "hint: pip install",
             kept_so,
