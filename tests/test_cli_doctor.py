@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import stepwell
 from stepwell import _core
-from stepwell.cli import _adam_cases, _offload_cases, _parts, app, bench_adam, bench_offload, doctor
+from stepwell.cli import (
+    _adam_cases,
+    _offload_cases,
+    _software,
+    app,
+    bench_adam,
+    bench_offload,
+    doctor,
+)
 from typer.testing import CliRunner
 
 PACKAGE = Path(stepwell.__file__).parents[1]
@@ -209,7 +217,7 @@ def test_verbose_names_the_places_in_deepspeed_and_the_rest_does_not(monkeypatch
 def test_every_place_in_deepspeed_belongs_to_a_part_that_users_know(usual):
     _, report = usual
     names = [seam["name"] for seam in report["deepspeed"]["seams"]]
-    known = tuple(name for part in _parts._PARTS for name in part.seams)
+    known = tuple(name for part in _software._PARTS for name in part.seams)
     assert [name for name in names if not name.startswith(known)] == []
     for name in known:
         assert any(seam.startswith(name) for seam in names), name
@@ -234,7 +242,7 @@ def host():
 
 def run_with(monkeypatch, host, deepspeed=None, *options):
     monkeypatch.setattr(_core, "system_info", lambda: host)
-    monkeypatch.setattr(_parts, "look_at_deepspeed", lambda: deepspeed)
+    monkeypatch.setattr(_software, "look_at_deepspeed", lambda: deepspeed)
     for variable in ("STEPWELL_ISA", "STEPWELL_THREADS", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     return CliRunner().invoke(app, ["doctor", *options])
@@ -282,7 +290,7 @@ def test_a_section_that_fails_ends_no_other(monkeypatch, host):
 
 
 def test_a_result_that_is_not_torch_s_is_broken(monkeypatch, host):
-    monkeypatch.setattr(_parts, "_difference_after_a_step", lambda device, make: 1e-3)
+    monkeypatch.setattr(_software, "_difference_after_a_step", lambda device, make: 1e-3)
     result = run_with(monkeypatch, host)
     assert result.exit_code == 1
     assert "does not work: AdamW, OffloadAdamW" in result.output

@@ -195,7 +195,7 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
 
     monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._fingerprints, "mark_verified", interrupt)
+        patched.setattr(optimizer._host.fingerprints, "mark_verified", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert released
@@ -315,7 +315,7 @@ def test_an_interrupted_step_waits_for_weights_that_no_forward_waits_for(monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._fingerprints, "mark_verified", interrupt)
+        patched.setattr(optimizer._host.fingerprints, "mark_verified", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     theirs[1].step()

@@ -1,12 +1,12 @@
 """When a step verifies fingerprints, and when they have to be taken."""
 
-from stepwell.offload.fingerprints import Fingerprints
+from stepwell.offload.fingerprints import FingerprintStatus
 
 ONE, OTHER = "one", "other"
 
 
 def test_what_was_written_is_verified_once():
-    fingerprints = Fingerprints()
+    fingerprints = FingerprintStatus()
     fingerprints.mark_unverified([ONE])
     assert fingerprints.is_unverified(ONE)
     assert not fingerprints.is_unverified(OTHER)
@@ -15,7 +15,7 @@ def test_what_was_written_is_verified_once():
 
 
 def test_a_step_leaves_fingerprints_outdated_but_where_it_verifies_them():
-    fingerprints = Fingerprints()
+    fingerprints = FingerprintStatus()
     fingerprints.mark_unverified([ONE])
     fingerprints.mark_outdated([ONE, OTHER])
     assert fingerprints.outdated([ONE, OTHER]) == [OTHER]
@@ -24,7 +24,7 @@ def test_a_step_leaves_fingerprints_outdated_but_where_it_verifies_them():
 
 
 def test_what_was_written_by_others_has_fingerprints_of_its_own():
-    fingerprints = Fingerprints()
+    fingerprints = FingerprintStatus()
     fingerprints.mark_outdated([ONE, OTHER])
     fingerprints.mark_unverified([ONE])
     assert fingerprints.outdated([ONE, OTHER]) == [OTHER]

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES
-from stepwell.offload import gradients
-from stepwell.offload import optimizer as offload_optimizer
+from stepwell.offload import collector, gradients
 from stepwell.offload.checksums import checksum, differences
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -249,8 +248,8 @@ def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatc
         current[0] = len(made) // turns
         return current[0]
 
-    monkeypatch.setattr(offload_optimizer, "current_stream", stream)
-    add, take, taken = optimizer._gradients.add, optimizer._engine.take, []
+    monkeypatch.setattr(collector, "current_stream", stream)
+    add, take, taken = optimizer._collector.copies.add, optimizer._engine.take, []
 
     def noted_add(param, grad, stream):
         made[param] = stream
@@ -260,7 +259,7 @@ def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatc
         taken.extend((made[param], current[0]) for param in params)
         take(params, grads)
 
-    monkeypatch.setattr(optimizer._gradients, "add", noted_add)
+    monkeypatch.setattr(optimizer._collector.copies, "add", noted_add)
     monkeypatch.setattr(optimizer._engine, "take", noted_take)
     optimizer.zero_grad()
     loss_of(net, 1).backward()

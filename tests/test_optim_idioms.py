@@ -5,6 +5,7 @@ It works as under torch.optim.AdamW, or an error says what to do.
 
 import copy
 import logging
+import sys
 
 import pytest
 import stepwell
@@ -220,6 +221,51 @@ def test_parameters_that_come_later(cls, edit):
         return torch.stack([first, second]).detach()
 
     torch.testing.assert_close(run(cls), run(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("accumulate", ["device", "host"])
+def test_host_memory_of_parameters_that_are_replaced_is_freed(accumulate):
+    first, second = ones(4), ones(4)
+    optimizer = stepwell.OffloadAdamW(
+        [first, second], accumulate=accumulate, host_bytes_max=1 << 28
+    )
+
+    def counts(buffers):
+        return [sys.getrefcount(buffer) for buffer in buffers]
+
+    unheld = counts([stepwell._core.Buffer(64)])
+    for _ in range(3):
+        buffers = list(
+            {id(b): b for p in (first, second) for b in optimizer._twins[p].buffers}.values()
+        )
+        step(optimizer, [first, second])
+        assert unheld != counts(buffers)
+        optimizer.param_groups[0]["params"] = [second]
+        step(optimizer, [second])
+        assert first not in optimizer._twins
+        first, second = ones(4), ones(4)
+        optimizer.param_groups[0]["params"] = [first, second]
+        step(optimizer, [first, second])
+        assert counts(buffers) == unheld * len(buffers)
+        assert len(optimizer._twins.buffers) == 2
+        assert len(optimizer._twins) == 2
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_parameter_that_comes_back_goes_on(cls):
+    def run(cls, dtype=torch.float32):
+        first, second = (torch.nn.Parameter(torch.ones(4, dtype=dtype)) for _ in range(2))
+        optimizer = cls([first, second], lr=0.1)
+        for params in [[first, second], [second], [first, second], [second], [first, second]]:
+            optimizer.param_groups[0]["params"] = params
+            with torch.no_grad():
+                # While it is away, other code writes it.
+                first.mul_(1.5) if params == [second] else None
+            step(optimizer, params, 0.3)
+        return torch.stack([first, second]).detach()
+
+    torch.testing.assert_close(run(cls), run(torch.optim.AdamW))
+    assert torch.equal(run(cls, torch.bfloat16), run(stepwell.AdamW, torch.bfloat16))
 
 
 @pytest.mark.parametrize("cls", OURS)

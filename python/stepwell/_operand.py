@@ -23,9 +23,10 @@ from stepwell._tensors import check_grad, check_param, is_run, view
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from stepwell._hyper import Hyper
     from stepwell._state import State
 
-__all__ = ["Bound", "Operand", "Rounding", "bind", "prepare"]
+__all__ = ["Bound", "BoundUpdate", "Operand", "Rounding", "Update", "bind", "prepare"]
 
 
 class Rounding(NamedTuple):
@@ -36,7 +37,7 @@ class Rounding(NamedTuple):
     """Of the parameter among all parameters of the groups, as in a state dict."""
 
 
-class _Part(NamedTuple):
+class _BoundPart(NamedTuple):
     """A tensor of a bound state, and where it was."""
 
     name: str
@@ -60,7 +61,7 @@ class Bound:
     """
     param_signature: tuple[Any, ...]
     grad_signature: tuple[Any, ...]
-    parts: tuple[_Part, ...]
+    parts: tuple[_BoundPart, ...]
     rounding: Rounding
     is_exclusive: bool
     """Whether steps alone write the parameter. They then need not look for other writes."""
@@ -104,6 +105,31 @@ class Operand:
     """Whether the step writes memory that the last one did not."""
     is_grad_moved: bool
     """Whether the gradient lies elsewhere than at the last step."""
+
+
+@dataclass(slots=True)
+class Update:
+    """One parameter of a step, checked."""
+
+    param: torch.Tensor
+    operand: Operand
+    hyper: Hyper
+    step: int
+    """Which update of the parameter this is, from 1."""
+    rounding: Rounding
+    state: State | None
+    """As the optimizer has it; None: the parameter was never stepped."""
+    last: Bound | None
+    """What the parameter's last step was bound as, if it is known."""
+
+
+@dataclass(slots=True)
+class BoundUpdate:
+    """An update as the core applies it. It holds all memory that the core works with."""
+
+    update: Update
+    state: State
+    bound: Bound
 
 
 def _signature(tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -221,7 +247,7 @@ def bind(
         key = key_of(rounding.seed, rounding.ordinal, operand.param)
         tensor = adam_tensor(param, runs, grad=operand.grad_view, key=key)
     parts = tuple(
-        _Part(name, state[name], piece, piece.data_ptr(), is_run(piece))
+        _BoundPart(name, state[name], piece, piece.data_ptr(), is_run(piece))
         for name, piece in pieces.items()
     )
     return Bound(

@@ -32,16 +32,15 @@ __all__ = [
     "key_of",
     "make_dense",
     "nbytes",
+    "nbytes_of",
     "new",
     "packed",
     "part_names",
     "refreshed",
     "repair_step",
-    "shield",
     "step_of",
     "step_tensor",
     "take_fingerprints",
-    "unshielded",
     "zeros",
 ]
 
@@ -169,6 +168,15 @@ def nbytes(param: torch.Tensor, moments: str) -> int:
     )
 
 
+def nbytes_of(state: State) -> int:
+    """Bytes of the tensors of `state`, this rank's pieces, beside `step`."""
+    return sum(
+        local(value).nbytes
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name != "step"
+    )
+
+
 def new(param: torch.Tensor, moments: str) -> State:
     """State for a parameter that was never stepped."""
     parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
@@ -224,14 +232,31 @@ def make_dense(param: torch.Tensor, state: State, moments: str) -> None:
             state[name] = _like_part(param, _PARTS[name], dense)
 
 
-def refreshed(param: torch.Tensor, state: State, moments: str, label: str) -> State:
-    """`state` itself, or with a fresh master where the dtype of `param` has changed.
+def _in_host_memory(state: State) -> State:
+    """`state` itself, or with copies of what is on a device.
 
-    Then what the user wrote is the master.
+    Trainers that load a checkpoint move all state to where the parameters are (Lightning does).
+    """
+    on_device = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and not is_dtensor(value) and not value.is_cpu
+    }
+    if not on_device:
+        return state
+    return state | {name: value.cpu() for name, value in on_device.items() if not value.is_meta}
+
+
+def refreshed(param: torch.Tensor, state: State, moments: str, label: str) -> State:
+    """`state` itself, or another that fits `param` as it is now.
+
+    It has a fresh master where the dtype of `param` has changed: what the user wrote is the master.
+    Tensors that were moved to a device are back in host memory.
 
     Raises:
         ValueError: the moments do not fit the parameter.
     """
+    state = _in_host_memory(state)
     for part in _MOMENTS[moments]:
         if problem := _problem(param, part, state.get(part.name)):
             raise ValueError(
@@ -299,6 +324,14 @@ def _unpacked(param: torch.Tensor, state: State) -> State:
     return state | {"trailing": like(param, local(trailing).view(torch.int16))}
 
 
+def _codec_of_codes(state: State) -> str | None:
+    """The codec of moments that are held in codes; None: `exp_avg` holds them as they are."""
+    for codec, parts in _MOMENTS.items():
+        if all(part.name in state and part.name != "exp_avg" for part in parts):
+            return codec
+    return None
+
+
 def decode(param: torch.Tensor, state: State) -> State:
     """`exp_avg` and `exp_avg_sq` of `state` as float32 in the shape of `param`.
 
@@ -308,10 +341,12 @@ def decode(param: torch.Tensor, state: State) -> State:
         return {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
     piece = local(param)
     decoded = {name: _floats(piece.shape) for name in ("exp_avg", "exp_avg_sq")}
+    codec = _codec_of_codes(state)
+    assert codec is not None
     if piece.numel() > 0:
         # The codec of the moments does not look at the parameter: memory that is never touched
         # stands for it.
-        tensor = adam_tensor(_floats((piece.numel(),)), _moment_runs(state, "q8"))
+        tensor = adam_tensor(_floats((piece.numel(),)), _moment_runs(state, codec))
         _core.read_state(
             tensor, exp_avg=view(decoded["exp_avg"]), exp_avg_sq=view(decoded["exp_avg_sq"])
         )
@@ -374,7 +409,8 @@ def convert(
         )
     step = step_of(loaded, lambda: label)
     loaded = _unpacked(param, {name: _to_cpu(value) for name, value in loaded.items()})
-    source = _MOMENTS["q8"] if "exp_avg_codes" in loaded else _float_parts(loaded)
+    codec = _codec_of_codes(loaded)
+    source = _float_parts(loaded) if codec is None else _MOMENTS[codec]
     for part in source:
         if problem := _problem(param, part, loaded.get(part.name)):
             raise ValueError(
@@ -421,26 +457,3 @@ def _float_parts(loaded: State) -> tuple[_Part, ...]:
         else part
         for part, value in values
     )
-
-
-class _Shielded:
-    """State on its way through `Optimizer.load_state_dict`.
-
-    That casts every bare tensor to the dtype of its parameter.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def shield(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose state torch passes on as it is; a pre-hook of `load_state_dict`."""
-    return {
-        **state_dict,
-        "state": {key: _Shielded(value) for key, value in state_dict["state"].items()},
-    }
-
-
-def unshielded(value: Any) -> Any:
-    """What `shield` has wrapped."""
-    return value.value if isinstance(value, _Shielded) else value

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict, deque
-from dataclasses import dataclass
+from collections import deque
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import torch
 from torch._compile import _disable_dynamo
-from torch.optim import Optimizer
 
 from stepwell import _core, _state
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
-from stepwell._operand import Bound, Operand, Rounding, bind, prepare
+from stepwell._operand import Bound, BoundUpdate, Rounding, Update, bind, prepare
 from stepwell._sharding import agree, is_dtensor, local, meshes
+from stepwell._state_dict import StateDicts
 from stepwell._tensors import Written, check_param, ordinary_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim.optimizer import ParamsT, StateDict
+    from torch.optim.optimizer import ParamsT
 
 __all__ = ["Adam", "AdamW"]
 
@@ -33,37 +31,10 @@ Moments: TypeAlias = Literal["fp32", "bf16", "q8"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# How a step is executed elsewhere, not what it computes: of a loaded group these are left behind.
-_EXECUTION_KEYS = ("foreach", "fused", "capturable", "differentiable")
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
-@dataclass(slots=True)
-class Update:
-    """One parameter of a step, checked."""
-
-    param: torch.Tensor
-    operand: Operand
-    hyper: Hyper
-    step: int
-    """Which update of the parameter this is, from 1."""
-    rounding: Rounding
-    state: _state.State | None
-    """As the optimizer has it; None: the parameter was never stepped."""
-    last: Bound | None
-    """What the parameter's last step was bound as, if it is known."""
-
-
-@dataclass(slots=True)
-class BoundUpdate:
-    """An update as the core applies it. It holds all memory that the core works with."""
-
-    update: Update
-    state: _state.State
-    bound: Bound
-
-
-class Adam(Optimizer):
+class Adam(StateDicts):
     """Adam over parameters in host memory, stepped by the Rust core.
 
     The algorithm and the interface are those of torch.optim.Adam.
@@ -115,6 +86,9 @@ class Adam(Optimizer):
     # `found_inf`.
     _step_supports_amp_scaling = True
 
+    _bound: dict[torch.Tensor, Bound]
+    _written: Written | None
+    _meshes: list[DeviceMesh] | None
     _num_skipped_here = 0  # by this object: a loaded `skipped_steps` counts others' as well
 
     def __init__(
@@ -146,9 +120,7 @@ class Adam(Optimizer):
             )
         self._moments: Moments = moments
         self._nonfinite: Nonfinite = nonfinite
-        self._bound: dict[torch.Tensor, Bound] = {}
-        self._written: Written | None = None
-        self._meshes: list[DeviceMesh] | None = None
+        self._look_anew()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -220,6 +192,12 @@ class Adam(Optimizer):
 
     def _label(self, param: torch.Tensor) -> str:
         return dict(self._labelled())[param]
+
+    def _look_anew(self) -> None:
+        """Has the next step look at every parameter, and at all state, as if it were the first."""
+        self._bound = {}
+        self._written = None
+        self._meshes = None
 
     def _memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All that a step may write, with its name."""
@@ -553,130 +531,6 @@ class Adam(Optimizer):
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
         # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
-
-    # ---- state dicts ----
-
-    def state_dict(self) -> StateDict:
-        """The state dict, as torch's optimizers have it; its tensors are those of the optimizer.
-
-        With moments="fp32", torch.optim.AdamW and DeepSpeedCPUAdam load it; see
-        `decoded_state_dict` for the others.
-        """
-        result = super().state_dict()
-        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        with torch.no_grad():
-            for index, state in result["state"].items():
-                if isinstance(index, int) and index < len(params):
-                    result["state"][index] = _state.packed(self._host_side(params[index]), state)
-        for group in result["param_groups"]:
-            # DeepSpeed copies all keys of a universal checkpoint's groups into living ones.
-            group["state_format"] = _core.STATE_FORMAT
-        return result
-
-    def decoded_state_dict(self) -> StateDict:
-        """The state dict with plain Adam moments, whatever `moments` is.
-
-        For other optimizers and for tools.
-
-        Per parameter: `step` (an int), `exp_avg` and `exp_avg_sq` (float32, shape of the
-        parameter). float32 moments are those of the optimizer, as in `state_dict`; others are
-        decoded copies. torch.optim.AdamW and DeepSpeedCPUAdam load it, and every version of this
-        class. Masters of 16-bit parameters are left out, since those optimizers keep none.
-        """
-        packed = self.state_dict()
-        params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-        decoded = {}
-        with torch.no_grad():
-            for index, state in packed["state"].items():
-                if isinstance(index, int) and state:
-                    step = _state.step_of(state, partial("parameter {}".format, index))
-                    decoded[index] = {
-                        "step": step,
-                        **_state.decode(self._host_side(params[index]), state),
-                    }
-        groups = [
-            {key: value for key, value in group.items() if key != "state_format"}
-            for group in packed["param_groups"]
-        ]
-        return {**packed, "state": decoded, "param_groups": groups}
-
-    @_disable_dynamo
-    @ordinary_tensors
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Loads a state dict of this class, of torch.optim.Adam(W) or of DeepSpeedCPUAdam.
-
-        Moments are converted to this optimizer's codec; what is held in the same form is copied bit
-        for bit, so that a resumed run is the run that was interrupted. `foreach`, `fused`,
-        `capturable` and `differentiable` stay as they are. The dict's tensors are copied, except
-        those that are this optimizer's own.
-
-        Args:
-            state_dict: an optimizer state dict over the same parameters.
-
-        Raises:
-            ValueError: it does not fit; nothing was changed.
-        """
-        shield = self.register_load_state_dict_pre_hook(_state.shield)
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            shield.remove()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_moments": self._moments, "_nonfinite": self._nonfinite}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch calls this on an empty object to unpickle it, and on a living one at the end of
-        # `load_state_dict`.
-        if self.__dict__:
-            self._complete(state["param_groups"])
-            state = {**state, "state": self._convert(state["state"], state["param_groups"])}
-        super().__setstate__(state)
-        self._bound = {}
-        self._written = None
-        self._meshes = None
-
-    def _complete(self, groups: list[dict[str, Any]]) -> None:
-        """Gives loaded groups what another optimizer's do not say, and checks them."""
-        for index, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
-            if group.get("state_format", _core.STATE_FORMAT) != _core.STATE_FORMAT:
-                raise ValueError(
-                    f"`state_format` of the loaded state dict is `{group['state_format']}`, "
-                    f"expected `{_core.STATE_FORMAT}`: another "
-                    "version of stepwell saved it. hint: load it with that version, and save "
-                    "`decoded_state_dict()`"
-                )
-            group.update(
-                {key: live[key] for key in _EXECUTION_KEYS}, state_format=_core.STATE_FORMAT
-            )
-            for key, value in live.items():
-                group.setdefault(key, value)
-            hyper_of(group, f"loaded group {index}")
-
-    def _convert(self, loaded: dict[Any, Any], groups: list[dict[str, Any]]) -> dict[Any, Any]:
-        """Loaded state in this optimizer's form."""
-        labels = dict(self._labelled())
-        params = ((param, group["seed"]) for group in groups for param in group["params"])
-        converted = defaultdict(
-            dict,
-            {key: _state.unshielded(value) for key, value in loaded.items() if key not in labels},
-        )
-        for index, (param, seed) in enumerate(params):
-            source = _state.unshielded(loaded.get(param, {}))
-            if source:
-                host_side = self._host_side(param)
-                if param.requires_grad:
-                    # A frozen one may be anywhere, and of any dtype.
-                    check_param(host_side, labels[param])
-                converted[param] = _state.convert(
-                    host_side,
-                    source,
-                    self._moments,
-                    key=_state.key_of(seed, index, param),
-                    current=self.state.get(param, {}),
-                    label=labels[param],
-                )
-        return converted
 
 
 class AdamW(Adam):

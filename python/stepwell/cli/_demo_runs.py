@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from stepwell.cli._llama import ByteText, LlamaShape
     from stepwell.optim import Moments
 
-__all__ = ["Curve", "Plan", "with_deepspeed", "with_torch"]
+__all__ = ["Curve", "Workload", "with_deepspeed", "with_torch"]
 
 _LR, _BETAS, _EPS, _WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 _CLIP = 1.0
@@ -32,7 +32,7 @@ _WARM_UP_STEPS = 2  # memory is touched for the first time in them
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Workload:
     """What both runs have in common."""
 
     shape: LlamaShape
@@ -89,7 +89,7 @@ class Curve:
 
 
 def _train(
-    plan: Plan,
+    workload: Workload,
     name: str,
     forward: Callable[[torch.Tensor], torch.Tensor],
     backward: Callable[[torch.Tensor], object],
@@ -97,12 +97,12 @@ def _train(
     told: Callable[[float], None],
 ) -> Curve:
     def now() -> float:
-        if plan.device.type == "cuda":
+        if workload.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
     curve = Curve(name=name)
-    for batch in plan.batches():
+    for batch in workload.batches():
         started = now()
         loss = forward(batch)
         backward(loss)
@@ -124,7 +124,7 @@ def _nbytes(params: Iterable[torch.Tensor], state: dict[Any, dict[str, Any]]) ->
     )
 
 
-def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) -> Curve:
+def with_deepspeed(workload: Workload, moments: Moments, told: Callable[[float], None]) -> Curve:
     """DeepSpeed, ZeRO-2 with the optimizer offloaded to the CPU, on Stepwell; told each loss.
 
     Raises:
@@ -136,14 +136,14 @@ def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) 
     with quiet_deepspeed():
         import deepspeed
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    model = plan.shape.build(seed=plan.seed)
+    model = workload.shape.build(seed=workload.seed)
     config = {
-        "train_micro_batch_size_per_gpu": plan.shape.batch_size,
+        "train_micro_batch_size_per_gpu": workload.shape.batch_size,
         "bf16": {"enabled": True},
         "gradient_clipping": _CLIP,
         "zero_optimization": {
             "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": plan.device.type == "cuda"},
+            "offload_optimizer": {"device": "cpu", "pin_memory": workload.device.type == "cuda"},
         },
         "optimizer": {
             "type": "StepwellAdamW",
@@ -157,12 +157,12 @@ def with_deepspeed(plan: Plan, moments: Moments, told: Callable[[float], None]) 
         },
         "steps_per_print": 1 << 30,
     }
-    with _single_rank(plan.device):
+    with _single_rank(workload.device):
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
         curve = _train(
-            plan,
+            workload,
             f"DeepSpeed on Stepwell, {moments}",
             lambda batch: engine(input_ids=batch, labels=batch).loss,
             engine.backward,
@@ -204,12 +204,12 @@ class _single_rank:  # noqa: N801
         os.environ |= self._before
 
 
-def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
+def with_torch(workload: Workload, told: Callable[[float], None]) -> Curve:
     """A bfloat16 model with torch's fused AdamW over float32 masters in host memory.
 
     Gradients are clipped as in the other run. `told` gets each loss.
     """
-    model = plan.shape.build(seed=plan.seed).to(plan.device)
+    model = workload.shape.build(seed=workload.seed).to(workload.device)
     weights = list(model.parameters())
     for weight in weights:
         weight.data = weight.data.bfloat16()  # buffers stay in float32, as they do under DeepSpeed
@@ -231,7 +231,7 @@ def with_torch(plan: Plan, told: Callable[[float], None]) -> Curve:
             weight.copy_(master)
 
     curve = _train(
-        plan,
+        workload,
         "torch fused AdamW",
         lambda batch: model(input_ids=batch, labels=batch).loss,
         torch.Tensor.backward,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from transformers import LlamaConfig
 
-__all__ = ["CASES", "SIZES", "Plan"]
+__all__ = ["CASES", "SIZES", "Workload"]
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -46,7 +46,7 @@ _WARM_UP_STEPS = 3  # memory is touched for the first time in them
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Workload:
     """What all runs have in common."""
 
     size: str
@@ -131,7 +131,7 @@ def _sync(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _torch(plan: Plan, model: torch.nn.Module) -> Run:
+def _torch(workload: Workload, model: torch.nn.Module) -> Run:
     """Everything on the device: fp32 masters beside bfloat16 weights, torch's fused AdamW."""
     params: list[torch.Tensor] = [param for param in model.parameters() if param.requires_grad]
     masters = [param.detach().float().requires_grad_() for param in params]
@@ -141,7 +141,7 @@ def _torch(plan: Plan, model: torch.nn.Module) -> Run:
 
     @torch.no_grad()
     def step() -> float:
-        norm = torch.nn.utils.clip_grad_norm_(params, plan.clip_norm, foreach=True)
+        norm = torch.nn.utils.clip_grad_norm_(params, workload.clip_norm, foreach=True)
         for master, param in zip(masters, params, strict=True):
             assert param.grad is not None
             master.grad = param.grad.float()
@@ -151,13 +151,13 @@ def _torch(plan: Plan, model: torch.nn.Module) -> Run:
         optimizer.zero_grad()
         return float(norm)
 
-    return Run(_loss_of(model), _backward_of(plan), step)
+    return Run(_loss_of(model), _backward_of(workload), step)
 
 
 def _stepwell(
     moments: str, gate: str = "module", told: bool = True
-) -> Callable[[Plan, torch.nn.Module], Run]:
-    def prepare(plan: Plan, model: torch.nn.Module) -> Run:
+) -> Callable[[Workload, torch.nn.Module], Run]:
+    def prepare(workload: Workload, model: torch.nn.Module) -> Run:
         from stepwell.offload import OffloadAdamW
 
         optimizer = OffloadAdamW(
@@ -166,10 +166,10 @@ def _stepwell(
             betas=_BETAS,
             eps=_EPS,
             weight_decay=_WEIGHT_DECAY,
-            clip_norm=plan.clip_norm,
+            clip_norm=workload.clip_norm,
             moments=moments,  # type: ignore[arg-type]
             gate=gate,  # type: ignore[arg-type]
-            accumulation_steps=plan.accumulation if told else None,
+            accumulation_steps=workload.accumulation if told else None,
         )
 
         def step() -> float | None:
@@ -179,7 +179,7 @@ def _stepwell(
 
         return Run(
             _loss_of(model),
-            _backward_of(plan),
+            _backward_of(workload),
             step,
             breakdown=lambda: optimizer.timing,
             finish=optimizer.synchronize,
@@ -212,8 +212,8 @@ def _deepspeed(
     register: bool,
     zero: Mapping[str, object] = _ZERO_2,
     block: Mapping[str, object] | None = None,
-) -> Callable[[Plan, torch.nn.Module], Run]:
-    def prepare(plan: Plan, model: torch.nn.Module) -> Run:
+) -> Callable[[Workload, torch.nn.Module], Run]:
+    def prepare(workload: Workload, model: torch.nn.Module) -> Run:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -239,10 +239,10 @@ def _deepspeed(
                 model=model,
                 model_parameters=model.parameters(),
                 config={
-                    "train_micro_batch_size_per_gpu": plan.micro_batch,
-                    "gradient_accumulation_steps": plan.accumulation,
+                    "train_micro_batch_size_per_gpu": workload.micro_batch,
+                    "gradient_accumulation_steps": workload.accumulation,
                     "bf16": {"enabled": True},
-                    "gradient_clipping": plan.clip_norm,
+                    "gradient_clipping": workload.clip_norm,
                     "zero_optimization": {
                         "overlap_comm": True,
                         "contiguous_gradients": True,
@@ -272,11 +272,11 @@ def _loss_of(model: torch.nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda batch: model(input_ids=batch, labels=batch).loss
 
 
-def _backward_of(plan: Plan) -> Callable[[torch.Tensor], object]:
-    return lambda loss: torch.autograd.backward(loss / plan.accumulation)
+def _backward_of(workload: Workload) -> Callable[[torch.Tensor], object]:
+    return lambda loss: torch.autograd.backward(loss / workload.accumulation)
 
 
-CASES: dict[str, Callable[[Plan, torch.nn.Module], Run]] = {
+CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "torch": _torch,
     "stepwell": _stepwell("fp32"),
     "stepwell q8": _stepwell("q8"),
@@ -306,27 +306,27 @@ def _host_peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
-    batches = plan.batches(device)
+def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]:
+    batches = workload.batches(device)
     losses, norms, marks = [], [], []
     breakdowns: list[dict[str, float]] = []
     first_step_seconds = 0.0
-    for index in range(_WARM_UP_STEPS + plan.steps):
+    for index in range(_WARM_UP_STEPS + workload.steps):
         marks.append(time.perf_counter())
         total = torch.zeros((), device=device)
-        for _ in range(plan.accumulation):
+        for _ in range(workload.accumulation):
             loss = run.forward(next(batches))
             if index and len(breakdowns) < index:
-                breakdowns.append(
-                    run.breakdown()
-                )  # of the step before, whose end this forward has seen
+                # Of the step before, whose end this forward has seen.
+                breakdowns.append(run.breakdown())
             run.backward(loss)
             if run.steps_itself:
                 norm = run.step()
             total = total + loss.detach().float()
         if not run.steps_itself:
             norm = run.step()
-        losses.append(total / plan.accumulation)  # not read here: that would wait for the device
+        # Not read here: that would wait for the device.
+        losses.append(total / workload.accumulation)
         norms.append(norm)
         if index == 0:
             run.finish()
@@ -351,13 +351,13 @@ def _train(plan: Plan, device: torch.device, run: Run) -> dict[str, Any]:
     }
 
 
-def _forward_backward(plan: Plan, device: torch.device) -> float:
+def _forward_backward(workload: Workload, device: torch.device) -> float:
     """Seconds of the forwards and backwards of a step, alone on the device."""
-    model = plan.model(device)
-    loss_of, backward = _loss_of(model), _backward_of(plan)
-    batches = list(islice(plan.batches(device), plan.accumulation))
+    model = workload.model(device)
+    loss_of, backward = _loss_of(model), _backward_of(workload)
+    batches = list(islice(workload.batches(device), workload.accumulation))
     seconds = []
-    for _ in range(_WARM_UP_STEPS + max(plan.steps // 2, 3)):
+    for _ in range(_WARM_UP_STEPS + max(workload.steps // 2, 3)):
         _sync(device)
         begin = time.perf_counter()
         for batch in batches:
@@ -368,20 +368,20 @@ def _forward_backward(plan: Plan, device: torch.device) -> float:
     return statistics.median(seconds[_WARM_UP_STEPS:])
 
 
-def main(name: str, plan: Plan) -> dict[str, Any]:
+def main(name: str, workload: Workload) -> dict[str, Any]:
     """Runs a case, and says what was measured, as plain values."""
     device = _device()
-    result: dict[str, Any] = {"name": name, "plan": asdict(plan)}
+    result: dict[str, Any] = {"name": name, "plan": asdict(workload)}
     if name == "forward and backward":
-        return result | {"seconds": _forward_backward(plan, device)}
-    model = plan.model(device)
+        return result | {"seconds": _forward_backward(workload, device)}
+    model = workload.model(device)
     _sync(device)
     before = _host_bytes()
     begin = time.perf_counter()
-    run = CASES[name](plan, model)
+    run = CASES[name](workload, model)
     _sync(device)
     prepared = time.perf_counter() - begin
-    result |= _train(plan, device, run)
+    result |= _train(workload, device, run)
     # ZeRO-3 leaves nothing in a parameter itself.
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
     return result | {
@@ -398,6 +398,6 @@ def main(name: str, plan: Plan) -> dict[str, Any]:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    print(json.dumps(main(asked["name"], Plan(**asked["plan"]))), flush=True)  # noqa: T201
+    print(json.dumps(main(asked["name"], Workload(**asked["plan"]))), flush=True)  # noqa: T201
     # Not through the interpreter's end: DeepSpeed leaves threads behind.
     os._exit(0)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from stepwell.cli._offload_cases import Plan
+    from stepwell.cli._offload_cases import Workload
 
 __all__ = ["bench_offload"]
 
@@ -110,7 +110,7 @@ def bench_offload(
     """
     from rich.console import Console
 
-    from stepwell.cli._offload_cases import SIZES, Plan
+    from stepwell.cli._offload_cases import SIZES, Workload
     from stepwell.cli._report import circumstances, write
     from stepwell.cli._step_times import circumstances_line
 
@@ -122,7 +122,7 @@ def bench_offload(
     names: list[str] = only or [name for name in CASES if "," not in name]
     if unknown := [name for name in names if name not in CASES]:
         raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(CASES)}")
-    plan = Plan(
+    workload = Workload(
         size=size,
         sequence_length=sequence_length,
         micro_batch=micro_batch,
@@ -132,7 +132,7 @@ def bench_offload(
         seed=seed,
         text=str(text.resolve()) if text else None,
     )
-    report: dict[str, Any] = {**circumstances(), "plan": asdict(plan), **_ceilings()}
+    report: dict[str, Any] = {**circumstances(), "plan": asdict(workload), **_ceilings()}
     console.print(
         f"{circumstances_line(report)}; "
         f"R {report['memory_gb_per_second']:.0f} GB/s"
@@ -141,12 +141,12 @@ def bench_offload(
         ),
         highlight=False,
     )
-    report["forward_backward_seconds"] = alone = _run(console, "forward and backward", plan).get(
-        "seconds"
-    )
+    report["forward_backward_seconds"] = alone = _run(
+        console, "forward and backward", workload
+    ).get("seconds")
     report["cases"] = cases = []
     for name in names:
-        result = _run(console, name, plan)
+        result = _run(console, name, workload)
         if "seconds" in result:
             # Of a share that is on the GPU no bound is known.
             is_whole = "ratio" not in name
@@ -210,14 +210,14 @@ def _host_bytes_per_param(name: str) -> float | None:
     return round(state + torch.bfloat16.itemsize + weight_out, 2)
 
 
-def _run(console: Console, name: str, plan: Plan) -> dict[str, Any]:
+def _run(console: Console, name: str, workload: Workload) -> dict[str, Any]:
     """Runs a case in a process of its own."""
     console.print(f"running: {name}", style="dim", highlight=False)
     command = [
         sys.executable,
         "-m",
         "stepwell.cli._offload_cases",
-        json.dumps({"name": name, "plan": asdict(plan)}),
+        json.dumps({"name": name, "plan": asdict(workload)}),
     ]
     # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -248,12 +248,13 @@ def _failed(console: Console, name: str, why: str) -> dict[str, Any]:
 def _print(console: Console, report: dict[str, Any]) -> None:
     from rich.table import Table
 
-    plan = report["plan"]
+    workload = report["plan"]
     done = [case for case in report["cases"] if "seconds" in case]
     numel = done[0]["num_params"] / 1e9 if done else 0
     title = (
-        f"{numel:.3f} B parameters, {plan['micro_batch']} x {plan['sequence_length']} tokens, "
-        f"{plan['accumulation']} micro-step(s), clipping at {plan['clip_norm']:g}"
+        f"{numel:.3f} B parameters, "
+        f"{workload['micro_batch']} x {workload['sequence_length']} tokens, "
+        f"{workload['accumulation']} micro-step(s), clipping at {workload['clip_norm']:g}"
     )
     table = Table(title=title, title_justify="left", title_style="bold", box=None)
     table.add_column(min_width=22, no_wrap=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-    from stepwell.cli._demo_runs import Curve, Plan
+    from stepwell.cli._demo_runs import Curve, Workload
 
 __all__ = ["demo"]
 
@@ -53,27 +53,33 @@ def demo(
         raise typer.BadParameter(f"--hidden-size is `{hidden_size}`, expected a multiple of 64")
     from rich.console import Console
 
-    from stepwell.cli._demo_runs import Plan, with_deepspeed, with_torch
+    from stepwell.cli._demo_runs import Workload, with_deepspeed, with_torch
     from stepwell.cli._llama import LlamaShape, read_text
     from stepwell.cli._report import circumstances, write
 
     console = Console()
     shape = LlamaShape(hidden_size=hidden_size, num_hidden_layers=layers)
     try:
-        plan = Plan(
+        workload = Workload(
             shape=shape,
             text=read_text(text, bytes_min=2 * shape.sequence_length),
             steps=steps,
             seed=seed,
         )
         console.print(
-            f"text: {plan.text.source}, {plan.text.data.numel():,} bytes; model on {plan.device}",
+            f"text: {workload.text.source}, {workload.text.data.numel():,} bytes; "
+            f"model on {workload.device}",
             highlight=False,
         )
         ours = _watch(
-            console, plan, "DeepSpeed on Stepwell", lambda told: with_deepspeed(plan, moments, told)
+            console,
+            workload,
+            "DeepSpeed on Stepwell",
+            lambda told: with_deepspeed(workload, moments, told),
         )
-        reference = _watch(console, plan, "torch fused AdamW", lambda told: with_torch(plan, told))
+        reference = _watch(
+            console, workload, "torch fused AdamW", lambda told: with_torch(workload, told)
+        )
     except (ImportError, ValueError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
         raise typer.Exit(1) from error
@@ -81,9 +87,9 @@ def demo(
         **circumstances(),
         "steps": steps,
         "seed": seed,
-        "text": plan.text.source,
+        "text": workload.text.source,
         "num_params": ours.num_params,
-        "device": str(plan.device),
+        "device": str(workload.device),
         "moments": moments,
         "distance": _distance(ours, reference),
         "runs": [ours.report(), reference.report()],
@@ -93,7 +99,10 @@ def demo(
 
 
 def _watch(
-    console: Console, plan: Plan, name: str, train: Callable[[Callable[[float], None]], Curve]
+    console: Console,
+    workload: Workload,
+    name: str,
+    train: Callable[[Callable[[float], None]], Curve],
 ) -> Curve:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -104,7 +113,7 @@ def _watch(
         TimeElapsedColumn(),
     )
     with Progress(*columns, TextColumn("loss {task.fields[loss]}"), console=console) as progress:
-        task = progress.add_task(name, total=plan.steps, loss="")
+        task = progress.add_task(name, total=workload.steps, loss="")
         return train(lambda loss: progress.update(task, advance=1, loss=f"{loss:.3f}"))
 
 

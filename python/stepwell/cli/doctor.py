@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepwell import _core
-from stepwell.cli import _machine, _parts
+from stepwell.cli import _machine, _software
 from stepwell.cli._finding import STATUSES, Finding, Status, examine
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def diagnose() -> dict[str, Any]:
         `system`, `build`, `cuda`, `deepspeed`. `system` is None where the machine could not be
         looked at.
     """
-    cuda = _parts.look_at_cuda()
-    deepspeed = _parts.look_at_deepspeed()
+    cuda = _software.look_at_cuda()
+    deepspeed = _software.look_at_deepspeed()
     facts: dict[str, Any] = {"system": None, "build": None}
 
     def core() -> list[Finding]:
@@ -70,9 +70,9 @@ def diagnose() -> dict[str, Any]:
     obstacle = system and (system["isa_error"] or system["pool_error"])
     obstacle = obstacle and _machine.without_hint(obstacle)
     findings += [
-        *examine("GPU", lambda: _parts.accelerator(cuda)),
-        *examine("optimizers", lambda: _parts.optimizers(cuda, obstacle)),
-        *examine("DeepSpeed", lambda: _parts.deepspeed_parts(deepspeed, obstacle)),
+        *examine("GPU", lambda: _software.accelerator(cuda)),
+        *examine("optimizers", lambda: _software.optimizers(cuda, obstacle)),
+        *examine("DeepSpeed", lambda: _software.deepspeed_parts(deepspeed, obstacle)),
     ]
     return {
         "status": max((finding.status for finding in findings), key=STATUSES.index),

@@ -4,8 +4,9 @@ The device keeps none.
 
 - A sum is that of the same additions in the same order as on the device, in the gradient's dtype:
   the same bits.
-- In the place of a gradient that was taken, the parameter has a marker (`marker`). Who removes it,
-  or zeroes it, does so with the sum; who reads it sees NaN; who changes it otherwise gets an error.
+- In the place of a gradient that was taken, the parameter has a marker (`marker`). Code that
+  removes or zeroes the marker removes or zeroes the sum. The marker reads as NaN. Code that changes
+  it in any other way gets an error.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class HostSums:
         # Parameters whose marker was taken away for a gradient of autograd that is to come, and
         # those for which none came.
         self._expecting: set[torch.Tensor] = set()
-        self._bereft: set[torch.Tensor] = set()
+        self._unknown: set[torch.Tensor] = set()
         self._adder = Adder(device)
         self._nbytes = 0
         self.nbytes = 0
         """Bytes that came down between the last `finish` and the one before."""
 
     def has(self, param: torch.Tensor) -> bool:
-        """Whether the gradient of `param` is here, and nobody has cleared or replaced it."""
+        """Whether the gradient of `param` is here, neither cleared nor replaced."""
         return param in self._markers and param.grad is self._markers[param]
 
     def watch(self, param: torch.Tensor) -> torch.utils.hooks.RemovableHandle:
@@ -68,8 +69,8 @@ class HostSums:
     def make_room(self, param: torch.Tensor) -> None:
         """Before autograd accumulates into `param.grad`."""
         if param in self._expecting:
-            # A backward failed in between: nobody knows whether the sum was cleared since.
-            self._bereft.add(param)
+            # A backward failed in between. The sum may have been cleared since, or not.
+            self._unknown.add(param)
         if self.has(param):
             self._expecting.add(param)
             param.grad = None
@@ -78,13 +79,20 @@ class HostSums:
 
     @property
     def unknown(self) -> list[torch.Tensor]:
-        """Parameters whose sum a failed backward has left in the dark, until `clear`."""
-        return [*self._bereft, *(param for param in self._expecting if param.grad is None)]
+        """Parameters whose sum is not known, since a backward failed; until `clear`."""
+        return [*self._unknown, *(param for param in self._expecting if param.grad is None)]
 
     def clear(self) -> None:
         """All gradients were cleared."""
         self._expecting.clear()
-        self._bereft.clear()
+        self._unknown.clear()
+
+    def let_go(self, params: Iterable[torch.Tensor]) -> None:
+        """Forgets the sums of `params`."""
+        for param in params:
+            self._markers.pop(param, None)
+            self._expecting.discard(param)
+            self._unknown.discard(param)
 
     def zero_where_zeroed(self, params: Iterable[torch.Tensor]) -> None:
         """Sets the sums to zero whose gradients were, since they came here. After `finish`."""

@@ -23,8 +23,8 @@ from stepwell._sharding import local
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from stepwell._operand import BoundUpdate
     from stepwell.offload.twins import Twins
-    from stepwell.optim import BoundUpdate
 
 __all__ = ["Engine", "current_stream", "device_name"]
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Fingerprints"]
+__all__ = ["FingerprintStatus"]
 
 
-class Fingerprints:
+class FingerprintStatus:
     """The parameters whose fingerprints are unverified, and those whose are outdated."""
 
     def __init__(self) -> None:
@@ -55,3 +55,9 @@ class Fingerprints:
     def mark_current(self, param: torch.Tensor) -> None:
         """The fingerprints of `param` were taken."""
         self._outdated.discard(param)
+
+    def forget(self, params: Iterable[torch.Tensor]) -> None:
+        """`params` are stepped no more."""
+        params = list(params)
+        self._unverified.difference_update(params)
+        self._outdated.difference_update(params)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,8 +26,18 @@ if TYPE_CHECKING:
 
     from stepwell.offload.twins import Twin
 
-__all__ = ["Gradients", "OnGrad", "check_in_place", "checked", "may_change_after_backward"]
+__all__ = [
+    "Gradients",
+    "Label",
+    "OnGrad",
+    "check_in_place",
+    "checked",
+    "may_change_after_backward",
+]
 
+
+Label: TypeAlias = "Callable[[torch.Tensor], str]"
+"""What errors call a parameter."""
 
 BATCH_BYTES = 64 << 20
 """Of gradients that are copied by one call: a millisecond of the bus."""
@@ -53,7 +63,6 @@ class Gradients:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards in it are not the last."""
-        self.knows_last = True
         before, self._is_last = self._is_last, False
         try:
             yield
@@ -194,81 +203,81 @@ def may_change_after_backward(param: torch.Tensor) -> bool:
 
 
 def check_in_place(
-    param: torch.Tensor, twin: Twin | None, device: torch.device, label: Callable[[], str]
+    param: torch.Tensor, twin: Twin | None, device: torch.device, label: Label
 ) -> None:
-    """Raises ValueError, which names `label()`, if `param` is not what it was when it was added.
+    """Raises ValueError if `param` is not what it was when it was added.
 
     `twin`: its host side; None: it was never added.
     """
     if twin is None:
         raise ValueError(
-            f"{label()} has a gradient, but is frozen. "
+            f"{label(param)} has a gradient, but is frozen. "
             "hint: parameter.requires_grad_(True), or parameter.grad = None"
         )
     piece = local(param)
     if piece.device != device:
         raise ValueError(
-            f"{label()} is on `{piece.device}`, expected `{device}`, where it was. "
+            f"{label(param)} is on `{piece.device}`, expected `{device}`, where it was. "
             "hint: move the model before the optimizer is made"
         )
     if piece.dtype != twin.dtype or piece.shape != twin.shape:
         raise ValueError(
-            f"{label()} is `{piece.dtype}` of `{tuple(piece.shape)}`, expected "
+            f"{label(param)} is `{piece.dtype}` of `{tuple(piece.shape)}`, expected "
             f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and "
             "load this one's state_dict()"
         )
     if not piece.is_contiguous():
         raise ValueError(
-            f"{label()} is not contiguous any more (strides `{piece.stride()}`), expected rows one "
-            f"after the other, as it was. hint: {contiguous_hint(piece)}"
+            f"{label(param)} is not contiguous any more (strides `{piece.stride()}`), expected "
+            f"rows one after the other, as it was. hint: {contiguous_hint(piece)}"
         )
 
 
-def checked(param: torch.Tensor, label: Callable[[], str]) -> torch.Tensor:
+def checked(param: torch.Tensor, label: Label) -> torch.Tensor:
     """The gradient of `param`, which has one, as it is copied.
 
     It is placed as the parameter is, in one run.
 
     Raises:
-        ValueError: it cannot be stepped; the message calls the parameter `label()`.
+        ValueError: it cannot be stepped; the message calls the parameter `label(param)`.
     """
     piece, grad = local(param), param.grad
     assert grad is not None
     if isinstance(grad, GradMarker):
         raise ValueError(  # noqa: TRY004
-            f"the gradient of {label()} is not there: an optimizer with `accumulate` `host` moved "
-            "it to host memory, and the program put back or shared what was in its place. "
+            f"the gradient of {label(param)} is not there: an optimizer with `accumulate` `host` "
+            "moved it to host memory, and the program put back or shared what was in its place. "
             "hint: accumulate='device' where gradients are stored, restored or used by two "
             "optimizers"
         )
     found = local(grad)
     if found.device != piece.device:
         raise ValueError(
-            f"the gradient of {label()} is on `{found.device}`, expected `{piece.device}`, "
+            f"the gradient of {label(param)} is on `{found.device}`, expected `{piece.device}`, "
             "where the parameter is. "
             "hint: grad.to(parameter.device)"
         )
     if found.layout != torch.strided:
         raise ValueError(
-            f"the gradient of {label()} is `{found.layout}`, expected a dense tensor. "
+            f"the gradient of {label(param)} is `{found.layout}`, expected a dense tensor. "
             "hint: use dense gradients (nn.Embedding(sparse=False))"
         )
     if found.dtype != piece.dtype:
         raise ValueError(
-            f"the gradient of {label()} is `{found.dtype}`, expected `{piece.dtype}`, as the "
+            f"the gradient of {label(param)} is `{found.dtype}`, expected `{piece.dtype}`, as the "
             "parameter. "
             "hint: grad.to(parameter.dtype)"
         )
     if is_dtensor(param) != is_dtensor(grad):
         raise ValueError(
-            f"only one of {label()} and its gradient is a DTensor. hint: distribute both alike"
+            f"only one of {label(param)} and its gradient is a DTensor. hint: distribute both alike"
         )
     if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
         grad = grad.redistribute(param.device_mesh, param.placements)
         found = local(grad)
     if found.shape != piece.shape:
         raise ValueError(
-            f"the gradient of {label()} has the shape `{tuple(found.shape)}`, expected "
+            f"the gradient of {label(param)} has the shape `{tuple(found.shape)}`, expected "
             f"`{tuple(piece.shape)}`. "
             "hint: clear stale gradients by zero_grad() after a change of the parameter"
         )

@@ -2,7 +2,7 @@
 
 - It reads as NaN, or as zero once it was zeroed; so do its views.
 - `zero_()` in its various forms (`zero_grad(set_to_none=False)`, `_foreach_zero_`, by way of
-  `.data`) is noted in `is_zeroed`, for whoever holds the gradient to heed.
+  `.data`) sets `is_zeroed`. The holder of the gradient (`accumulation`) zeroes the sum then.
 - Everything else that would change it raises, with a hint: the gradient itself is not there.
 """
 

@@ -15,24 +15,15 @@ import torch
 from stepwell import _state
 from stepwell._decision import Facts, Nonfinite
 from stepwell._sharding import agree, is_dtensor, local
-from stepwell._tensors import Written, check_param
-from stepwell.offload.accumulation import HostSums
-from stepwell.offload.adder import STAGING_BYTES
-from stepwell.offload.budget import GIB, announce
-from stepwell.offload.engine import Engine, current_stream
-from stepwell.offload.fingerprints import Fingerprints
+from stepwell.offload.budget import GIB
+from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
+from stepwell.offload.engine import Engine
 from stepwell.offload.gate import Gate, remove
-from stepwell.offload.gradients import (
-    Gradients,
-    OnGrad,
-    check_in_place,
-    checked,
-    may_change_after_backward,
-)
+from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads, exposed
+from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import gradient_norm
-from stepwell.offload.twins import Twins
-from stepwell.optim import AdamW, Moments, Update
+from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
     from collections import defaultdict
@@ -40,6 +31,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
+
+    from stepwell._operand import Update
 
 __all__ = ["OffloadAdamW"]
 
@@ -65,7 +58,7 @@ class OffloadAdamW(AdamW):
     (`gate="module"`), with the same result, bit for bit, as if `step()` had waited for all.
 
     Every other access to a parameter waits for it as well (`parameter.norm()`, an average of
-    weights, `copy.deepcopy(model)`, an optimizer of someone else, a write), and so does `state`.
+    weights, `copy.deepcopy(model)`, another optimizer, a write), and so does `state`.
     While its weight is under way, the class of a parameter is a subclass of torch.nn.Parameter.
     Not seen, so that `synchronize()` has to come before it, or `gate="step"`: raw pointers; code in
     C++ that kept a parameter from before the step; CUDA graphs that were captured without their
@@ -95,14 +88,14 @@ class OffloadAdamW(AdamW):
             but without a pass over the gradients. None: no clipping.
         moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4)
             or "q8" (2.1).
-        gate: who waits for the new weights: "module", each forward for its own; "step", `step()`
-            for all.
-        accumulate: where the gradients of several backwards are summed: "device", in
-            `parameter.grad`, which crosses the bus once; or "host", which frees every gradient on
-            the device as soon as it is there, and moves it in each backward. The sums are the same.
-            "host" takes one process (neither DDP nor DTensor), no GradScaler, and clips by
-            `clip_norm`
-            only: a `parameter.grad` that was taken reads as NaN and refuses to be scaled.
+        gate: what waits for the new weights: "module", the forward of each module for its own;
+            "step", `step()` for all.
+        accumulate: where the gradients of several backwards are summed. "device": in
+            `parameter.grad`, which crosses the bus once. "host": in host memory; every gradient
+            crosses the bus in its own backward, and is freed on the device. The sums are the same.
+            "host" works in one process (neither DDP nor DTensor) and without a GradScaler, and
+            only `clip_norm` clips: in place of a gradient that was moved, `parameter.grad` reads as
+            NaN and refuses to be scaled.
         accumulation_steps: after how many backwards `step()` is called. If given, gradients come to
             the host during the last of them; if not, in `step()`, unless `no_sync()` is used. The
             result is the same. Only for parameters of one process: those of DDP are final after the
@@ -161,22 +154,21 @@ class OffloadAdamW(AdamW):
         self.grad_norm: float | None = None
         self._gate_mode: GateMode = gate
         self._accumulate: Accumulate = accumulate
-        self._sums: HostSums | None = None
         self._threads = threads
-        self._host_bytes_max = host_bytes_max
-        self._host_bytes = 0
-        self._gradients = Gradients(accumulation_steps)
-        self._twins = Twins()
-        self._fingerprints = Fingerprints()
-        self._fresh: dict[torch.Tensor, _state.State] = {}
-        self._hooked: set[torch.Tensor] = set()
+        self._host = HostSide(moments, host_bytes_max)
+        self._twins = self._host.twins
+        self._collector: Collector = (
+            HostCollector(self._host)
+            if accumulate == "host"
+            else DeviceCollector(self._host, accumulation_steps)
+        )
+        # What removes the hooks of a parameter.
+        self._hooked: dict[torch.Tensor, weakref.finalize[Any, OffloadAdamW]] = {}
         self._engine: Engine | None = None
         self._gate: Gate | None = None
         self._seconds: dict[str, float] = {}
         # Between a submit and the release of its gradients.
         self._is_unreleased = False
-        self._has_warned = False
-        self._device = torch.device("cpu")
         super().__init__(
             params,
             lr,
@@ -213,55 +205,41 @@ class OffloadAdamW(AdamW):
     def _admit(self, params: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
         new = [param for param in params if param.requires_grad and param not in self._twins]
-        for param in new:
-            check_param(param, labels[param], on_device=True)
-        # Refuses tensors that share memory.
-        known = [param for param in self._twins if param in labels]
-        Written((labels[param], local(param)) for param in [*known, *new])
-        if self._accumulate == "host" and (
-            sharded := [param for param in new if is_dtensor(param)]
-        ):
-            raise ValueError(
-                f"{labels[sharded[0]]} is a DTensor, `accumulate` is `host`. "
-                "hint: accumulate='device'"
-            )
-        device = local(new[0]).device if new and not len(self._twins) else self._device
-        for param in new:
-            if local(param).device != device:
-                raise ValueError(
-                    f"{labels[param]} is on `{local(param).device}`, others on `{device}`, "
-                    "expected one device. hint: an optimizer for each device"
-                )
-        host_bytes = self._announce(new)
+        self._let_go()
+        self._host.check(new, labels)
+        self._collector.check(new, labels)
+        staging_bytes = self._collector.staging_bytes
+        self._host.announce(new, self.state, staging_bytes)
         self._close_engine()
-        self._twins.add(new)
-        try:
-            # `state` has it from the first step on, as torch's optimizers have.
-            fresh = {
-                param: _state.new(self._twins.weight(param), self._moments)
-                for param in new
-                if not self.state.get(param)
-            }
-            if self._accumulate == "host" and self._sums is None:
-                self._sums = HostSums(self._twins, device)
-        except BaseException:
-            self._twins.remove(new)
-            raise
-        self._device = device
-        self._host_bytes += host_bytes
-        self._fresh.update(fresh)
-        # Trailing bits in loaded state may not be those of the weights.
-        self._fingerprints.mark_unverified(param for param in new if self.state.get(param))
+        self._collector.prepare(local(new[0]).device if new else self._host.device)
+        self._host.admit(new, self.state, staging_bytes)
         self._hook()
 
-    def _admit_new(self) -> None:
-        """Makes ready for what has come since groups were added.
+    def _let_go(self) -> None:
+        """Frees the host memory of parameters that are in no group any more.
 
-        That is thawed parameters, and those put into `param_groups`.
+        All but their state, as in torch's optimizers.
+        """
+        living = {param for group in self.param_groups for param in group["params"]}
+        if params := [param for param in self._twins if param not in living]:
+            # It has pinned the memory.
+            self._close_engine()
+            self._host.let_go(params, self.state)
+            self._collector.let_go(params)
+            for param in params:
+                self._bound.pop(param, None)
+                if remove_hooks := self._hooked.pop(param, None):
+                    remove_hooks()
+
+    def _follow_groups(self) -> None:
+        """Makes ready for what has come since groups were added, and lets go of what has gone.
+
+        What has come is thawed parameters, and those put into `param_groups`.
 
         Raises:
             ValueError: one of them could not be stepped.
         """
+        self._let_go()
         new = {
             param: None
             for group in self.param_groups
@@ -270,20 +248,7 @@ class OffloadAdamW(AdamW):
         }
         if new:
             self._admit(list(new))
-            # The engine that had copies is gone.
-            self._gradients.reset()
             self._meshes = None
-
-    def _announce(self, params: Sequence[torch.Tensor]) -> int:
-        """Says what `params` take of host memory, and returns it, in bytes."""
-        pinned = Twins.nbytes(params) + (
-            STAGING_BYTES if self._accumulate == "host" and not len(self._twins) else 0
-        )
-        state = sum(_state.nbytes(param, self._moments) for param in params)
-        numel = sum(local(param).numel() for param in params)
-        limit = None if self._host_bytes_max is None else self._host_bytes_max - self._host_bytes
-        announce(numel, state=state, pinned=pinned, limit=limit)
-        return state + pinned
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
@@ -299,16 +264,26 @@ class OffloadAdamW(AdamW):
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
-            engine, gate = Engine(self._device, self._twins, self._twins, self._threads), None
+            engine, gate = Engine(self._host.device, self._twins, self._twins, self._threads), None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
                 gate = Gate(self._twins, engine, self._release)
             self._engine, self._gate = engine, gate
         return self._engine
 
+    def _idle_engine(self) -> Engine:
+        """The engine, which does not work on a step."""
+        engine = self._opened_engine()
+        if engine.busy:
+            # Some weight of the last step has not been used.
+            self._finish()
+        return engine
+
     def _close_engine(self) -> None:
         self.synchronize()
         self._gate = None
         self._engine = None
+        # What the engine has copied is gone with it.
+        self._collector.reset()
 
     @property
     def state(self) -> defaultdict[torch.Tensor, _state.State]:
@@ -324,17 +299,15 @@ class OffloadAdamW(AdamW):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Waits only for copies of gradients that no step has taken."""
-        if self._sums is not None:
-            super().zero_grad(set_to_none)
-            self._sums.clear()
-            return
-        # Ctrl-C may have ended the step before it did.
-        self._release()
+        if self._accumulate == "device":
+            # Ctrl-C may have ended the step before it did.
+            self._release()
         self._forget_gradients()
-        if set_to_none:
+        if set_to_none and self._accumulate == "device":
             clear_grads(param for group in self.param_groups for param in group["params"])
         else:
             super().zero_grad(set_to_none)
+        self._collector.clear()
 
     def _finish(self) -> None:
         if self._gate is not None:
@@ -376,8 +349,9 @@ class OffloadAdamW(AdamW):
         if self._engine is None:
             return {}
         timing = {**self._seconds, "gate": self._engine.seconds_waited, **self._engine.timing()}
-        if self._sums is not None:
-            timing["bytes_downloaded"] = self._sums.nbytes
+        bytes_downloaded = self._collector.bytes_downloaded
+        if bytes_downloaded is not None:
+            timing["bytes_downloaded"] = bytes_downloaded
         return timing
 
     # ---- gradients ----
@@ -387,111 +361,37 @@ class OffloadAdamW(AdamW):
 
         Outside of it, from its first use on, every backward is taken for the last.
         """
-        context = self._gradients.no_sync()
-        self._gradients.knows_last = True
+        context = self._collector.no_sync()
         self._hook()
         return context
 
     def _hook(self) -> None:
-        """Has autograd say when it is done with a gradient, where somebody wants to know."""
-        if not self._gradients.knows_last and self._sums is None:
-            return
-        for param in self._twins:
-            # A frozen parameter takes no hook. It gets one in the first `no_sync` after it thaws.
-            if param not in self._hooked and param.requires_grad and not is_dtensor(param):
-                # torch has no types for hooks.
-                hook = OnGrad(self._on_grad)
-                handles = [param.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]
-                if self._sums is not None:
-                    handles.append(self._sums.watch(param))
-                self._hooked.add(param)
-                weakref.finalize(self, remove, handles)
+        """Has autograd call `_on_grad` when it is done with a gradient, if the collector wants it.
+
+        A frozen parameter takes no hook. It gets one in the first `no_sync` after it thaws.
+        """
+        if self._collector.wants_hooks:
+            for param in self._twins:
+                if param not in self._hooked and param.requires_grad and not is_dtensor(param):
+                    # torch has no types for hooks.
+                    hook = OnGrad(self._on_grad)
+                    handles = [param.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]
+                    handles += self._collector.watch(param)
+                    self._hooked[param] = weakref.finalize(self, remove, handles)
 
     @torch.no_grad()
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
-        if self._sums is not None:
-            self._sum_up(param)
-            return
-        grad = param.grad
-        if grad is not None and self._gradients.is_replaced(param, grad):
+        if self._collector.is_replaced(param):
             # The model has cleared the gradients.
             self._forget_gradients()
-        is_last = self._gradients.count(param)
-        if not is_last or grad is None or may_change_after_backward(param):
-            return
-        if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != param.dtype:
-            # `step` says what is wrong with it, if anything.
-            return
-        if self._gradients.is_outdated(param, grad):
-            self._warn_of_outdated(1)
-        if batch := self._gradients.add(param, grad, current_stream(self._device)):
-            engine = self._opened_engine()
-            if engine.busy:
-                # Some weight of the last step has not been used.
-                self._finish()
-            engine.take(list(batch), list(batch.values()))
-            self._gradients.mark_copied(batch)
+        self._collector.on_grad(param, self._idle_engine, self._label)
 
     def _forget_gradients(self) -> None:
         """The gradients are cleared: their backwards do not count, their copies are let go."""
-        is_any_taken = self._gradients.is_any_taken
         # First: Ctrl-C in the wait does not make the engine remember them.
-        self._gradients.reset()
-        if is_any_taken:
+        if self._collector.reset():
             self._abandon()
-
-    def _checked_gradients(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The parameters that have a gradient, and those, as they are copied."""
-        params = [
-            param
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
-        if any(param not in self._twins for param in params):
-            self._admit_new()
-        grads = []
-        twins, sums, device = self._twins, self._sums, self._device
-
-        def label() -> str:
-            return self._label(param)
-
-        for param in params:
-            twin = twins.get(param)
-            check_in_place(param, twin, device, label)
-            assert twin is not None
-            if sums is None:
-                grads.append(checked(param, label))
-            else:
-                if not sums.has(param):
-                    # Not autograd's.
-                    sums.make_room(param)
-                    self._sum_up(param)
-                grads.append(twin.grad)
-        if self._sums is not None:
-            if unknown := self._sums.unknown:
-                raise ValueError(
-                    f"a backward failed while it summed the gradient of {self._label(unknown[0])}. "
-                    "hint: optimizer.zero_grad(), and the backwards of this step again"
-                )
-            self._sums.finish()
-            self._sums.zero_where_zeroed(params)
-        return params, grads
-
-    def _sum_up(self, param: torch.Tensor) -> None:
-        """Moves the gradient of `param` to the host, and adds it to what is there."""
-        assert self._sums is not None
-        if may_change_after_backward(param):
-            raise ValueError(
-                "`accumulate` is `host`, but other ranks have a part in the gradients. "
-                "hint: accumulate='device'"
-            )
-        if self._opened_engine().busy:
-            # It reads the last sums.
-            self._finish()
-        check_in_place(param, self._twins.get(param), self._device, partial(self._label, param))
-        self._sums.add(param, checked(param, partial(self._label, param)))
 
     # ---- the step ----
 
@@ -508,20 +408,20 @@ class OffloadAdamW(AdamW):
                 self._seconds["release"] = time.perf_counter() - begin
                 self._wait_for_weights()
         except BaseException:
-            # Ctrl-C may have landed behind the submit, and nobody else waits for this.
+            # Ctrl-C may have landed behind the submit, and nothing else waits for this.
             self._leave_step()
             raise
         finally:
-            self._gradients.reset()
+            self._collector.reset()
         if not is_begun:
             self._abandon()
 
     def _leave_step(self) -> None:
         """After an error or Ctrl-C in a step: waits for what the step would have waited for.
 
-        What else fails meanwhile is left to the next call, which meets it again: the error that
-        ended the step is the one to be told. Ctrl-C is heard when the waits have ended, since
-        nothing makes up for them: without them gradients are written that are being copied.
+        Another failure meanwhile is not raised here. The next call meets it again; the program
+        hears of the error that ended the step. Ctrl-C is raised when the waits have ended. They
+        cannot be left out: the program may write gradients that are still being copied.
         """
         interrupt: KeyboardInterrupt | None = None
         while True:
@@ -563,7 +463,7 @@ class OffloadAdamW(AdamW):
     def _begin_step(self) -> bool:
         """Decides on the step and hands it to the background; whether there is one."""
         begin = time.perf_counter()
-        if self._sums is not None and getattr(self, "found_inf", None) is not None:
+        if self._accumulate == "host" and getattr(self, "found_inf", None) is not None:
             raise ValueError(
                 "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
             )
@@ -577,16 +477,17 @@ class OffloadAdamW(AdamW):
         norm = 0.0
         try:
             inverse_scale = self._inverse_grad_scale()
-            params, grads = self._checked_gradients()
+            params = self._stepped()
+            grads = self._collector.gradients(params, self._idle_engine, self._label)
             updates = self._updates()
         except ValueError as caught:
             error = caught
         (has_error,) = agree(self._agreeing_meshes(), [error is not None])
         facts = Facts(has_error=has_error)
         if not has_error:
-            self._reread(params)
-            place = self._device if self._sums is None else torch.device("cpu")
-            norm = gradient_norm(params, grads, place, read=self._gradients.read_with)
+            self._host.reread(params, self.state)
+            collector = self._collector
+            norm = gradient_norm(params, grads, collector.place, read=collector.read)
             norm *= inverse_scale
             self.grad_norm = norm
             self._seconds = {"norm": time.perf_counter() - begin}
@@ -596,59 +497,28 @@ class OffloadAdamW(AdamW):
                 is_first_at_lr_0=self._is_first_at_lr_0(),
             )
         what = f"the norm of the gradients is `{norm}`"
-        if self._sums is not None and math.isnan(norm):
-            what += (
-                ", maybe because the program made a gradient of one that accumulate='host' had "
-                "moved, which reads as NaN (as `parameter.grad = parameter.grad * 2` does)"
-            )
+        if math.isnan(norm):
+            what += self._collector.explain_nan()
         if not self._is_taken(facts, updates, error, what):
             return False
         # After the norm, which would come down behind them; the step begins with the first that is
         # there.
-        if self._sums is None:
-            self._take_missing(params, grads)
+        self._collector.take_missing(params, grads, self._opened_engine())
         self._apply(updates, inverse_scale * self._clip_coefficient(norm))
         return True
 
-    def _reread(self, params: Sequence[torch.Tensor]) -> None:
-        """Copies to the host those of `params` that others have written on the device."""
-        if stale := self._twins.stale(params):
-            _LOGGER.debug(
-                "%d parameters may have been written since the last step, and are read again",
-                len(stale),
-            )
-            self._take_fingerprints(stale)
-            # First: Ctrl-C may come before the copies have ended.
-            self._fingerprints.mark_unverified(stale)
-            self._twins.refresh(stale)
-
-    def _take_missing(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
-        """Copies the gradients that were not, or were changed since."""
-        engine, gradients = self._opened_engine(), self._gradients
-        if not gradients.is_any_copied:
-            if params:
-                engine.take(params, grads)
-            return
-        missing = [
-            (param, grad)
-            for param, grad in zip(params, grads, strict=True)
-            if not gradients.is_copied(param, grad)
-        ]
-        if missing:
-            engine.take(*zip(*missing, strict=True))
-        outdated = sum(gradients.is_outdated(param, grad) for param, grad in missing)
-        if outdated:
-            self._warn_of_outdated(outdated)
-
-    def _warn_of_outdated(self, count: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            _LOGGER.warning(
-                "%d gradients were changed after they had been copied to the host, and cross the "
-                "bus again (said once). hint: clip by clip_norm; all backwards but the last before "
-                "a step under no_sync(), or accumulation_steps",
-                count,
-            )
+    def _stepped(self) -> list[torch.Tensor]:
+        """The parameters that have a gradient, after groups that were edited have been followed."""
+        params, num_known = [], 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                is_known = param in self._twins
+                num_known += is_known
+                if param.grad is not None:
+                    params.append((param, is_known))
+        if num_known < len(self._twins) or not all(is_known for _, is_known in params):
+            self._follow_groups()
+        return [param for param, _ in params]
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None or not math.isfinite(norm):
@@ -660,10 +530,10 @@ class OffloadAdamW(AdamW):
 
         What was set aside for it, unless that was loaded over.
         """
-        return self._fresh.get(update.param) or super()._fresh_state(update)
+        return self._host.fresh_state(update.param) or super()._fresh_state(update)
 
     def _is_exclusive(self, param: torch.Tensor) -> bool:
-        return not self._fingerprints.is_unverified(param)
+        return not self._host.fingerprints.is_unverified(param)
 
     def _apply(self, updates: list[Update], grad_scale: float) -> None:
         for update in updates:
@@ -679,7 +549,7 @@ class OffloadAdamW(AdamW):
         # Forwards wait by themselves once the step runs.
         before = [
             partial(self._twins.note, params),
-            partial(self._fingerprints.mark_outdated, params),
+            partial(self._host.fingerprints.mark_outdated, params),
         ]
         shared: set[torch.Tensor] = set()
         if gate is not None:
@@ -690,9 +560,8 @@ class OffloadAdamW(AdamW):
             partial(setattr, self, "_is_unreleased", True),
         ]
         self._commit(bound_updates, [*before, *submitted])
-        self._fingerprints.mark_verified(params)
-        for param in params:
-            self._fresh.pop(param, None)
+        self._host.fingerprints.mark_verified(params)
+        self._host.drop_fresh(params)
         if gate is not None and gate.uncovered:
             # The step itself waits for them, so that the guard sees no access. Those of the first
             # step: it has seen no forward. Not where memory is shared: writes to it are not seen
@@ -708,13 +577,6 @@ class OffloadAdamW(AdamW):
             found = exposed(params, self._twins)
         return found
 
-    def _take_fingerprints(self, params: Sequence[torch.Tensor]) -> None:
-        for param in self._fingerprints.outdated(params):
-            # The user may have deleted it: what is made next has new fingerprints.
-            if state := self.state.get(param):
-                _state.take_fingerprints(self._twins.weight(param), state, self._moments)
-            self._fingerprints.mark_current(param)
-
     # ---- state dicts ----
 
     def state_dict(self) -> StateDict:
@@ -723,7 +585,7 @@ class OffloadAdamW(AdamW):
         Its tensors are in host memory.
         """
         self.synchronize()
-        self._take_fingerprints(list(self._twins))
+        self._host.take_fingerprints(self._twins, self.state)
         return super().state_dict()
 
     def decoded_state_dict(self) -> StateDict:
@@ -739,12 +601,9 @@ class OffloadAdamW(AdamW):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
         self.synchronize()
-        self._admit_new()
-        self._take_fingerprints(list(self._twins))
-        if state_dict["state"]:
-            # Not beside what is loaded.
-            self._fresh = {}
-        self._fingerprints.mark_unverified(self._twins)
+        self._follow_groups()
+        self._host.take_fingerprints(self._twins, self.state)
+        self._host.note_load(has_state=bool(state_dict["state"]))
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -69,6 +69,11 @@ class Twins:
         found = {id(buffer): buffer for twin in self._twins.values() for buffer in twin.buffers}
         return list(found.values())
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of their memory."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
     def add(self, params: Sequence[torch.Tensor]) -> None:
         """Makes the twins of `params`, and copies their weights.
 

@@ -1,0 +1,323 @@
+"""How the gradients of a step come to the host sides of their parameters.
+
+`DeviceCollector` leaves gradients on the device, where autograd adds those of several backwards. It
+copies each once: during the backward if that is known to be the last before the step, or in the
+step. `HostCollector` moves the gradients of every backward to the host, where they are added.
+
+A collector is called by hooks of autograd (`on_grad`) and by the step. It holds no engine: it is
+given one, whose step has been waited for, where it needs one.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from typing_extensions import override
+
+from stepwell._sharding import is_dtensor
+from stepwell.offload.accumulation import HostSums
+from stepwell.offload.adder import STAGING_BYTES
+from stepwell.offload.engine import Engine, current_stream
+from stepwell.offload.gradients import (
+    Gradients,
+    Label,
+    check_in_place,
+    checked,
+    may_change_after_backward,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from stepwell.offload.host_side import HostSide
+
+__all__ = ["Collector", "DeviceCollector", "HostCollector", "IdleEngine"]
+
+_LOGGER = logging.getLogger(__name__)
+
+IdleEngine: TypeAlias = "Callable[[], Engine]"
+"""Gives the engine after its step, if one is running, has been waited for."""
+
+
+class Collector(abc.ABC):
+    """Brings the gradients of a step to the host.
+
+    Args:
+        host: the host side of the parameters.
+    """
+
+    staging_bytes = 0
+    """Pinned memory beside that of the twins."""
+
+    def __init__(self, host: HostSide) -> None:
+        self._host = host
+
+    def check(self, params: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:  # noqa: B027
+        """Raises ValueError if gradients of `params`, which are new, could not be collected."""
+
+    def prepare(self, device: torch.device) -> None:  # noqa: B027
+        """Takes what it needs beside `device`, where the parameters are. Once is enough."""
+
+    @property
+    @abc.abstractmethod
+    def wants_hooks(self) -> bool:
+        """Whether autograd is to say when it is done with a gradient."""
+
+    def watch(self, param: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hooks on `param` that it needs beside that which calls `on_grad`."""
+        return []
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backwards in it are not the last before the step."""
+        return contextlib.nullcontext()
+
+    def is_replaced(self, param: torch.Tensor) -> bool:
+        """Whether another gradient of `param` came before than it has, so that all were cleared."""
+        return False
+
+    @abc.abstractmethod
+    def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
+        """The gradient of `param` is accumulated, maybe for the last time before the step."""
+
+    @abc.abstractmethod
+    def gradients(
+        self, params: Sequence[torch.Tensor], idle_engine: IdleEngine, label: Label
+    ) -> list[torch.Tensor]:
+        """The gradients of `params`, which all have one, as they are stepped.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+
+    @property
+    @abc.abstractmethod
+    def place(self) -> torch.device:
+        """Where `gradients` are."""
+
+    @abc.abstractmethod
+    def read(self, scalar: torch.Tensor) -> float:
+        """The value of `scalar`, which is where the gradients are. The thread waits for it."""
+
+    def take_missing(  # noqa: B027
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], engine: Engine
+    ) -> None:
+        """Copies the gradients of the step that are not on the host as they are now."""
+
+    @property
+    def bytes_downloaded(self) -> int | None:
+        """Bytes that came to the host for the last step; None: the engine counts them."""
+        return None
+
+    def explain_nan(self) -> str:
+        """Why gradients may have a norm of NaN, to go on a message."""
+        return ""
+
+    def reset(self) -> bool:
+        """The step is over, or its gradients are cleared: what came counts no more.
+
+        Returns whether the engine may have copies that no step has taken.
+        """
+        return False
+
+    def clear(self) -> None:  # noqa: B027
+        """The program has cleared all gradients."""
+
+    def let_go(self, params: Iterable[torch.Tensor]) -> None:  # noqa: B027
+        """Forgets `params`, which are in no group any more."""
+
+
+class DeviceCollector(Collector):
+    """Gradients stay on the device, and are copied once.
+
+    Args:
+        host: the host side of the parameters.
+        accumulation_steps: backwards per step; None: not known.
+    """
+
+    def __init__(self, host: HostSide, accumulation_steps: int | None) -> None:
+        super().__init__(host)
+        self.copies = Gradients(accumulation_steps)
+        self._has_warned = False
+
+    @property
+    @override
+    def wants_hooks(self) -> bool:
+        return self.copies.knows_last
+
+    @override
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        # Hooks are wanted from now on, for those of the backwards outside.
+        self.copies.knows_last = True
+        return self.copies.no_sync()
+
+    @override
+    def is_replaced(self, param: torch.Tensor) -> bool:
+        return param.grad is not None and self.copies.is_replaced(param, param.grad)
+
+    @override
+    def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
+        grad, copies = param.grad, self.copies
+        is_last = copies.count(param)
+        if not is_last or grad is None or may_change_after_backward(param):
+            return
+        if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != param.dtype:
+            # `gradients` says what is wrong with it, if anything.
+            return
+        if copies.is_outdated(param, grad):
+            self._warn_of_outdated(1)
+        if batch := copies.add(param, grad, current_stream(self._host.device)):
+            idle_engine().take(list(batch), list(batch.values()))
+            copies.mark_copied(batch)
+
+    @override
+    def gradients(
+        self, params: Sequence[torch.Tensor], idle_engine: IdleEngine, label: Label
+    ) -> list[torch.Tensor]:
+        grads = []
+        twins, device = self._host.twins, self._host.device
+        for param in params:
+            check_in_place(param, twins.get(param), device, label)
+            grads.append(checked(param, label))
+        return grads
+
+    @property
+    @override
+    def place(self) -> torch.device:
+        return self._host.device
+
+    @override
+    def read(self, scalar: torch.Tensor) -> float:
+        return self.copies.read_with(scalar)
+
+    @override
+    def take_missing(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], engine: Engine
+    ) -> None:
+        missing = list(zip(params, grads, strict=True))
+        if self.copies.is_any_copied:
+            missing = [pair for pair in missing if not self.copies.is_copied(*pair)]
+            if outdated := sum(self.copies.is_outdated(*pair) for pair in missing):
+                self._warn_of_outdated(outdated)
+        if missing:
+            engine.take(*zip(*missing, strict=True))
+
+    def _warn_of_outdated(self, count: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "%d gradients were changed after they had been copied to the host, and cross the "
+                "bus again (said once). hint: clip by clip_norm; all backwards but the last before "
+                "a step under no_sync(), or accumulation_steps",
+                count,
+            )
+
+    @override
+    def reset(self) -> bool:
+        is_any_taken = self.copies.is_any_taken
+        self.copies.reset()
+        return is_any_taken
+
+
+class HostCollector(Collector):
+    """The gradients of every backward are moved to the host, and added there."""
+
+    staging_bytes = STAGING_BYTES
+
+    def __init__(self, host: HostSide) -> None:
+        super().__init__(host)
+        self.sums: HostSums | None = None
+        """None: there is no parameter yet."""
+
+    @override
+    def check(self, params: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
+        for param in params:
+            if is_dtensor(param):
+                raise ValueError(
+                    f"{labels[param]} is a DTensor, `accumulate` is `host`. "
+                    "hint: accumulate='device'"
+                )
+
+    @override
+    def prepare(self, device: torch.device) -> None:
+        if self.sums is None:
+            self.sums = HostSums(self._host.twins, device)
+
+    @property
+    def _made_sums(self) -> HostSums:
+        assert self.sums is not None
+        return self.sums
+
+    @property
+    @override
+    def wants_hooks(self) -> bool:
+        return True
+
+    @override
+    def watch(self, param: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
+        return [self._made_sums.watch(param)]
+
+    @override
+    def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
+        if may_change_after_backward(param):
+            raise ValueError(
+                "`accumulate` is `host`, but other ranks have a part in the gradients. "
+                "hint: accumulate='device'"
+            )
+        # It reads the last sums.
+        idle_engine()
+        check_in_place(param, self._host.twins.get(param), self._host.device, label)
+        self._made_sums.add(param, checked(param, label))
+
+    @override
+    def gradients(
+        self, params: Sequence[torch.Tensor], idle_engine: IdleEngine, label: Label
+    ) -> list[torch.Tensor]:
+        sums, twins, device = self._made_sums, self._host.twins, self._host.device
+        for param in params:
+            check_in_place(param, twins.get(param), device, label)
+            if not sums.has(param):
+                # Not autograd's.
+                sums.make_room(param)
+                self.on_grad(param, idle_engine, label)
+        if unknown := sums.unknown:
+            raise ValueError(
+                f"a backward failed while it summed the gradient of {label(unknown[0])}. "
+                "hint: optimizer.zero_grad(), and the backwards of this step again"
+            )
+        sums.finish()
+        sums.zero_where_zeroed(params)
+        return [twins.grad(param) for param in params]
+
+    @property
+    @override
+    def place(self) -> torch.device:
+        return torch.device("cpu")
+
+    @override
+    def read(self, scalar: torch.Tensor) -> float:
+        return float(scalar)
+
+    @property
+    @override
+    def bytes_downloaded(self) -> int | None:
+        return self._made_sums.nbytes
+
+    @override
+    def explain_nan(self) -> str:
+        return (
+            ", maybe because the program made a gradient of one that accumulate='host' had "
+            "moved, which reads as NaN (as `parameter.grad = parameter.grad * 2` does)"
+        )
+
+    @override
+    def clear(self) -> None:
+        self._made_sums.clear()
+
+    @override
+    def let_go(self, params: Iterable[torch.Tensor]) -> None:
+        if self.sums is not None:
+            self.sums.let_go(params)

@@ -1,0 +1,187 @@
+"""What stands in host memory for the parameters on a device: their twins, and their state.
+
+- A parameter is admitted once, with memory that is announced before it is taken, and let go of when
+  it is in no group any more.
+- The weight of a twin is that on the device, except while a step is under way; `reread` makes it so
+  again after other code has written the parameter.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepwell import _state
+from stepwell._sharding import local
+from stepwell._tensors import Written, check_param
+from stepwell.offload.budget import announce
+from stepwell.offload.fingerprints import FingerprintStatus
+from stepwell.offload.twins import Twins
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["HostSide"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class HostSide:
+    """The host side of all parameters of one optimizer.
+
+    Args:
+        moments: how the moments are held.
+        bytes_max: the most host memory that may be taken; None: what is free.
+    """
+
+    def __init__(self, moments: str, bytes_max: int | None) -> None:
+        self.twins = Twins()
+        self.device = torch.device("cpu")
+        """Where the parameters are."""
+        self.fingerprints = FingerprintStatus()
+        self._moments = moments
+        self._bytes_max = bytes_max
+        self._staging_bytes = 0
+        self._fresh: dict[torch.Tensor, _state.State] = {}
+
+    def check(self, params: Sequence[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
+        """Raises ValueError if `params`, which are new, could not be stepped.
+
+        `labels`: what errors call the parameters of all groups.
+        """
+        for param in params:
+            check_param(param, labels[param], on_device=True)
+        # Refuses tensors that share memory.
+        known = [param for param in self.twins if param in labels]
+        Written((labels[param], local(param)) for param in [*known, *params])
+        device = self._device_with(params)
+        for param in params:
+            if local(param).device != device:
+                raise ValueError(
+                    f"{labels[param]} is on `{local(param).device}`, others on `{device}`, "
+                    "expected one device. hint: an optimizer for each device"
+                )
+
+    def _device_with(self, params: Sequence[torch.Tensor]) -> torch.device:
+        return local(params[0]).device if params and not len(self.twins) else self.device
+
+    def announce(
+        self,
+        params: Sequence[torch.Tensor],
+        states: Mapping[torch.Tensor, _state.State],
+        staging_bytes: int,
+    ) -> None:
+        """Says in the log what host memory `admit` takes for `params`.
+
+        Args:
+            params: new ones.
+            states: those that the optimizer has.
+            staging_bytes: of pinned memory that all parameters use together.
+
+        Raises:
+            ValueError: it is more than there is.
+        """
+        limit = None
+        if self._bytes_max is not None:
+            held = self._staging_bytes + self.twins.pinned_bytes
+            held += sum(map(_state.nbytes_of, chain(states.values(), self._fresh.values())))
+            limit = self._bytes_max - held
+        announce(
+            sum(local(param).numel() for param in params),
+            state=sum(
+                _state.nbytes(param, self._moments) for param in params if not states.get(param)
+            ),
+            pinned=Twins.nbytes(params) + staging_bytes - self._staging_bytes,
+            limit=limit,
+        )
+
+    def admit(
+        self,
+        params: Sequence[torch.Tensor],
+        states: Mapping[torch.Tensor, _state.State],
+        staging_bytes: int,
+    ) -> None:
+        """Takes what was announced: no step and no copy is under way.
+
+        Raises:
+            OSError: there is no memory for it; nothing was changed.
+        """
+        device = self._device_with(params)
+        self.twins.add(params)
+        try:
+            # `state` has it from the first step on, as torch's optimizers have.
+            fresh = {
+                param: _state.new(self.twins.weight(param), self._moments)
+                for param in params
+                if not states.get(param)
+            }
+        except BaseException:
+            self.twins.remove(params)
+            raise
+        self.device = device
+        self._staging_bytes = staging_bytes
+        self._fresh.update(fresh)
+        # Trailing bits in loaded state may not be those of the weights.
+        self.fingerprints.mark_unverified(param for param in params if states.get(param))
+
+    def let_go(
+        self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
+    ) -> None:
+        """Forgets `params`, which are in no group any more: no step and no copy is under way.
+
+        State that the optimizer has of them stays, as in torch's, and is good if they come back.
+        """
+        params = list(params)
+        self.take_fingerprints(params, states)
+        self.twins.remove(params)
+        self.fingerprints.forget(params)
+        self.drop_fresh(params)
+
+    # ---- state ----
+
+    def fresh_state(self, param: torch.Tensor) -> _state.State | None:
+        """State that was set aside for `param`; None: it has been stepped, or loaded over."""
+        return self._fresh.get(param)
+
+    def drop_fresh(self, params: Iterable[torch.Tensor]) -> None:
+        """The optimizer has state of `params` now."""
+        for param in params:
+            self._fresh.pop(param, None)
+
+    def note_load(self, *, has_state: bool) -> None:
+        """A state dict is about to be loaded.
+
+        `has_state`: it has state; what was set aside is not kept beside that.
+        """
+        if has_state:
+            self._fresh = {}
+        self.fingerprints.mark_unverified(self.twins)
+
+    # ---- weights ----
+
+    def reread(
+        self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
+    ) -> None:
+        """Copies to the host those of `params` that other code has written on the device."""
+        if stale := self.twins.stale(params):
+            _LOGGER.debug(
+                "%d parameters may have been written since the last step, and are read again",
+                len(stale),
+            )
+            self.take_fingerprints(stale, states)
+            # First: Ctrl-C may come before the copies have ended.
+            self.fingerprints.mark_unverified(stale)
+            self.twins.refresh(stale)
+
+    def take_fingerprints(
+        self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
+    ) -> None:
+        """Takes the fingerprints of those of `params` that steps have outdated."""
+        for param in self.fingerprints.outdated(params):
+            # The user may have deleted it: what is made next has new fingerprints.
+            if state := states.get(param):
+                _state.take_fingerprints(self.twins.weight(param), state, self._moments)
+            self.fingerprints.mark_current(param)
