@@ -218,7 +218,7 @@ def test_a_forward_ends_a_step_that_was_interrupted_twice(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._fingerprints, "mark_verified", interrupt)
+        patched.setattr(optimizer._host.fingerprints, "mark_verified", interrupt)
         patched.setattr(optimizer, "_leave_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
