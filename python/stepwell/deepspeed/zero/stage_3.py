@@ -67,6 +67,32 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         config = offload_optimizer_config.model_copy(update={"pin_memory": False})
         super().__init__(module, init_optimizer, *args, offload_optimizer_config=config, **kwargs)
 
+    @property
+    def subgroup_to_device(self) -> dict[int, str]:
+        """Where the masters are made: `meta` for those in host memory."""
+        return self._subgroup_to_device
+
+    @subgroup_to_device.setter
+    def subgroup_to_device(self, devices: dict[int, str]) -> None:
+        in_host_memory = range(self._num_groups_on_device(), len(self.fp16_partitioned_groups_flat))
+        self._subgroup_to_device = _FixedDevices(devices, dict.fromkeys(in_host_memory, "meta"))
+
+    def _num_groups_on_device(self) -> int:
+        """How many sub-groups have their state on the device, as DeepSpeed counts: the first."""
+        return int((1 - self.partial_offload) * len(self.fp16_partitioned_groups_flat))
+
+    def _create_fp32_partitions(self) -> None:
+        """Called by DeepSpeed's constructor; makes the masters in host memory without data.
+
+        So they are not copied twice: `initialize_optimizer_states` makes them of the weights.
+        """
+        super()._create_fp32_partitions()
+        for group, shape in enumerate(self.fp32_partitioned_groups_flat):
+            if shape.is_meta:
+                master: Any = torch.empty(0, dtype=shape.dtype, device="cpu", requires_grad=True)
+                master.ds_id = shape.ds_id
+                self.fp32_partitioned_groups_flat[group] = master
+
     def _setup_for_real_optimizer(self) -> None:
         """Called by DeepSpeed's constructor; makes no flat buffer of gradients."""
         super()._setup_for_real_optimizer()
@@ -78,10 +104,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         )
 
     def initialize_optimizer_states(self) -> None:
-        """Called by DeepSpeed's constructor; makes no fp32 gradients in host memory."""
+        """Called by DeepSpeed's constructor.
+
+        Makes the masters in host memory of the weights, and no fp32 gradients there.
+        """
         masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
-        # As DeepSpeed counts them.
-        count = int((1 - self.partial_offload) * len(masters))
+        count = self._num_groups_on_device()
         self._share = DeviceShare(dict(enumerate(masters[:count])))
         partitions = [
             Partition(
@@ -91,7 +119,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 else master,
                 weight.narrow(0, 0, 0) if group in self._share else weight,
                 self.gradient_accumulation_dtype,
-                0 if group in self._share else self._operands.moments_bytes(master),
+                0
+                if group in self._share
+                else self._operands.moments_bytes(weight.to("meta", master.dtype)),
                 is_offloaded=self.offload_param and group not in self._share,
             )
             for group, (master, weight) in enumerate(zip(masters, weights, strict=True))
@@ -355,3 +385,14 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._partitions.end()
         self._share = DeviceShare({})
         super().destroy()
+
+
+class _FixedDevices(dict[int, str]):
+    """Devices of sub-groups, of which some stay what they are."""
+
+    def __init__(self, devices: dict[int, str], fixed: dict[int, str]) -> None:
+        super().__init__(devices | fixed)
+        self._fixed = fixed
+
+    def __setitem__(self, group: int, device: str) -> None:
+        super().__setitem__(group, self._fixed.get(group, device))
