@@ -14,8 +14,8 @@ _LOGGER = logging.getLogger(__name__)
 def warn(message: str) -> None:
     """Warns once, on rank 0, where people look: among what DeepSpeed says.
 
-    The logger `stepwell` gets it as well where somebody handles its records. Where nobody does,
-    Python would print it a second time.
+    The logger `stepwell` gets it as well, if it has a handler. Without one Python would print it a
+    second time.
     """
     comm = importlib.import_module("deepspeed.comm")
     rank = comm.get_rank() if comm.is_initialized() else int(os.environ.get("RANK", "0"))

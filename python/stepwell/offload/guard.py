@@ -40,8 +40,8 @@ class Uploads(Protocol):
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream and the step's stream wait for the weights of `params`.
 
-        Returns whether the weights of the last step are meant, so that nobody has to wait for
-        them again; not so while a step is being submitted.
+        Returns whether these are the weights of the last step, so that no later access has to wait
+        for them; not so while a step is being submitted.
         """
 
     def finish(self) -> None:
@@ -74,7 +74,7 @@ class WeightGuard:
         plain = [param for param in params if type(param) is Parameter]
         with self._lock:
             self.num_steps += 1
-            # First: Ctrl-C in `begin` leaves none whose class nobody gives back.
+            # First: so Ctrl-C in `begin` leaves no parameter whose class stays changed.
             self._under_way.update((id(param), param) for param in plain)
             begin(plain, self)
 
@@ -193,7 +193,7 @@ def _restore(under_way: dict[int, Parameter], param: torch.Tensor) -> None:
 def _abandon(under_way: dict[int, Parameter], uploads: Uploads) -> None:
     """The optimizer is gone: its parameters are plain ones again."""
     if under_way:
-        # A step that failed has said so, or nobody asks.
+        # A step that failed has raised its error already, or no caller is left.
         with contextlib.suppress(OSError, ValueError), without_waiting():
             uploads.finish()
         for param in list(under_way.values()):

@@ -146,9 +146,11 @@ class Twins:
 
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
+        twins = self._twins
         for param in params:
-            local(self._twins[param].weight).copy_(local(param))
-            self.note([param])
+            twin = twins[param]
+            local(twin.weight).copy_(local(param))
+            twin.version = _version(param)
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Takes nothing for granted of the weights of `params` on the device: they are stale."""

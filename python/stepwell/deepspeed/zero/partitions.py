@@ -202,7 +202,7 @@ class Partitions:
         Args:
             fragment: whose gradient.
             piece: what is added: flat.
-            is_owned: whether nobody else uses the memory of `piece` from now on.
+            is_owned: whether `piece` alone uses its memory from now on.
             is_total: whether `piece` is the sum of all that was added, in memory that holds it
                 until the step.
         """
