@@ -5,7 +5,15 @@ import os
 import sys
 
 import torch
-from deepspeed_engines import Lines, configuration, perceptron
+from deepspeed_engines import (
+    Lines,
+    configuration,
+    llama,
+    perceptron,
+    squared,
+    train,
+    vectors,
+)
 
 OPTIONS = {"lr": 1e-2, "weight_decay": 0.1}
 BATCHES = 3
@@ -102,3 +110,214 @@ def program_accelerate(result, when):
     del accelerate.utils.deepspeed.map_pytorch_optim_to_deepspeed
     stepwell.deepspeed.register()
     result["missing"] = handler.lines
+
+
+# ---- on both paths ----
+
+TOKENS = 16
+
+
+def both_paths(run, *args):
+    """What a run comes to on the engine, and on DeepSpeed's own path."""
+    return [run({"engine": is_engine}, *args) for is_engine in (True, False)]
+
+
+def trainer_json(stage, has_optimizer, block):
+    """A JSON with "auto" for all that Trainer knows."""
+    config = {
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "reduce_bucket_size": "auto",
+            **(
+                {
+                    "offload_param": {"device": "cpu", "pin_memory": True},
+                    "stage3_prefetch_bucket_size": "auto",
+                    "stage3_param_persistence_threshold": "auto",
+                    "stage3_gather_16bit_weights_on_model_save": True,
+                }
+                if stage == 3
+                else {}
+            ),
+        },
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "stepwell": block,
+    }
+    if has_optimizer:
+        params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+        config["optimizer"] = {"type": "AdamW", "params": params}
+        warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}
+        config["scheduler"] = {"type": "WarmupLR", "params": warmup}
+    return config
+
+
+def trainer_run(block, folder, stage, has_optimizer):
+    """Trainer's losses and what it saves at the end."""
+    import accelerate
+    import transformers
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    arguments = transformers.TrainingArguments(
+        output_dir=folder,
+        deepspeed=trainer_json(stage, has_optimizer, block),
+        bf16=True,
+        use_cpu=True,
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        warmup_steps=1,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    texts = torch.randint(64, (16, TOKENS), generator=generator)
+    rows = [{"input_ids": text, "labels": text} for text in texts]
+    trainer = transformers.Trainer(model=llama(), args=arguments, train_dataset=rows)
+    trainer.train()
+    engine = trainer.model_wrapped
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trainer.save_model(folder)
+    result = {
+        "class": type(engine.optimizer).__name__,
+        "base": type(engine.optimizer.optimizer).__name__,
+        "losses": [entry["loss"] for entry in logged],
+        "norms": [float(entry["grad_norm"]) for entry in logged],
+        "masters": masters(engine),
+        "saved": dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()),
+    }
+    engine.destroy()
+    # The next model is not made under ZeRO-3.
+    transformers.integrations.unset_hf_deepspeed_config()
+    return result
+
+
+def masters(engine):
+    from deepspeed import utils
+
+    return [
+        utils.safe_get_full_fp32_param(param).clone()
+        for param in engine.module.parameters()
+        if param.requires_grad
+    ]
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer with a low-rank term that is trained."""
+
+    def __init__(self, layer, rank=2):
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = torch.nn.Linear(layer.in_features, rank, bias=False)
+        self.up = torch.nn.Linear(rank, layer.out_features, bias=False)
+        torch.nn.init.normal_(self.up.weight, std=0.1)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+def adapted():
+    model = perceptron()
+    return torch.nn.Sequential(Adapted(model[0]), model[1], Adapted(model[2]))
+
+
+def lora_run(block, stage):
+    """A model of which most is frozen."""
+    import deepspeed
+
+    zero = {"offload_param": {"device": "cpu"}} if stage == 3 else {}
+    model = adapted()
+    engine = deepspeed.initialize(
+        model=model,
+        model_parameters=[param for param in model.parameters() if param.requires_grad],
+        config={**configuration(dtype="bf16", stage=stage, zero=zero, clip=0.1), "stepwell": block},
+    )[0]
+    losses = train(engine, vectors(4), squared)
+    result = {
+        "class": type(engine.optimizer).__name__,
+        "losses": losses,
+        "masters": masters(engine),
+    }
+    params = list(model.parameters())
+    with deepspeed.zero.GatheredParameters(params, enabled=stage == 3):
+        result["weights"] = [param.detach().clone() for param in params]
+    engine.destroy()
+    return result
+
+
+def synced_run(block, stage):
+    """A copy for generation that gets the weights between steps, as trainers of policies do."""
+    import deepspeed
+
+    config = configuration(dtype="bf16", stage=stage)
+    engine = deepspeed.initialize(
+        model=(model := perceptron()),
+        model_parameters=list(model.parameters()),
+        config={**config, "stepwell": block},
+    )[0]
+    copy = perceptron(seed=1).bfloat16()
+    generated, losses = [], []
+    for batch in vectors(4):
+        losses += train(engine, [batch], squared)
+        # One parameter at a time, right after the step.
+        for name, param in engine.module.named_parameters():
+            with deepspeed.zero.GatheredParameters([param], enabled=stage == 3):
+                copy.load_state_dict({name: param.data}, strict=False)
+        with torch.no_grad():
+            generated.append(copy(batch.bfloat16()))
+    result = {
+        "class": type(engine.optimizer).__name__,
+        "losses": losses,
+        "masters": masters(engine),
+        "generated": generated,
+    }
+    engine.destroy()
+    return result
+
+
+def plain_run(make):
+    """accelerate without DeepSpeed."""
+    import accelerate
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = perceptron()
+    optimizer = make(model.parameters(), **OPTIONS)
+    loader = torch.utils.data.DataLoader(torch.cat(batches()), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = squared(model, batch)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"base": type(optimizer.optimizer).__name__, "losses": losses}
+
+
+def program_clients(result, folder):
+    """Clients of DeepSpeed on both paths."""
+    import stepwell
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    for stage in (2, 3):
+        result["lora", stage] = both_paths(lora_run, stage)
+        result["synced", stage] = both_paths(synced_run, stage)
+    for stage in (2, 3):
+        for has_optimizer in (True, False):
+            name = "trainer", stage, has_optimizer
+            result[name] = both_paths(trainer_run, folder, stage, has_optimizer)
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"):
+        os.environ.pop(name, None)
+    result["plain"] = [plain_run(make) for make in (stepwell.AdamW, torch.optim.AdamW)]

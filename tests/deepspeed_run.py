@@ -34,6 +34,7 @@ MODULES = (
     "deepspeed_weight_programs",
     "deepspeed_client_programs",
     "deepspeed_corpus_programs",
+    "deepspeed_gpu_programs",
     "deepspeed_torch_adam_programs",
     "deepspeed_access_programs",
     "deepspeed_twin_flow_programs",

@@ -1,0 +1,52 @@
+"""A program (see deepspeed_run) of ZeRO on a GPU."""
+
+from deepspeed_engines import configuration, initialize, partitions, squared, train, vectors
+from deepspeed_offload_programs import wide
+
+STEPS = 5
+
+
+def run(config):
+    """What a run on a GPU ends with."""
+    engine = initialize(wide(), config)
+    norms, losses = [], []
+    for batch in vectors(STEPS * config.get("gradient_accumulation_steps", 1)):
+        losses += train(engine, [batch.cuda()], squared)
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    result = {
+        "losses": losses,
+        "norms": norms,
+        "partitions": partitions(engine),
+        "skipped": engine.skipped_steps,
+        "device": str(engine.device.type),
+        "class": type(engine.optimizer).__name__,
+    }
+    engine.destroy()
+    return result
+
+
+def program_gpu(result):
+    """The same configurations on both paths."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    scale = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    several = {"dtype": "bf16", "clip": 0.1, "gradient_accumulation_steps": 3}
+    cases = {
+        "ZeRO-1": configuration(dtype="bf16", stage=1),
+        "ZeRO-2": configuration(dtype="bf16"),
+        "ZeRO-2, fp32": configuration(),
+        "ZeRO-2, fp16": configuration(dtype="fp16", precision=scale),
+        "ZeRO-2, clipped, accumulated": configuration(**several),
+        "ZeRO-2, overlap_comm": configuration(dtype="bf16", zero={"overlap_comm": True}),
+        "ZeRO-3": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 50_000}),
+        "ZeRO-3, fp16": configuration(dtype="fp16", stage=3, precision=scale),
+        "ZeRO-3, clipped, accumulated": configuration(stage=3, **several),
+        "ZeRO-3, offload_param": configuration(
+            dtype="bf16", stage=3, zero={"offload_param": {"device": "cpu", "pin_memory": True}}
+        ),
+    }
+    for name, config in cases.items():
+        result[name] = [
+            run({**config, "stepwell": {"engine": is_engine}}) for is_engine in (True, False)
+        ]

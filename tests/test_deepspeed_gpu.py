@@ -1,0 +1,55 @@
+"""ZeRO with CPU offload where the model is on a GPU: DeepSpeed's partitions cross the bus.
+
+Everything else runs on DeepSpeed's accelerator for the CPU. This file runs alone, on one GPU:
+`pytest tests/test_deepspeed_gpu.py`.
+"""
+
+import deepspeed_run
+import pytest
+import torch
+
+PROGRAM_TIMEOUT = 240
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(PROGRAM_TIMEOUT + 30)]
+NAMES = (
+    "ZeRO-1",
+    "ZeRO-2",
+    "ZeRO-2, fp32",
+    "ZeRO-2, fp16",
+    "ZeRO-2, clipped, accumulated",
+    "ZeRO-2, overlap_comm",
+    "ZeRO-3",
+    "ZeRO-3, fp16",
+    "ZeRO-3, clipped, accumulated",
+    "ZeRO-3, offload_param",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gpu")
+    environment = {"DS_ACCELERATOR": "cuda"}
+    return deepspeed_run.run("gpu", folder, timeout=PROGRAM_TIMEOUT, environment=environment)
+
+
+def test_all_cases_are_named(runs):
+    assert sorted(runs) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gpu_trains_as_on_deepspeeds_path(runs, name):
+    ours, theirs = runs[name]
+    assert ours["class"].startswith("Offload")
+    assert not theirs["class"].startswith("Offload")
+    assert ours["device"] == theirs["device"] == "cuda"
+    assert ours["skipped"] == theirs["skipped"]
+    # Norms, and with them clip coefficients, are summed in another order.
+    torch.testing.assert_close(ours["norms"], theirs["norms"], rtol=1e-5, atol=0)
+    exact = {"rtol": 0, "atol": 0}
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if "clipped" in name else exact
+    torch.testing.assert_close(ours["losses"], theirs["losses"], **tolerance)
+    for (flat, state), (other, other_state) in zip(
+        ours["partitions"], theirs["partitions"], strict=True
+    ):
+        torch.testing.assert_close(flat, other, **tolerance)
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(state[key], other_state[key], **tolerance)
