@@ -20,13 +20,20 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs')
 PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
   $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
-.PHONY: help dev test lint test-rust test-python test-versions fingerprints shuttle asan-lib asan tsan mutants-rust format \
-  demo bench bench-codec bench-offload wheel stubs aarch64-toolchain aarch64-test
+.PHONY: help dev test lint lint-rust test-rust test-python test-versions fingerprints shuttle \
+  asan-lib asan tsan mutants-rust format demo bench bench-codec bench-offload wheel stubs \
+  aarch64-toolchain aarch64-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-test: lint test-rust shuttle $(if $(filter x86_64,$(HOST)),asan-lib) test-python ## all that CI runs
+# The compiler takes one core for the wheel, and minutes. The other one fetches packages and lints
+# meanwhile.
+test: $(VENV)/.tools ## all that CI runs
+	$(MAKE) target/wheels/.$(HOST) & wheel=$$!; \
+	  $(MAKE) lint-rust $(VENV)/.requirements || { kill $$wheel; exit 1; }; \
+	  wait $$wheel
+	$(MAKE) lint test-rust shuttle $(if $(filter x86_64,$(HOST)),asan-lib) test-python
 
 # ---- environment -------------------------------------------------------------------------------
 
@@ -37,9 +44,14 @@ $(VENV)/.tools: pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check --group build
 	touch $@
 
+# What the package's tests and lints import beside it.
+$(VENV)/.requirements: $(VENV)/.tools
+	$(BIN)/python -m pip install -q --disable-pip-version-check --group lint --group test
+	touch $@
+
 # The package, in place, with all that its tests and its demo import. The extension is the wheel's:
 # it is compiled once, and the tests run what ships. The Python files are the tree's.
-$(VENV)/.installed: $(RUST) $(VENV)/.tools
+$(VENV)/.installed: $(RUST) $(VENV)/.requirements
 	$(MAKE) target/wheels/.$(HOST)
 	$(BIN)/python -m pip uninstall -q --disable-pip-version-check --yes stepwell
 	$(BIN)/python -m pip install -q --disable-pip-version-check --group lint --group test \
@@ -58,12 +70,15 @@ dev: ## the extension as of now, in place, within a minute
 
 # ---- checks ------------------------------------------------------------------------------------
 
-lint: $(VENV)/.installed target/stubs/stepwell/_core.pyi ## formatters, clippy, rustdoc, ruff, mypy, stubs
+# clippy also compiles the benchmarks, as far as it takes to check them.
+lint-rust: $(VENV)/.tools target/stubs/stepwell/_core.pyi ## rustfmt, clippy, rustdoc
 	cargo fmt --check
 	cargo clippy -q --locked --all-targets -- -D warnings
 	PYO3_PYTHON=$(BIN)/python cargo clippy -q --locked --all-targets --features python -- -D warnings
 	PYO3_PYTHON=$(BIN)/python RUSTDOCFLAGS='-D warnings' \
 	  cargo doc -q --locked --no-deps --features python
+
+lint: lint-rust $(VENV)/.installed ## those, ruff, mypy, stubs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -98,13 +113,13 @@ shuttle: ## the tests of the threads under a model checker
 	  --lib -- ::model:: $(ARGS)
 
 # The compiler's sanitizers, which the stable compiler has and does not offer yet. The standard
-# library is not instrumented. Few cases: instrumented code without optimisation is slow, and
-# writing out a backtrace takes longer than tests of failures wait.
+# library is not instrumented. Few cases: instrumented code is slow, and writing out a backtrace
+# takes longer than tests of failures wait.
 sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=4 \
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
   cargo test -q --locked --profile model --target $(X86_64) --target-dir target/$(1)-sanitizer
-ASAN_TESTS := downloads memory offload slots
-TSAN_TESTS := downloads offload
+ASAN_TESTS := downloads jobs memory offload slots
+TSAN_TESTS := downloads jobs offload
 
 asan-lib: ## the library's own tests under the address sanitizer
 	$(call sanitize,address) --lib $(ARGS)
@@ -115,7 +130,8 @@ asan: ## those and the Rust tests of memory (minutes to compile)
 # What it cannot know of the standard library is suppressed.
 tsan: export TSAN_OPTIONS ?= suppressions=$(CURDIR)/tests/tsan-suppressions.txt
 tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compile)
-	$(call sanitize,thread) --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
+	$(call sanitize,thread) --features baseline-only \
+	  --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
 
 mutants-rust: ## mutants of rust/offload and rust/tier that no Rust test kills (hours)
 	command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
