@@ -107,17 +107,15 @@ fingerprints: $(VENV)/.installed ## python/stepwell/deepspeed/fingerprints.json 
 
 # The crew, the fork gate and the engine's queues, with the locks and threads of a model checker in
 # place of the standard library's (rust/sync.rs): thousands of orders per test.
-shuttle: export RUSTFLAGS += --cfg shuttle
 shuttle: ## the tests of the threads under a model checker
-	cargo test -q --locked --profile model --features baseline-only --target-dir target/shuttle \
-	  --lib -- ::model:: $(ARGS)
+	cargo test -q --locked --features shuttle --lib -- ::model:: $(ARGS)
 
 # The compiler's sanitizers, which the stable compiler has and does not offer yet. The standard
 # library is not instrumented. Few cases: instrumented code is slow, and writing out a backtrace
 # takes longer than tests of failures wait.
 sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=4 \
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
-  cargo test -q --locked --profile model --target $(X86_64) --target-dir target/$(1)-sanitizer
+  cargo test -q --locked --profile checked --target $(X86_64) --target-dir target/$(1)-sanitizer
 ASAN_TESTS := downloads jobs memory offload slots
 TSAN_TESTS := downloads jobs offload
 
@@ -133,9 +131,13 @@ tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compil
 	$(call sanitize,thread) --features baseline-only \
 	  --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
 
+# Of the Rust tests those that concern these files.
+MUTANTS_TESTS := allocations downloads jobs offload slots
 mutants-rust: ## mutants of rust/offload and rust/tier that no Rust test kills (hours)
 	command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
-	cargo mutants --file 'rust/offload/*.rs' --file 'rust/tier/*.rs' --file rust/stream/view.rs $(ARGS)
+	cargo mutants --jobs 1 --profile checked --features baseline-only --file 'rust/offload/*.rs' \
+	  --file 'rust/tier/*.rs' --file rust/stream/view.rs $(ARGS) \
+	  -- --lib $(addprefix --test ,$(MUTANTS_TESTS))
 
 format: $(VENV)/.tools ## rewrite the sources as `make lint` wants them
 	cargo fmt

@@ -1,22 +1,22 @@
 //! Locks, atomics and threads: those of the standard library, or of a model checker.
 //!
-//! Compiled with `--cfg shuttle`, what is used from here runs under `shuttle`, which tries many
-//! orders of its threads on one and fails where an order deadlocks or panics. Only what is tested
-//! so takes its locks from here. A futex has a model of its own (`host/pool/futex.rs`). Under the
-//! model every test runs within `shuttle::check_random` or its like; those tests are in modules
-//! named `model`, which `make shuttle` runs.
+//! With the feature `shuttle`, what is used from here runs under a model checker of that name. It
+//! tries many orders of threads, all on one thread, and fails where an order deadlocks or panics.
+//! Only what is tested so takes its locks from here. A futex has a model of its own
+//! (`host/pool/futex.rs`). Under the model every test runs within `shuttle::check_random` or its
+//! like; those tests are in modules named `model`, which `make shuttle` runs.
 //!
 //! What the model does not have: timeouts (a wait with one never times out), and orders that only
 //! weakly ordered atomics show.
 
-#[cfg(not(shuttle))]
+#[cfg(not(feature = "shuttle"))]
 pub(crate) use std::{
     hint,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic, mpsc},
     thread, thread_local,
 };
 
-#[cfg(shuttle)]
+#[cfg(feature = "shuttle")]
 pub(crate) use shuttle::{
     hint,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic, mpsc},

@@ -82,7 +82,7 @@ fn a_weight_that_stays_in_host_memory_is_stepped_and_not_uploaded() {
     let uploaded = all[0].update(0, 1, hyper);
     let staying = Update { weight: None, ..all[1].update(1, 1, hyper) };
     // SAFETY: as in `submit`.
-    unsafe { engine.submit(vec![uploaded, staying], &mut None, STREAM) }.expect("a step");
+    unsafe { engine.submit(&[uploaded, staying], &mut None, STREAM) }.expect("a step");
     // What waits for it waits for its step.
     let whole = 0..all[1].held.numel;
     assert!(engine.wait(1, &whole, STREAM, SOON).expect("the second"), "it is not stepped");

@@ -23,7 +23,7 @@
 mod crew;
 mod fork;
 mod futex;
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "shuttle"))]
 mod model;
 mod placement;
 

@@ -93,7 +93,7 @@ mod generation;
 mod gradients;
 mod job;
 mod landing;
-#[cfg(all(test, shuttle))]
+#[cfg(all(test, feature = "shuttle"))]
 mod model;
 mod owners;
 mod schedule;

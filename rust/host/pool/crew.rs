@@ -35,7 +35,7 @@ const OPEN: u32 = 1 << 31;
 /// each other within this time.
 const WORKER_SPIN: Duration = Duration::from_micros(50);
 /// How often an idle worker looks between two readings of the clock. The model has no clock.
-const LOOKS_PER_READING: usize = if cfg!(shuttle) { 1 } else { 32 };
+const LOOKS_PER_READING: usize = if cfg!(feature = "shuttle") { 1 } else { 32 };
 
 /// How a job's tasks move between workers.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -107,7 +107,11 @@ impl Crew {
             shares: cpus.iter().map(|_| Line(AtomicU64::new(0))).collect(),
             panic: Mutex::new(None),
             // A worker that spins on a CPU where another has work only delays it.
-            spin: if shares_cpu || cfg!(shuttle) { Duration::ZERO } else { WORKER_SPIN },
+            spin: if shares_cpu || cfg!(feature = "shuttle") {
+                Duration::ZERO
+            } else {
+                WORKER_SPIN
+            },
             caller_cpu: AtomicUsize::new(usize::MAX),
         });
         let mut crew = Self {
@@ -364,7 +368,7 @@ fn keep_first(first: &mut Option<Payload>, payload: Payload) {
 }
 
 fn pin(cpu: usize) -> io::Result<()> {
-    if cfg!(shuttle) {
+    if cfg!(feature = "shuttle") {
         // The model's threads are one thread.
         return Ok(());
     }

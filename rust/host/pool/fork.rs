@@ -37,10 +37,10 @@ pub(super) struct Gate {
 }
 
 /// The gate of this process.
-#[cfg(not(shuttle))]
+#[cfg(not(feature = "shuttle"))]
 static GATE: Gate = Gate::new();
 
-#[cfg(shuttle)]
+#[cfg(feature = "shuttle")]
 shuttle::lazy_static! {
     /// The gate of this run of the model.
     pub(super) static ref GATE: Gate = Gate::new();

@@ -1,11 +1,11 @@
 //! Waiting on a 32-bit word. Threads of one process only.
 
-#[cfg(not(shuttle))]
+#[cfg(not(feature = "shuttle"))]
 pub(super) use kernel::{wait, wake_all};
-#[cfg(shuttle)]
+#[cfg(feature = "shuttle")]
 pub(super) use model::{wait, wake_all};
 
-#[cfg(not(shuttle))]
+#[cfg(not(feature = "shuttle"))]
 mod kernel {
     use std::sync::atomic::AtomicU32;
 
@@ -26,7 +26,7 @@ mod kernel {
 
 /// The kernel's futex for the model checker: a condition per word, and one lock under which a word
 /// is compared and its waiters are woken, as the kernel does under the lock of a bucket.
-#[cfg(shuttle)]
+#[cfg(feature = "shuttle")]
 mod model {
     use std::collections::HashMap;
 
