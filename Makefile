@@ -21,8 +21,8 @@ PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
   $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
 .PHONY: help dev test lint lint-rust test-rust test-python test-versions fingerprints shuttle \
-  asan-lib asan tsan mutants-rust format demo bench bench-codec bench-offload wheel stubs \
-  aarch64-toolchain aarch64-test
+  asan-lib asan tsan mutants-rust mutants-python format demo bench bench-codec bench-offload \
+  wheel stubs aarch64-toolchain aarch64-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -138,6 +138,10 @@ mutants-rust: ## mutants of rust/offload and rust/tier that no Rust test kills (
 	cargo mutants --jobs 1 --profile checked --features baseline-only --file 'rust/offload/*.rs' \
 	  --file 'rust/tier/*.rs' --file rust/stream/view.rs $(ARGS) \
 	  -- --lib $(addprefix --test ,$(MUTANTS_TESTS))
+
+mutants-python: $(VENV)/.installed ## mutants of the Python that decides that no Python test kills (hours)
+	$(BIN)/python -m pip install -q --disable-pip-version-check --group mutants
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 format: $(VENV)/.tools ## rewrite the sources as `make lint` wants them
 	cargo fmt

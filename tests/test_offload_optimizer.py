@@ -8,6 +8,7 @@ import copy
 import io
 import math
 import pickle
+import re
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ import stepwell
 import torch
 from offload_cases import assert_equal, batch, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
+from stepwell import _core
 from stepwell.offload import gradients
 from torch.utils.checkpoint import checkpoint
 
@@ -172,14 +174,44 @@ def test_frozen_parameters_and_such_without_gradient(mode):
     assert net[2].weight not in ours[1].state
 
 
-def test_parameter_thawed_later_is_stepped_from_then_on():
+def test_parameter_thawed_later_is_stepped_from_then_on(caplog):
     net = small()
-    net[0].weight.requires_grad_(False)
+    for param in (net[0].weight, net[2].weight):
+        param.requires_grad_(False)
     ours, theirs = pair(net)
     for model, optimizer in (ours, theirs):
         train(model, optimizer, 1)
         model[0].weight.requires_grad_(True)
-        train(model, optimizer, 2, first=1)
+        with caplog.at_level("INFO", logger="stepwell.offload.budget"):
+            train(model, optimizer, 2, first=1)
+    assert_equal(ours, theirs)
+    # It alone takes memory, and only now: not those that have theirs, nor one that is frozen.
+    assert re.findall(r"host memory for (\d+) param", caplog.text) == [str(net[0].weight.numel())]
+
+
+def test_a_gradient_that_a_hook_takes_away_is_not_stepped():
+    net = small()
+    twin = copy.deepcopy(net)
+    for model in (net, twin):
+        # Before the optimizer's own hook.
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    ours = net, stepwell.OffloadAdamW(net.parameters(), lr=1e-2, accumulation_steps=1)
+    theirs = twin, stepwell.AdamW(twin.parameters(), lr=1e-2)
+    for model, optimizer in (ours, theirs):
+        train(model, optimizer, 2)
+    assert_equal(ours, theirs)
+    assert not ours[1].state.get(net[0].weight)
+
+
+def test_a_write_voids_the_trailing_bits_of_its_chunk_only():
+    ours, theirs = pair(dtype=torch.bfloat16)
+    for net, optimizer in (ours, theirs):
+        weight = net[2].weight
+        assert weight.numel() > _core.CHUNK_LEN
+        train(net, optimizer, 2)
+        with torch.no_grad():
+            weight.view(-1)[:1] = 1.0
+        train(net, optimizer, 2, first=2)
     assert_equal(ours, theirs)
 
 

@@ -289,7 +289,13 @@ def test_source_installs(sdist, tmp_path):
     # archive are of 1980 or so.
     target = ROOT / "target" / "sdist"
     run("cargo", "clean", "--quiet", "--package", "stepwell", "--target-dir", target)
-    env = {**os.environ, "CARGO_TARGET_DIR": str(target), "MATURIN_PEP517_ARGS": "--profile dev"}
+    env = {
+        **os.environ,
+        "CARGO_TARGET_DIR": str(target),
+        "CARGO_PROFILE_DEV_DEBUG": "none",
+        "CARGO_INCREMENTAL": "0",
+        "MATURIN_PEP517_ARGS": "--profile dev",
+    }
     options = [
         "--no-deps",
         "--no-build-isolation",

@@ -1,0 +1,402 @@
+"""Mutants of the Python package that no test kills: `python tests/mutants.py --help`.
+
+A mutant is the package with one small change: a comparison, a constant, an operator, a condition, a
+statement that is gone. The tests that execute the changed line run on it, the quickest first, until
+one fails. A mutant that survives is a line that no test looks at, or an equal program.
+
+This process imports the package and collects the tests, and runs none. For each mutant it is
+forked; the child takes the changed function for the one that is there, and runs tests. So a mutant
+costs little more than the tests up to the first failure. Which tests execute a line is found by one
+child that runs all of them under coverage.py.
+
+Not seen: what runs when a module is imported, and tests that work in processes of their own. So
+DeepSpeed's side is left out.
+"""
+
+import argparse
+import ast
+import contextlib
+import copy
+import gc
+import importlib
+import itertools
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import types
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "stepwell"
+
+# What decides, and the tests that are about it.
+SUITES = {
+    "optim": (["optim.py", "_[a-z]*.py"], ["test_optim*.py"]),
+    "offload": (["offload/[a-z]*.py"], ["test_offload*.py"]),
+}
+# They take minutes, and pass through every line.
+RANDOM_PROGRAMS = "test_optim_programs.py"
+COULD_NOT_BE_MADE = 9
+RECORD_SECONDS_MAX = 3600
+OPTIONS = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+# ---- what is changed ----
+
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+ARITHMETIC = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.FloorDiv,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+    ast.LShift: ast.RShift,
+    ast.RShift: ast.LShift,
+}
+# Types, messages and logs are none of a test's business here.
+UNTOUCHED_CALLS = {"log", "info", "warning", "debug", "overload", "TypeVar", "cast"}
+
+
+def alternatives(node):
+    """What may stand for a node: (how it is said, the other node)."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        yield "comparison", changed(node, ops=[COMPARISONS[type(node.ops[0])](), *node.ops[1:]])
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield "and/or", changed(node, op=other)
+        for index in range(len(node.values)):
+            left = node.values[:index] + node.values[index + 1 :]
+            yield "operand gone", left[0] if len(left) == 1 else changed(node, values=left)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "not", node.operand
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in ARITHMETIC:
+        yield "arithmetic", changed(node, op=ARITHMETIC[type(node.op)]())
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "constant", changed(node, value=not node.value)
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield "constant", changed(node, value=node.value + 1)
+    elif isinstance(node, ast.Return) and ast.unparse(node) not in ("return", "return None"):
+        yield "returned", changed(node, value=ast.Constant(None))
+    if may_go(node):
+        yield "statement gone", ast.Pass()
+    if isinstance(node, (ast.If, ast.While, ast.IfExp)) and not isinstance(
+        node.test, (ast.Compare, ast.BoolOp, ast.UnaryOp)
+    ):
+        yield "condition", changed(node, test=ast.UnaryOp(ast.Not(), node.test))
+
+
+def may_go(node):
+    """Whether a statement may be left out without what follows it missing a name."""
+    if isinstance(node, ast.Expr):
+        return not isinstance(node.value, (ast.Constant, ast.Yield))
+    if isinstance(node, ast.Assign):
+        return isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
+    return isinstance(node, (ast.Raise, ast.Continue, ast.Break, ast.Delete, ast.AugAssign))
+
+
+def changed(node, **fields):
+    other = copy.copy(node)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
+
+
+@dataclass(frozen=True)
+class Mutant:
+    path: Path
+    line: int
+    statement_line: int
+    kind: str
+    before: str
+    after: str
+
+    def __str__(self):
+        where = f"{self.path.relative_to(PACKAGE)}:{self.line}"
+        return f"{where} {self.kind}: `{self.before}` -> `{self.after}`"
+
+
+class Walk(ast.NodeVisitor):
+    """Every place of a module that can be changed: (parent, field, index, line of statement).
+
+    The line is 0 for what runs when the module is imported.
+    """
+
+    def __init__(self):
+        self.places = []
+        self.line = 0
+
+    def visit_FunctionDef(self, node):
+        outside = self.line
+        for field, value in (("args", [node.args]), ("body", node.body)):
+            for index, child in enumerate(value):
+                self.line = outside if field == "args" else child.lineno
+                self.see(node, field, index if field == "body" else None, child)
+        self.line = outside
+
+    def generic_visit(self, node):
+        for field, value in ast.iter_fields(node):
+            if field in ("annotation", "returns", "type_params", "decorator_list"):
+                continue
+            for index, child in enumerate(value if isinstance(value, list) else [value]):
+                self.see(node, field, index if isinstance(value, list) else None, child)
+
+    def see(self, parent, field, index, child):
+        if isinstance(child, ast.AST) and not is_untouched(child):
+            outside = self.line
+            if self.line and isinstance(child, ast.stmt):
+                self.line = child.lineno
+            self.places.append((parent, field, index, self.line))
+            self.visit(child)
+            self.line = outside
+
+
+def is_untouched(node):
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr)):
+        return True
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return True
+    if isinstance(node, ast.Call):
+        called = ast.unparse(node.func).rpartition(".")[2]
+        return called in UNTOUCHED_CALLS or called.endswith(("Error", "Warning"))
+    if isinstance(node, ast.Expr):
+        return is_untouched(node.value)
+    if isinstance(node, ast.keyword):
+        # Of zip: an assertion.
+        return node.arg == "strict"
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]) == "__all__"
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def mutants(path):
+    """All mutants of the functions of a file, each with the tree that is changed until the next."""
+    tree = ast.parse(path.read_text())
+    walk = Walk()
+    walk.visit(tree)
+    for parent, field, index, line in walk.places:
+        place = getattr(parent, field)
+        node = place if index is None else place[index]
+        for kind, other in alternatives(node) if line else ():
+            texts = [ast.unparse(each).splitlines()[0][:90] for each in (node, other)]
+            put(parent, field, index, other)
+            yield Mutant(path, node.lineno, line, kind, *texts), ast.fix_missing_locations(tree)
+            put(parent, field, index, node)
+
+
+def put(parent, field, index, node):
+    if index is None:
+        setattr(parent, field, node)
+    else:
+        getattr(parent, field)[index] = node
+
+
+# ---- which tests run ----
+
+
+def record(session, sources, path):
+    """Runs all tests, and writes what was seen: seconds, and which tests reach a line."""
+    import coverage
+
+    run = coverage.Coverage(data_file=None, include=[str(source) for source in sources])
+    run.start()
+    seconds = {}
+    for item in session.items:
+        began = time.monotonic()
+        run.switch_context(item.nodeid)
+        if not succeed(session, [item]):
+            sys.exit(f"fails without a mutant: {item.nodeid}")
+        seconds[item.nodeid] = time.monotonic() - began
+    run.stop()
+    data = run.get_data()
+    lines = {str(source): data.contexts_by_lineno(str(source)) for source in sources}
+    path.write_text(json.dumps({"seconds": seconds, "lines": lines}))
+    return 0
+
+
+def succeed(session, items):
+    """Whether the tests pass; runs them up to the first that fails."""
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if session.testsfailed:
+            return False
+    return True
+
+
+def chosen(record, mutant, seconds_max):
+    """The tests that may kill a mutant, in the order in which they are tried."""
+    lines, seconds = record["lines"][str(mutant.path)], record["seconds"]
+    reached = lines.get(str(mutant.line)) or lines.get(str(mutant.statement_line), [])
+    # The quickest first, but each function once before any other of its parameters.
+    siblings = Counter()
+    keys = {}
+    for test in sorted(filter(None, reached), key=seconds.get):
+        function = test.partition("[")[0]
+        keys[test] = (siblings[function], seconds[test])
+        siblings[function] += 1
+    found = sorted(keys, key=keys.get)
+    totals = itertools.accumulate(seconds[test] for test in found)
+    return [test for test, total in zip(found, totals, strict=True) if total <= seconds_max]
+
+
+# ---- processes ----
+
+
+def forked(act, timeout_s, log):
+    """What `act` returns in a forked process; None if it took too long.
+
+    It leads a process group, which is killed with it.
+    """
+    pid = os.fork()
+    if pid == 0:
+        code = COULD_NOT_BE_MADE
+        try:
+            os.setsid()
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            code = act()
+        except BaseException:  # noqa: BLE001 - told in the log
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + timeout_s
+    found = 0
+    try:
+        while time.monotonic() < deadline:
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        if not found:
+            os.waitpid(pid, 0)
+
+
+def functions(code):
+    """The code of every function of a module, by name and first line."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield (each.co_name, each.co_firstlineno), each
+            yield from functions(each)
+
+
+def become(mutant, tree):
+    """Changes the functions of the module that is imported."""
+    path = str(mutant.path)
+    before = dict(functions(compile(mutant.path.read_text(), path, "exec", dont_inherit=True)))
+    after = dict(functions(compile(tree, path, "exec", dont_inherit=True)))
+    changed = {key: code for key, code in after.items() if code != before[key]}
+    found = 0
+    for each in gc.get_objects():
+        # By type: an isinstance asks proxies, some of which warn.
+        if type(each) is types.FunctionType and each.__code__.co_filename == path:
+            key = (each.__code__.co_name, each.__code__.co_firstlineno)
+            if key in changed:
+                each.__code__ = changed[key]
+                found += 1
+    if not found:
+        raise LookupError(f"no function was changed, of {list(changed)}")
+
+
+class Mutants:
+    """A plugin that runs the tests on mutants, instead of the tests."""
+
+    def __init__(self, sources, name, arguments):
+        self.sources, self.arguments = sources, arguments
+        self.path = arguments.out / f"{name}.json"
+        self.log = arguments.out / f"{name}.log"
+        self.counts = Counter()
+
+    def pytest_runtestloop(self, session):
+        if self.arguments.record or not self.path.exists():
+            self.path.unlink(missing_ok=True)
+            forked(lambda: record(session, self.sources, self.path), RECORD_SECONDS_MAX, self.log)
+        if not self.path.exists():
+            sys.exit(f"tests fail without a mutant: {self.log}")
+        recorded = json.loads(self.path.read_text())
+        items = {item.nodeid: item for item in session.items}
+        rng = random.Random(self.arguments.seed)
+        for source in self.sources:
+            for mutant, tree in mutants(source):
+                # Drawn for every mutant, so that a sample of one file is that of all.
+                if rng.random() < self.arguments.sample and self.is_wanted(mutant):
+                    began = time.monotonic()
+                    outcome = self.outcome(session, mutant, tree, items, recorded)
+                    self.counts[outcome] += 1
+                    print(f"{outcome:9} {time.monotonic() - began:5.1f} s  {mutant}", flush=True)
+        return True
+
+    def is_wanted(self, mutant):
+        lines = self.arguments.line
+        return self.arguments.file in str(mutant.path) and (not lines or mutant.line in lines)
+
+    def outcome(self, session, mutant, tree, items, recorded):
+        tests = [test for test in chosen(recorded, mutant, self.arguments.seconds) if test in items]
+        if not tests:
+            return "untested"
+
+        def run():
+            become(mutant, tree)
+            return 0 if succeed(session, [items[test] for test in tests]) else 1
+
+        timeout_s = 60 + 5 * sum(recorded["seconds"][test] for test in tests)
+        code = forked(run, timeout_s, self.log)
+        names = {None: "timeout", 0: "survived", COULD_NOT_BE_MADE: "not made"}
+        return names.get(code, "killed")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("suite", choices=list(SUITES))
+    parser.add_argument("--sample", type=float, default=1.0, help="share of the mutants, 0 to 1")
+    parser.add_argument("--seed", type=int, default=0, help="which mutants the sample takes")
+    parser.add_argument("--file", default="", help="only of files whose path has this in it")
+    parser.add_argument("--line", type=int, nargs="*", help="only of these lines")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="of tests for a mutant, of those that reach"
+    )
+    parser.add_argument("--record", action="store_true", help="run all tests anew")
+    parser.add_argument("--out", type=Path, default=ROOT / "target" / "mutants-python")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    os.chdir(ROOT)
+    modules, patterns = SUITES[arguments.suite]
+    sources = [path for each in modules for path in sorted(PACKAGE.glob(each))]
+    for source in sources:
+        importlib.import_module(".".join(source.relative_to(PACKAGE.parent).with_suffix("").parts))
+    tests = [path for each in patterns for path in sorted((ROOT / "tests").glob(each))]
+    tests = [str(path) for path in tests if path.name != RANDOM_PROGRAMS]
+    plugin = Mutants(sources, arguments.suite, arguments)
+    pytest.main([*OPTIONS, *tests], plugins=[plugin])
+    print(dict(plugin.counts))
+
+
+if __name__ == "__main__":
+    main()
