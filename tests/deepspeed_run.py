@@ -51,9 +51,9 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
     anything that it compiled.
     """
     tmp_path.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     extensions = tmp_path / "extensions"
     extensions.mkdir(exist_ok=True)
     processes = []
@@ -84,7 +84,9 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
                 "options": options,
             }
         )
-    codes = ask_server({"processes": processes, "timeout": timeout})
+    # What initialises CUDA cannot be forked, and DeepSpeed's imports ask what GPUs there are.
+    imports = variables["DS_ACCELERATOR"] == "cpu"
+    codes = ask_server(server(imports=imports), {"processes": processes, "timeout": timeout})
     printed = "\n".join(Path(process["output"]).read_text() for process in processes)
     assert codes == [0] * ranks, f"exit codes {codes}: {printed[-8000:]}"
     assert list(extensions.iterdir()) == [], f"something was compiled: {list(extensions.iterdir())}"
@@ -93,17 +95,19 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
 
 
 @functools.cache
-def server():
-    """The server of this process, which ends with it."""
+def server(*, imports):
+    """A server of this process, which ends with it; `imports`: with what DeepSpeed imports."""
     process = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, __file__, "imports" if imports else "nothing"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     atexit.register(process.communicate)
     return process
 
 
-def ask_server(request):
-    process = server()
+def ask_server(process, request):
     try:
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
@@ -170,10 +174,15 @@ def become(process):
         os.dup2(output.fileno(), 2)
 
 
-def main():
+def import_modules():
     for module in IMPORTED_BY_DEEPSPEED:
         importlib.import_module(module)
-    modules = [importlib.import_module(module) for module in MODULES]
+    return [importlib.import_module(module) for module in MODULES]
+
+
+def main():
+    if sys.argv[1] == "imports":
+        import_modules()
     # A gate looks through all objects for modules, and DeepSpeed often collects: what has been
     # imported is left out.
     gc.collect()
@@ -182,6 +191,7 @@ def main():
     if process is None:
         return
     become(process)
+    modules = import_modules()
     (function,) = (
         getattr(module, f"program_{process['program']}")
         for module in modules

@@ -24,6 +24,9 @@ SIZE = 4
 # Of a layer whose step takes longer than what follows it.
 WIDE = 2048
 
+# Of what torch calls old: scripts are a DeprecationWarning in some of its versions.
+WARNINGS = ("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+
 
 class Landing:
     """Uploads that land as late as they may: when they are waited for."""
@@ -241,7 +244,7 @@ def flat(found):
 
 
 # torch advises against some of them.
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 def test_reads_get_the_new_weight(under_way, read):
     (param, _), _, _, (landed, _) = under_way
@@ -303,7 +306,7 @@ WRITES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.filterwarnings(*WARNINGS)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_writes_go_on_top_of_the_new_weight(under_way, write):
     (param, _), guard, _, (landed, _) = under_way
@@ -702,7 +705,7 @@ def test_compiled_accesses_wait_and_are_compiled_once(access):
         torch._dynamo.reset()
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings(*WARNINGS)
 def test_a_module_that_holds_a_parameter_under_way_is_traced():
     (param, _), (new, _) = old_and_new()
     uploads = Landing()

@@ -28,7 +28,7 @@ __all__ = ["HostSums"]
 
 
 class HostSums:
-    """Adds gradients into the host sides of their parameters, on a thread of its own.
+    """Adds gradients into the host sides of their parameters.
 
     Args:
         twins: the host sides.

@@ -1,29 +1,34 @@
-"""Gradients come down through a few slots of pinned memory, and are added in host memory.
+"""Sums of gradients in host memory: the device adds, and keeps no sum.
 
-A thread of its own adds. A gradient that the slots cannot take makes the caller wait, so what the
-device holds for copies under way is bounded by `STAGING_BYTES` and one gradient. Cost: each byte
-crosses the bus once, and the host's memory five times.
+On a GPU a sum comes up through a slot of device memory, the gradient is added to it there, and it
+goes down again. Each slot has a stream of its own, so both directions of the bus work at once, and
+no thread of the host adds. On the CPU a gradient is added in place.
+
+Memory: `DEVICE_BYTES` on the GPU. What the GPU holds of gradients whose copies are under way is
+bounded as well, by `_UNDER_WAY_BYTES_MAX` and one gradient. Cost: a byte of gradient crosses the
+bus once each way, and the host's memory twice. The first of a sum only goes down.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-__all__ = ["STAGING_BYTES", "Adder", "add", "add_to_zero", "assign"]
+__all__ = ["DEVICE_BYTES", "Adder", "add", "add_to_zero", "assign"]
 
 _SLOTS = 4
-_SLOT_BYTES = 32 << 20
+_SLOT_BYTES = 16 << 20
+_UNDER_WAY_BYTES_MAX = 256 << 20
 
-STAGING_BYTES = _SLOTS * _SLOT_BYTES
-"""Pinned memory through which gradients come down."""
+DEVICE_BYTES = _SLOTS * _SLOT_BYTES
+"""Memory of a GPU through which sums come and go."""
 
 _Operation: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], object]"
 
@@ -34,7 +39,7 @@ def assign(target: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def add(target: torch.Tensor, grad: torch.Tensor) -> None:
-    """A further gradient: rounded as on the device."""
+    """A further gradient."""
     target.add_(grad)
 
 
@@ -44,95 +49,84 @@ def add_to_zero(target: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 class Adder:
-    """Adds gradients into host memory, in the order of the calls, on a thread of its own.
+    """Adds gradients into host memory, in the order of the calls.
 
     Args:
         device: where the gradients are.
-        is_pinned: whether memory between a GPU and the sums is pinned. If not, `run` waits for the
-            copy to it.
     """
 
-    def __init__(self, device: torch.device, *, is_pinned: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
-        slots = (
-            torch.empty(
-                _SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_cuda and is_pinned
-            )
-            for _ in range(_SLOTS)
-        )
-        self._slots: deque[tuple[torch.Tensor, Future[None] | None]] = deque(
-            (slot, None) for slot in slots
-        )
-        self._thread = ThreadPoolExecutor(1, "stepwell-accumulate")
-        self._process = os.getpid()
+        # What copies under way write to is held until they have ended.
+        self._targets: dict[int, torch.Tensor] = {}
+        self._under_way: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._under_way_bytes = 0
+        self._slots: list[tuple[torch.cuda.Stream, torch.Tensor]] = []
+        if device.type == "cuda":
+            self._slots = [
+                (
+                    torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+                    torch.empty(_SLOT_BYTES, dtype=torch.uint8, device=device),
+                )
+                for _ in range(_SLOTS)
+            ]
+            streams = [stream for stream, _ in self._slots]
+            weakref.finalize(self, _end, streams, self._targets)
 
+    @torch.no_grad()
     def run(self, operation: _Operation, target: torch.Tensor, grad: torch.Tensor) -> None:
-        """Has `operation` done in the background.
+        """Has `operation` done, on a GPU in the background.
 
         Args:
             operation: one of `assign`, `add` and `add_to_zero`.
             target: flat, in host memory, with as many elements and the dtype of `grad`. It must
-                not be used until `finish`.
+                not be used until `finish`. Where it is not pinned, the thread waits for each copy.
             grad: flat and contiguous, on the device. Its memory may be freed from now on, but not
                 written.
-
-        Raises:
-            ValueError: this is a forked child.
         """
-        self.check_process()
+        if not self._slots:
+            operation(target, grad)
+            return
         length = _SLOT_BYTES // grad.itemsize
+        current = torch.cuda.current_stream(self._device)
+        self._targets[target.data_ptr()] = target
         for piece, part in zip(torch.split(target, length), torch.split(grad, length), strict=True):
-            staging, last_use = self._slots.popleft()
-            try:
-                if last_use is not None:
-                    last_use.result()
-                staged = staging[: part.nbytes].view(part.dtype)
-                arrived = self._copy(part, staged)
-                last_use = self._thread.submit(_run, operation, arrived, piece, staged)
-            finally:
-                self._slots.append((staging, last_use))
+            # One piece always has the same stream, which keeps its additions in order.
+            stream, slot = self._slots[piece.data_ptr() // _SLOT_BYTES % _SLOTS]
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                if operation is assign:
+                    piece.copy_(part, non_blocking=True)
+                else:
+                    staged = slot[: part.nbytes].view(part.dtype)
+                    if operation is add:
+                        staged.copy_(piece, non_blocking=True)
+                    operation(staged, part)
+                    piece.copy_(staged, non_blocking=True)
+                part.record_stream(stream)
+                self._bound(stream.record_event(), part.nbytes)
 
-    def _copy(self, part: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event | None:
-        if self._stream is None:
-            staged.copy_(part)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            staged.copy_(part, non_blocking=True)
-            part.record_stream(self._stream)
-            arrived: torch.cuda.Event = self._stream.record_event()
-            return arrived
+    def _bound(self, copied: torch.cuda.Event, nbytes: int) -> None:
+        """Waits until not too much is under way, beside the gradient that `copied` is about."""
+        while self._under_way and self._under_way_bytes > _UNDER_WAY_BYTES_MAX:
+            earlier, earlier_bytes = self._under_way.popleft()
+            earlier.synchronize()
+            self._under_way_bytes -= earlier_bytes
+        self._under_way.append((copied, nbytes))
+        self._under_way_bytes += nbytes
 
     def finish(self) -> None:
-        """Waits until all is added.
-
-        Raises:
-            ValueError: this is a forked child.
-        """
-        self.check_process()
-        for _, last_use in list(self._slots):
-            if last_use is not None:
-                last_use.result()
-
-    def check_process(self) -> None:
-        """Raises ValueError in a forked child, which has no thread that adds."""
-        if self._process != os.getpid():
-            raise ValueError(
-                f"the gradients' sums belong to process `{self._process}`, "
-                f"this is `{os.getpid()}`. "
-                "hint: make the optimizer after forking"
-            )
+        """Waits until all is added."""
+        for stream, _ in self._slots:
+            stream.synchronize()
+        self._targets.clear()
+        self._under_way.clear()
+        self._under_way_bytes = 0
 
 
-@torch.no_grad()
-def _run(
-    operation: _Operation,
-    arrived: torch.cuda.Event | None,
-    target: torch.Tensor,
-    staged: torch.Tensor,
-) -> None:
-    if arrived is not None:
-        arrived.synchronize()
-    operation(target, staged)
+def _end(streams: Iterable[torch.cuda.Stream], targets: dict[int, torch.Tensor]) -> None:
+    # What a device that has failed says was said before.
+    with contextlib.suppress(RuntimeError):
+        for stream in streams:
+            stream.synchronize()
+    targets.clear()

@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from stepwell._sharding import is_dtensor
 from stepwell.offload.accumulation import HostSums
-from stepwell.offload.adder import STAGING_BYTES
 from stepwell.offload.engine import Engine, current_stream
 from stepwell.offload.gradients import (
     Gradients,
@@ -49,9 +48,6 @@ class Collector(abc.ABC):
     Args:
         host: the host side of the parameters.
     """
-
-    staging_bytes = 0
-    """Pinned memory beside that of the twins."""
 
     def __init__(self, host: HostSide) -> None:
         self._host = host
@@ -224,8 +220,6 @@ class DeviceCollector(Collector):
 
 class HostCollector(Collector):
     """The gradients of every backward are moved to the host, and added there."""
-
-    staging_bytes = STAGING_BYTES
 
     def __init__(self, host: HostSide) -> None:
         super().__init__(host)

@@ -44,7 +44,6 @@ class HostSide:
         self.fingerprints = FingerprintStatus()
         self._moments = moments
         self._bytes_max = bytes_max
-        self._staging_bytes = 0
         self._fresh: dict[torch.Tensor, _state.State] = {}
 
     def check(self, params: Sequence[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
@@ -72,21 +71,19 @@ class HostSide:
         self,
         params: Sequence[torch.Tensor],
         states: Mapping[torch.Tensor, _state.State],
-        staging_bytes: int,
     ) -> None:
         """Says in the log what host memory `admit` takes for `params`.
 
         Args:
             params: new ones.
             states: those that the optimizer has.
-            staging_bytes: of pinned memory that all parameters use together.
 
         Raises:
             ValueError: it is more than there is.
         """
         limit = None
         if self._bytes_max is not None:
-            held = self._staging_bytes + self.twins.pinned_bytes
+            held = self.twins.pinned_bytes
             held += sum(map(_state.nbytes_of, chain(states.values(), self._fresh.values())))
             limit = self._bytes_max - held
         announce(
@@ -94,7 +91,7 @@ class HostSide:
             state=sum(
                 _state.nbytes(param, self._moments) for param in params if not states.get(param)
             ),
-            pinned=Twins.nbytes(params) + staging_bytes - self._staging_bytes,
+            pinned=Twins.nbytes(params),
             limit=limit,
         )
 
@@ -102,7 +99,6 @@ class HostSide:
         self,
         params: Sequence[torch.Tensor],
         states: Mapping[torch.Tensor, _state.State],
-        staging_bytes: int,
     ) -> None:
         """Takes what was announced: no step and no copy is under way.
 
@@ -122,7 +118,6 @@ class HostSide:
             self.twins.remove(params)
             raise
         self.device = device
-        self._staging_bytes = staging_bytes
         self._fresh.update(fresh)
         # Trailing bits in loaded state may not be those of the weights.
         self.fingerprints.mark_unverified(param for param in params if states.get(param))

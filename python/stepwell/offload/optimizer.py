@@ -208,11 +208,10 @@ class OffloadAdamW(AdamW):
         self._let_go()
         self._host.check(new, labels)
         self._collector.check(new, labels)
-        staging_bytes = self._collector.staging_bytes
-        self._host.announce(new, self.state, staging_bytes)
+        self._host.announce(new, self.state)
         self._close_engine()
         self._collector.prepare(local(new[0]).device if new else self._host.device)
-        self._host.admit(new, self.state, staging_bytes)
+        self._host.admit(new, self.state)
         self._hook()
 
     def _let_go(self) -> None:

@@ -33,7 +33,7 @@ import torch
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
 from stepwell.offload import adder
-from stepwell.offload.adder import STAGING_BYTES, Adder
+from stepwell.offload.adder import Adder
 from stepwell.offload.budget import announce
 from stepwell.offload.engine import current_stream, device_name
 
@@ -100,8 +100,6 @@ class Partitions:
         device: where gradients are made, and weights that are not offloaded are.
         threads: workers that step; None: one per physical core of this process, but one.
         host_bytes_max: the most host memory that may be taken; None: what is free.
-        adds_on_host: whether `add_on_host` will be called. Where it is called all the same, what it
-            needs is taken then.
         is_pinned: whether the host side of gradients and weights is pinned.
 
     Raises:
@@ -116,14 +114,9 @@ class Partitions:
         device: torch.device,
         threads: int | None = None,
         host_bytes_max: int | None = None,
-        adds_on_host: bool = False,
         is_pinned: bool = True,
     ) -> None:
-        staging_bytes = STAGING_BYTES if adds_on_host else 0
-        self._host_bytes_left = _announce(
-            partitions, staging_bytes, host_bytes_max, is_pinned=is_pinned
-        )
-        self._is_pinned = is_pinned
+        self._host_bytes_left = _announce(partitions, host_bytes_max, is_pinned=is_pinned)
         self.device = device
         numels = [partition.weight.numel() for partition in partitions]
         self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
@@ -177,7 +170,7 @@ class Partitions:
         self._norms: dict[Fragment, torch.Tensor] = {}
         # Sums in host memory, complete or not.
         self._on_host: set[Fragment] = set()
-        self._adder = Adder(self.device) if adds_on_host else None
+        self._adder: Adder | None = None
         # Fragments whose gradient of some step lies in host memory.
         self._written: set[Fragment] = set()
         # Of the step that is being prepared, and of the one before.
@@ -258,7 +251,7 @@ class Partitions:
             # Some weight of the last step has not been used.
             self.finish()
         if self._adder is None:
-            self._adder = Adder(self.device, is_pinned=self._is_pinned)
+            self._adder = Adder(self.device)
         if self._norms.pop(fragment, None) is not None:
             # It was sent as complete.
             self._lane.wait()
@@ -608,14 +601,10 @@ class FragmentUploads:
 
 
 def _announce(
-    partitions: Sequence[Partition],
-    staging_bytes: int,
-    host_bytes_max: int | None,
-    *,
-    is_pinned: bool,
+    partitions: Sequence[Partition], host_bytes_max: int | None, *, is_pinned: bool
 ) -> int | None:
     """Announces what partitions take. Returns what is left of `host_bytes_max`."""
-    state, pinned, held = 0, staging_bytes, 0
+    state = pinned = held = 0
     for master, weight, grad_dtype, moments_bytes, is_offloaded in partitions:
         numel, is_same = weight.numel(), weight.dtype == master.dtype
         # Then the master itself is what is uploaded.

@@ -174,9 +174,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             device=partitions[0].weight.device,
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
-            adds_on_host=self._adds_on_host
-            and self.gradient_accumulation_steps > 1
-            and not all(sums_apart),
             is_pinned=self._plan.is_pinned,
         )
         self.stepwell_homes = [

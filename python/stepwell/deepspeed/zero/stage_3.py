@@ -133,7 +133,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             device=torch.device(get_accelerator().current_device_name()),
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
-            adds_on_host=self._adds_on_host and self.gradient_accumulation_steps > 1,
             is_pinned=self._plan.is_pinned,
         )
         self.stepwell_homes = [
