@@ -10,6 +10,7 @@ import gc
 import io
 import pickle
 import threading
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import stepwell
@@ -86,6 +87,11 @@ def saved(param):
     torch.save({"weight": param}, buffer)
     buffer.seek(0)
     return torch.load(buffer)["weight"]
+
+
+def sent(param):
+    """To another process and back."""
+    return pickle.loads(ForkingPickler.dumps(param))
 
 
 def linear():
@@ -178,6 +184,8 @@ READS = {
     "copy": copy.copy,
     "pickle": lambda p: pickle.loads(pickle.dumps(p)),
     "torch.save": saved,
+    "class": lambda p: pickle.loads(pickle.dumps(type(p)))(p.data),
+    "torch.multiprocessing": sent,
     "foreach": lambda p: torch.stack(torch._foreach_mul([p], 3)),
     "foreach norm": lambda p: torch.stack(torch._foreach_norm([p, p])),
     "stack": lambda p: torch.stack([torch.zeros(SIZE, SIZE), p]),

@@ -460,6 +460,19 @@ def test_what_was_written_between_steps_is_stepped(dtype, write):
     assert_equal(ours, theirs)
 
 
+def test_other_memory_at_the_same_address_is_read_again():
+    """As after `model.half().float()`: freed memory is given out again."""
+    ours, theirs = pair(torch.nn.Linear(7, 3, bias=False), gate="step")
+    for net, optimizer in (theirs, ours):
+        memory = torch.zeros(3, 7).numpy()
+        for step in range(3):
+            memory[...] = 0.1 * step
+            # A storage of its own each time.
+            net.weight.data = torch.from_numpy(memory)
+            train(net, optimizer, 1, first=step)
+    assert_equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     "duplicate",
     [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))],

@@ -68,9 +68,10 @@ class OffloadAdamW(AdamW):
     `gate="step"`.
 
     What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
-    ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`)
-    before the first step, and with `gate="module"` between a step and the next forward. At another
-    time it changes no version and is not seen: call `reread_parameters()` after it.
+    ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`,
+    `parameter.data += ...`) before the first step, and with `gate="module"` between a step and the
+    next forward. At another time it changes no version and is not seen: call `reread_parameters()`
+    after it.
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before

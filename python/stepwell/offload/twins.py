@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from stepwell import _core
 from stepwell._sharding import like, local
@@ -44,8 +45,11 @@ class Twin:
     """Of this rank's piece."""
     buffers: tuple[_core.Buffer, _core.Buffer]
     """The memory of `weight` and `grad`, and of others that were added with them."""
-    version: tuple[int, int, int] | None
+    version: tuple[int, int, int, int] | None
     """Of the parameter, when its weight was the same on both sides last; None: not known."""
+    storage: StorageWeakRef | None
+    """What the parameter was in then. While this lives, no other storage has its identity, though
+    memory may come to where freed memory was (`model.half()` and back)."""
 
 
 class Twins:
@@ -105,6 +109,7 @@ class Twins:
                 shape=piece.shape,
                 buffers=buffers,
                 version=None,
+                storage=None,
             )
         for param in params:
             local(self._twins[param].weight).copy_(local(param))
@@ -159,12 +164,16 @@ class Twins:
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the weights of `params` on the device, as they are now, for those of the host."""
-        twins = self._twins
         for param in params:
-            twins[param].version = _version(param)
+            twin = self._twins[param]
+            storage = local(param).untyped_storage()
+            if twin.storage is None or twin.storage.cdata != storage._cdata:
+                # torch has no types for it.
+                twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            twin.version = _version(param)
 
 
-def _version(param: torch.Tensor) -> tuple[int, int, int]:
+def _version(param: torch.Tensor) -> tuple[int, int, int, int]:
     # A write to a DTensor does not count as one to its piece, nor the other way round.
     piece = local(param)
-    return param._version, piece._version, piece.data_ptr()
+    return param._version, piece._version, piece.untyped_storage()._cdata, piece.data_ptr()

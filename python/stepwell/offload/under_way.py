@@ -23,11 +23,13 @@ Not seen: raw pointers; methods of torch.Tensor that are not looked up on the pa
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import sys
 import threading
 import weakref
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -322,6 +324,15 @@ class UnderWay(Parameter, metaclass=_WithoutTensor):
 for _class in (UnderWay, _Landed):
     _class.__name__, _class.__qualname__ = Parameter.__name__, Parameter.__qualname__
     _class.__module__ = Parameter.__module__
+
+
+def _as_parameter(_: _LikeParameter) -> tuple[Any, ...]:
+    return itemgetter(0), ((Parameter,),)
+
+
+# torch.multiprocessing pickles the class of a parameter that goes to another process.
+for _metaclass in (_WithoutTensor, _LikeParameter):
+    copyreg.pickle(_metaclass, _as_parameter)
 
 
 def _add_attributes() -> None:
