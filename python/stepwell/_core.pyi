@@ -240,7 +240,7 @@ class OffloadEngine:
             indices: of the tensors, each once.
             sources: addresses of their gradients on the device. They stay as they are until
                 `release`, `discard` or `synchronize`.
-            targets: host memory, used by nobody else until the step is done, or discarded.
+            targets: host memory, not used until the step is done, or discarded.
             source_owners: what keeps the sources alive; the engine holds it until then.
             target_owners: what keeps the targets alive; the engine holds it until then.
             stream: the stream that made the gradients.
@@ -353,8 +353,8 @@ class TensorView:
     """
     A dense run of `numel` elements of `dtype` at `address`.
 
-    Whoever makes a view keeps the memory alive, and unused by others, during the calls that it is
-    handed to.
+    The caller that makes a view keeps the memory alive, and unused by other code, during the calls
+    that it is handed to.
 
     Args:
         address: of the first element, in bytes; a multiple of the element's size (of 4 for uint8).
@@ -504,7 +504,7 @@ def system_info() -> "dict[str, object]":
 def take_fingerprints(tensor: AdamTensor, *, pool: Pool | None = None) -> None:
     """
     Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps
-    without fingerprints, before anyone else may write the parameter.
+    without fingerprints, before other code may write the parameter.
 
     Raises:
         ValueError: for a tensor without fingerprints.
