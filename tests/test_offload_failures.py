@@ -393,6 +393,23 @@ def test_memory_may_be_swapped_while_weights_are_on_their_way():
         assert all(param.item() == 0 for param in net.parameters())
 
 
+@pytest.mark.parametrize("freed", ["parameter", "gradient"])
+@pytest.mark.parametrize("kind", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_memory_that_a_program_has_freed_is_refused(kind, freed):
+    param = torch.nn.Parameter(torch.ones(1000))
+    optimizer = kind([param])
+    param.grad = torch.ones(1000)
+    optimizer.step()
+    storage = (param if freed == "parameter" else param.grad).untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    with pytest.raises(ValueError, match=r"memory of its own|storage has `0`"):
+        optimizer.step()
+    storage.resize_(nbytes)
+    optimizer.zero_grad()
+    optimizer.step()
+
+
 def test_gradients_may_be_freed_after_a_skipped_step():
     net = Net()
     optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1, accumulation_steps=1)

@@ -114,6 +114,15 @@ def test_memory_that_begins_amid_a_word():
     assert is_different(before, checksum(tensor))
 
 
+@pytest.mark.parametrize("accumulate", ["device", "host"])
+def test_a_lazy_zero_is_stepped_as_zero(accumulate):
+    ours, theirs = (torch.nn.Parameter(torch.ones(4, 4)) for _ in range(2))
+    ours.grad, theirs.grad = torch._efficientzerotensor((4, 4)), torch.zeros(4, 4)
+    stepwell.OffloadAdamW([ours], accumulate=accumulate).step()
+    stepwell.AdamW([theirs]).step()
+    assert torch.equal(ours, theirs)
+
+
 # ---- edits between the backward and the step ----
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 import torch
 
 from stepwell import _core
-from stepwell._sharding import check_placements, local
+from stepwell._sharding import PLAIN, check_placements, local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Written",
     "check_grad",
+    "check_memory",
     "check_param",
     "contiguous_hint",
     "is_run",
@@ -84,6 +85,18 @@ def is_run(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and (tensor.data_ptr() != 0 or tensor.numel() == 0)
     )
+
+
+def check_memory(tensor: torch.Tensor, label: Callable[[], str]) -> None:
+    """Raises ValueError, which names `tensor` by `label()`, if its memory was freed under it."""
+    if type(tensor) in PLAIN and tensor.data_ptr() == 0 and not tensor._is_zerotensor():
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes < tensor.nbytes:
+            raise ValueError(
+                f"{label()} takes `{tensor.nbytes}` bytes, but its storage has `{nbytes}`. "
+                "hint: the program has freed it (untyped_storage().resize_(0)); give it back "
+                "before the step"
+            )
 
 
 def _check_strided(tensor: torch.Tensor, what: str, hint: str) -> None:
@@ -162,6 +175,7 @@ def check_grad(param: torch.Tensor, grad: torch.Tensor, label: str) -> None:
     )
     _check_strided(grad, what, hint)
     piece = local(grad)
+    check_memory(piece, lambda: what)
     if not piece.is_cpu:
         raise ValueError(
             f"{what} is on `{piece.device}`, expected the CPU, where the parameter is. hint: "

@@ -353,7 +353,8 @@ impl Engine {
         }
         Err(Error::value(format!(
             "the offload engine belongs to process `{}`, this is `{}`\n\
-             hint: make the optimizer after forking",
+             hint: make the optimizer after forking; for a child that reads weights, \
+             synchronize() before forking",
             self.process,
             process::id()
         )))

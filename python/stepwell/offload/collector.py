@@ -19,6 +19,7 @@ import torch
 from typing_extensions import override
 
 from stepwell._sharding import is_dtensor
+from stepwell._tensors import is_run
 from stepwell.offload.accumulation import HostSums
 from stepwell.offload.engine import Engine, current_stream
 from stepwell.offload.gradients import (
@@ -160,7 +161,7 @@ class DeviceCollector(Collector):
         is_last = copies.count(param)
         if not is_last or grad is None or may_change_after_backward(param):
             return
-        if grad.layout != torch.strided or not grad.is_contiguous() or grad.dtype != param.dtype:
+        if grad.layout != torch.strided or not is_run(grad) or grad.dtype != param.dtype:
             # `gradients` says what is wrong with it, if anything.
             return
         if copies.is_outdated(param, grad):

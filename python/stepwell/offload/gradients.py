@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from stepwell._sharding import is_dtensor, local
-from stepwell._tensors import contiguous_hint
+from stepwell._tensors import check_memory, contiguous_hint, is_run
 from stepwell.offload.checksums import checksum, differences
 from stepwell.offload.marker import GradMarker
 
@@ -226,6 +227,7 @@ def check_in_place(
             f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and "
             "load this one's state_dict()"
         )
+    check_memory(piece, partial(label, param))
     if not piece.is_contiguous():
         raise ValueError(
             f"{label(param)} is not contiguous any more (strides `{piece.stride()}`), expected "
@@ -281,5 +283,8 @@ def checked(param: torch.Tensor, label: Label) -> torch.Tensor:
             f"`{tuple(piece.shape)}`. "
             "hint: clear stale gradients by zero_grad() after a change of the parameter"
         )
-    is_dense = found.is_contiguous() and not found.is_neg()
-    return grad if is_dense else grad.contiguous().resolve_neg()
+    check_memory(found, lambda: f"the gradient of {label(param)}")
+    # A copy of a lazy zero has memory.
+    return (
+        grad if is_run(found) else grad.clone(memory_format=torch.contiguous_format).resolve_neg()
+    )
