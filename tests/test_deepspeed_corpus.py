@@ -39,7 +39,7 @@ def test_the_corpus_is_of_distinct_configurations():
 
 
 def test_most_of_the_corpus_is_on_the_engine():
-    """The issue's bar; which they are is tested below."""
+    """The bar; which they are is tested below."""
     on = [entry for entry in CORPUS if "off the engine" not in entry]
     assert len(on) / len(CORPUS) >= 0.85
     uses = sum(entry["uses"] for entry in CORPUS)

@@ -312,10 +312,6 @@ class Partitions:
         self._unscaled.add(fragment)
         if not is_norm_kept:
             self._norms[fragment] = _norm(target).to(self.device)
-        self._written.add(fragment)
-        self._unscaled.add(fragment)
-        if not is_norm_kept:
-            self._norms[fragment] = _norm(target).to(self.device)
 
     def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
         """The norm of all gradients since the last step; not finite if one of them is not.
