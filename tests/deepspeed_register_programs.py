@@ -53,9 +53,11 @@ def program_register(result, when):
         )
     ]
 
-    # Its constructor asks nobody for the vendor of the CPU; who asks afterwards is told.
+    # Its constructor does not ask for the vendor of the CPU; a question afterwards is answered.
+    # DeepSpeed's releases before 0.19.8 have imported py-cpuinfo already.
+    known = sys.modules.get("cpuinfo")
     optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(3))])
-    result["vendor"] = optimizer.cpu_vendor, "cpuinfo" in sys.modules
+    result["vendor"] = optimizer.cpu_vendor, sys.modules.get("cpuinfo") is known
     import cpuinfo
 
     deepspeed.ops.adam.DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(3))])

@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import deepspeed_run
 import pytest
 import stepwell.deepspeed
 import torch
 from stepwell.deepspeed import after_import
+from stepwell.deepspeed.native import cpu_vendor
 from test_deepspeed_offload import assert_same_runs
 
 PROGRAM_TIMEOUT = 120
@@ -48,7 +50,7 @@ def test_register_before_and_after_the_import(tmp_path, when):
         assert [seam.name for seam in result["unfilled"]] == [
             seam.name for seam in result["report"]
         ]
-    assert result["vendor"] == ("unknown", False)
+    assert result["vendor"] == ("unknown", True)
     assert result["cpuinfo"]
     assert not result["fused_adam on cuda"]
     unused = [
@@ -56,6 +58,41 @@ def test_register_before_and_after_the_import(tmp_path, when):
     ]
     assert [seam.name for seam in unused] == ["op fused_adam", "step of FusedAdam"]
     assert all(seam.found and "the accelerator is `cuda`" in seam.note for seam in unused)
+
+
+CONSTRUCTORS = {
+    "imported by the constructor": """
+def __init__(self):
+    from cpuinfo import get_cpu_info
+    self.info = get_cpu_info()
+""",
+    "imported by the module": """
+from cpuinfo import get_cpu_info
+def __init__(self):
+    self.info = get_cpu_info()
+""",
+}
+
+
+@pytest.mark.parametrize("source", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
+def test_the_vendor_of_the_cpu_is_not_asked_for(tmp_path, monkeypatch, source):
+    cpuinfo = ModuleType("cpuinfo")
+    cpuinfo.get_cpu_info = lambda: {"vendor_id_raw": "asked"}
+    monkeypatch.setitem(sys.modules, "cpuinfo", cpuinfo)
+    (tmp_path / "constructor.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("constructor", tmp_path / "constructor.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names = dict(vars(module))
+
+    made = SimpleNamespace()
+    cpu_vendor.not_asked(vars(module)["__init__"])(made)
+    assert made.info == {}
+    # A question afterwards is answered.
+    assert vars(module) == names
+    assert sys.modules["cpuinfo"] is cpuinfo
+    vars(module)["__init__"](made)
+    assert made.info == {"vendor_id_raw": "asked"}
 
 
 @slow

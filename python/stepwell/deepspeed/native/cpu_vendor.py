@@ -1,13 +1,15 @@
 """DeepSpeedCPUAdam without its question for the vendor of the CPU.
 
 Its constructor asks py-cpuinfo, whose subprocesses take 1.6 s, to warn of fp16 on one vendor: of
-kernels that are not used here.
+kernels that are not used here. DeepSpeed 0.19.8 imports py-cpuinfo in the constructor, and the
+releases before it import `get_cpu_info` into the constructor's module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from types import ModuleType
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["not_asked"]
 
-_NAME = "cpuinfo"
 _LOCK = threading.RLock()
+_ABSENT = object()
 
 
 class _KnowsNothing(ModuleType):
@@ -31,25 +33,33 @@ class _KnowsNothing(ModuleType):
         return {}
 
 
+_PY_CPUINFO = _KnowsNothing("cpuinfo")
+
+
 def not_asked(original: Callable[..., None]) -> Callable[..., None]:
     """The constructor `original`, to which py-cpuinfo says nothing."""
+    module: dict[str, Any] = getattr(inspect.unwrap(original), "__globals__", {})
 
     @functools.wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        with _LOCK, _replaced():
+        with (
+            _LOCK,
+            _replaced(sys.modules, "cpuinfo", _PY_CPUINFO),
+            _replaced(module, "get_cpu_info", _PY_CPUINFO.get_cpu_info),
+        ):
             original(self, *args, **kwargs)
 
     return construct
 
 
 @contextlib.contextmanager
-def _replaced() -> Iterator[None]:
-    known = sys.modules.get(_NAME)
-    sys.modules[_NAME] = _KnowsNothing(_NAME)
+def _replaced(names: dict[str, Any], name: str, value: object) -> Iterator[None]:
+    known = names.get(name, _ABSENT)
+    names[name] = value
     try:
         yield
     finally:
-        if known is None:
-            del sys.modules[_NAME]
+        if known is _ABSENT:
+            del names[name]
         else:
-            sys.modules[_NAME] = known
+            names[name] = known
