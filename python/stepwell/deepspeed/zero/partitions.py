@@ -359,6 +359,9 @@ class Partitions:
 
     def drop_sums(self) -> None:
         """Forgets all gradients that are not complete."""
+        if self._on_host:
+            # What is still being added would be written over the next gradient.
+            self.arrive()
         self._sums.clear()
         self._on_host.clear()
 
