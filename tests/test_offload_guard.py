@@ -694,6 +694,8 @@ def test_modules_that_no_hook_is_on(how):
 
 @pytest.mark.parametrize("access", [forward_method, clamped])
 def test_compiled_accesses_wait_and_are_compiled_once(access):
+    from torch._dynamo import config
+
     def compiled(net, optimizer, kept):
         if "call" not in kept:
             kept["call"] = torch.compile(access, backend="eager")
@@ -703,7 +705,10 @@ def test_compiled_accesses_wait_and_are_compiled_once(access):
 
     try:
         optimizer, found = steps("module", compiled)
-        assert not optimizer._gate.is_open
+        # torch 2.11 does not look at parameters again whose modules are as they were: nothing is
+        # compiled again, and compiled code waits where it unpacks a parameter.
+        has_guard = access is forward_method or not config.use_recursive_dict_tags_for_guards
+        assert optimizer._gate.is_open == (not has_guard)
         # The first step waited by itself: there was no forward yet. The second step did not.
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
         torch._dynamo.reset()

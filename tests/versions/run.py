@@ -33,6 +33,7 @@ TORCH_TESTS = (
     "optim_torch",
     "optim_state_dict",
     "offload_optimizer",
+    "offload_guard",
     "offload_device",
     "deepspeed_register",
     "deepspeed_offload",
