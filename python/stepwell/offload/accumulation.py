@@ -1,4 +1,4 @@
-"""Sums of gradients in host memory: each backward's come down and are added there (`adder`).
+"""Sums of gradients in host memory, to which each backward's are added (`adder`).
 
 The device keeps none.
 

@@ -2,7 +2,7 @@
 
 `DeviceCollector` leaves gradients on the device, where autograd adds those of several backwards. It
 copies each once: during the backward if that is known to be the last before the step, or in the
-step. `HostCollector` moves the gradients of every backward to the host, where they are added.
+step. `HostCollector` adds the gradients of every backward to sums in host memory.
 
 A collector is called by hooks of autograd (`on_grad`) and by the step. It holds no engine: it is
 given one, whose step has been waited for, where it needs one.
@@ -220,7 +220,7 @@ class DeviceCollector(Collector):
 
 
 class HostCollector(Collector):
-    """The gradients of every backward are moved to the host, and added there."""
+    """The gradients of every backward are added to sums in host memory."""
 
     def __init__(self, host: HostSide) -> None:
         super().__init__(host)

@@ -92,8 +92,9 @@ class OffloadAdamW(AdamW):
         gate: what waits for the new weights: "module", the forward of each module for its own;
             "step", `step()` for all.
         accumulate: where the gradients of several backwards are summed. "device": in
-            `parameter.grad`, which crosses the bus once. "host": in host memory; every gradient
-            crosses the bus in its own backward, and is freed on the device. The sums are the same.
+            `parameter.grad`, which crosses the bus once. "host": in host memory; in every backward
+            the sums come up and go down again, and the gradients are freed on the device. The sums
+            are the same.
             "host" works in one process (neither DDP nor DTensor) and without a GradScaler, and
             only `clip_norm` clips: in place of a gradient that was moved, `parameter.grad` reads as
             NaN and refuses to be scaled.

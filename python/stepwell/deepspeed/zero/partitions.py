@@ -11,8 +11,8 @@ their dtype they are copied from it at the end of the step.
 
 - A gradient is summed on the device until it is complete. Then it crosses the bus once, in the
   dtype that it has. Its device memory is free as soon as it has crossed.
-- Or it is summed in host memory (`add_on_host`): then it crosses once per backward, and the device
-  holds no sum. The additions are the same in the same order: the same bits.
+- Or it is summed in host memory (`add_on_host`): then the sum comes up and goes down again in each
+  backward, and the device holds none. The additions are the same in the same order: the same bits.
 - The norm of each gradient is computed where it is complete. The host waits once, for all norms.
 - An element that got no gradient is stepped with the gradient 0.
 - A gradient that a program sets is held in the master's precision until the next one arrives. For a
