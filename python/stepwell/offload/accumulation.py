@@ -116,7 +116,11 @@ class HostSums:
         param.grad = self._markers[param]
         self._expecting.discard(param)
 
-    def finish(self) -> None:
-        """Waits until all is added."""
+    def wait(self) -> None:
+        """Waits until all is added; more may come."""
         self._adder.finish()
+
+    def finish(self) -> None:
+        """Waits until all of a step is added."""
+        self.wait()
         self.nbytes, self._nbytes = self._nbytes, 0

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import deque
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+
+from stepwell.offload.reads import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -59,8 +60,7 @@ class Adder:
         self._device = device
         # What copies under way write to is held until they have ended.
         self._targets: dict[int, torch.Tensor] = {}
-        self._under_way: deque[tuple[torch.cuda.Event, int]] = deque()
-        self._under_way_bytes = 0
+        self._reads = Reads()
         self._slots: list[tuple[torch.cuda.Stream, torch.Tensor]] = []
         if device.type == "cuda":
             self._slots = [
@@ -104,24 +104,15 @@ class Adder:
                     operation(staged, part)
                     piece.copy_(staged, non_blocking=True)
                 part.record_stream(stream)
-                self._bound(stream.record_event(), part.nbytes)
-
-    def _bound(self, copied: torch.cuda.Event, nbytes: int) -> None:
-        """Waits until not too much is under way, beside the gradient that `copied` is about."""
-        while self._under_way and self._under_way_bytes > _UNDER_WAY_BYTES_MAX:
-            earlier, earlier_bytes = self._under_way.popleft()
-            earlier.synchronize()
-            self._under_way_bytes -= earlier_bytes
-        self._under_way.append((copied, nbytes))
-        self._under_way_bytes += nbytes
+                self._reads.bound(_UNDER_WAY_BYTES_MAX)
+                self._reads.hold(part, stream.record_event())
 
     def finish(self) -> None:
         """Waits until all is added."""
         for stream, _ in self._slots:
             stream.synchronize()
         self._targets.clear()
-        self._under_way.clear()
-        self._under_way_bytes = 0
+        self._reads.let_go()
 
 
 def _end(streams: Iterable[torch.cuda.Stream], targets: dict[int, torch.Tensor]) -> None:

@@ -123,6 +123,9 @@ class Collector(abc.ABC):
     def clear(self) -> None:  # noqa: B027
         """The program has cleared all gradients."""
 
+    def wait(self) -> None:  # noqa: B027
+        """Waits until nothing but the engine uses the host sides."""
+
     def let_go(self, params: Iterable[torch.Tensor]) -> None:  # noqa: B027
         """Forgets `params`, which are in no group any more."""
 
@@ -311,6 +314,11 @@ class HostCollector(Collector):
     @override
     def clear(self) -> None:
         self._made_sums.clear()
+
+    @override
+    def wait(self) -> None:
+        if self.sums is not None:
+            self.sums.wait()
 
     @override
     def let_go(self, params: Iterable[torch.Tensor]) -> None:

@@ -281,6 +281,8 @@ class OffloadAdamW(AdamW):
 
     def _close_engine(self) -> None:
         self.synchronize()
+        # The engine unpins the host sides.
+        self._collector.wait()
         self._gate = None
         self._engine = None
         # What the engine has copied is gone with it.

@@ -36,6 +36,7 @@ from stepwell.offload import adder
 from stepwell.offload.adder import Adder
 from stepwell.offload.budget import announce
 from stepwell.offload.engine import current_stream, device_name
+from stepwell.offload.reads import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -252,6 +253,10 @@ class Partitions:
             self.finish()
         if self._adder is None:
             self._adder = Adder(self.device)
+            # The engine unpins what it adds to. There is a finalizer at any time.
+            earlier = self._finalizer
+            self._finalizer = weakref.finalize(self, _drain, self._engine, self._lane, self._adder)
+            earlier.detach()
         if self._norms.pop(fragment, None) is not None:
             # It was sent as complete.
             self._lane.wait()
@@ -465,6 +470,7 @@ class Partitions:
         From now on their device memory may be written or freed.
         """
         self._engine.release(stream=self._submit_stream)
+        self._lane.let_go()
 
     def settle(self) -> None:
         """Called after an exception that may have come after the submit.
@@ -480,6 +486,7 @@ class Partitions:
 
         Returns whether these are the weights of the last step; not so while one is being submitted.
         """
+        self._lane.let_go()
         # Read before the wait: a step may be submitted on another thread meanwhile.
         started, step_stream = time.perf_counter(), self._step_stream
         streams = {self.stream(), *([] if step_stream is None else [step_stream])}
@@ -631,10 +638,15 @@ def _norm(piece: torch.Tensor) -> torch.Tensor:
     return norm
 
 
-def _drain(engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane) -> None:
+def _drain(
+    engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane, adder: Adder | None = None
+) -> None:
     # In a forked child there is nothing to wait for, and what a device that has failed says was
     # said before.
-    for wait in (lane.wait, partial(engine.synchronize, stream=0)):
+    waits: list[Callable[[], object]] = [lane.wait, partial(engine.synchronize, stream=0)]
+    if adder is not None:
+        waits.append(adder.finish)
+    for wait in waits:
         with contextlib.suppress(ValueError, OSError, RuntimeError):
             wait()
 
@@ -648,15 +660,23 @@ class _CudaLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._reads = Reads()
 
     def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(piece, non_blocking=True)
         piece.record_stream(self._stream)
+        self._reads.let_go()
+        self._reads.hold(piece, self._stream.record_event())
+
+    def let_go(self) -> None:
+        """Frees what is copied."""
+        self._reads.let_go()
 
     def wait(self) -> None:
         self._stream.synchronize()
+        self._reads.let_go()
 
     def order(self, engine: _core.OffloadEngine) -> None:
         """The next step of `engine` begins after all copies."""
@@ -679,6 +699,9 @@ class _EngineLane:
             target_owners=[target.untyped_storage()],
             stream=0,
         )
+
+    def let_go(self) -> None:
+        pass
 
     def wait(self) -> None:
         self._engine.synchronize(stream=0)
