@@ -101,7 +101,7 @@ test-versions: $(VENV)/.installed ## the tests on older DeepSpeed and torch (ARG
 	$(BIN)/python tests/versions/run.py $(ARGS)
 
 # After a change of what a class of `deepspeed/zero/` overrides or calls.
-fingerprints: $(VENV)/.installed ## python/stepwell/deepspeed/fingerprints.json from DeepSpeed's sources
+fingerprints: $(VENV)/.installed ## digests of DeepSpeed's methods, from its sources
 	mkdir -p target/deepspeed
 	$(BIN)/python tests/versions/fingerprints.py
 
@@ -139,7 +139,7 @@ mutants-rust: ## mutants of rust/offload and rust/tier that no Rust test kills (
 	  --file 'rust/tier/*.rs' --file rust/stream/view.rs $(ARGS) \
 	  -- --lib $(addprefix --test ,$(MUTANTS_TESTS))
 
-mutants-python: $(VENV)/.installed ## mutants of the Python that decides that no Python test kills (hours)
+mutants-python: $(VENV)/.installed ## mutants of Python that no Python test kills (hours)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --group mutants
 	$(BIN)/python tests/mutants.py $(ARGS)
 

@@ -54,7 +54,7 @@ def package_files():
     return {
         str(path.relative_to(source))
         for path in source.rglob("*")
-        if path.is_file() and (path.suffix in {".py", ".pyi"} or path.name == "py.typed")
+        if path.is_file() and (path.suffix in {".py", ".pyi", ".json"} or path.name == "py.typed")
     }
 
 

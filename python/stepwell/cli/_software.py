@@ -174,6 +174,7 @@ _PARTS = (
         topic="ZeRO-1 and -2",
         seams=(
             "offload engine, making",
+            "offload engine, plan",
             "offload engine, ZeRO-1/2",
             "offload engine, state",
             "offload engine, gradient",
@@ -185,6 +186,7 @@ _PARTS = (
         topic="ZeRO-3",
         seams=(
             "offload engine, making",
+            "offload engine, plan",
             "offload engine, ZeRO-3",
             "offload engine, state",
             "offload engine, gradient",
