@@ -307,9 +307,13 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
         let (pool, other) = (pool(3), pool(2));
         let sums = counters(64);
         let stop = AtomicBool::new(false);
+        // A thread of this test that begins or ends holds a lock of Rust's runtime, for which a
+        // child would wait. So all begin before the first fork, and end after the last.
+        let (all_begun, all_forked) = (Barrier::new(6), Barrier::new(2));
         thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
+                    all_begun.wait();
                     while !stop.load(Ordering::Relaxed) {
                         pool.run(sums.len(), &|i| {
                             sums[i].fetch_add(1, Ordering::Relaxed);
@@ -318,12 +322,14 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
                 });
             }
             scope.spawn(|| {
+                all_begun.wait();
                 while !stop.load(Ordering::Relaxed) {
                     Pool::global().expect("pool");
                 }
             });
             // Makes and drops pools meanwhile: no lock of those is left behind either.
             scope.spawn(|| {
+                all_begun.wait();
                 while !stop.load(Ordering::Relaxed) {
                     drop(Pool::new(&PoolConfig { threads: Some(2), cpus: None }).expect("pool"));
                 }
@@ -333,15 +339,23 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
                     // Two threads fork at the same time.
                     for _ in 0..2 {
                         forks.spawn(|| {
-                            for _ in 0..40 {
-                                in_forked_child(|| {
-                                    let first = sums[0].load(Ordering::Relaxed);
-                                    sums.iter().all(|sum| sum.load(Ordering::Relaxed) == first)
-                                        && runs_each_once(&pool, &sums)
-                                        && runs_each_once(&other, &sums)
-                                        && Pool::global()
-                                            .is_ok_and(|global| runs_each_once(global, &sums))
-                                });
+                            all_begun.wait();
+                            // A panic would leave the other one waiting.
+                            let forked = catch_unwind(AssertUnwindSafe(|| {
+                                for _ in 0..40 {
+                                    in_forked_child(|| {
+                                        let first = sums[0].load(Ordering::Relaxed);
+                                        sums.iter().all(|sum| sum.load(Ordering::Relaxed) == first)
+                                            && runs_each_once(&pool, &sums)
+                                            && runs_each_once(&other, &sums)
+                                            && Pool::global()
+                                                .is_ok_and(|global| runs_each_once(global, &sums))
+                                    });
+                                }
+                            }));
+                            all_forked.wait();
+                            if let Err(payload) = forked {
+                                std::panic::resume_unwind(payload);
                             }
                         });
                     }

@@ -69,6 +69,15 @@ impl std::fmt::Debug for Crew {
     }
 }
 
+impl Drop for Pool {
+    /// Joins the workers inside the gate: a thread that ends may hold a lock of Rust's runtime, and
+    /// a child that is forked meanwhile would start no thread any more.
+    fn drop(&mut self) {
+        let _entered = fork::enter();
+        drop(self.crew.get_mut().unwrap_or_else(PoisonError::into_inner).take());
+    }
+}
+
 impl Pool {
     /// Starts the workers.
     ///
