@@ -18,6 +18,7 @@ from offload_cases import assert_equal, batch, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
 from stepwell import _core
 from stepwell.offload import gradients
+from stepwell.offload.twins import Twins
 from torch.utils.checkpoint import checkpoint
 
 
@@ -471,6 +472,35 @@ def test_other_memory_at_the_same_address_is_read_again():
             net.weight.data = torch.from_numpy(memory)
             train(net, optimizer, 1, first=step)
     assert_equal(ours, theirs)
+
+
+def test_other_memory_after_a_skipped_step_is_read():
+    """A skipped step reads the weight, whose memory is freed and given out again."""
+    ours, theirs = pair(torch.nn.Linear(7, 300, bias=False))
+    for net, optimizer in (theirs, ours):
+        for value in range(3):
+            net.weight.grad = torch.full_like(net.weight, torch.nan)
+            optimizer.step()
+            net.weight.data = torch.empty(0)
+            net.weight.data = torch.full((300, 7), float(value))
+        train(net, optimizer, 1)
+    assert_equal(ours, theirs)
+
+
+def test_a_weight_that_was_read_holds_the_identity_of_its_storage():
+    """Until another is read: no other storage can have it meanwhile."""
+    twins = Twins()
+    param = torch.nn.Parameter(torch.ones(3))
+    twins.add([param])
+    for _ in range(3):
+        param.data = torch.zeros(3)
+        identity = param.untyped_storage()._cdata
+        assert twins.stale([param])
+        twins.refresh([param])
+        assert not twins.stale([param])
+        assert twins[param].storage.cdata == identity
+        param.data = torch.empty(0)
+        assert twins[param].storage.expired()
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,9 @@ class Twins:
 
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
-        twins = self._twins
         for param in params:
-            twin = twins[param]
-            local(twin.weight).copy_(local(param))
-            twin.version = _version(param)
+            local(self._twins[param].weight).copy_(local(param))
+            self.note([param])
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Takes nothing for granted of the weights of `params` on the device: they are stale."""
@@ -163,7 +161,10 @@ class Twins:
             self._twins[param].version = None
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
-        """Takes the weights of `params` on the device, as they are now, for those of the host."""
+        """Takes the weights of `params` on the device, as they are now, for those of the host.
+
+        The only one that says so: version and storage go together.
+        """
         for param in params:
             twin = self._twins[param]
             storage = local(param).untyped_storage()
