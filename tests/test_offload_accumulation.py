@@ -12,6 +12,8 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
+from stepwell.offload.collector import HostCollector
+from stepwell.offload.host_side import HostSide
 
 GATES = ["module", "step"]
 
@@ -338,3 +340,13 @@ def test_forked_child_is_told():
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="`accumulate` is `disk`"):
         stepwell.OffloadAdamW(small().parameters(), accumulate="disk")
+
+
+def test_sums_are_made_beside_the_device_of_the_parameters():
+    """Parameters that come later may be elsewhere than those that have gone."""
+    collector = HostCollector(HostSide("fp32", None))
+    made = collector.sums
+    collector.prepare(torch.device("cpu"))
+    assert collector.sums is made
+    collector.prepare(torch.device("meta"))
+    assert collector.sums.device == torch.device("meta")

@@ -190,6 +190,44 @@ def test_parameter_thawed_later_is_stepped_from_then_on(caplog):
     assert re.findall(r"host memory for (\d+) param", caplog.text) == [str(net[0].weight.numel())]
 
 
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_a_group_of_frozen_parameters_takes_nothing(mode, caplog):
+    ours, theirs = pair(**mode)
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 2)
+        net.append(torch.nn.Linear(3, 2, bias=False).requires_grad_(False))
+        torch.nn.init.ones_(net[4].weight)
+        engine = getattr(optimizer, "_engine", None)
+        with caplog.at_level("INFO", logger="stepwell.offload.budget"):
+            optimizer.add_param_group({"params": [("extra", net[4].weight)]})
+        # Nothing was begun anew.
+        assert getattr(optimizer, "_engine", None) is engine
+        train(net, optimizer, 2, first=2)
+    assert not caplog.messages
+    assert_equal(ours, theirs)
+    for net, optimizer in (ours, theirs):
+        net[4].weight.requires_grad_(True)
+        train(net, optimizer, 1, first=4)
+    assert_equal(ours, theirs)
+    assert ours[1].state[ours[0][4].weight]["step"] == 1
+
+
+@pytest.mark.parametrize("accumulate", ["device", "host"])
+def test_an_optimizer_of_frozen_parameters(accumulate):
+    net = small().requires_grad_(False)
+    ours, theirs = pair(net, accumulate=accumulate)
+    for model, optimizer in (ours, theirs):
+        optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert not optimizer.state
+        model.requires_grad_(True)
+        extra = torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [("extra", extra)]})
+        train(model, optimizer, 3)
+    assert_equal(ours, theirs)
+
+
 def test_a_gradient_that_a_hook_takes_away_is_not_stepped():
     net = small()
     twin = copy.deepcopy(net)

@@ -36,6 +36,8 @@ class HostSums:
     """
 
     def __init__(self, twins: Twins, device: torch.device) -> None:
+        self.device = device
+        """Where the parameters are."""
         self._twins = twins
         self._markers: dict[torch.Tensor, GradMarker] = {}
         # Parameters whose marker was taken away for a gradient of autograd that is to come, and

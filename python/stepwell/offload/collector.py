@@ -57,7 +57,7 @@ class Collector(abc.ABC):
         """Raises ValueError if gradients of `params`, which are new, could not be collected."""
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027
-        """Takes what it needs beside `device`, where the parameters are. Once is enough."""
+        """Takes what it needs beside `device`, where all parameters are from now on."""
 
     @property
     @abc.abstractmethod
@@ -227,8 +227,7 @@ class HostCollector(Collector):
 
     def __init__(self, host: HostSide) -> None:
         super().__init__(host)
-        self.sums: HostSums | None = None
-        """None: there is no parameter yet."""
+        self.sums = HostSums(host.twins, host.device)
 
     @override
     def check(self, params: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
@@ -241,13 +240,9 @@ class HostCollector(Collector):
 
     @override
     def prepare(self, device: torch.device) -> None:
-        if self.sums is None:
+        if self.sums.device != device:
+            # Nothing is summed: parameters are on one device.
             self.sums = HostSums(self._host.twins, device)
-
-    @property
-    def _made_sums(self) -> HostSums:
-        assert self.sums is not None
-        return self.sums
 
     @property
     @override
@@ -256,7 +251,7 @@ class HostCollector(Collector):
 
     @override
     def watch(self, param: torch.Tensor) -> list[torch.utils.hooks.RemovableHandle]:
-        return [self._made_sums.watch(param)]
+        return [self.sums.watch(param)]
 
     @override
     def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
@@ -268,13 +263,13 @@ class HostCollector(Collector):
         # It reads the last sums.
         idle_engine()
         check_in_place(param, self._host.twins.get(param), self._host.device, label)
-        self._made_sums.add(param, checked(param, label))
+        self.sums.add(param, checked(param, label))
 
     @override
     def gradients(
         self, params: Sequence[torch.Tensor], idle_engine: IdleEngine, label: Label
     ) -> list[torch.Tensor]:
-        sums, twins, device = self._made_sums, self._host.twins, self._host.device
+        sums, twins, device = self.sums, self._host.twins, self._host.device
         for param in params:
             check_in_place(param, twins.get(param), device, label)
             if not sums.has(param):
@@ -302,7 +297,7 @@ class HostCollector(Collector):
     @property
     @override
     def bytes_downloaded(self) -> int | None:
-        return self._made_sums.nbytes
+        return self.sums.nbytes
 
     @override
     def explain_nan(self) -> str:
@@ -313,14 +308,12 @@ class HostCollector(Collector):
 
     @override
     def clear(self) -> None:
-        self._made_sums.clear()
+        self.sums.clear()
 
     @override
     def wait(self) -> None:
-        if self.sums is not None:
-            self.sums.wait()
+        self.sums.wait()
 
     @override
     def let_go(self, params: Iterable[torch.Tensor]) -> None:
-        if self.sums is not None:
-            self.sums.let_go(params)
+        self.sums.let_go(params)

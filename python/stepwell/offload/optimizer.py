@@ -205,15 +205,17 @@ class OffloadAdamW(AdamW):
     # ---- parameters ----
 
     def _admit(self, params: list[torch.Tensor]) -> None:
-        labels = dict(self._labelled())
-        new = [param for param in params if param.requires_grad and param not in self._twins]
         self._let_go()
-        self._host.check(new, labels)
-        self._collector.check(new, labels)
-        self._host.announce(new, self.state)
-        self._close_engine()
-        self._collector.prepare(local(new[0]).device if new else self._host.device)
-        self._host.admit(new, self.state)
+        new = [param for param in params if param.requires_grad and param not in self._twins]
+        if new:
+            labels = dict(self._labelled())
+            self._host.check(new, labels)
+            self._collector.check(new, labels)
+            self._host.announce(new, self.state)
+            # It is made for a fixed list of parameters.
+            self._close_engine()
+            self._collector.prepare(local(new[0]).device)
+            self._host.admit(new, self.state)
         self._hook()
 
     def _let_go(self) -> None:
@@ -240,16 +242,9 @@ class OffloadAdamW(AdamW):
         Raises:
             ValueError: one of them could not be stepped.
         """
-        self._let_go()
-        new = {
-            param: None
-            for group in self.param_groups
-            for param in group["params"]
-            if param.requires_grad and param not in self._twins
-        }
-        if new:
-            self._admit(list(new))
-            self._meshes = None
+        params = (param for group in self.param_groups for param in group["params"])
+        self._admit(list(dict.fromkeys(params)))
+        self._meshes = None
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
