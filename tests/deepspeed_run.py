@@ -3,25 +3,18 @@
 A program is a function `program_NAME(result, **options)` in one of `MODULES`. It makes many runs
 and puts what the tests look at into `result`.
 
-The processes are forked from a server, `python deepspeed_run.py`, which has imported of torch what
-DeepSpeed imports, and nothing of DeepSpeed or Stepwell: these imports take longer than most
-programs. What is forked is a process as any other, and ends as Python ends.
+The processes are forked from a server (`fork_server`), which has imported of torch what DeepSpeed
+imports, and nothing of DeepSpeed or Stepwell.
 """
 
-import atexit
-import functools
-import gc
 import importlib
 import json
 import os
-import select
-import signal
 import socket
-import subprocess
 import sys
-import time
 from pathlib import Path
 
+import fork_server
 import torch
 
 MODULES = (
@@ -39,7 +32,6 @@ MODULES = (
     "deepspeed_access_programs",
     "deepspeed_twin_flow_programs",
 )
-IMPORTED_BY_DEEPSPEED = ("torch._dynamo", "torch._inductor.compile_fx")
 
 
 def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
@@ -56,7 +48,7 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
         port = listener.getsockname()[1]
     extensions = tmp_path / "extensions"
     extensions.mkdir(exist_ok=True)
-    processes = []
+    processes, results = [], []
     for rank in range(ranks):
         # Without a way to a compiler, and with nothing built before.
         variables = {
@@ -74,134 +66,43 @@ def run(program, tmp_path, *, timeout, ranks=1, environment=None, **options):
             "PYTHONDONTWRITEBYTECODE": "1",
             **(environment or {}),
         }
+        printed = tmp_path / f"{program}.{rank}.txt"
+        printed.unlink(missing_ok=True)
+        results.append(tmp_path / f"{program}.{rank}.pt")
         processes.append(
             {
-                "program": program,
-                "result": str(tmp_path / f"{program}.{rank}.pt"),
-                # A file, not a pipe: a process that a program leaves behind would keep a pipe open.
-                "output": str(tmp_path / f"{program}.{rank}.txt"),
+                "arguments": [__file__, program, str(results[-1]), json.dumps(options)],
+                "cwd": str(Path.cwd()),
                 "environment": variables,
-                "options": options,
+                "output": str(printed),
+                "errors": str(printed),
             }
         )
-    # What initialises CUDA cannot be forked, and DeepSpeed's imports ask what GPUs there are.
-    imports = variables["DS_ACCELERATOR"] == "cpu"
-    codes = ask_server(server(imports=imports), {"processes": processes, "timeout": timeout})
+    on_cpu = variables["DS_ACCELERATOR"] == "cpu"
+    imports = fork_server.IMPORTED_BY_DEEPSPEED if on_cpu else ("torch",)
+    codes = fork_server.run(processes, imports=imports, timeout=timeout)
     printed = "\n".join(Path(process["output"]).read_text() for process in processes)
     assert codes == [0] * ranks, f"exit codes {codes}: {printed[-8000:]}"
     assert list(extensions.iterdir()) == [], f"something was compiled: {list(extensions.iterdir())}"
-    results = [torch.load(process["result"], weights_only=False) for process in processes]
-    return results[0] if ranks == 1 else results
+    found = [torch.load(result, weights_only=False) for result in results]
+    return found[0] if ranks == 1 else found
 
 
-@functools.cache
-def server(*, imports):
-    """A server of this process, which ends with it; `imports`: with what DeepSpeed imports."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "imports" if imports else "nothing"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(process.communicate)
-    return process
+# ---- in the process ----
 
 
-def ask_server(process, request):
-    try:
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-    except BaseException:
-        # The next request would get this one's answer.
-        process.communicate()
-        server.cache_clear()
-        raise
-
-
-# ---- the server ----
-
-
-def serve():
-    """Forks processes as asked, until nobody can ask any more.
-
-    Returns in a forked process, with what it is to do.
-    """
-    while request := sys.stdin.readline():
-        request = json.loads(request)
-        children = []
-        for process in request["processes"]:
-            if (child := os.fork()) == 0:
-                return process
-            children.append(child)
-        codes = wait(children, request["timeout"])
-        print(json.dumps(codes), flush=True)
-    return None
-
-
-def wait(children, timeout):
-    """The exit codes of processes; of those that do not end in time, that of SIGKILL."""
-    deadline = time.monotonic() + timeout
-    ends = {os.pidfd_open(child): child for child in children}
-    poll = select.poll()
-    # Of stdin only that it has been closed: who has asked is gone.
-    poll.register(sys.stdin, select.POLLHUP)
-    for end in ends:
-        poll.register(end, select.POLLIN)
-    running = set(ends)
-    while running:
-        ready = {found for found, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
-        if not ready or sys.stdin.fileno() in ready:
-            break
-        for end in ready:
-            poll.unregister(end)
-        running -= ready
-    for end in running:
-        os.kill(ends[end], signal.SIGKILL)
-    for end in ends:
-        os.close(end)
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-
-def become(process):
-    """Makes this process what a new one would be: its environment, its files, its random seed."""
-    os.environ.clear()
-    os.environ.update(process["environment"])
-    sys.dont_write_bytecode = True
-    with Path(os.devnull).open() as nothing, Path(process["output"]).open("w") as output:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-
-
-def import_modules():
-    for module in IMPORTED_BY_DEEPSPEED:
-        importlib.import_module(module)
-    return [importlib.import_module(module) for module in MODULES]
-
-
-def main():
-    if sys.argv[1] == "imports":
-        import_modules()
-    # A gate looks through all objects for modules, and DeepSpeed often collects: what has been
-    # imported is left out.
-    gc.collect()
-    gc.freeze()
-    process = serve()
-    if process is None:
-        return
-    become(process)
-    modules = import_modules()
+def main(program, path, options):
+    modules = [importlib.import_module(module) for module in MODULES]
     (function,) = (
-        getattr(module, f"program_{process['program']}")
+        getattr(module, f"program_{program}")
         for module in modules
-        if hasattr(module, f"program_{process['program']}")
+        if hasattr(module, f"program_{program}")
     )
     result = {}
-    function(result, **process["options"])
-    torch.save(result, process["result"])
+    function(result, **json.loads(options))
+    torch.save(result, path)
 
 
 # Spawned processes import this file again.
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

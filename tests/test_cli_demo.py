@@ -1,10 +1,8 @@
 """`stepwell demo`, with a model that is hardly one."""
 
 import json
-import os
-import subprocess
-import sys
 
+import fork_server
 import pytest
 
 pytest.importorskip("deepspeed")
@@ -17,26 +15,17 @@ DISTANCE_MAX = 0.02
 
 def demo(cwd, *arguments):
     # Nothing may be compiled: there is nothing to compile with, and nowhere to.
-    environment = os.environ | {
+    environment = {
         "PATH": "/nonexistent",
         "CXX": "/nonexistent/c++",
         "TORCH_EXTENSIONS_DIR": str(cwd / "ext"),
     }
-    command = [
-        sys.executable,
-        "-m",
-        "stepwell",
-        "demo",
-        "--hidden-size",
-        "64",
-        "--layers",
-        "1",
-        "--out",
-        "out",
-        *arguments,
-    ]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=110, check=False
+    size = ["--hidden-size", "64", "--layers", "1", "--out", "out"]
+    return fork_server.python(
+        *("-m", "stepwell", "demo", *size, *arguments),
+        cwd=cwd,
+        environment=environment,
+        timeout=110,
     )
 
 

@@ -1,11 +1,10 @@
 """The core's engine as Python has it: what it holds, what it forgets; OffloadAdamW on it."""
 
 import gc
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 
+import fork_server
 import pytest
 import stepwell
 import torch
@@ -112,14 +111,7 @@ print("turns", after - before)
 
 def test_an_engine_that_is_dropped_waits_for_its_step_without_the_interpreter():
     """A thread of the engine that logs takes the interpreter, and would wait for ever."""
-    result = subprocess.run(
-        [sys.executable, "-c", DROPPED],
-        cwd=Path(__file__).parent,
-        check=False,
-        timeout=120,
-        capture_output=True,
-        text=True,
-    )
+    result = fork_server.python("-c", DROPPED, cwd=Path(__file__).parent, timeout=110)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout.split()[-1]) > 0, "the interpreter is held while the engine waits"
 

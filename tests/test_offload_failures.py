@@ -5,12 +5,11 @@ No hang, no crash, a clear error, and nothing half done.
 
 import gc
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import weakref
 
+import fork_server
 import pytest
 import stepwell
 import torch
@@ -32,13 +31,7 @@ SECONDS_MAX = 60
 
 def run_program(program, *arguments):
     """The output of a program, which has to end in time and without a signal."""
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS_MAX,
-        check=False,
-    )
+    process = fork_server.python("-c", textwrap.dedent(program), *arguments, timeout=SECONDS_MAX)
     assert process.returncode == 0, (process.returncode, process.stderr)
     return process.stdout
 

@@ -2,9 +2,8 @@
 
 import itertools
 import re
-import subprocess
-import sys
 
+import fork_server
 import pytest
 import stepwell
 import torch
@@ -357,11 +356,5 @@ print("whole")
 
 
 def test_ctrl_c_never_comes_between_two_groups():
-    process = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED_PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    process = fork_server.python("-c", INTERRUPTED_PROGRAM, timeout=100)
     assert (process.stdout, process.returncode) == ("whole\n", 0), process.stderr

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 
+import fork_server
 import pytest
 import stepwell
 import torch
@@ -83,13 +84,7 @@ print("forked")
 
 @pytest.mark.parametrize("before", ["used", "unused"])
 def test_steps_go_on_in_a_forked_child(before):
-    process = subprocess.run(
-        [sys.executable, "-c", FORK_PROGRAM, before],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    process = fork_server.python("-c", FORK_PROGRAM, before, timeout=60)
     assert (process.stdout, process.returncode) == ("forked\n", 0), process.stderr
 
 

@@ -34,6 +34,8 @@ TORCH_TESTS = (
     "optim_state_dict",
     "offload_optimizer",
     "offload_guard",
+    "offload_accesses",
+    "offload_after_step",
     "offload_device",
     "deepspeed_register",
     "deepspeed_offload",
