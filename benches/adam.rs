@@ -7,7 +7,13 @@ use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use stepwell::{
-    adam::{Hyper, Step, batch, kernel::update, tensor::AdamTensor},
+    adam::{
+        Hyper, Step, batch,
+        ceiling::{self, Streams},
+        kernel::update,
+        tensor::AdamTensor,
+        through::{Predicted, step_chunk_through},
+    },
     grads::norm,
     host::{
         memory::{Buffer, BufferConfig},
@@ -16,7 +22,8 @@ use stepwell::{
     simd::isa::Isa,
     state::{
         Moments,
-        chunk::num_chunks,
+        chunk::{Chunk, num_chunks},
+        codecs::MomentsKind,
         dither::Dither,
         master::Plain,
         moments::{Nearest, Stochastic},
@@ -26,7 +33,7 @@ use stepwell::{
     stream::{
         cursor::Cursor,
         element::{Bf16, Dtype},
-        view::View,
+        view::{Route, View},
     },
     tier::revocable::HostSlots,
 };
@@ -148,22 +155,31 @@ fn adam(criterion: &mut Criterion) {
     }
 }
 
-/// A bf16 parameter with fp32 moments, fresh, and the memory that it lies in.
-fn split_tensor(pool: &Pool, len: usize, with_fingerprints: bool) -> (AdamTensor, Vec<Buffer>) {
+/// Fresh memory of these elements, which is kept in `memory`.
+fn view_of(pool: &Pool, memory: &mut Vec<Buffer>, dtype: Dtype, len: usize) -> View {
+    let buffer = Buffer::new(len * dtype.size(), &BufferConfig::default(), pool).expect("memory");
+    let address = buffer.as_ptr().expose_provenance();
+    memory.push(buffer);
+    View::new(address, dtype, len).expect("a view")
+}
+
+/// A bf16 parameter, fresh, and the memory that it lies in.
+fn split_tensor(
+    pool: &Pool,
+    len: usize,
+    moments: MomentsKind,
+    with_fingerprints: bool,
+) -> (AdamTensor, Vec<Buffer>) {
     let mut memory = Vec::new();
-    let mut view = |dtype: Dtype, len: usize| {
-        let buffer =
-            Buffer::new(len * dtype.size(), &BufferConfig::default(), pool).expect("memory");
-        let address = buffer.as_ptr().expose_provenance();
-        memory.push(buffer);
-        View::new(address, dtype, len).expect("a view")
-    };
+    let mut view = |dtype: Dtype, len: usize| view_of(pool, &mut memory, dtype, len);
     let trailing = view(Dtype::Int16, len);
     let fingerprints = with_fingerprints.then(|| view(Dtype::Int32, num_chunks(len)));
     let mut parts = vec![("trailing", trailing)];
     parts.extend(fingerprints.map(|view| ("fingerprints", view)));
     let (param, grad) = (view(Dtype::BFloat16, len), view(Dtype::BFloat16, len));
-    parts.extend(["exp_avg", "exp_avg_sq"].map(|name| (name, view(Dtype::Float32, len))));
+    let moments = moments.parts(Dtype::BFloat16).iter();
+    parts
+        .extend(moments.map(|part| (part.name, view(part.dtype, part.len(len).expect("it fits")))));
     // SAFETY: the gradient's memory is `memory`, and nothing else uses it.
     unsafe { grad.slice_mut::<Bf16>(0..len) }.fill(Bf16(0x3c00));
     (AdamTensor::new(param, &parts, Some(grad), None, 7).expect("a tensor"), memory)
@@ -179,7 +195,7 @@ fn slots(criterion: &mut Criterion) {
     for (name, with_fingerprints) in
         [("split, fp32 moments", false), ("split with fingerprints, fp32 moments", true)]
     {
-        let (tensor, memory) = split_tensor(&pool, len, with_fingerprints);
+        let (tensor, memory) = split_tensor(&pool, len, MomentsKind::Float32, with_fingerprints);
         let mut slots = HostSlots::new(&[tensor], num_chunks(len), &pool).expect("slots");
         let mut group = criterion.benchmark_group(format!("slots/{name}"));
         group.sample_size(20);
@@ -215,6 +231,67 @@ fn slots(criterion: &mut Criterion) {
     }
 }
 
+/// Passes over all chunks with 1 to 8 gradients each, beside the time that their bytes take: on one
+/// thread and on all. A step of each gradient on its own is `slots/.../in place`.
+fn through(criterion: &mut Criterion) {
+    let isa = Isa::available().last().expect("scalar is always there");
+    let pools = [("1 thread", Some(1), SIZES[1].1), ("all threads", None, 4 * SIZES[1].1)];
+    for (threads, num_threads, len) in pools {
+        let pool = Pool::new(&PoolConfig { threads: num_threads, cpus: None }).expect("a pool");
+        for moments in [MomentsKind::Float32, MomentsKind::Q8] {
+            let (tensor, mut memory) = split_tensor(&pool, len, moments, false);
+            let mut view = |dtype| view_of(&pool, &mut memory, dtype, len);
+            let grads: Vec<View> = (0..8).map(|_| view(Dtype::BFloat16)).collect();
+            let staged = view(Dtype::BFloat16);
+            for grad in &grads {
+                // SAFETY: the gradient's memory is `memory`, and nothing else uses it.
+                unsafe { grad.slice_mut::<Bf16>(0..len) }.fill(Bf16(0x3c00));
+            }
+            let chunks = Chunk::all([len].into_iter());
+            for num_grads in [1, 2, 4, 8] {
+                let updates: Vec<(View, Step)> =
+                    grads[..num_grads].iter().map(|&grad| (grad, step())).collect();
+                let pass = |predicts: bool| {
+                    pool.run(chunks.len(), &|task| {
+                        let chunk = chunks[task];
+                        let of_chunk = |view: View| view.part(chunk.range(len));
+                        let state =
+                            tensor.chunk(chunk.index).map(|_, view| Route { from: view, to: view });
+                        let updates: Vec<(View, Step)> =
+                            updates.iter().map(|&(grad, step)| (of_chunk(grad), step)).collect();
+                        let predicted =
+                            predicts.then(|| Predicted { weight: of_chunk(staged), ahead: 2.5 });
+                        // SAFETY: the tensor's memory is `memory`, and no other task has the chunk.
+                        unsafe { step_chunk_through(isa, &state, &updates, predicted, chunk) };
+                    });
+                };
+                let name = format!("through/{threads}/{}, S = {num_grads}", moments.name());
+                let mut group = criterion.benchmark_group(name);
+                group.sample_size(20);
+                // Per parameter and step.
+                group.throughput(Throughput::Elements((len * num_grads) as u64));
+                group.bench_function("pass", |bencher| bencher.iter(|| pass(false)));
+                group.bench_function("pass, predicted", |bencher| bencher.iter(|| pass(true)));
+                let is_q8 = moments == MomentsKind::Q8;
+                let streams = Streams {
+                    read_write: if is_q8 { vec![2, 2, 1, 1] } else { vec![2, 2, 4, 4] },
+                    read: vec![2; num_grads],
+                    write: vec![],
+                };
+                group.bench_function("ceiling", |bencher| {
+                    bencher.iter_custom(|passes| {
+                        ceiling::measure(&pool, isa, len, &streams, 1, passes as usize)
+                            .expect("a time")
+                            * passes as u32
+                    });
+                });
+                group.finish();
+            }
+            drop(memory);
+        }
+    }
+}
+
 fn reads(criterion: &mut Criterion) {
     for (place, len) in SIZES {
         let Arrays { grad, high, .. } = Arrays::new(len);
@@ -238,5 +315,5 @@ fn reads(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, adam, slots, reads);
+criterion_group!(benches, adam, slots, through, reads);
 criterion_main!(benches);

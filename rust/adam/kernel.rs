@@ -31,7 +31,7 @@ use crate::{
 
 /// The scalars of a step in all lanes.
 #[derive(Clone, Copy)]
-struct StepLanes<S: Simd> {
+pub(super) struct StepLanes<S: Simd> {
     grad_scale: S::F,
     weight_keep: S::F,
     l2: S::F,
@@ -47,7 +47,7 @@ struct StepLanes<S: Simd> {
 
 impl<S: Simd> StepLanes<S> {
     #[inline(always)]
-    fn new(simd: S, step: &Step) -> Self {
+    pub(super) fn new(simd: S, step: &Step) -> Self {
         Self {
             grad_scale: simd.splat(step.grad_scale),
             weight_keep: simd.splat(step.weight_keep),
@@ -66,13 +66,28 @@ impl<S: Simd> StepLanes<S> {
     /// 16 elements: `(master, exp_avg, exp_avg_sq)` after the step.
     #[inline(always)]
     fn update(&self, simd: S, p: S::F, grad: S::F, m: S::F, v: S::F) -> (S::F, S::F, S::F) {
+        let (p, m, v, _) = self.update_along(simd, p, grad, m, v);
+        (p, m, v)
+    }
+
+    /// As [`Self::update`], and the direction that the master has gone: `m / denom`.
+    #[inline(always)]
+    pub(super) fn update_along(
+        &self,
+        simd: S,
+        p: S::F,
+        grad: S::F,
+        m: S::F,
+        v: S::F,
+    ) -> (S::F, S::F, S::F, S::F) {
         let g = simd.mul(grad, self.grad_scale);
         let g = if self.has_l2 { simd.fma(self.l2, p, g) } else { g };
         let m = simd.fma(self.beta1, m, simd.mul(self.one_minus_beta1, g));
         let v = simd.fma(self.beta2, v, simd.mul(simd.mul(self.one_minus_beta2, g), g));
         let denom = simd.fma(simd.sqrt(v), self.denom_scale, self.eps);
-        let p = simd.fma(self.minus_step_size, simd.div(m, denom), simd.mul(p, self.weight_keep));
-        (p, m, v)
+        let direction = simd.div(m, denom);
+        let p = simd.fma(self.minus_step_size, direction, simd.mul(p, self.weight_keep));
+        (p, m, v, direction)
     }
 }
 

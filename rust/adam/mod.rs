@@ -19,6 +19,7 @@ pub mod kernel;
 pub mod reference;
 pub mod rollback;
 pub mod tensor;
+pub mod through;
 
 use std::hint::black_box;
 

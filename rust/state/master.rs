@@ -16,6 +16,8 @@ use crate::{
 pub struct Plain<'a, T>(pub Cursor<'a, T>);
 
 impl<T: Element> Master for Plain<'_, T> {
+    type Weight = T;
+
     #[inline(always)]
     fn len(&self) -> usize {
         self.0.len()
@@ -46,6 +48,11 @@ impl<T: Element> Master for Plain<'_, T> {
     ) {
         self.0.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
     }
+
+    #[inline(always)]
+    fn weights<S: Simd, const Q: usize>(simd: S, master: [S::F; Q]) -> [S::U; Q] {
+        narrow::<S, T, Q>(simd, master)
+    }
 }
 
 /// An fp32 master whose rounded copy is written in the same pass, and never read.
@@ -67,6 +74,8 @@ impl<'a, T: Element> WithWeightOut<'a, T> {
 }
 
 impl<T: Element> Master for WithWeightOut<'_, T> {
+    type Weight = T;
+
     #[inline(always)]
     fn len(&self) -> usize {
         self.master.len()
@@ -98,6 +107,11 @@ impl<T: Element> Master for WithWeightOut<'_, T> {
         self.master.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, f32, Q>(simd, master));
         self.weight.store_unit::<S, Q, STREAM>(simd, at, count, narrow::<S, T, Q>(simd, master));
     }
+
+    #[inline(always)]
+    fn weights<S: Simd, const Q: usize>(simd: S, master: [S::F; Q]) -> [S::U; Q] {
+        narrow::<S, T, Q>(simd, master)
+    }
 }
 
 /// A separate fp32 master beside a 16-bit parameter that others may write: an element that is not
@@ -116,6 +130,8 @@ impl<'a, T: Element> Shadowed<'a, T> {
 }
 
 impl<T: Element> Master for Shadowed<'_, T> {
+    type Weight = T;
+
     #[inline(always)]
     fn len(&self) -> usize {
         self.0.len()
@@ -152,5 +168,10 @@ impl<T: Element> Master for Shadowed<'_, T> {
         master: [S::F; Q],
     ) {
         self.0.store::<S, Q, STREAM>(simd, at, count, master);
+    }
+
+    #[inline(always)]
+    fn weights<S: Simd, const Q: usize>(simd: S, master: [S::F; Q]) -> [S::U; Q] {
+        narrow::<S, T, Q>(simd, master)
     }
 }

@@ -34,7 +34,7 @@ pub mod moments;
 pub mod q8;
 pub mod split;
 
-use crate::simd::Simd;
+use crate::{simd::Simd, stream::element::Element};
 
 /// What the bytes of coded state mean: trailing bits and their fingerprints, q8's codes, their
 /// order and their scales. State dicts carry it, and one of another format is refused. A
@@ -44,6 +44,8 @@ pub const STATE_FORMAT: u32 = 1;
 /// Loads and stores fp32 masters, a unit of `Q` vectors at a time (its order:
 /// [`crate::stream::cursor`]). `count` is `Q * LANES` but at the tail.
 pub trait Master {
+    /// What the model computes with: the dtype of the 16-bit weight, or of the parameter.
+    type Weight: Element;
     /// Elements.
     fn len(&self) -> usize;
     /// Whether there are none.
@@ -65,6 +67,8 @@ pub trait Master {
         count: usize,
         master: [S::F; Q],
     );
+    /// The weights that a store of these masters writes, in the low bits of their lanes.
+    fn weights<S: Simd, const Q: usize>(simd: S, master: [S::F; Q]) -> [S::U; Q];
 }
 
 /// Both moments of a unit of `Q` vectors.

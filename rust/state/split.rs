@@ -84,6 +84,8 @@ impl<'a> Split<'a> {
 }
 
 impl Master for Split<'_> {
+    type Weight = Bf16;
+
     #[inline(always)]
     fn len(&self) -> usize {
         self.high.len()
@@ -122,6 +124,11 @@ impl Master for Split<'_> {
         let (high, low) = split(simd, master);
         self.high.store_unit::<S, Q, STREAM>(simd, at, count, high);
         self.low.store_unit::<S, Q, STREAM>(simd, at, count, low);
+    }
+
+    #[inline(always)]
+    fn weights<S: Simd, const Q: usize>(simd: S, master: [S::F; Q]) -> [S::U; Q] {
+        split(simd, master).0
     }
 }
 

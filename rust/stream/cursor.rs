@@ -91,6 +91,14 @@ impl<'a, T: Lane> Cursor<'a, T> {
         }
     }
 
+    /// For elements that the kernel writes and does not read: stores bypass the cache, as out of
+    /// place.
+    #[must_use]
+    pub fn write_only(elements: &'a mut [T]) -> Self {
+        let streams = (elements.as_ptr() as usize).is_multiple_of(LINE_BYTES);
+        Self { streams, ..Self::in_place(elements) }
+    }
+
     /// Elements.
     #[inline(always)]
     #[must_use]
