@@ -1,9 +1,9 @@
 //! Adam and AdamW: one pass from gradient to weight.
 //!
-//! [`kernel`] holds the arithmetic, written once; [`batch`] splits the parameters of a step into
-//! chunks and runs them on the pool; [`exchange`] converts a state to fp32 and back; [`rollback`]
-//! undoes a plain fp32 step by arithmetic; [`mod@reference`] is the naive float64 oracle of the
-//! tests.
+//! [`kernel`] holds the arithmetic, written once; [`through`] takes several gradients through one
+//! pass of it; [`batch`] splits the parameters of a step into chunks and runs them on the pool;
+//! [`exchange`] converts a state to fp32 and back; [`rollback`] undoes a plain fp32 step by
+//! arithmetic; [`mod@reference`] is the naive float64 oracle of the tests.
 //!
 //! Every scalar of a step comes from IEEE operations alone, as the kernel's results do: no `pow`,
 //! `exp` or `ln` of a libm, whose last bit may differ from machine to machine.
