@@ -10,6 +10,7 @@ use crate::{adam::tensor::AdamTensor, error::Result, state::chunk::Chunk, stream
 pub mod ram;
 pub mod revocable;
 pub mod slots;
+pub mod volume;
 
 /// A run of chunks of one tensor: what is fetched and stored at once.
 #[derive(Clone, Debug, PartialEq, Eq)]
