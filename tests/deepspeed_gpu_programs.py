@@ -1,7 +1,7 @@
 """A program (see deepspeed_run) of ZeRO on a GPU."""
 
 from deepspeed_engines import configuration, initialize, partitions, squared, train, vectors
-from deepspeed_offload_programs import wide
+from deepspeed_paths import wide
 
 STEPS = 5
 

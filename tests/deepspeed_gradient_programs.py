@@ -12,7 +12,7 @@ from deepspeed_engines import (
     train,
     vectors,
 )
-from deepspeed_offload_programs import Forked, uneven
+from deepspeed_paths import Forked, uneven
 
 FP32_SUMS = {"grad_accum_dtype": "fp32"}
 

@@ -17,7 +17,7 @@ from deepspeed_engines import (
     train,
     vectors,
 )
-from deepspeed_offload_programs import grown, poisoned, wide
+from deepspeed_paths import grown, poisoned, wide
 
 STEPS = 4
 

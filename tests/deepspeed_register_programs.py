@@ -9,7 +9,7 @@ import time
 
 import torch
 from deepspeed_engines import LR, Lines, configuration, trained
-from deepspeed_offload_programs import both, run
+from deepspeed_paths import both, run
 
 
 def program_register(result, when):

@@ -22,6 +22,8 @@ MODULES = (
     "deepspeed_checkpoint_programs",
     "deepspeed_register_programs",
     "deepspeed_offload_programs",
+    "deepspeed_offload_access_programs",
+    "deepspeed_options_programs",
     "deepspeed_offload_param_programs",
     "deepspeed_gradient_programs",
     "deepspeed_weight_programs",

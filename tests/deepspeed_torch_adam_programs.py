@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from deepspeed_engines import LR, configuration, initialize, partitions, perceptron, train, vectors
 from deepspeed_engines import squared as loss_of
-from deepspeed_offload_programs import run
+from deepspeed_paths import run
 
 DECAY = 0.01
 

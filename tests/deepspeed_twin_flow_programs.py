@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from deepspeed_engines import configuration, initialize, partitions, perceptron, train, vectors
 from deepspeed_engines import squared as loss_of
-from deepspeed_offload_programs import Forked, both, poisoned
+from deepspeed_paths import Forked, both, poisoned
 
 # Each parameter is a sub-group. The device has the first half of them.
 SUB_GROUPS = {"sub_group_size": 1}

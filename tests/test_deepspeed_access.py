@@ -2,7 +2,7 @@
 
 import deepspeed_run
 import pytest
-import torch
+from deepspeed_asserts import assert_same_values
 from stepwell.deepspeed import plan
 
 PROGRAM_TIMEOUT = 300
@@ -32,18 +32,6 @@ NAMES = (
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     return deepspeed_run.run("access", tmp_path_factory.mktemp("access"), timeout=PROGRAM_TIMEOUT)
-
-
-def assert_same_values(ours, theirs):
-    """To the bit, but for which NaN it is."""
-    assert len(ours) == len(theirs) > 0
-    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        if isinstance(one, torch.Tensor):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            same = torch.equal(one.nan_to_num(nan=1e30), other.nan_to_num(nan=1e30))
-            assert same, index
-        else:
-            assert one == other, index
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,7 +8,7 @@ import math
 import deepspeed_run
 import pytest
 import torch
-from test_deepspeed_offload import assert_same_partitions
+from deepspeed_asserts import assert_same_partitions
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)

@@ -8,18 +8,18 @@ import importlib.metadata
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import deepspeed_run
+import fork_server
 import pytest
 import stepwell.deepspeed
 import torch
+from deepspeed_asserts import assert_same_runs
 from stepwell.deepspeed import after_import
 from stepwell.deepspeed.native import cpu_vendor
-from test_deepspeed_offload import assert_same_runs
 
 PROGRAM_TIMEOUT = 120
 slow = pytest.mark.slow
@@ -180,18 +180,9 @@ for attempt in range(2):
         print(error)
 print(stepwell.deepspeed.seam_report())
 """
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = fork_server.python("-c", program, environment={"PYTHONPATH": path}, timeout=60)
+    assert done.returncode == 0, done.stderr
     first, second, report = done.stdout.strip().split("\n")
     assert first == second
     assert first.startswith("deepspeed `0.1.0` lacks what Stepwell fills for DeepSpeedCPUAdam, ")
@@ -222,7 +213,7 @@ def test_importing_the_package_imports_no_deepspeed():
         "import stepwell.deepspeed, sys; stepwell.deepspeed.register(); "
         "assert 'deepspeed' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    assert fork_server.python("-c", program, timeout=60).returncode == 0
 
 
 @slow

@@ -3,8 +3,8 @@
 import deepspeed_run
 import pytest
 import torch
+from deepspeed_asserts import assert_same_partitions
 from deepspeed_engines import LR
-from test_deepspeed_offload import assert_same_partitions
 
 PROGRAM_TIMEOUT = 150
 # torch rounds its steps in other places than the core does, and so do losses of a few steps.

@@ -6,8 +6,8 @@ Every access gets the new ones.
 import deepspeed_run
 import pytest
 import torch
+from deepspeed_asserts import assert_same_partitions
 from deepspeed_weight_programs import READS
-from test_deepspeed_offload import assert_same_partitions
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)

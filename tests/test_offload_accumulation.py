@@ -153,6 +153,8 @@ EDITS = {
     "fill_": lambda grad: grad.fill_(1),
     "a part": lambda grad: grad.__setitem__(0, 0),
     "a view": lambda grad: grad.view(-1)[0].zero_(),
+    "a keyword": lambda grad: torch.clamp_(input=grad, min=0),
+    "a view of a keyword": lambda grad: torch.transpose(input=grad, dim0=0, dim1=1).zero_(),
     "data =": lambda grad: setattr(grad, "data", torch.zeros(grad.shape)),
     "foreach": lambda grad: torch._foreach_mul_([grad], 2),
     "clamp": lambda grad: torch.nn.utils.clip_grad_value_([_holder(grad)], 1.0),

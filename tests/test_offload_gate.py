@@ -6,11 +6,18 @@ not wait reads what was there before, by a margin of milliseconds; `test_the_tes
 breaks the gate and sees them fail.
 """
 
+import pickle
+import sys
+import types
+import weakref
+
 import pytest
 import stepwell
 import torch
 from offload_cases import WIDTH, Net, batch, reversed_params
+from offload_landing import Landing
 from optim_cases import bits
+from stepwell.offload import gate as gate_module
 from stepwell.offload.gate import Gate
 
 
@@ -216,6 +223,31 @@ def test_forwards_wait_for_their_own_weights_only():
     assert not under_way(net, optimizer)
 
 
+def test_modules_are_reached_in_the_order_of_a_walk():
+    steps = {1: [4, 5], 4: [6], 5: [6, 1]}
+    assert Gate._reached([1, 2, 3], steps) == [1, 4, 6, 5, 2, 3]
+    assert Gate._reached([5, 1], steps) == [5, 6, 1, 4]
+
+
+def test_every_owner_of_weights_is_gated():
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(5)))
+    gate = Gate(net.parameters(), Landing())
+    assert all(len(layer._forward_pre_hooks) == 1 for layer in net)
+    del gate
+    assert not any(layer._forward_pre_hooks for layer in net)
+
+
+def test_a_copy_of_a_model_belongs_to_no_gate(monkeypatch):
+    """Nor to the first that there was, in another process."""
+    net = Net(1 << 16)
+    first = Gate(net.parameters(), Landing())
+    monkeypatch.setattr(gate_module, "_GATES", weakref.WeakValueDictionary({1: first}))
+    copied = pickle.loads(pickle.dumps(net))
+    copied(batch(0, width=WIDTH))
+    assert not first._called
+    assert [hook.key for hook in copied.first._forward_pre_hooks.values()] == [0]
+
+
 class ShortCut(torch.nn.Module):
     """Calls its layers in training; in evaluation it computes with their weights itself."""
 
@@ -320,6 +352,23 @@ def test_a_captured_forward_has_every_step_wait(monkeypatch):
 
 
 # ---- torch.compile ----
+
+
+@pytest.mark.parametrize(
+    ("utils", "is_open"),
+    [
+        # Compiled code that was traced before there were hooks would not call them.
+        (types.SimpleNamespace(counters={"stats": {"unique_graphs": 1}}), False),
+        # What is imported is not used.
+        (types.SimpleNamespace(counters={"stats": {}}), True),
+        (None, True),
+    ],
+    ids=["used", "imported", "not imported"],
+)
+def test_what_torch_compile_has_traced_closes_the_gate(utils, is_open, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
+    net = Net(1 << 16)
+    assert Gate(net.parameters(), Landing()).is_open == is_open
 
 
 @pytest.fixture
