@@ -17,7 +17,11 @@ use stepwell::{
         pool::Pool,
     },
     simd::isa::Isa,
-    state::{chunk::CHUNK_LEN, codecs, layout::MasterKind, q8},
+    state::{
+        chunk::CHUNK_LEN,
+        codecs::{self, MasterKind},
+        q8,
+    },
     stream::{element::Dtype, view::View},
 };
 

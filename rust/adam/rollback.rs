@@ -20,7 +20,10 @@ use crate::{
     host::pool::Pool,
     simd::{fp_env::StandardFpEnv, isa::Isa},
     state::{
-        chunk::Chunk, codecs::MomentsKind, dither::Dither, layout::MasterKind, master::Plain,
+        chunk::Chunk,
+        codecs::{MasterKind, MomentsKind},
+        dither::Dither,
+        master::Plain,
         moments::Nearest,
     },
     stream::{cursor::Cursor, element::Dtype, view::check_disjoint},

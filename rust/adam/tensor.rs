@@ -10,8 +10,9 @@
 use crate::{
     error::{Error, Result},
     state::{
-        codecs::MomentsKind,
-        layout::{FINGERPRINTS, Field, Layout, MasterKind, PARTS_MAX, Part},
+        codecs::{FINGERPRINTS, MasterKind, MomentsKind},
+        layout::{Field, Layout, PARTS_MAX},
+        part::Part,
     },
     stream::{element::Dtype, view::View},
 };

@@ -34,11 +34,10 @@ use crate::{
     state::{
         Master, MomentLanes, Moments,
         chunk::{CHUNK_LEN, Chunk},
-        codecs::{MasterVisitor, MomentsVisitor, visit_moments},
+        codecs::{MasterKind, MasterVisitor, MomentsVisitor, visit_moments},
         decode_unit,
         dither::Dither,
         encode_unit,
-        layout::MasterKind,
         master::Plain,
     },
     stream::{

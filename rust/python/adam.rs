@@ -19,8 +19,8 @@ use crate::{
     grads::stats,
     simd::isa::Isa,
     state::{
-        codecs::MomentsKind,
-        layout::{MasterKind, Part},
+        codecs::{MasterKind, MomentsKind},
+        part::Part,
     },
     stream::element::Dtype,
 };

@@ -6,13 +6,14 @@
 //! moments of its own ([`MasterVisitor::visit_plain16`]) is not combined with all of them.
 
 use crate::{
+    error::{Error, Result},
     simd::isa::Isa,
     state::{
         Master, Moments,
         chunk::CHUNK_LEN,
-        layout::{MasterKind, Part},
         master::{Plain, Shadowed, WithWeightOut},
         moments::{Nearest, Stochastic},
+        part::{HeldMoments, Part},
         q8::Q8,
         split::{Fingerprint, Split},
     },
@@ -21,22 +22,6 @@ use crate::{
         view::Route,
     },
 };
-
-/// Moments that are made of the parts of a chunk.
-pub trait HeldMoments {
-    /// What they are held in.
-    const PARTS: &'static [Part];
-
-    /// The moments of a chunk whose parts are read and written as `routes` say, in the order of
-    /// [`Self::PARTS`].
-    ///
-    /// # Safety
-    /// The memory of the routes is alive as long as the moments, and nothing else uses it.
-    ///
-    /// # Panics
-    /// If the routes are not those of the parts.
-    unsafe fn open(routes: &[Route]) -> Self;
-}
 
 /// Something to do with moments, whatever they are held in.
 pub trait MomentsVisitor {
@@ -54,6 +39,60 @@ pub trait MasterVisitor: Sized {
     /// dtype, or the moments are fp32.
     fn visit_plain16<T: Element>(self, parameter: Plain<'_, T>) {
         self.visit(parameter);
+    }
+}
+
+/// How the master of a parameter is held (`rust/state/mod.rs` has the table).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MasterKind {
+    /// The fp32 parameter is its own master.
+    Float32,
+    /// A bf16 parameter is the rounded upper half of the master. The trailing bits are held beside
+    /// it.
+    Split {
+        /// Whether each chunk has a fingerprint, which tells if its trailing bits still belong to
+        /// the parameter. Without fingerprints, the maker of the state vouches that nothing but a
+        /// step writes the parameter.
+        has_fingerprints: bool,
+    },
+    /// An fp16 parameter beside its fp32 master.
+    Shadowed,
+    /// A 16-bit parameter without a master, rounded to nearest.
+    Plain16,
+}
+
+/// The name of the part that tells which weights the trailing bits belong to.
+pub const FINGERPRINTS: &str = "fingerprints";
+
+const SPLIT: [Part; 2] =
+    [Part::per_element("trailing", Dtype::Int16), Part::per(CHUNK_LEN, FINGERPRINTS, Dtype::Int32)];
+const SHADOWED: [Part; 1] = [Part::per_element("master", Dtype::Float32)];
+
+impl MasterKind {
+    /// The kind that keeps all bits of the master of a parameter of this dtype.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a dtype that parameters do not have.
+    pub fn exact(param: Dtype) -> Result<Self> {
+        match param {
+            Dtype::Float32 => Ok(Self::Float32),
+            Dtype::BFloat16 => Ok(Self::Split { has_fingerprints: true }),
+            Dtype::Float16 => Ok(Self::Shadowed),
+            other => Err(Error::value(format!(
+                "param is `{other}`, expected float32 or bfloat16 or float16"
+            ))),
+        }
+    }
+
+    /// What is held beside the parameter.
+    #[must_use]
+    pub fn parts(self) -> &'static [Part] {
+        match self {
+            Self::Float32 | Self::Plain16 => &[],
+            Self::Split { has_fingerprints: true } => &SPLIT,
+            Self::Split { has_fingerprints: false } => &SPLIT[..1],
+            Self::Shadowed => &SHADOWED,
+        }
     }
 }
 

@@ -14,139 +14,15 @@ use crate::{
     error::{Error, Result},
     simd::prefetch::LINE_BYTES,
     state::{
-        chunk::{CHUNK_LEN, Chunk},
-        codecs::MomentsKind,
+        chunk::Chunk,
+        codecs::{MasterKind, MomentsKind},
+        part::{Part, check_numel},
     },
-    stream::{BLOCK, element::Dtype},
+    stream::element::Dtype,
 };
 
 /// The most parts that a state has: those of q8 moments and of a split master.
 pub const PARTS_MAX: usize = 6;
-
-/// Elements of the largest parameter (LAY-1): all parts of one take less than 64 B per element.
-pub const NUMEL_MAX: usize = isize::MAX as usize / 64 - CHUNK_LEN;
-
-/// One array of a state.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Part {
-    /// Its key in a state dict.
-    pub name: &'static str,
-    /// What it holds.
-    pub dtype: Dtype,
-    /// Elements of the parameter that one entry stands for.
-    elements: usize,
-    /// Whether the last block has all its entries, also where the parameter ends within it.
-    is_padded: bool,
-}
-
-impl Part {
-    /// One entry for each element.
-    #[must_use]
-    pub const fn per_element(name: &'static str, dtype: Dtype) -> Self {
-        Self::per(1, name, dtype)
-    }
-
-    /// One entry for so many elements, a divisor of [`CHUNK_LEN`].
-    #[must_use]
-    pub const fn per(elements: usize, name: &'static str, dtype: Dtype) -> Self {
-        assert!(CHUNK_LEN.is_multiple_of(elements));
-        Self { name, dtype, elements, is_padded: false }
-    }
-
-    /// The same, with all entries of the last block, also where the parameter ends within it.
-    #[must_use]
-    pub const fn padded(self) -> Self {
-        Self { is_padded: true, ..self }
-    }
-
-    /// Whether it has as many entries as the parameter has elements.
-    #[must_use]
-    pub const fn is_per_element(&self) -> bool {
-        self.elements == 1 && !self.is_padded
-    }
-
-    /// Entries for `numel` elements.
-    ///
-    /// # Errors
-    /// [`Error::Value`] for more than [`NUMEL_MAX`] elements.
-    pub fn len(&self, numel: usize) -> Result<usize> {
-        check_numel(numel)?;
-        Ok(self.entries(numel))
-    }
-
-    fn entries(&self, numel: usize) -> usize {
-        let covered = if self.is_padded { numel.next_multiple_of(BLOCK) } else { numel };
-        covered.div_ceil(self.elements)
-    }
-
-    /// The entries of chunk `index` of a parameter of `numel` elements.
-    fn range(&self, index: usize, numel: usize) -> Range<usize> {
-        let len = self.entries(numel);
-        let entry = |chunk: usize| (chunk * (CHUNK_LEN / self.elements)).min(len);
-        entry(index)..entry(index + 1)
-    }
-}
-
-fn check_numel(numel: usize) -> Result<()> {
-    if numel <= NUMEL_MAX {
-        return Ok(());
-    }
-    Err(Error::value(format!("numel is `{numel}`, expected elements whose state fits into memory")))
-}
-
-/// How the master of a parameter is held (`rust/state/mod.rs` has the table).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MasterKind {
-    /// The fp32 parameter is its own master.
-    Float32,
-    /// A bf16 parameter is the rounded upper half of the master. The trailing bits are held beside
-    /// it.
-    Split {
-        /// Whether each chunk has a fingerprint, which tells if its trailing bits still belong to
-        /// the parameter. Without fingerprints, the maker of the state vouches that nothing but a
-        /// step writes the parameter.
-        has_fingerprints: bool,
-    },
-    /// An fp16 parameter beside its fp32 master.
-    Shadowed,
-    /// A 16-bit parameter without a master, rounded to nearest.
-    Plain16,
-}
-
-/// The name of the part that tells which weights the trailing bits belong to.
-pub const FINGERPRINTS: &str = "fingerprints";
-
-const SPLIT: [Part; 2] =
-    [Part::per_element("trailing", Dtype::Int16), Part::per(CHUNK_LEN, FINGERPRINTS, Dtype::Int32)];
-const SHADOWED: [Part; 1] = [Part::per_element("master", Dtype::Float32)];
-
-impl MasterKind {
-    /// The kind that keeps all bits of the master of a parameter of this dtype.
-    ///
-    /// # Errors
-    /// [`Error::Value`] for a dtype that parameters do not have.
-    pub fn exact(param: Dtype) -> Result<Self> {
-        match param {
-            Dtype::Float32 => Ok(Self::Float32),
-            Dtype::BFloat16 => Ok(Self::Split { has_fingerprints: true }),
-            Dtype::Float16 => Ok(Self::Shadowed),
-            other => Err(Error::value(format!(
-                "param is `{other}`, expected float32 or bfloat16 or float16"
-            ))),
-        }
-    }
-
-    /// What is held beside the parameter.
-    #[must_use]
-    pub fn parts(self) -> &'static [Part] {
-        match self {
-            Self::Float32 | Self::Plain16 => &[],
-            Self::Split { has_fingerprints: true } => &SPLIT,
-            Self::Split { has_fingerprints: false } => &SPLIT[..1],
-            Self::Shadowed => &SHADOWED,
-        }
-    }
-}
 
 /// What a step of a parameter writes: the parameter, its state, and the rounded copy of an fp32
 /// parameter where there is one.
@@ -262,6 +138,7 @@ impl Layout {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::{chunk::CHUNK_LEN, part::NUMEL_MAX};
 
     fn layouts(numel: usize) -> Vec<Layout> {
         let mut found = Vec::new();

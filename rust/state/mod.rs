@@ -31,6 +31,7 @@ pub mod dither;
 pub mod layout;
 pub mod master;
 pub mod moments;
+pub mod part;
 pub mod q8;
 pub mod split;
 

@@ -4,7 +4,10 @@ use std::marker::PhantomData;
 
 use crate::{
     simd::Simd,
-    state::{MomentLanes, Moments, codecs::HeldMoments, layout::Part},
+    state::{
+        MomentLanes, Moments,
+        part::{HeldMoments, Part},
+    },
     stream::{
         BLOCK,
         cursor::Cursor,

@@ -56,7 +56,10 @@
 
 use crate::{
     simd::{LANES, Simd},
-    state::{MomentLanes, Moments, codecs::HeldMoments, each_vector, layout::Part},
+    state::{
+        MomentLanes, Moments, each_vector,
+        part::{HeldMoments, Part},
+    },
     stream::{
         BLOCK,
         cursor::Cursor,
