@@ -116,8 +116,8 @@ shuttle: ## the tests of the threads under a model checker
 sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=4 \
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
   cargo test -q --locked --profile checked --target $(X86_64) --target-dir target/$(1)-sanitizer
-ASAN_TESTS := downloads jobs memory offload slots
-TSAN_TESTS := downloads jobs offload
+ASAN_TESTS := downloads generations jobs memory offload slots
+TSAN_TESTS := downloads generations jobs offload
 
 asan-lib: ## the library's own tests under the address sanitizer
 	$(call sanitize,address) --lib $(ARGS)
@@ -132,7 +132,7 @@ tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compil
 	  --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
 
 # Of the Rust tests those that concern these files.
-MUTANTS_TESTS := allocations downloads jobs offload slots
+MUTANTS_TESTS := allocations downloads generations jobs offload slots
 mutants-rust: ## mutants of rust/offload and rust/tier that no Rust test kills (hours)
 	command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
 	cargo mutants --jobs 1 --profile checked --features baseline-only --file 'rust/offload/*.rs' \
@@ -211,7 +211,8 @@ aarch64-toolchain: ## install on Debian (root) what aarch64-test takes
 # cases: it is slow. Tests of the host (its memory maps, affinity, fork, lanes) are left out: there
 # the emulator would be tested.
 AARCH64_TESTS := \
-  $(filter-out downloads jobs memory offload pool,$(basename $(notdir $(wildcard tests/*.rs))))
+  $(filter-out downloads generations jobs memory offload pool,$(basename $(notdir \
+  $(wildcard tests/*.rs))))
 aarch64-test: export RUSTC = $(aarch64_rustc)
 aarch64-test: export PROPTEST_CASES ?= 8
 aarch64-test: ## the Rust tests of the arithmetic on NEON, emulated

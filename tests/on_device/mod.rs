@@ -2,6 +2,8 @@
 //! the host, and devices that fail or are watched.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
+pub(crate) mod tier;
+
 use std::{
     collections::HashMap,
     sync::{
@@ -35,6 +37,13 @@ pub(crate) struct OnDevice {
     pub(crate) held: Held,
     pub(crate) weight: Vec<u8>,
     pub(crate) grad: Vec<u8>,
+}
+
+/// Another gradient, in memory of its own.
+pub(crate) fn negated(grad: &[u8]) -> Vec<u8> {
+    let mut negated = grad.to_vec();
+    negated.iter_mut().skip(1).step_by(2).for_each(|high| *high ^= 0x80);
+    negated
 }
 
 pub(crate) fn bytes(view: View) -> Vec<u8> {
@@ -156,6 +165,11 @@ impl Drop for Witness {
 pub(crate) fn witness() -> (Owners, Arc<AtomicUsize>) {
     let dropped = Arc::new(AtomicUsize::new(0));
     (Box::new(Witness(Arc::clone(&dropped))), dropped)
+}
+
+/// How often a witness was dropped.
+pub(crate) fn count(dropped: &AtomicUsize) -> usize {
+    dropped.load(Ordering::SeqCst)
 }
 
 /// Owners of both sides of gradients.

@@ -1,0 +1,417 @@
+//! Generations: the gradients of one step. What is taken is stepped, what is discarded never is,
+//! one is filled while another is stepped, and the queue of copies is bounded.
+
+mod battery;
+mod on_device;
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use battery::Held;
+use on_device::{
+    Gated, Resumed, SOON, STREAM, WATCHED, bytes, count, discard, drain, engine_on, engine_with,
+    finish, host_device, lent, negated, split, stepped, submit, take, take_parts, take_these,
+    tier::Watched,
+};
+use stepwell::{
+    adam::Hyper,
+    device::{Device, Lane},
+    offload::{Engine, Shape},
+    simd::isa::Isa,
+    state::chunk::CHUNK_LEN,
+    stream::{element::Dtype, view::View},
+    tier::Tier,
+};
+
+fn part_of(source: &[u8], host: View) -> (u64, View) {
+    (source.as_ptr().expose_provenance() as u64, host)
+}
+
+// ---- taken ----
+
+#[test]
+fn a_tensor_twice_in_a_call_is_refused_and_nothing_is_queued() {
+    let mut all = [split(70, 1), split(30, 2)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    let (one, other) = (all[0].gradient(0), all[1].gradient(1));
+    // SAFETY: it is refused.
+    let refused = unsafe { take_these(&engine, &[one, other, one]) }.expect_err("twice");
+    assert!(refused.to_string().contains("tensor `0` stands twice"), "{refused}");
+    assert_eq!(engine.discard().expect("a device that works"), None);
+}
+
+#[test]
+fn a_step_reads_its_gradients_as_what_they_were_taken() {
+    let mut all = [split(70, 1)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    let (_, source, host) = all[0].gradient(0);
+    let other = View::new(host.address(), Dtype::Float16, host.numel()).expect("a view");
+    // SAFETY: all memory outlives the copies, which are waited for.
+    unsafe { take_these(&engine, &[(0, source, other)]) }.expect("a gradient");
+    let message = submit(&engine, &mut all, 1, Hyper::default()).expect_err("another dtype");
+    assert!(message.to_string().contains("memory and dtype"), "{message}");
+    discard(&engine);
+}
+
+#[test]
+fn a_step_reads_its_gradients_where_they_were_taken_to() {
+    let mut all = [split(70, 1)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    let mut elsewhere = vec![0_u16; 70];
+    let (_, source, host) = all[0].gradient(0);
+    let other = View::new(elsewhere.as_mut_ptr().expose_provenance(), host.dtype(), 70);
+    // SAFETY: all memory outlives the step, which is waited for.
+    unsafe { take_these(&engine, &[(0, source, other.expect("a view"))]) }.expect("a gradient");
+    let message = submit(&engine, &mut all, 1, Hyper::default()).expect_err("elsewhere");
+    assert!(message.to_string().contains("was taken to"), "{message}");
+    discard(&engine);
+    take(&engine, &mut all).expect("a gradient");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    finish(&engine);
+}
+
+#[test]
+fn releasing_returns_the_device_side_and_the_host_side_stays() {
+    let mut all = [split(CHUNK_LEN, 1)];
+    let device = Arc::new(Gated::new(&all));
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device.host);
+    device.streams_wait.store(false, Ordering::Relaxed);
+    device.host.pause(Lane::Download, true);
+    let (mut borrowed, [sources, targets]) = lent();
+    // SAFETY: all memory outlives the step, which is waited for.
+    unsafe { engine.take(&[all[0].gradient(0)], &mut borrowed, STREAM, SOON) }.expect("a gradient");
+    engine.returned().for_each(drop);
+    assert_eq!([&*sources, &*targets].map(count), [0, 0]);
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    assert!(engine.release(STREAM, SOON).expect("the device has all copies"));
+    engine.returned().for_each(drop);
+    assert_eq!([&*sources, &*targets].map(count), [1, 0], "the stream is ordered after the copy");
+    device.host.pause(Lane::Download, false);
+    finish(&engine);
+    engine.returned().for_each(drop);
+    assert_eq!([&*sources, &*targets].map(count), [1, 1]);
+}
+
+// ---- discarded ----
+
+/// Takes the gradient of a step that is not taken, then that of the next in parts; whether the step
+/// begins without them.
+fn steps_an_abandoned_gradient(discards: bool) -> bool {
+    let mut all = [split(CHUNK_LEN + 3, 1)];
+    let abandoned = all[0].grad.clone();
+    all[0].grad = negated(&abandoned);
+    let mut expected = stepped(&all[0], 1, &Hyper::default());
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device);
+    let (_, source, host) = all[0].gradient(0);
+    // SAFETY: all memory outlives the step, which is waited for.
+    unsafe { take_these(&engine, &[(0, part_of(&abandoned, host).0, host)]) }.expect("a gradient");
+    drain(&engine).expect("copies");
+    if discards {
+        discard(&engine);
+    }
+    device.pause(Lane::Download, true);
+    // SAFETY: as above.
+    unsafe { take_parts(&engine, &[(source, host)]) }.expect("a part");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    let is_early = engine.wait(0, &(0..1), STREAM, WATCHED).expect("a step that works");
+    device.pause(Lane::Download, false);
+    finish(&engine);
+    if !is_early {
+        all[0].held.assert_same(&mut expected, "the part");
+    }
+    is_early
+}
+
+#[test]
+fn a_discarded_gradient_is_never_stepped() {
+    assert!(!steps_an_abandoned_gradient(true), "stepped with a gradient of the step before");
+}
+
+#[test]
+fn a_part_is_waited_for_also_where_a_whole_gradient_was_taken_before() {
+    assert!(!steps_an_abandoned_gradient(false), "stepped without a part that was taken");
+}
+
+#[test]
+fn discarding_waits_for_the_copies_and_returns_what_was_lent() {
+    let mut all = [split(70, 1), split(30, 2)];
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device);
+    assert_eq!(engine.discard().expect("nothing to discard"), None);
+    device.pause(Lane::Download, true);
+    // More than the device is given at once: the event behind them is not recorded yet.
+    let gradients: Vec<_> = (0..20).map(|_| all[0].gradient(0)).collect();
+    let (mut first, dropped) = lent();
+    // SAFETY: all memory outlives the copies, which are waited for.
+    unsafe {
+        for gradient in &gradients {
+            assert!(engine.take(&[*gradient], &mut first, STREAM, SOON).expect("a gradient"));
+        }
+    }
+    assert!(first.is_none(), "what is lent is taken");
+    let discarded = engine.discard().expect("a device that works").expect("a gradient was taken");
+    let is_over = || engine.wait_discarded(discarded, WATCHED).expect("a device that works");
+    assert!(!is_over(), "copies are on their way");
+    assert_eq!(engine.returned().count(), 0);
+    // The one that follows is of another step, and is not discarded by the call that waits on.
+    let (mut second, kept) = lent();
+    // SAFETY: as above.
+    unsafe { engine.take(&[all[1].gradient(1)], &mut second, STREAM, SOON) }.expect("a gradient");
+    device.pause(Lane::Download, false);
+    submit(&engine, &mut all[1..], 1, Hyper::default()).expect_err("tensor 0 has another size");
+    drain(&engine).expect("copies");
+    engine.returned().for_each(drop);
+    assert_eq!([&dropped, &kept].map(|both| [count(&both[0]), count(&both[1])]), [[1; 2]; 2]);
+}
+
+/// A wait for a discard ended before the copies had, by Ctrl-C for one.
+#[test]
+fn what_is_taken_after_a_discard_that_was_not_waited_for_is_stepped() {
+    let mut all = [split(70, 1)];
+    let abandoned = all[0].grad.clone();
+    all[0].grad = negated(&abandoned);
+    let mut expected = stepped(&all[0], 1, &Hyper::default());
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device);
+    let (_, source, host) = all[0].gradient(0);
+    device.pause(Lane::Download, true);
+    // More than the device is given at once: the event behind them is not recorded yet.
+    for _ in 0..20 {
+        // SAFETY: all memory outlives the copies, which are waited for.
+        unsafe { take_these(&engine, &[(0, part_of(&abandoned, host).0, host)]) }.expect("one");
+    }
+    let discarded = engine.discard().expect("a device that works").expect("gradients were taken");
+    assert!(!engine.wait_discarded(discarded, WATCHED).expect("copies are on their way"));
+    assert_eq!(engine.discard().expect("a device that works"), Some(discarded), "still the same");
+    let (mut borrowed, dropped) = lent();
+    // SAFETY: as above.
+    unsafe { engine.take(&[(0, source, host)], &mut borrowed, STREAM, SOON) }.expect("a gradient");
+    device.pause(Lane::Download, false);
+    // The wait that goes on is for the old copies, and returns nothing of the new ones.
+    assert!(engine.wait_discarded(discarded, SOON).expect("copies"));
+    engine.returned().for_each(drop);
+    assert_eq!([&*dropped[0], &*dropped[1]].map(count), [0; 2]);
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    assert_eq!(engine.discard().expect("a device that works"), None, "its memory is the step's");
+    finish(&engine);
+    all[0].held.assert_same(&mut expected, "the gradient that was taken last");
+    engine.returned().for_each(drop);
+    assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1; 2]);
+}
+
+#[test]
+fn what_was_discarded_leaves_no_bytes_behind() {
+    let mut all = [split(70, 1)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    for _ in 0..3 {
+        take(&engine, &mut all).expect("a gradient");
+        discard(&engine);
+    }
+    take(&engine, &mut all).expect("a gradient");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    finish(&engine);
+    assert_eq!(engine.timing().bytes_downloaded, 140);
+}
+
+// ---- two generations ----
+
+#[test]
+fn one_generation_is_filled_while_the_other_is_stepped() {
+    let mut all = [split(CHUNK_LEN + 5, 1), split(9, 2)];
+    let hyper = Hyper::default();
+    let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, 1, &hyper)).collect();
+    let tier = Arc::new(Watched::default());
+    let engine = engine_with(host_device(&all), &all, 2, Arc::clone(&tier) as Arc<dyn Tier>, 2);
+    tier.hold(true);
+    take(&engine, &mut all).expect("gradients");
+    submit(&engine, &mut all, 1, hyper).expect("a step");
+
+    // The second generation: other memory on both sides.
+    let seconds: Vec<Vec<u8>> = all.iter().map(|one| negated(&one.grad)).collect();
+    let mut hosts: Vec<Vec<u16>> = all.iter().map(|one| vec![0; one.held.numel]).collect();
+    let mut gradients = Vec::new();
+    for (index, (source, host)) in seconds.iter().zip(&mut hosts).enumerate() {
+        let dtype = all[index].held.tensor().grad.expect("a gradient").dtype();
+        let host = View::new(host.as_mut_ptr().expose_provenance(), dtype, host.len());
+        gradients.push((index, source.as_ptr().expose_provenance() as u64, host.expect("a view")));
+    }
+    // SAFETY: all memory outlives the steps, which are waited for.
+    unsafe { take_these(&engine, &gradients) }.expect("the other generation is free");
+    for (&(_, _, host), source) in gradients.iter().zip(&seconds) {
+        wait_until(|| bytes(host) == *source);
+    }
+    assert!(engine.is_busy(), "the first step is held");
+    let refused = submit(&engine, &mut all, 2, hyper).expect_err("one step at a time");
+    assert!(refused.to_string().contains("still running"), "{refused}");
+    tier.hold(false);
+    finish(&engine);
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        one.held.assert_same(expected, "the first generation");
+    }
+
+    for (one, second) in all.iter_mut().zip(&seconds) {
+        one.grad.clone_from(second);
+    }
+    let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, 2, &hyper)).collect();
+    let update = |index: usize| {
+        let mut update = all[index].update(index, 2, hyper);
+        update.tensor.grad = Some(gradients[index].2);
+        update
+    };
+    let updates: Vec<_> = (0..gradients.len()).map(update).collect();
+    // SAFETY: as above.
+    unsafe { engine.submit(&updates, &mut None, STREAM) }.expect("a step");
+    finish(&engine);
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        one.held.set_grad(|_| 0.0);
+        expected.set_grad(|_| 0.0);
+        one.held.assert_same(expected, "the second generation");
+        one.assert_uploaded();
+    }
+}
+
+/// A wait for a discard ended early, and the other generation is discarded after it.
+#[test]
+fn waiting_for_a_discard_returns_what_both_generations_had_discarded_before() {
+    let mut all = [split(70, 1)];
+    let tier = Arc::new(Watched::default());
+    let engine = engine_with(host_device(&all), &all, 2, Arc::clone(&tier) as Arc<dyn Tier>, 2);
+    tier.hold(true);
+    take(&engine, &mut all).expect("gradients");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    let mut other = vec![0_u16; 70];
+    let (_, source, host) = all[0].gradient(0);
+    let there = View::new(other.as_mut_ptr().expose_provenance(), host.dtype(), 70);
+    let there = there.expect("a view");
+    let take_lent = |target: View| {
+        let (mut lent, dropped) = lent();
+        // SAFETY: all memory outlives the engine.
+        unsafe { engine.take(&[(0, source, target)], &mut lent, STREAM, SOON) }.expect("one");
+        dropped
+    };
+    let discard = || engine.discard().expect("a device").expect("a gradient was taken");
+    let counts = |dropped: [&[Arc<AtomicUsize>; 2]; 2]| {
+        engine.returned().for_each(drop);
+        dropped.map(|both| [count(&both[0]), count(&both[1])])
+    };
+    let seconds = take_lent(there);
+    let second = discard();
+    tier.hold(false);
+    assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+    let firsts = take_lent(host);
+    let first = discard();
+    assert_ne!(first, second);
+    // The earlier discard is waited for, and nothing of the later one comes back.
+    assert!(engine.wait_discarded(second, SOON).expect("copies"));
+    assert_eq!(counts([&firsts, &seconds]), [[0; 2], [1; 2]]);
+    assert_eq!(engine.discard().expect("a device"), Some(first), "it is still to be waited for");
+    assert!(engine.wait_discarded(first, SOON).expect("copies"));
+    assert_eq!(counts([&firsts, &seconds]), [[1; 2], [1; 2]]);
+
+    // The same, and the later discard alone is waited for.
+    tier.hold(true);
+    submit(&engine, &mut all, 2, Hyper::default()).expect("a step");
+    let seconds = take_lent(there);
+    discard();
+    tier.hold(false);
+    assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+    let firsts = take_lent(host);
+    assert!(engine.wait_discarded(discard(), SOON).expect("copies"));
+    assert_eq!(counts([&firsts, &seconds]), [[1; 2], [1; 2]]);
+    assert_eq!(engine.discard().expect("a device"), None);
+}
+
+#[test]
+fn the_only_generation_is_not_filled_while_it_is_stepped() {
+    let mut all = [split(70, 1)];
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device);
+    device.pause(Lane::Download, true);
+    take(&engine, &mut all).expect("a gradient");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    let refused = take(&engine, &mut all).expect_err("it is read").to_string();
+    assert!(refused.contains("one generation") && refused.contains("hint"), "{refused}");
+    // There is nothing to discard, and the step is not disturbed.
+    assert_eq!(engine.discard().expect("nothing"), None);
+    let mut expected = stepped(&all[0], 1, &Hyper::default());
+    device.pause(Lane::Download, false);
+    finish(&engine);
+    all[0].held.assert_same(&mut expected, "the step");
+}
+
+#[test]
+fn no_or_many_generations_are_refused() {
+    for generations in [0, 3] {
+        let shape = Shape { numels: &[1], generations };
+        let Err(error) = Engine::new("cpu", shape, battery::pool_of(1), Isa::SCALAR) else {
+            panic!("`{generations}` were taken")
+        };
+        assert!(error.to_string().contains(&format!("`{generations}`")), "{error}");
+    }
+}
+
+/// Waits for what another thread does.
+fn wait_until(is_there: impl Fn() -> bool) {
+    let begin = std::time::Instant::now();
+    while !is_there() {
+        assert!(begin.elapsed() < SOON, "it does not come");
+        thread::yield_now();
+    }
+}
+
+// ---- bounds ----
+
+#[test]
+fn a_full_queue_takes_a_call_whole_or_not_at_all() {
+    let mut all = [split(30, 1)];
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device);
+    device.pause(Lane::Download, true);
+    let gradient = all[0].gradient(0);
+    let mut taken = 0;
+    let (mut last, dropped) = lent();
+    // SAFETY: all memory outlives the copies, which are waited for.
+    unsafe {
+        while engine.take(&[gradient], &mut None, STREAM, WATCHED).expect("a device") {
+            taken += 1;
+            assert!(taken < 10_000, "the queue is not bounded");
+        }
+        assert!(!engine.take(&[gradient], &mut last, STREAM, WATCHED).expect("a device"));
+    }
+    assert!(taken > 20 && last.is_some(), "what is not queued is not taken");
+    // What is announced can still be stepped, or discarded.
+    let discarded = engine.discard().expect("a device").expect("a gradient was taken");
+    assert!(!engine.wait_discarded(discarded, WATCHED).expect("copies are on their way"));
+    device.pause(Lane::Download, false);
+    discard(&engine);
+    // SAFETY: as above.
+    assert!(unsafe { engine.take(&[gradient], &mut last, STREAM, SOON) }.expect("room"));
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    finish(&engine);
+    engine.returned().for_each(drop);
+    assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1, 1]);
+}
+
+#[test]
+fn more_copies_than_the_queue_has_places_are_refused() {
+    let mut all = [split(30, 1)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    let (_, source, host) = all[0].gradient(0);
+    // SAFETY: it is refused.
+    let refused = unsafe { take_parts(&engine, &vec![(source, host); 10_000]) };
+    let message = refused.expect_err("too many").to_string();
+    assert!(message.contains("`10003` copies") && message.contains("hint"), "{message}");
+    drain(&engine).expect("nothing to wait for");
+}
