@@ -15,7 +15,7 @@ use std::{
 
 use drives::{Call, Drives, Effect, Power};
 use proptest::prelude::*;
-use rustix::io::Errno;
+use rustix::{fs::FlockOperation, io::Errno};
 use stepwell::{
     Error, Result,
     host::pool::{Pool, PoolConfig},
@@ -217,6 +217,35 @@ fn what_was_written_is_read_by_every_engine_and_after_reopening_by_the_other() {
             volume.commit(9).expect("committed");
             assert_is_step(&volume, 9);
         }
+    }
+}
+
+/// Workers of a step share one volume: each writes and reads records of its own.
+#[test]
+fn threads_share_a_volume() {
+    const THREADS: usize = 4;
+    for engine in ENGINES {
+        let place = Place::in_memory(3);
+        let volume = place.create(&[9000; 4 * THREADS], &Options { engine, ..kept() });
+        let volume = volume.expect("made");
+        for step in 1..20 {
+            std::thread::scope(|scope| {
+                for thread in 0..THREADS {
+                    let volume = &volume;
+                    scope.spawn(move || {
+                        for record in (thread..volume.num_records()).step_by(THREADS) {
+                            if step > 1 {
+                                let found = read(volume, record).expect("whole");
+                                assert!(found == content(record, step - 1, 9000));
+                            }
+                            write(volume, record, step).expect("written");
+                        }
+                    });
+                }
+            });
+            volume.commit(step).expect("committed");
+        }
+        assert_is_step(&volume, 19);
     }
 }
 
@@ -454,17 +483,21 @@ fn a_full_drive_is_an_error_when_the_volume_is_made_and_nothing_is_left() {
 
 #[test]
 fn after_a_flush_that_failed_nothing_is_done_any_more() {
-    for (call, after) in [(Call::Sync, 0), (Call::Write, 0), (Call::Sync, 1)] {
-        let place = Place::new(2);
+    // The flush of records on a member without an index; write and flush of each copy of the index.
+    for (member, call, after) in
+        [(1, Call::Sync, 0), (0, Call::Write, 0), (0, Call::Sync, 1), (2, Call::Sync, 1)]
+    {
+        let place = Place::new(3);
         let drives = Drives::new();
         let options = Options { between: drives.between(), ..kept() };
         let volume = place.create(&SIZES, &options).expect("made");
         write_all(&volume, 1).expect("written");
         volume.commit(1).expect("committed");
         write_all(&volume, 2).expect("written");
-        drives.fault(0, call, after, Effect::Fails(Errno::IO));
+        drives.fault(member, call, after, Effect::Fails(Errno::IO));
         let error = volume.commit(2).expect_err("on the drive that fails");
-        assert_says(&error, &["volume `v`", "member `0`", "step `"]);
+        let member = format!("member `{member}`");
+        assert_says(&error, &["volume `v`", &member, "step `"]);
         drives.repair();
         for error in [
             volume.commit(2).expect_err("broken"),
@@ -472,7 +505,7 @@ fn after_a_flush_that_failed_nothing_is_done_any_more() {
             read(&volume, 0).expect_err("broken"),
             volume.revert().expect_err("broken"),
         ] {
-            assert_says(&error, &["not used any more", "member `0`", "open it again"]);
+            assert_says(&error, &["not used any more", &member, "open it again"]);
         }
         drop(volume);
         let volume = place.open().expect("opened");
@@ -502,6 +535,23 @@ fn a_drive_that_hangs_holds_nobody_up_for_ever() {
     // The request and its buffer outlive the volume.
     drives.release();
     ticket.wait(SOON).expect("read after all").expect("over soon");
+}
+
+/// REQ-1: the drive may still write to it.
+#[test]
+fn a_buffer_is_nobody_elses_until_its_read_has_ended() {
+    let place = Place::new(1);
+    let drives = Drives::new();
+    let options = Options { between: drives.between(), ..kept() };
+    let volume = place.create(&SIZES, &options).expect("made");
+    write_all(&volume, 1).expect("written");
+    drives.fault(0, Call::Read, 0, Effect::Hangs);
+    drop(volume.read(0, buffer(&volume)).expect("begun"));
+    let free: Vec<RecordBuffer> = (0..3).map(|_| buffer(&volume)).collect();
+    assert!(volume.buffer(Duration::from_millis(20)).is_none(), "that of the read");
+    drives.release();
+    buffer(&volume);
+    drop(free);
 }
 
 /// What a program does with a volume until the power goes.
@@ -617,6 +667,13 @@ fn a_member_that_is_not_what_it_was_is_named() {
     let error = refused(&both);
     assert_says(&error, &["index", "volume `v`", "member `0`"]);
     assert_eq!(errno(&error), Some(Errno::BADMSG));
+    // What is opened is whole again: either copy alone would do the next time.
+    let twice = |place: &Place| {
+        flip(&place.member(0), first_index + 70);
+        drop(place.open().expect("the other copy"));
+        flip(&place.member(2), first_index + 4096 + 70);
+    };
+    opened(&twice).expect("the first copy");
     // Fewer folders than members.
     let place = Place::new(3);
     left_at_step_1(&place);
@@ -973,14 +1030,26 @@ fn nothing_of_a_killed_process_lands_once_the_volume_is_open() {
         lines.map_while(std::io::Result::ok).find(|line| line == "submitted").expect("it writes");
         child.kill().expect("alive");
         let begin = Instant::now();
-        let volume = Volume::open(&location, &options, &pool()).expect("fenced");
+        // What opening does first. The rest of it would queue behind those writes at the drive.
+        let locked: Vec<File> = (0..location.folders.len())
+            .map(|member| {
+                let file = File::open(member_path(&location, member)).expect("a member");
+                while rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+                    assert!(begin.elapsed() < SOON, "still locked");
+                    std::thread::yield_now();
+                }
+                file
+            })
+            .collect();
         let waited = begin.elapsed();
         child.wait().expect("killed");
-        let opened = contents();
+        let fenced = contents();
         // Long enough to see writes that land late: what is in flight takes seconds.
         std::thread::sleep(Duration::from_secs(3));
-        assert!(contents() == opened, "a write has landed after the volume was opened");
-        eprintln!("opened {waited:?} after the kill {engine}");
+        assert!(contents() == fenced, "a write has landed after the lock was free");
+        eprintln!("locked {waited:?} after the kill {engine}");
+        drop(locked);
+        let volume = Volume::open(&location, &options, &pool()).expect("fenced");
         assert_eq!(volume.step(), None);
     }
     let volume = Volume::open(&location, &Options { keep: false, ..options }, &pool());

@@ -185,8 +185,8 @@ pub(super) struct Shortcomings {
 /// The queues of all members and the threads that empty them.
 pub(super) struct Engine {
     pub(super) queues: Vec<Arc<Queue>>,
-    /// Is disconnected when all threads have ended.
-    ended: Option<Receiver<()>>,
+    /// Is disconnected when all threads have ended. A mutex: a receiver alone is one thread's.
+    ended: Mutex<Option<Receiver<()>>>,
     pub(super) has_rings: bool,
 }
 
@@ -229,7 +229,7 @@ impl Engine {
     fn new(num_members: usize, operations_max: usize) -> io::Result<Self> {
         let queues: io::Result<Vec<_>> =
             (0..num_members).map(|_| Queue::new(operations_max)).collect();
-        Ok(Self { queues: queues?, ended: None, has_rings: false })
+        Ok(Self { queues: queues?, ended: Mutex::new(None), has_rings: false })
     }
 
     fn start_rings(
@@ -240,7 +240,7 @@ impl Engine {
     ) -> io::Result<Shortcomings> {
         let mut shortcomings = Shortcomings { buffers: None };
         let (running, ended) = channel();
-        self.ended = Some(ended);
+        *lock(&self.ended) = Some(ended);
         for (number, (member, queue)) in members.iter().zip(&self.queues).enumerate() {
             let (tell, told) = sync_channel(1);
             let (queue, file) = (Arc::clone(queue), Arc::clone(&member.file));
@@ -266,7 +266,7 @@ impl Engine {
 
     fn start_positional(&mut self, members: &[Member], depth: usize) -> io::Result<()> {
         let (running, ended) = channel();
-        self.ended = Some(ended);
+        *lock(&self.ended) = Some(ended);
         for (number, (member, queue)) in members.iter().zip(&self.queues).enumerate() {
             for _ in 0..depth.min(POSITIONAL_THREADS_MAX) {
                 let (queue, disk) = (Arc::clone(queue), Arc::clone(&member.disk));
@@ -284,13 +284,12 @@ impl Engine {
     /// they have. They own all that they use, so nothing has to wait for them.
     pub(super) fn close(&mut self) -> Option<Receiver<()>> {
         self.queues.iter().for_each(|queue| queue.close());
-        self.ended.take()
+        lock(&self.ended).take()
     }
 
     /// The threads are another process's.
     pub(super) fn forget(&mut self) {
         std::mem::forget(std::mem::take(&mut self.queues));
-        self.ended = None;
     }
 }
 

@@ -146,7 +146,8 @@ impl Member {
                     format!(
                         "{named} is locked, and not by a process that can be seen from here, after \
                          `{:.1}` s; hint: writes of a process that was killed are still on their \
-                         way to the drive, or a process of another container uses it",
+                         way to the drive, a forked child of it still runs, or a process of \
+                         another container uses it",
                         timeout.as_secs_f64()
                     ),
                     error,
