@@ -1,0 +1,442 @@
+"""The plan of an engine, from its configuration alone: every row of obstacles, gates, warnings.
+
+DeepSpeed is not imported. The engine and what the plan asks of DeepSpeed are stand-ins.
+`test_deepspeed_options` has the plans of real ones.
+"""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import stepwell
+import torch
+from stepwell.deepspeed.options import Options, options_of
+from stepwell.deepspeed.plan import device_of, inference_plan, plan
+
+
+class DeepSpeedCPUAdam(torch.optim.AdamW):
+    pass
+
+
+class PipelineModule(torch.nn.Module):
+    pass
+
+
+class Engine:
+    """A DeepSpeedEngine of ZeRO-2 with CPU offload on one rank, but for what is given."""
+
+    def __init__(self, block=None, json=None, **changed):
+        self.values = {
+            "zero_optimization_stage": 2,
+            "zero_offload_optimizer": SimpleNamespace(device=SimpleNamespace(value="cpu")),
+            "zero_offload_param": None,
+            "zero_partial_offload": 1.0,
+            "zero_elastic_checkpoint": False,
+            "zero_quantized_weights": False,
+            "zero_quantized_nontrainable_weights": False,
+            "super_offload": False,
+            "bf16_master_weights_and_gradients": False,
+            "fp16_master_weights_and_gradients": False,
+            "bfloat16_enabled": True,
+            "wall_clock_breakdown": False,
+            "is_deepcompile_enabled": False,
+            "optimizer_params": {},
+        }
+        self.fields = {
+            "zenflow": False,
+            "has_moe_layers": False,
+            "mpu": None,
+            "module": torch.nn.Linear(1, 1),
+            "seq_data_parallel_group": None,
+        }
+        hybrid = changed.pop("hybrid_engine", False)
+        for name, value in changed.items():
+            known = self.values if name in self.values else self.fields
+            assert name in known, name
+            known[name] = value
+        self._config = SimpleNamespace(
+            _param_dict={**(json or {}), **({} if block is None else {"stepwell": block})},
+            hybrid_engine=SimpleNamespace(enabled=hybrid),
+        )
+
+    def __getattr__(self, name):
+        if name in self.values:
+            return lambda: self.values[name]
+        return self.fields[name]
+
+
+@pytest.fixture(autouse=True)
+def deepspeed(monkeypatch):
+    """What the plan asks of DeepSpeed."""
+    found = SimpleNamespace(accelerator="cuda", world_size=1, autocast_dtype=None)
+    modules = {
+        "deepspeed": SimpleNamespace(
+            comm=SimpleNamespace(get_world_size=lambda group: found.world_size)
+        ),
+        "deepspeed.accelerator": SimpleNamespace(
+            get_accelerator=lambda: SimpleNamespace(_name=found.accelerator)
+        ),
+        "deepspeed.ops.adam": SimpleNamespace(DeepSpeedCPUAdam=DeepSpeedCPUAdam),
+        "deepspeed.runtime.pipe.module": SimpleNamespace(PipelineModule=PipelineModule),
+        "deepspeed.runtime.torch_autocast": SimpleNamespace(
+            is_autocast_initialized=lambda: found.autocast_dtype is not None,
+            get_autocast_dtype=lambda: found.autocast_dtype,
+        ),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return found
+
+
+def cpu_adam(**options):
+    return DeepSpeedCPUAdam([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def ours(**options):
+    return stepwell.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
+
+
+def offload(device):
+    return SimpleNamespace(device=device)
+
+
+def planned(engine, optimizer=None, *, is_zero=True, unfit=None):
+    asked = []
+
+    def why_unfit(cls):
+        asked.append(cls)
+        return unfit
+
+    found = plan(engine, optimizer or cpu_adam(), is_zero=is_zero, unfit=why_unfit)
+    # The sources of DeepSpeed are read only where there is something to run on the engine.
+    assert len(asked) == (device_of(engine.zero_offload_optimizer()) is not None)
+    return found
+
+
+# ---- on the engine ----
+
+
+@pytest.mark.parametrize(
+    ("changed", "zero_class", "gate"),
+    [
+        ({}, "OffloadZeroOptimizer", "module"),
+        ({"zero_optimization_stage": 1}, "OffloadZeroOptimizer", "module"),
+        ({"block": {"gate": "step"}}, "OffloadZeroOptimizer", "step"),
+        ({"wall_clock_breakdown": True}, "OffloadZeroOptimizer", "step"),
+        ({"zero_optimization_stage": 3}, "OffloadZeroOptimizerStage3", "step"),
+        # At these stages DeepSpeed does as if they were not there.
+        ({"zero_offload_param": offload("nvme")}, "OffloadZeroOptimizer", "module"),
+        ({"zero_offload_param": offload("none")}, "OffloadZeroOptimizer", "module"),
+        ({"mpu": SimpleNamespace(initialize_sequence_parallel=None)}, None, "module"),
+        ({"has_moe_layers": True}, "OffloadZeroOptimizer", "module"),
+        ({"zero_elastic_checkpoint": True}, "OffloadZeroOptimizer", "module"),
+        ({"zero_optimization_stage": 3, "zero_partial_offload": 0.5}, None, "step"),
+        ({"bf16_master_weights_and_gradients": True}, "OffloadZeroOptimizer", "module"),
+    ],
+)
+def test_what_the_engine_takes(changed, zero_class, gate):
+    found = planned(Engine(**changed))
+    assert found.zero_class is not None
+    assert zero_class in (None, found.zero_class)
+    assert (found.tier, found.gate, found.reasons, found.warning) == ("ram", gate, (), None)
+    assert found.is_pinned
+    assert not found.propagates
+
+
+def test_several_ranks_wait_in_the_step(deepspeed):
+    deepspeed.world_size = 2
+    found = planned(Engine())
+    assert (found.gate, found.warning) == ("step", None)
+    found = planned(Engine(block={"gate": "module"}))
+    assert "`stepwell.gate` is `module`, but with several ranks" in found.warning
+    assert planned(Engine(block={"gate": "step"})).warning is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"wall_clock_breakdown": True}, "but with wall_clock_breakdown"),
+        ({"zero_optimization_stage": 3}, "but under ZeRO-3"),
+    ],
+)
+def test_a_gate_that_is_written_and_not_followed_is_told(changed, said):
+    found = planned(Engine(block={"gate": "module"}, **changed))
+    assert said in found.warning
+    assert 'hint: "gate": "step" says so' in found.warning
+
+
+def test_other_keys_that_are_not_followed_are_told():
+    found = planned(Engine(block={"accumulate": "host"}, zero_optimization_stage=1))
+    assert "under ZeRO-1 without effect in the block `stepwell`: `accumulate`" in found.warning
+    assert planned(Engine(block={"accumulate": "host"})).warning is None
+    found = planned(Engine(zero_offload_optimizer=offload("nvme")))
+    assert found.zero_class == "OffloadZeroOptimizer"
+    assert "device is `nvme`, but below stage 3" in found.warning
+
+
+@pytest.mark.parametrize(("pin", "is_pinned"), [(None, True), (True, True), (False, False)])
+def test_pinning_is_what_the_json_says(pin, is_pinned):
+    block = {} if pin is None else {"pin_memory": pin}
+    json = {"zero_optimization": {"offload_optimizer": block}}
+    assert planned(Engine(json=json)).is_pinned == is_pinned
+    assert planned(Engine(json={"zero_optimization": "auto"})).is_pinned
+
+
+@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
+def test_propagation_is_what_the_json_says(key):
+    json = {key: {"check_grad_overflow": False}}
+    assert planned(Engine(json=json)).propagates
+    assert not planned(Engine(json={key: {"check_grad_overflow": True}})).propagates
+    assert not planned(Engine(json={key: {}})).propagates
+    assert not planned(Engine(json=json, bfloat16_enabled=False)).propagates
+    # Also where the engine does not step.
+    assert planned(Engine(json=json, zenflow=True)).propagates
+    assert planned(Engine(json=json, zero_offload_optimizer=None)).propagates
+    # The optimizer's own word is nearer to it.
+    assert planned(Engine(json=json), ours()).propagates
+    assert planned(Engine(json=json, optimizer_params=None), ours()).propagates
+    params = {"nonfinite": "raise"}
+    assert not planned(Engine(json=json, optimizer_params=params), ours()).propagates
+    assert planned(Engine(json=json, optimizer_params=params)).propagates
+
+
+# ---- not on the engine ----
+
+
+class Subclass(torch.optim.AdamW):
+    pass
+
+
+OBSTACLES = {
+    "nvme": (
+        {"zero_optimization_stage": 3, "zero_offload_optimizer": offload("nvme")},
+        {},
+        "offload_optimizer.device is `nvme`",
+        "NVMe swapper",
+    ),
+    "optimizer": (
+        {},
+        {"optimizer": Subclass([torch.nn.Parameter(torch.ones(1))])},
+        "the optimizer is `Subclass`, a subclass of AdamW",
+        "own path, with `Subclass`",
+    ),
+    "torch's optimizer": (
+        {},
+        {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+        "the optimizer is `SGD`",
+        "own path, with torch's `SGD`",
+    ),
+    "ZenFlow": ({"zenflow": True}, {}, "zenflow is on", "DeepSpeed's ZenFlow, on Stepwell's"),
+    "SuperOffload": (
+        {"super_offload": True},
+        {},
+        "super_offload is on",
+        "DeepSpeed's SuperOffload",
+    ),
+    "parameters": (
+        {"zero_optimization_stage": 3, "zero_offload_param": offload("nvme")},
+        {},
+        "offload_param.device is `nvme`",
+        "DeepSpeed's own path",
+    ),
+    "quantized": ({"zero_quantized_weights": True}, {}, "weights are quantized", "own path"),
+    "quantized, frozen": (
+        {"zero_quantized_nontrainable_weights": True},
+        {},
+        "weights are quantized",
+        "own path",
+    ),
+    "ratio, bf16 masters": (
+        {"zero_partial_offload": 0.5, "bf16_master_weights_and_gradients": True},
+        {},
+        "ratio is `0.5`, and masters are in 16 bits",
+        "Twin-Flow",
+    ),
+    "ratio, fp16 masters": (
+        {"zero_partial_offload": 0.5, "fp16_master_weights_and_gradients": True},
+        {},
+        "ratio is `0.5`, and masters are in 16 bits",
+        "Twin-Flow",
+    ),
+    "experts": (
+        {"has_moe_layers": True, "zero_optimization_stage": 3},
+        {},
+        "mixtures of experts",
+        "own path",
+    ),
+    "pipeline": ({"module": PipelineModule()}, {}, "is a pipeline", "own path"),
+    "model parallel": ({"mpu": SimpleNamespace()}, {}, "the model is parallel", "own path"),
+    "DeepCompile": ({"is_deepcompile_enabled": True}, {}, "DeepCompile is on", "own path"),
+    "hybrid engine": ({"hybrid_engine": True}, {}, "the hybrid engine is on", "own path"),
+    "version": ({}, {"unfit": "`step` is another"}, "`step` is another", "own path"),
+    "off": ({"block": {"engine": False, "threads": 1}}, {}, '"engine" is false', "own path"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_each_obstacle_is_told_with_what_steps_instead(name):
+    changed, options, reason, stepper = OBSTACLES[name]
+    found = planned(Engine(**changed), **options)
+    assert (found.zero_class, found.tier, found.gate) == (None, None, None)
+    (told,) = found.reasons
+    assert reason in told
+    assert f"not on the offload engine: {told}. What steps: " in found.warning
+    assert stepper in found.warning.partition("What steps: ")[2].partition(". hint: ")[0]
+    keeps = '"stepwell": {"engine": false} in the JSON keeps it so without this warning'
+    assert (keeps in found.warning) == (name != "off")
+    assert ("without effect in the block" in found.warning) == (name == "off")
+
+
+def test_without_zero_nothing_is_offloaded(deepspeed):
+    deepspeed.accelerator = "cpu"
+    found = planned(Engine(zero_optimization_stage=0), is_zero=False)
+    (told,) = found.reasons
+    assert told == "zero_optimization.stage is `0`, at which DeepSpeed offloads nothing"
+    assert "What steps: DeepSpeed without ZeRO, on Stepwell's kernels" in found.warning
+    deepspeed.accelerator = "cuda"
+    reasons = planned(Engine(zero_optimization_stage=0), is_zero=False).reasons
+    assert reasons == ("optimizer state is on `cuda`", told)
+
+
+def test_a_user_who_has_turned_the_engine_off_knows():
+    found = planned(Engine(block={"engine": False}))
+    assert found.zero_class is None
+    assert found.warning is None
+
+
+def test_all_obstacles_are_told():
+    found = planned(Engine(zenflow=True, is_deepcompile_enabled=True))
+    assert len(found.reasons) == 2
+    assert "; ".join(found.reasons) in found.warning
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "is_there"), [(1, 2, False), (2, 2, True), (1, 3, True), (2, 1, True)]
+)
+def test_experts_are_one_rank_s_of_zero_2(deepspeed, world_size, stage, is_there):
+    deepspeed.world_size = world_size
+    found = planned(Engine(has_moe_layers=True, zero_optimization_stage=stage))
+    assert bool(found.reasons) == is_there
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_there"), [(None, False), (torch.bfloat16, False), (torch.float16, True)]
+)
+def test_autocast_in_float16(deepspeed, dtype, is_there):
+    deepspeed.autocast_dtype = dtype
+    assert bool(planned(Engine()).reasons) == is_there
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda", "xpu"])
+def test_accelerators(deepspeed, accelerator):
+    deepspeed.accelerator = accelerator
+    reasons = planned(Engine()).reasons
+    assert reasons == (("the accelerator is `xpu`",) if accelerator == "xpu" else ())
+
+
+@pytest.mark.parametrize("device", [None, "none"])
+def test_nothing_is_offloaded(device):
+    config = None if device is None else offload(device)
+    found = planned(Engine(zero_offload_optimizer=config))
+    assert (found.zero_class, found.tier, found.gate, found.reasons) == (None, None, None, ())
+    assert found.warning is None
+    block = {"threads": 1, "moments": "fp32", "accumulate": "host"}
+    found = planned(Engine(block=block, zero_offload_optimizer=config))
+    assert "nothing is offloaded. without effect in the block" in found.warning
+    assert "`accumulate`, `threads`. hint: " in found.warning
+
+
+# ---- optimizers of Stepwell's ----
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"zero_offload_optimizer": None}, "optimizer state is on `cuda`"),
+        ({"zero_elastic_checkpoint": True}, "elastic_checkpoint cannot cut the state of `AdamW`"),
+        (
+            {"zero_optimization_stage": 3, "zero_offload_optimizer": offload("nvme")},
+            "device is `nvme`",
+        ),
+        ({"zenflow": True}, "zenflow is on"),
+        ({"super_offload": True}, "super_offload is on"),
+        ({"zero_partial_offload": 0.5}, "ratio is `0.5`, and `AdamW` steps in host memory only"),
+    ],
+)
+def test_ours_is_refused_where_it_cannot_step(changed, said):
+    with pytest.raises(
+        ValueError, match=r"optimizer `AdamW` steps in host memory(.|\n)*hint: "
+    ) as (raised):
+        planned(Engine(**changed), ours())
+    assert said in str(raised.value)
+    # What stops ours does not stop DeepSpeed's.
+    planned(Engine(**changed))
+
+
+def test_ours_steps_on_deepspeeds_own_path_where_it_can(deepspeed):
+    found = planned(Engine(is_deepcompile_enabled=True), ours())
+    assert "What steps: DeepSpeed's own path, on Stepwell's kernels. hint: " in found.warning
+    assert planned(Engine(), ours()).zero_class == "OffloadZeroOptimizer"
+    deepspeed.accelerator = "cpu"
+    assert planned(Engine(zero_offload_optimizer=None), ours()).reasons == ()
+    # It is not ZeRO that steps it, and its state is in host memory.
+    found = planned(Engine(zero_optimization_stage=0), ours(), is_zero=False)
+    assert "stage is `0`" in found.reasons[0]
+
+
+def test_moments_are_the_optimizer_s():
+    assert planned(Engine(block={"moments": "q8"}), ours(moments="q8")).options.moments == "q8"
+    assert planned(Engine(block={"moments": "fp32"})).options.moments == "fp32"
+    with pytest.raises(ValueError, match=r"moments` is `q8`(.|\n)*`AdamW` with `fp32`"):
+        planned(Engine(block={"moments": "q8"}), ours())
+    with pytest.raises(ValueError, match="`DeepSpeedCPUAdam` with `fp32`"):
+        planned(Engine(block={"moments": "q8"}))
+    with pytest.raises(ValueError, match="`AdamW` with `q8`"):
+        planned(Engine(block={"moments": "fp32"}), ours(moments="q8"))
+
+
+# ---- the block ----
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {},
+        {"engine": False},
+        {"moments": "bf16", "gate": "step", "accumulate": "device", "threads": 1},
+        {"threads": None, "host_bytes_max": None, "moments": None},
+        {"host_bytes_max": 0},
+    ],
+)
+def test_a_block_says_what_it_says(block):
+    found = options_of(Engine(block=block))
+    assert found == Options(**block)
+    assert inference_plan(Engine(block=block)).options == found
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ([], r"`stepwell` is `\[\]`, expected a block(.|\n)*hint"),
+        ({"b": 1, "a": 2, "gate": "step"}, "`a, b` in the block `stepwell`"),
+        ({"engine": 1}, "`stepwell.engine` is `1`"),
+        ({"moments": "fp8"}, "`stepwell.moments` is `fp8`"),
+        ({"gate": None}, "`stepwell.gate` is `None`"),
+        ({"accumulate": "gpu"}, "`stepwell.accumulate` is `gpu`"),
+        ({"threads": 0}, "`stepwell.threads` is `0`"),
+        ({"threads": True}, "`stepwell.threads` is `True`"),
+        ({"threads": 1.0}, r"`stepwell.threads` is `1\.0`"),
+        ({"host_bytes_max": True}, "`stepwell.host_bytes_max` is `True`"),
+        ({"host_bytes_max": 1e9}, "`stepwell.host_bytes_max` is `1000000000.0`"),
+    ],
+)
+def test_a_block_that_cannot_be_understood_is_refused(block, said):
+    with pytest.raises(ValueError, match=said):
+        options_of(Engine(block=block))
+
+
+def test_devices():
+    assert device_of(None) is None
+    assert device_of(offload("none")) is None
+    assert device_of(offload("cpu")) == "cpu"
+    assert device_of(offload(SimpleNamespace(value="nvme"))) == "nvme"
