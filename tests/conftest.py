@@ -7,6 +7,7 @@ import sys
 
 import hypothesis
 import pytest
+from fork_server import PATIENCE
 
 # The default repeats the same examples, so that a run is the same run. `thorough` takes more of
 # them, `random` others in every run, `deep` both: `--hypothesis-profile=deep`, or
@@ -44,6 +45,14 @@ def pytest_runtest_setup(item):
     for marker, (is_met, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not is_met():
             pytest.skip(reason)
+
+
+def pytest_collection_modifyitems(config, items):
+    if PATIENCE != 1:
+        for item in items:
+            marker = item.get_closest_marker("timeout")
+            seconds = marker.args[0] if marker else float(config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(seconds * PATIENCE), append=False)
 
 
 @pytest.fixture(autouse=True, scope="module")

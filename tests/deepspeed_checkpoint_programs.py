@@ -14,6 +14,7 @@ from deepspeed_engines import (
     train,
     vectors,
 )
+from fork_server import PATIENCE
 
 CHECKPOINTS = {
     "AdamW, ZeRO-1": {"stage": 1},
@@ -183,5 +184,5 @@ def to_universal(saved, in_process):
     else:
         # As people do: where nobody has registered Stepwell.
         command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments]
-        subprocess.run(command, check=True, timeout=120)
+        subprocess.run(command, check=True, timeout=120 * PATIENCE)
     return "universal"

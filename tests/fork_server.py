@@ -24,6 +24,9 @@ import time
 import types
 from pathlib import Path
 
+PATIENCE = float(os.environ.get("STEPWELL_TEST_PATIENCE", "1"))
+"""How many times longer than usual tests may take: for machines that have other work, too."""
+
 IMPORTED_BY_DEEPSPEED = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
 """It asks what GPUs there are, which initialises CUDA. What has done that cannot be forked."""
 
@@ -35,7 +38,7 @@ def python(*arguments, cwd=None, environment=None, timeout, imports=("torch",)):
         arguments: `-c`, `-m` or a file, and what the program gets.
         cwd: where it runs; None: here.
         environment: variables beside those of this process.
-        timeout: in seconds. A process that takes longer is killed.
+        timeout: in seconds, times `PATIENCE`. A process that takes longer is killed.
         imports: modules that are there already.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +63,8 @@ def run(processes, *, imports, timeout):
     """
     process = server(*imports)
     try:
-        process.stdin.write(json.dumps({"processes": processes, "timeout": timeout}) + "\n")
+        request = {"processes": processes, "timeout": timeout * PATIENCE}
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         return json.loads(process.stdout.readline())
     except BaseException:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import stepwell
 import torch
+from stepwell.deepspeed import fingerprints
 from stepwell.deepspeed.options import Options, options_of
 from stepwell.deepspeed.plan import device_of, inference_plan, plan
 
@@ -80,7 +81,8 @@ def deepspeed(monkeypatch):
         "deepspeed.runtime.pipe.module": SimpleNamespace(PipelineModule=PipelineModule),
         "deepspeed.runtime.torch_autocast": SimpleNamespace(
             is_autocast_initialized=lambda: found.autocast_dtype is not None,
-            get_autocast_dtype=lambda: found.autocast_dtype,
+            # Of a run before, where there is none now.
+            get_autocast_dtype=lambda: found.autocast_dtype or torch.float16,
         ),
     }
     for name, module in modules.items():
@@ -302,6 +304,11 @@ def test_a_user_who_has_turned_the_engine_off_knows():
     found = planned(Engine(block={"engine": False}))
     assert found.zero_class is None
     assert found.warning is None
+
+
+def test_another_version_is_advised_to_be_the_tested_one():
+    found = planned(Engine(), unfit="`step` is another")
+    assert f"pip install 'deepspeed=={fingerprints.releases()[-1]}'" in found.warning
 
 
 def test_all_obstacles_are_told():
