@@ -20,7 +20,8 @@ use stepwell::{
     Error, Result,
     host::pool::{Pool, PoolConfig},
     tier::volume::{
-        Durability, EngineKind, Location, Options, RecordBuffer, Shape, Ticket, Volume, unique_name,
+        Durability, EngineKind, Location, Options, RecordBuffer, Shape, Ticket, Volume, found,
+        unique_name,
     },
 };
 use tempfile::TempDir;
@@ -515,26 +516,30 @@ fn after_a_flush_that_failed_nothing_is_done_any_more() {
 
 #[test]
 fn a_drive_that_hangs_holds_nobody_up_for_ever() {
-    let place = Place::new(2);
-    let drives = Drives::new();
-    let io_timeout = Duration::from_millis(50);
-    let options = Options { between: drives.between(), io_timeout, ..kept() };
-    let volume = place.create(&SIZES, &options).expect("made");
-    write_all(&volume, 1).expect("written");
-    drives.fault(1, Call::Read, 0, Effect::Hangs);
-    let mut ticket = volume.read(3, buffer(&volume)).expect("begun");
-    assert!(ticket.wait(Duration::from_millis(1)).expect("no outcome").is_none());
-    assert!(!ticket.is_over());
-    assert_says(&begin_write(&volume, 3, 1).expect_err("being read"), &["record `3`"]);
-    drives.fault(1, Call::Sync, 0, Effect::Hangs);
-    let error = volume.commit(1).expect_err("no answer");
-    assert_eq!(errno(&error), Some(Errno::TIMEDOUT), "{error}");
-    assert!(drives.hanging() >= 2);
-    let error = volume.close().expect_err("no answer");
-    assert_eq!(errno(&error), Some(Errno::TIMEDOUT), "{error}");
-    // The request and its buffer outlive the volume.
-    drives.release();
-    ticket.wait(SOON).expect("read after all").expect("over soon");
+    // The flush of the records, and the write of the index.
+    for call in [Call::Sync, Call::Write] {
+        let place = Place::new(2);
+        let drives = Drives::new();
+        let io_timeout = Duration::from_millis(50);
+        let options = Options { between: drives.between(), io_timeout, ..kept() };
+        let volume = place.create(&SIZES, &options).expect("made");
+        write_all(&volume, 1).expect("written");
+        drives.fault(1, Call::Read, 0, Effect::Hangs);
+        let mut ticket = volume.read(3, buffer(&volume)).expect("begun");
+        assert!(ticket.wait(Duration::from_millis(1)).expect("no outcome").is_none());
+        assert!(!ticket.is_over());
+        assert_says(&begin_write(&volume, 3, 1).expect_err("being read"), &["record `3`"]);
+        drives.fault(0, call, 0, Effect::Hangs);
+        let error = volume.commit(1).expect_err("no answer");
+        assert_eq!(errno(&error), Some(Errno::TIMEDOUT), "{error}");
+        assert!(drives.hanging() >= 2);
+        assert_says(&volume.commit(1).expect_err("broken"), &["not answered", "not used any more"]);
+        let error = volume.close().expect_err("no answer");
+        assert_eq!(errno(&error), Some(Errno::TIMEDOUT), "{error}");
+        // The request and its buffer outlive the volume.
+        drives.release();
+        ticket.wait(SOON).expect("read after all").expect("over soon");
+    }
 }
 
 /// REQ-1: the drive may still write to it.
@@ -703,6 +708,59 @@ fn a_member_of_an_earlier_time_is_stale() {
         assert_eq!(errno(error), Some(Errno::BADMSG), "{error}");
         assert_says(error, &["volume `v`", "member `1`", "offset `", "step `3`"]);
     }
+}
+
+#[test]
+fn a_check_names_what_has_changed() {
+    let place = Place::new(2);
+    left_at_step_1(&place);
+    let volume = place.open().expect("opened");
+    assert!(volume.check(0..SIZES.len()).expect("read").is_empty());
+    drop(volume);
+    // The last bytes of a slot are the trailer of its member's last stripe.
+    let path = place.member(1);
+    let nbytes = fs::metadata(&path).expect("a file").len();
+    let slot = (nbytes - (128 << 10) - 4 * 4096) / 2;
+    flip(&path, nbytes - slot - 20);
+    let volume = place.open().expect("opened");
+    let found = volume.check(0..SIZES.len()).expect("read");
+    assert_eq!(found.len(), 1);
+    assert_says(&found[0], &["record `8`", "member `1`", "step `1`", "trailer is damaged"]);
+    volume.check(0..10).expect_err("no such record");
+    write(&volume, 8, 2).expect("written");
+    volume.commit(2).expect("committed");
+    assert!(volume.check(0..SIZES.len()).expect("read").is_empty());
+}
+
+#[test]
+fn volumes_are_found_in_folders_and_removed_when_nobody_uses_them() {
+    let place = Place::new(2);
+    fs::write(place.location.folders[0].join("notes.txt"), "other").expect("written");
+    fs::write(place.location.folders[0].join("w.3.stepwell"), "none of ours").expect("written");
+    let volume = place.create(&SIZES, &kept()).expect("made");
+    let list = || found::list(&place.location.folders[0]).expect("read");
+    let files = list();
+    let names: Vec<(&str, usize)> =
+        files.iter().map(|file| (file.name.as_str(), file.member)).collect();
+    assert_eq!(names, [("v", 0), ("w", 3)]);
+    let contents = files[0].contents.as_ref().expect("a member");
+    assert_eq!((contents.member, contents.num_members), (0, 2));
+    assert_eq!(contents.num_records, SIZES.len() as u64);
+    assert_eq!(files[0].nbytes, fs::metadata(place.member(0)).expect("a file").len());
+    let holder = files[0].holder.as_ref().expect("this process");
+    assert!(holder.contains(&format!("`{}`", std::process::id())), "{holder}");
+    assert_eq!((&files[1].contents, &files[1].holder), (&None, &None));
+
+    let remove = || found::remove(&place.location, SOON);
+    assert_says(&remove().expect_err("used"), &["member `0`", "is used by", holder]);
+    volume.close().expect("closed");
+    assert_eq!(list()[0].holder, None);
+    // Of a volume that has lost a member.
+    fs::remove_file(place.member(1)).expect("removed");
+    remove().expect("nobody uses it");
+    assert_eq!(place.files(), ["notes.txt", "w.3.stepwell"]);
+    assert_says(&remove().expect_err("gone"), &["volume `v`", "none of its members"]);
+    found::list(&place.root.path().join("none")).expect_err("no such folder");
 }
 
 // ---- other processes ---------------------------------------------------------------------------

@@ -33,7 +33,8 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// Bytes of one copy of the index, page-aligned.
+/// A volume's index while the volume is made or opened: room for one copy, page-aligned, and where
+/// the copies are.
 pub(super) struct Image<'a> {
     pub(super) bytes: &'a mut [u8],
     pub(super) volume_name: &'a str,
@@ -42,20 +43,18 @@ pub(super) struct Image<'a> {
     pub(super) extents: &'a [Extents],
 }
 
-/// On which member a copy of the index is.
-fn member_of(copy: usize, num_members: usize) -> usize {
-    if copy == 0 { 0 } else { num_members - 1 }
+/// Where the copies of the index of a generation are, in the order that they are written in: the
+/// number of a member, and the offset there.
+pub(super) fn places(extents: &[Extents], generation: u64) -> [(usize, u64); 2] {
+    [0, 1].map(|copy| {
+        let member = copy * (extents.len() - 1);
+        (member, extents[member].index_offset(generation, copy))
+    })
 }
 
 impl Image<'_> {
-    /// Where a copy is: its member's number, and the offset there.
-    fn place(&self, generation: u64, copy: usize) -> (usize, u64) {
-        let number = member_of(copy, self.members.len());
-        (number, self.extents[number].index_offset(generation, copy))
-    }
-
     fn error(&self, what: &str, head: Head, copy: usize, error: io::Error) -> Error {
-        let (number, offset) = self.place(head.generation, copy);
+        let (number, offset) = places(self.extents, head.generation)[copy];
         let step = head.step.map_or("none".to_owned(), |step| step.to_string());
         Error::os(
             format!(
@@ -68,15 +67,16 @@ impl Image<'_> {
         )
     }
 
-    /// Lines 3 and 4.
+    /// Lines 3 and 4, before there is an engine. [`super::Volume::commit`] has them with one.
     pub(super) fn write(
         &mut self,
         head: Head,
         entries: impl ExactSizeIterator<Item = Entry>,
     ) -> Result<()> {
         encode_index(&head, entries, self.bytes);
-        for copy in 0..2 {
-            let (number, offset) = self.place(head.generation, copy);
+        for (copy, (number, offset)) in
+            places(self.extents, head.generation).into_iter().enumerate()
+        {
             let disk = &self.members[number].disk;
             write_all(&**disk, self.bytes, offset)
                 .and_then(|()| disk.sync())
@@ -127,7 +127,7 @@ impl Image<'_> {
         volume: VolumeId,
         num_records: usize,
     ) -> Result<Option<Head>> {
-        let (number, offset) = self.place(generation, copy);
+        let (number, offset) = places(self.extents, generation)[copy];
         let disk = &self.members[number].disk;
         read_all(&**disk, self.bytes, offset).map_err(|error| {
             self.error("read", Head { volume, generation, step: None }, copy, error)

@@ -61,8 +61,8 @@ pub(super) struct Operation {
     /// Of what is still to be done. The request owns the buffer that it lies in.
     pub(super) memory: *mut u8,
     pub(super) nbytes: usize,
-    /// The number of that buffer.
-    pub(super) buffer: u16,
+    /// The number of that buffer, if it is one of the volume's buffers.
+    pub(super) buffer: Option<u16>,
     pub(super) member: u16,
     pub(super) request: Arc<Request>,
 }

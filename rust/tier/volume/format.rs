@@ -37,7 +37,6 @@ pub(super) const BLOCK_BYTES_MIN: usize = 4096;
 /// Bytes of a trailer.
 pub(super) const TRAILER_BYTES: usize = 64;
 
-const HEADER_BYTES: usize = 4096;
 const HEAD_BYTES: usize = 64;
 const ENTRY_BYTES: usize = 32;
 const HEADER_MAGIC: u64 = u64::from_le_bytes(*b"stepwell");
@@ -135,9 +134,12 @@ pub(super) enum NoHeader {
 }
 
 impl Header {
+    /// Bytes of it.
+    pub(super) const BYTES: usize = 4096;
+
     /// As it is written.
-    pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
-        let mut bytes = [0; HEADER_BYTES];
+    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
         let mut to = Writer { bytes: &mut bytes, at: 0 };
         to.u64(HEADER_MAGIC);
         to.u32(VERSION);
@@ -156,7 +158,7 @@ impl Header {
 
     /// From a copy of it.
     pub(super) fn decode(bytes: &[u8]) -> std::result::Result<Self, NoHeader> {
-        let bytes = &bytes[..HEADER_BYTES];
+        let bytes = &bytes[..Self::BYTES];
         let mut from = Reader { bytes, at: 0 };
         if from.u64() != HEADER_MAGIC {
             return Err(NoHeader::Foreign);
@@ -444,7 +446,7 @@ mod tests {
             let expected = if bit < 64 { NoHeader::Foreign } else { NoHeader::Damaged };
             assert_eq!(Header::decode(&bytes), Err(expected), "bit {bit}");
         }
-        assert_eq!(Header::decode(&[0; HEADER_BYTES]), Err(NoHeader::Foreign));
+        assert_eq!(Header::decode(&[0; Header::BYTES]), Err(NoHeader::Foreign));
     }
 
     #[test]

@@ -89,6 +89,13 @@ impl Ledger {
         })
     }
 
+    /// Whether a record was written, or begun to be.
+    pub(super) fn is_written(&self, record: usize) -> Result<bool> {
+        self.nbytes(record)?;
+        let is_committed = self.committed[record].slot != Entry::NOWHERE;
+        Ok(is_committed || self.pending[record] != Pending::Unchanged)
+    }
+
     /// From now on every call fails and says why.
     pub(super) fn break_off(&mut self, why: String) {
         self.broken.get_or_insert(why);

@@ -13,13 +13,13 @@ use super::{
     buffers::Buffers,
     bytes_of,
     commit::Image,
+    config::random,
     disk::{read_all, write_all},
     engine::Engine,
     format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NoHeader},
     geometry::{Geometry, MEMBERS_MAX, STRIPE_BYTES_MAX},
     ledger::Ledger,
     member::Member,
-    random,
     ticket::About,
 };
 use crate::{
@@ -172,7 +172,7 @@ impl Volume {
             ledger: Arc::new(Mutex::new(ledger)),
             buffers,
             engine,
-            image: Mutex::new(image),
+            image: Arc::new(Mutex::new(image)),
             keep: options.keep,
             io_timeout: options.io_timeout,
             pid: std::process::id(),
@@ -209,7 +209,7 @@ fn image_for(header: &Header, pool: &Pool) -> Result<Buffer> {
     Buffer::new(nbytes, &BufferConfig::default(), pool)
 }
 
-fn check_location(Location { name, folders }: &Location) -> Result<()> {
+pub(super) fn check_location(Location { name, folders }: &Location) -> Result<()> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     if !(1..=NAME_BYTES_MAX).contains(&name.len())
         || name.starts_with('.')
@@ -371,7 +371,11 @@ fn read_header(name: &str, number: usize, member: &Member, space: &mut [u8]) -> 
         })
     };
     match (read(0)?, read(1)) {
-        (Ok(header), Ok(Ok(_))) => Ok(header),
+        (Ok(header), Ok(Ok(other))) if header == other => Ok(header),
+        (Ok(_), Ok(Ok(_))) => Err(Error::os(
+            format!("{named} has two headers that differ, expected two copies of one"),
+            Errno::BADMSG,
+        )),
         (Ok(header), _) | (Err(_), Ok(Ok(header))) => {
             log::warn!(
                 target: "stepwell",

@@ -1,6 +1,7 @@
 //! The file of a member: made, found again, locked, removed.
 //!
-//! - MBR-1 The space of a file is taken when it is made. A full drive is an error there.
+//! - MBR-1 The space of a file is taken when it is made. A full drive is an error there. (What
+//!   shares space among snapshots can still be full later. That is an error of the write then.)
 //! - MBR-2 A file is locked by the description through which all of its I/O goes (`flock`). The
 //!   kernel holds that description until the last I/O through it has ended, also that of a process
 //!   that was killed. So who has the lock is alone, and nothing that was submitted before lands
@@ -18,7 +19,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, FlockOperation, OFlags, StatxFlags},
+    fs::{AtFlags, FlockOperation, IFlags, OFlags, StatxFlags},
     io::Errno,
 };
 
@@ -56,6 +57,13 @@ pub(super) fn path(folder: &Path, name: &str, member: usize) -> PathBuf {
     folder.join(format!("{name}.{member}.stepwell"))
 }
 
+/// The name of the volume and the number of the member whose file this is, by its name.
+pub(super) fn parse(path: &Path) -> Option<(String, usize)> {
+    let file = path.file_name()?.to_str()?.strip_suffix(".stepwell")?;
+    let (name, member) = file.rsplit_once('.')?;
+    Some((name.to_owned(), member.parse().ok()?))
+}
+
 fn named(volume: &str, member: usize, path: &Path) -> String {
     format!("volume `{volume}`: member `{member}` ({})", path.display())
 }
@@ -87,6 +95,7 @@ impl Member {
             .mode(0o600)
             .open(&path)
             .map_err(refused)?;
+        set_in_place(&file);
         let member = Self::new(number, path.clone(), file, between);
         // Nothing else knows the file, unless it opened it this moment to look whether it is one.
         match member.try_lock() {
@@ -134,7 +143,7 @@ impl Member {
             if error.kind() != io::ErrorKind::WouldBlock {
                 return Err(refused(error));
             }
-            let holder = member.holder().filter(|_| begin.elapsed() >= HOLDER_GRACE);
+            let holder = holder(&member.file).filter(|_| begin.elapsed() >= HOLDER_GRACE);
             if let Some(holder) = &holder {
                 return Err(Error::os(
                     format!("{named} is used by {holder}; hint: one job at a time uses a volume"),
@@ -175,17 +184,6 @@ impl Member {
 
     fn try_lock(&self) -> io::Result<()> {
         Ok(rustix::fs::flock(&*self.file, FlockOperation::NonBlockingLockExclusive)?)
-    }
-
-    /// Who has the lock: a process that runs. One that has ended or was killed, and one that cannot
-    /// be seen from here, is `None`.
-    fn holder(&self) -> Option<String> {
-        let metadata = self.file.metadata().ok()?;
-        let locks = fs::read_to_string("/proc/locks").ok()?;
-        let pid = holder_in(&locks, metadata.ino())?;
-        let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
-        let command = running(&read("stat")?, &read("status")?)?;
-        Some(format!("process `{pid}` ({command})"))
     }
 
     /// Offsets and sizes have to be multiples of this.
@@ -240,17 +238,30 @@ impl Member {
     }
 }
 
+/// Who has the lock of a file: a process that runs. One that has ended or was killed, and one that
+/// cannot be seen from here, is `None`.
+pub(super) fn holder(file: &File) -> Option<String> {
+    let metadata = file.metadata().ok()?;
+    let locks = fs::read_to_string("/proc/locks").ok()?;
+    let pid = holder_in(&locks, metadata.dev(), metadata.ino())?;
+    let read = |file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).ok();
+    let command = running(&read("stat")?, &read("status")?)?;
+    Some(format!("process `{pid}` ({command})"))
+}
+
 /// The process that has a `flock` on this inode, of the text of `/proc/locks`. It has 0 for one
-/// that has ended or is of another container.
-fn holder_in(locks: &str, inode: u64) -> Option<u32> {
+/// that has ended or is of another container. Where a file system has devices of its own that only
+/// `stat` knows (btrfs), nobody is found.
+fn holder_in(locks: &str, device: u64, inode: u64) -> Option<u32> {
+    let expected =
+        format!("{:02x}:{:02x}:{inode}", rustix::fs::major(device), rustix::fs::minor(device));
     locks.lines().find_map(|line| {
         let mut words = line.split_whitespace().skip(1);
         if words.next()? != "FLOCK" {
             return None;
         }
         let pid: u32 = words.nth(2)?.parse().ok()?;
-        let of_inode: u64 = words.next()?.rsplit(':').next()?.parse().ok()?;
-        (of_inode == inode && pid != 0).then_some(pid)
+        (words.next()? == expected && pid != 0).then_some(pid)
     })
 }
 
@@ -267,6 +278,14 @@ fn running(stat: &str, status: &str) -> Option<String> {
             .is_some_and(|set| set & SIGKILL_BIT != 0)
     });
     (!has_ended && flags & FLAG_EXITING == 0 && !was_killed).then(|| command.to_owned())
+}
+
+/// Has a file system that would write elsewhere (btrfs) write in place, or the space that is taken
+/// is not that which is written to. Others have no such flag, and refuse it.
+fn set_in_place(file: &File) {
+    if let Ok(flags) = rustix::fs::ioctl_getflags(file) {
+        let _ = rustix::fs::ioctl_setflags(file, flags | IFlags::NOCOW);
+    }
 }
 
 /// Lets the file's I/O bypass the page cache, and says what offsets have to be multiples of then.
@@ -303,14 +322,17 @@ mod tests {
 1: POSIX  ADVISORY  READ 11 fe:00:501 128 128\n\
 2: FLOCK  ADVISORY  WRITE 0 fe:00:502 0 EOF\n\
 2: -> FLOCK  ADVISORY  WRITE 77 fe:00:503 0 EOF\n\
-3: FLOCK  ADVISORY  WRITE 42 fe:00:503 0 EOF\n";
+3: FLOCK  ADVISORY  WRITE 41 07:01:503 0 EOF\n\
+4: FLOCK  ADVISORY  WRITE 42 fe:00:503 0 EOF\n";
 
     #[test]
     fn the_holder_is_found_by_the_inode() {
-        assert_eq!(holder_in(LOCKS, 503), Some(42));
-        assert_eq!(holder_in(LOCKS, 502), None, "has ended");
-        assert_eq!(holder_in(LOCKS, 501), None, "another kind of lock");
-        assert_eq!(holder_in("", 503), None);
+        let [device, other] = [(0xfe, 0), (7, 1)].map(|(a, b)| rustix::fs::makedev(a, b));
+        assert_eq!(holder_in(LOCKS, device, 503), Some(42));
+        assert_eq!(holder_in(LOCKS, other, 503), Some(41), "of the same number on another drive");
+        assert_eq!(holder_in(LOCKS, device, 502), None, "has ended");
+        assert_eq!(holder_in(LOCKS, device, 501), None, "another kind of lock");
+        assert_eq!(holder_in("", device, 503), None);
     }
 
     #[test]

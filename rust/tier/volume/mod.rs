@@ -31,9 +31,11 @@
 
 mod buffers;
 mod commit;
+mod config;
 pub mod disk;
 mod engine;
 mod format;
+pub mod found;
 pub mod geometry;
 mod ledger;
 mod make;
@@ -43,7 +45,9 @@ mod ticket;
 mod uring;
 
 use std::{
+    collections::VecDeque,
     fmt,
+    ops::Range,
     path::PathBuf,
     sync::{
         Arc, Mutex,
@@ -57,126 +61,21 @@ use rustix::io::Errno;
 
 use self::{
     buffers::Buffers,
-    commit::Image,
-    disk::Between,
     engine::{Engine, Kind, Operation},
     format::{Entry, Head},
+    geometry::STRIPE_BYTES_MAX,
     ledger::Ledger,
     member::Member,
     request::{Purpose, Request, lock},
     ticket::About,
 };
-pub use self::{buffers::RecordBuffer, engine::EngineKind, ticket::Ticket};
+pub use self::{
+    buffers::RecordBuffer,
+    config::{Durability, Location, Options, Shape, unique_name},
+    engine::EngineKind,
+    ticket::Ticket,
+};
 use crate::{Error, Result, host::memory::Buffer};
-
-/// What a step is after a crash.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Durability {
-    /// The last committed step is whole. Takes two slots per record.
-    #[default]
-    Commit,
-    /// Steps are written in place, and nothing is left of them.
-    None,
-}
-
-/// Which volume: its name, and the folders of its members in their order.
-#[derive(Clone, Debug)]
-pub struct Location {
-    /// Letters, digits, `.`, `_` and `-`. [`unique_name`] makes one.
-    pub name: String,
-    /// One for each member.
-    pub folders: Vec<PathBuf>,
-}
-
-/// What a volume is when it is made, and stays.
-#[derive(Clone, Debug)]
-pub struct Shape {
-    /// The bytes of each record.
-    pub record_nbytes: Vec<usize>,
-    /// The bandwidth of each member, in any unit; empty where all are alike.
-    pub weights: Vec<u32>,
-    /// The most bytes of a record that lie together on one member; rounded up to the block.
-    pub stripe_bytes: usize,
-    /// What a step is after a crash.
-    pub durability: Durability,
-}
-
-impl Shape {
-    /// Of these records, on members that are alike, in stripes of 1 MiB, with commits.
-    #[must_use]
-    pub fn new(record_nbytes: Vec<usize>) -> Self {
-        Self {
-            record_nbytes,
-            weights: Vec::new(),
-            stripe_bytes: 1 << 20,
-            durability: Durability::Commit,
-        }
-    }
-}
-
-/// How a process uses a volume.
-#[derive(Clone)]
-pub struct Options {
-    /// What moves the bytes.
-    pub engine: EngineKind,
-    /// Operations that each drive is given at once.
-    pub queue_depth: usize,
-    /// Buffers for records, each for the largest: the most records in flight, or with the caller.
-    pub num_buffers: usize,
-    /// Whether the files stay when the volume is closed or dropped.
-    pub keep: bool,
-    /// How long a drive may take to answer where the volume waits by itself: in a commit, at the
-    /// end.
-    pub io_timeout: Duration,
-    /// How long [`Volume::open`] waits for the last writes of a process that was killed.
-    pub lock_timeout: Duration,
-    /// What stands between the volume and its files. It has positional calls.
-    pub between: Option<Between>,
-}
-
-impl Default for Options {
-    fn default() -> Self {
-        Self {
-            engine: EngineKind::Auto,
-            queue_depth: 32,
-            num_buffers: 16,
-            keep: false,
-            io_timeout: Duration::from_secs(60),
-            lock_timeout: Duration::from_secs(60),
-            between: None,
-        }
-    }
-}
-
-impl fmt::Debug for Options {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Options")
-            .field("engine", &self.engine)
-            .field("queue_depth", &self.queue_depth)
-            .field("num_buffers", &self.num_buffers)
-            .field("keep", &self.keep)
-            .finish_non_exhaustive()
-    }
-}
-
-/// A name that no other job has: of this process, and random.
-///
-/// # Errors
-/// [`Error::Os`] where the system gives no random bits.
-pub fn unique_name() -> Result<String> {
-    Ok(format!("{}-{:016x}", std::process::id(), random()? as u64))
-}
-
-fn random() -> Result<u128> {
-    let mut bytes = [0; 16];
-    // SAFETY: the kernel writes up to 16 bytes, which there are. Requests this small are not cut
-    // short once the kernel has seeded its generator.
-    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    if got != bytes.len() as isize {
-        return Err(Error::os("cannot get random bits", std::io::Error::last_os_error()));
-    }
-    Ok(u128::from_le_bytes(bytes))
-}
 
 /// See the [module](self).
 pub struct Volume {
@@ -187,7 +86,7 @@ pub struct Volume {
     buffers: Arc<Buffers>,
     engine: Engine,
     /// Memory for one copy of the index.
-    image: Mutex<Buffer>,
+    image: Arc<Mutex<Buffer>>,
     keep: bool,
     io_timeout: Duration,
     /// The process that may use it.
@@ -316,36 +215,62 @@ impl Volume {
         outcome.map(|_| ())
     }
 
+    /// The order of `commit.rs`, line by line.
     fn make_durable(&self, head: Head) -> Result<Head> {
-        let sync = Purpose::Sync;
-        let request = Request::new(sync, self.members.len(), None, Arc::clone(&self.ledger));
-        for (member, queue) in self.engine.queues.iter().enumerate() {
-            queue.push(Operation {
+        self.sync(0..self.members.len(), head)?;
+        let (memory, nbytes) = {
+            let mut image = lock(&self.image);
+            let bytes = bytes_of(&mut image);
+            format::encode_index(&head, lock(&self.ledger).after_commit(), bytes);
+            (bytes.as_mut_ptr(), bytes.len())
+        };
+        for (member, begin) in commit::places(&self.about.extents, head.generation) {
+            let purpose = Purpose::Index { _memory: Arc::clone(&self.image) };
+            let num = nbytes.div_ceil(STRIPE_BYTES_MAX);
+            let request = Request::new(purpose, num, None, Arc::clone(&self.ledger));
+            for done in (0..nbytes).step_by(STRIPE_BYTES_MAX) {
+                self.engine.queues[member].push(Operation {
+                    kind: Kind::Write,
+                    offset: begin + done as u64,
+                    // SAFETY: within the index's memory, which the request owns as well. Only a
+                    // commit writes to it. There is one at a time, and none after one that has not
+                    // ended (LED-4).
+                    memory: unsafe { memory.add(done) },
+                    nbytes: STRIPE_BYTES_MAX.min(nbytes - done),
+                    buffer: None,
+                    member: member as u16,
+                    request: Arc::clone(&request),
+                });
+            }
+            self.end_of(&request, "write the index of", head)?;
+            self.sync(member..member + 1, head)?;
+        }
+        Ok(head)
+    }
+
+    /// Makes durable what was written to these members.
+    fn sync(&self, members: Range<usize>, head: Head) -> Result<()> {
+        let request = Request::new(Purpose::Sync, members.len(), None, Arc::clone(&self.ledger));
+        for member in members {
+            self.engine.queues[member].push(Operation {
                 kind: Kind::Sync,
                 offset: 0,
                 memory: std::ptr::null_mut(),
                 nbytes: 0,
-                buffer: 0,
+                buffer: None,
                 member: member as u16,
                 request: Arc::clone(&request),
             });
         }
+        self.end_of(&request, "sync", head)
+    }
+
+    fn end_of(&self, request: &Request, what: &str, head: Head) -> Result<()> {
         match request.wait(self.io_timeout) {
-            None => return Err(self.no_answer()),
-            Some(Err(failure)) => return Err(self.about.failed("sync", head.step, failure)),
-            Some(Ok(_)) => {}
+            None => Err(self.no_answer()),
+            Some(Err(failure)) => Err(self.about.failed(what, head.step, failure)),
+            Some(Ok(_)) => Ok(()),
         }
-        let mut image = lock(&self.image);
-        // A copy: the ledger answers other threads while the index is written.
-        let entries: Vec<Entry> = lock(&self.ledger).after_commit().collect();
-        let mut image = Image {
-            bytes: bytes_of(&mut image),
-            volume_name: &self.about.name,
-            members: &self.members,
-            extents: &self.about.extents,
-        };
-        image.write(head, entries.into_iter())?;
-        Ok(head)
     }
 
     fn no_answer(&self) -> Error {
@@ -360,6 +285,47 @@ impl Volume {
             ),
             Errno::TIMEDOUT,
         )
+    }
+
+    /// Reads these records, several at once, and says which are not what they have to be. Those
+    /// that were never written are left out.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for records that there are not, or while one of them is written;
+    /// [`Error::Os`] where a drive does not answer for `io_timeout`, or the caller has all buffers.
+    pub fn check(&self, records: Range<usize>) -> Result<Vec<Error>> {
+        if let Some(last) = records.clone().last() {
+            self.record_nbytes(last)?;
+        }
+        let mut found = Vec::new();
+        let mut tickets: VecDeque<Ticket> = VecDeque::new();
+        for record in records {
+            if !lock(&self.ledger).is_written(record)? {
+                continue;
+            }
+            let buffer = match self.buffers.take(Duration::ZERO) {
+                Some(buffer) => buffer,
+                None => {
+                    tickets
+                        .pop_front()
+                        .map(|ticket| self.check_end(ticket, &mut found))
+                        .transpose()?;
+                    self.buffers.take(self.io_timeout).ok_or_else(|| self.no_answer())?
+                }
+            };
+            tickets.push_back(self.read(record, buffer)?);
+        }
+        tickets.into_iter().try_for_each(|ticket| self.check_end(ticket, &mut found))?;
+        Ok(found)
+    }
+
+    fn check_end(&self, mut ticket: Ticket, found: &mut Vec<Error>) -> Result<()> {
+        match ticket.wait(self.io_timeout) {
+            Ok(None) => return Err(self.no_answer()),
+            Ok(Some(_)) => {}
+            Err(error) => found.push(error),
+        }
+        Ok(())
     }
 
     /// Forgets what was written since the last commit.
@@ -447,7 +413,7 @@ impl Volume {
                 // every buffer has room.
                 memory: unsafe { begin.add(done) },
                 nbytes: piece.nbytes as usize,
-                buffer: index,
+                buffer: Some(index),
                 member: piece.member,
                 request: Arc::clone(&request),
             });

@@ -1,6 +1,6 @@
 //! A read or write of a record in flight, and who waits for it.
 //!
-//! - REQ-1 A request owns its buffer until its last operation has ended, whatever becomes of its
+//! - REQ-1 A request owns its memory until its last operation has ended, whatever becomes of its
 //!   ticket. So no drive reads or writes memory that is someone else's by then.
 //! - REQ-2 A request has one outcome: that of its first operation that failed, or success.
 
@@ -11,6 +11,7 @@ use std::{
 };
 
 use super::{buffers::RecordBuffer, format::Entry, ledger::Ledger};
+use crate::host::memory::Buffer;
 
 /// What failed, and where.
 #[derive(Debug)]
@@ -26,7 +27,9 @@ pub(super) enum Purpose {
     Read { record: usize, entry: Entry },
     /// Of a record that becomes this.
     Write { record: usize, entry: Entry },
-    /// To make all members durable.
+    /// Of a copy of the index, which lies in this memory.
+    Index { _memory: Arc<Mutex<Buffer>> },
+    /// To make members durable.
     Sync,
 }
 
@@ -50,6 +53,7 @@ impl fmt::Debug for Request {
         let what = match &self.purpose {
             Purpose::Read { record, .. } => format!("read of record {record}"),
             Purpose::Write { record, .. } => format!("write of record {record}"),
+            Purpose::Index { .. } => "write of an index".to_owned(),
             Purpose::Sync => "sync".to_owned(),
         };
         write!(f, "Request({what}, {} operations in flight)", self.state().remaining)
@@ -90,7 +94,7 @@ impl Request {
                 Purpose::Write { record, entry } => {
                     ledger.end_write(record, (!has_failed).then_some(entry));
                 }
-                Purpose::Sync => {}
+                Purpose::Index { .. } | Purpose::Sync => {}
             }
         }
         state.remaining -= 1;

@@ -115,7 +115,7 @@ impl Ticket {
             Purpose::Read { record, entry } => ("read", *record, entry),
             Purpose::Write { record, entry } => ("write", *record, entry),
             // Its caller waits without a ticket.
-            Purpose::Sync => return Ok(None),
+            Purpose::Index { .. } | Purpose::Sync => return Ok(None),
         };
         let failed = |failure| {
             about.failed(&format!("{what} record `{record}` of"), Some(entry.step), failure)

@@ -85,16 +85,16 @@ impl Ring {
     fn entry(&self, operation: &Operation) -> squeue::Entry {
         let Operation { kind, offset, memory, nbytes, buffer, .. } = *operation;
         let nbytes = nbytes as u32;
-        match (kind, self.are_buffers_registered) {
+        match (kind, buffer.filter(|_| self.are_buffers_registered)) {
             (Kind::Sync, _) => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
-            (Kind::Read, true) => {
+            (Kind::Read, Some(buffer)) => {
                 opcode::ReadFixed::new(FILE, memory, nbytes, buffer).offset(offset).build()
             }
-            (Kind::Read, false) => opcode::Read::new(FILE, memory, nbytes).offset(offset).build(),
-            (Kind::Write, true) => {
+            (Kind::Read, None) => opcode::Read::new(FILE, memory, nbytes).offset(offset).build(),
+            (Kind::Write, Some(buffer)) => {
                 opcode::WriteFixed::new(FILE, memory, nbytes, buffer).offset(offset).build()
             }
-            (Kind::Write, false) => opcode::Write::new(FILE, memory, nbytes).offset(offset).build(),
+            (Kind::Write, None) => opcode::Write::new(FILE, memory, nbytes).offset(offset).build(),
         }
     }
 
