@@ -9,8 +9,8 @@ forked; the child takes the changed function for the one that is there, and runs
 costs little more than the tests up to the first failure. Which tests execute a line is found by one
 child that runs all of them under coverage.py.
 
-Not seen: what runs when a module is imported, and tests that work in processes of their own. So
-DeepSpeed's side is left out.
+Not seen: what runs when a module is imported, and tests that work in processes of their own. So of
+DeepSpeed's side there is only what decides by itself.
 """
 
 import argparse
@@ -42,6 +42,7 @@ PACKAGE = ROOT / "python" / "stepwell"
 SUITES = {
     "optim": (["optim.py", "_[a-z]*.py"], ["test_optim*.py"]),
     "offload": (["offload/[a-z]*.py"], ["test_offload*.py"]),
+    "deepspeed": (["deepspeed/plan.py", "deepspeed/options.py"], ["test_deepspeed_plan.py"]),
 }
 # They take minutes, and pass through every line.
 RANDOM_PROGRAMS = "test_optim_programs.py"

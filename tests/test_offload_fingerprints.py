@@ -28,3 +28,13 @@ def test_what_was_written_by_others_has_fingerprints_of_its_own():
     fingerprints.mark_outdated([ONE, OTHER])
     fingerprints.mark_unverified([ONE])
     assert fingerprints.outdated([ONE, OTHER]) == [OTHER]
+
+
+def test_what_is_stepped_no_more_is_forgotten():
+    """A set that kept it would keep the parameter alive."""
+    fingerprints = FingerprintStatus()
+    fingerprints.mark_outdated([ONE])
+    fingerprints.mark_unverified([OTHER])
+    fingerprints.forget(iter([ONE, OTHER]))
+    assert fingerprints.outdated([ONE, OTHER]) == []
+    assert not fingerprints.is_unverified(OTHER)

@@ -226,6 +226,23 @@ def test_a_cleared_backward_does_not_count(set_to_none, caplog):
     assert ours[1].timing["bytes_downloaded"] == nbytes
 
 
+@pytest.mark.parametrize("batch_bytes", [0, 64 << 20], ids=["copied", "waiting"])
+def test_backwards_that_the_model_has_cleared_do_not_count(batch_bytes, monkeypatch, caplog):
+    """Of four backwards two are cleared: the last is the fourth, which crosses once, and early."""
+    monkeypatch.setattr(gradients, "BATCH_BYTES", batch_bytes)
+    ours, theirs = pair(accumulation_steps=2)
+    for net, optimizer in (ours, theirs):
+        for step in range(4):
+            loss_of(net, step).backward()
+            if step == 1:
+                net.zero_grad()
+        if net is ours[0]:
+            assert optimizer._collector.copies.is_any_taken
+        optimizer.step()
+    assert_equal(ours, theirs)
+    assert "cross the bus again" not in caplog.text
+
+
 def test_zero_grad_after_a_step_discards_nothing(monkeypatch):
     net, optimizer = pair(accumulation_steps=1)[0]
     train(net, optimizer, 1)

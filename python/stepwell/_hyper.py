@@ -54,8 +54,7 @@ def _number(value: object, key: str, where: str) -> float:
             f"`{key}` of {where} has the shape `{tuple(value.shape)}`, expected one number"
         )
     # Not what `float` would parse: schedulers calculate with it.
-    is_numeric = hasattr(value, "__float__") or isinstance(value, int)
-    if not is_numeric or (isinstance(value, torch.Tensor) and value.is_complex()):
+    if not hasattr(value, "__float__") or (isinstance(value, torch.Tensor) and value.is_complex()):
         raise ValueError(
             f"`{key}` of {where} is `{value!r}` (`{type(value).__name__}`), expected a number"
         )

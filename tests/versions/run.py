@@ -39,6 +39,8 @@ TORCH_TESTS = (
     "offload_device",
     "deepspeed_register",
     "deepspeed_offload",
+    "deepspeed_offload_access",
+    "deepspeed_options",
 )
 CELLS = {
     **{
@@ -78,7 +80,8 @@ def main(arguments):
         print(f"== {requirement}", flush=True)
         tests = [str(ROOT / f"tests/test_{name}.py") for name in names]
         variables = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-        command = [str(environment(requirement)), "-m", "pytest", "-q", *tests]
+        command = [str(environment(requirement)), "-m", "pytest", "-q", "-n", "2"]
+        command += ["--dist", "loadfile", *tests]
         if subprocess.run(command, check=False, env=variables, cwd=ROOT).returncode != 0:
             failed.append(requirement)
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
