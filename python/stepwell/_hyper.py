@@ -58,7 +58,7 @@ def _number(value: object, key: str, where: str) -> float:
         raise ValueError(
             f"`{key}` of {where} is `{value!r}` (`{type(value).__name__}`), expected a number"
         )
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def hyper_of(group: dict[str, Any], where: str) -> Hyper:
