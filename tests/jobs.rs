@@ -2,6 +2,7 @@
 //! threads do not interleave.
 
 mod battery;
+mod forked;
 mod on_device;
 
 use std::{
@@ -10,16 +11,19 @@ use std::{
 };
 
 use battery::Held;
+use forked::in_forked_child;
 use on_device::{
     Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, bytes, count, discard, drain, engine_on,
-    engine_with, finish, host_device, lent, negated, split, stepped, submit, take, take_these,
+    engine_with, finish, host_device, lent, negated, split, stepped, submit, take, take_parts,
+    take_these,
     tier::{Asked, Watched},
     witness,
 };
 use stepwell::{
+    Result,
     adam::Hyper,
     device::{Device, Lane},
-    offload::{SEGMENT_LEN, Update},
+    offload::{SEGMENT_LEN, Timing, Update},
     state::chunk::{CHUNK_LEN, Chunk},
     stream::{element::Dtype, view::View},
     tier::{Run, Tier},
@@ -159,6 +163,72 @@ fn an_engine_ends_once_and_keeps_what_was_lent_until_it_is_dropped() {
     assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1; 2]);
     all[0].held.assert_same(&mut expected, "the step");
     all[0].assert_uploaded();
+}
+
+#[test]
+fn what_is_pinned_is_unpinned_when_the_engine_ends() {
+    let all = [split(70, 1)];
+    let device = Arc::new(Gated::new(&all));
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 2);
+    assert_eq!(engine.threads(), 2);
+    let memory = [vec![0_u8; 4096], vec![0_u8; 4096]];
+    let addresses = memory.each_ref().map(|one| one.as_ptr().expose_provenance());
+    for address in addresses {
+        // SAFETY: the memory outlives the engine.
+        unsafe { engine.pin(address, 4096) }.expect("a device that works");
+    }
+    assert_eq!(*device.pinned.lock().expect("no panic"), addresses);
+    engine.end();
+    assert!(device.pinned.lock().expect("no panic").is_empty());
+}
+
+// ---- forked ----
+
+/// The engine's threads and locks are the parent's.
+#[test]
+fn a_forked_child_is_refused_and_waits_for_nothing() {
+    let mut all = [split(70, 1)];
+    let mut expected = stepped(&all[0], 1, &Hyper::default());
+    let tier = Arc::new(Watched::default());
+    tier.is_commit_held.store(true, Ordering::Relaxed);
+    tier.hold(true);
+    let engine = engine_with(host_device(&all), &all, 1, Arc::clone(&tier) as Arc<dyn Tier>, 1);
+    let (mut borrowed, dropped) = lent();
+    // SAFETY: all memory outlives the step, which is waited for.
+    unsafe { engine.take(&[all[0].gradient(0)], &mut borrowed, STREAM, SOON) }.expect("a gradient");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    let (_, source, host) = all[0].gradient(0);
+    let mut slot = Some(engine);
+    in_forked_child(|| {
+        let Some(engine) = slot.as_ref() else { return false };
+        let said: [Result<bool>; 8] = [
+            take(engine, &mut all).map(|()| true),
+            // SAFETY: it is refused.
+            unsafe { take_parts(engine, &[(source, host)]) }.map(|()| true),
+            submit(engine, &mut all, 2, Hyper::default()).map(|()| true),
+            engine.discard().map(|_| true),
+            engine.wait(0, &(0..70), STREAM, SOON),
+            engine.finish(STREAM, SOON),
+            engine.release(STREAM, SOON),
+            engine.drain(SOON),
+        ];
+        let is_refused = |said: &Result<bool>| {
+            said.as_ref().is_err_and(|error| error.to_string().contains("belongs to process"))
+        };
+        let is_quiet = !engine.is_busy()
+            && engine.timing() == Timing::default()
+            && engine.returned().count() == 0;
+        drop(slot.take());
+        said.iter().all(is_refused) && is_quiet && count(&dropped[0]) == 0
+    });
+    let engine = slot.expect("the child's is a copy");
+    assert!(engine.is_busy());
+    tier.hold(false);
+    finish(&engine);
+    all[0].held.assert_same(&mut expected, "the parent's step");
+    engine.returned().for_each(drop);
+    assert_eq!(count(&dropped[0]), 1);
+    assert_ne!(engine.timing(), Timing::default());
 }
 
 // ---- tiers ----

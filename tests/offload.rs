@@ -5,20 +5,21 @@ mod battery;
 mod on_device;
 
 use std::{
+    collections::BTreeSet,
     sync::{Arc, atomic::Ordering, mpsc},
     thread,
 };
 
 use battery::{Draw, Held, Layout, Spread, is_hurried, pool_of, widest};
 use on_device::{
-    Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, drain, engine_on, finish, host_device, split,
-    stepped, submit, take, take_parts, take_these,
+    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, drain, engine_on, finish, host_device,
+    split, stepped, submit, take, take_parts, take_these,
 };
 use stepwell::{
     Error,
     adam::Hyper,
     device::{Device, Lane, host::HostDevice},
-    offload::{Engine, SEGMENT_LEN, Shape, Update},
+    offload::{Engine, IN_FLIGHT, SEGMENT_LEN, Shape, Update},
     simd::isa::Isa,
     state::chunk::CHUNK_LEN,
     stream::view::View,
@@ -153,28 +154,61 @@ fn nothing_is_stepped_before_its_gradient_has_come() {
 
 #[test]
 fn a_stream_waits_for_the_upload_itself() {
-    let mut all = [split(CHUNK_LEN, 1)];
-    let device = host_device(&all);
-    let engine = Arc::new(engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1));
-    let _resumed = Resumed(&device);
-    take(&engine, &mut all).expect("a gradient");
-    device.pause(Lane::Upload, true);
+    for finishes in [false, true] {
+        let mut all = [split(CHUNK_LEN, 1), split(9, 2)];
+        let device = host_device(&all);
+        let engine = Arc::new(engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1));
+        let _resumed = Resumed(&device);
+        take(&engine, &mut all).expect("gradients");
+        device.pause(Lane::Upload, true);
+        submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+        let (sender, receiver) = mpsc::channel();
+        let waiting = {
+            let engine = Arc::clone(&engine);
+            thread::spawn(move || {
+                let said = if finishes {
+                    engine.finish(STREAM, SOON)
+                } else {
+                    engine.wait(1, &(5..6), STREAM, SOON)
+                };
+                sender.send(said).expect("a receiver");
+            })
+        };
+        assert!(
+            receiver.recv_timeout(WATCHED).is_err(),
+            "the weight is not there, and the stream went on"
+        );
+        device.pause(Lane::Upload, false);
+        assert!(receiver.recv_timeout(SOON).expect("an answer").expect("a step that works"));
+        all[1].assert_uploaded();
+        waiting.join().expect("no panic");
+    }
+}
+
+/// The last value of an event is what a wait for it waits for, so each has one use.
+#[test]
+fn every_event_has_one_use() {
+    let mut all = [split(CHUNK_LEN, 1), split(9, 2), split(70, 3)];
+    let device = Arc::new(Gated::new(&all));
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    take(&engine, &mut all).expect("gradients");
+    let (_, source, host) = all[0].gradient(0);
+    // SAFETY: as in `take`.
+    unsafe { take_parts(&engine, &vec![(source, host); 2 * IN_FLIGHT]) }.expect("parts");
     submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
-    let (sender, receiver) = mpsc::channel();
-    let waiting = {
-        let engine = Arc::clone(&engine);
-        thread::spawn(move || {
-            sender.send(engine.wait(0, &(5..6), STREAM, SOON)).expect("a receiver")
-        })
+    finish(&engine);
+    let calls = device.calls.lock().expect("no panic");
+    let recorded = |lane: Lane| -> BTreeSet<usize> {
+        let event_of = |&(_, call): &_| match call {
+            Call::Record(on, event) if on == lane => Some(event),
+            _ => None,
+        };
+        calls.iter().filter_map(event_of).collect()
     };
-    assert!(
-        receiver.recv_timeout(WATCHED).is_err(),
-        "the weight is not there, and the stream went on"
-    );
-    device.pause(Lane::Upload, false);
-    assert!(receiver.recv_timeout(SOON).expect("an answer").expect("a step that works"));
-    all[0].assert_uploaded();
-    waiting.join().expect("no panic");
+    let (down, up) = (recorded(Lane::Download), recorded(Lane::Upload));
+    // Those of the segments, one for all of them, and those of the parts.
+    assert_eq!((down.len(), up.len()), (3 + 1 + IN_FLIGHT, 3 + 1));
+    assert!(down.union(&up).copied().eq(0..down.len() + up.len()), "{down:?} {up:?}");
 }
 
 #[test]

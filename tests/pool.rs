@@ -1,6 +1,8 @@
 //! The pool: every index once, stealing, panics, concurrent and nested callers, fork, pinning,
 //! joining. Every test has a time limit.
 
+mod forked;
+
 use std::any::Any;
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -10,12 +12,11 @@ use std::sync::{Barrier, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use forked::{TIME_LIMIT, in_forked_child};
 use proptest::prelude::*;
 use rustix::thread::{CpuSet, gettid, sched_getaffinity, sched_setaffinity};
 use stepwell::Error;
 use stepwell::host::pool::{Pool, PoolConfig};
-
-const TIME_LIMIT: Duration = Duration::from_secs(60);
 
 /// Runs a body on a thread of its own and fails when it takes too long: a hang must be a failure.
 /// One body at a time: a thread that begins or ends holds a lock of the standard library, and a
@@ -40,36 +41,6 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
         assert!(begin.elapsed() < TIME_LIMIT, "never came: {what}");
         thread::yield_now();
     }
-}
-
-/// Runs a body in a forked child, which a signal ends when it takes too long, and fails unless it
-/// returns true.
-fn in_forked_child(body: impl FnOnce() -> bool) {
-    // SAFETY: the child runs `body` and leaves by `_exit`: it touches no lock that another thread
-    // of the parent may have held at the fork, but those that are fork-safe (the allocator's) or
-    // under test (the pool's).
-    let child = unsafe { libc::fork() };
-    assert!(child >= 0, "cannot fork");
-    if child == 0 {
-        // SAFETY: sets a timer of the child.
-        unsafe { libc::alarm(TIME_LIMIT.as_secs() as u32 / 2) };
-        let code = match catch_unwind(AssertUnwindSafe(body)) {
-            Ok(true) => 0,
-            Ok(false) => 1,
-            Err(_) => 2,
-        };
-        // SAFETY: ends the child without the parent's destructors.
-        unsafe { libc::_exit(code) };
-    }
-    let mut status = 0;
-    // SAFETY: waits for the child made above; `status` is this frame's.
-    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
-    assert!(
-        !libc::WIFSIGNALED(status),
-        "child ended by signal {} (14: it hung)",
-        libc::WTERMSIG(status)
-    );
-    assert_eq!(libc::WEXITSTATUS(status), 0, "child failed (1: wrong result, 2: panic)");
 }
 
 fn pool(threads: usize) -> Pool {

@@ -386,6 +386,15 @@ mod tests {
     }
 
     #[test]
+    fn a_route_is_in_place_where_it_is_written_where_it_is_read() {
+        let (here, there) = (view(64, 3), view(128, 3));
+        assert!(Route { from: here, to: here }.is_in_place());
+        let apart = Route { from: here, to: there };
+        assert!(!apart.is_in_place());
+        assert_eq!(apart.numel(), 3);
+    }
+
+    #[test]
     fn overlaps_are_found_unless_both_only_read() {
         let check = |written: &[(usize, usize)], read: &[(usize, usize)]| {
             check_disjoint(
@@ -401,5 +410,17 @@ mod tests {
             "hidden behind a shorter reader"
         );
         assert!(check(&[(64, 100), (68, 1)], &[]).is_err());
+    }
+
+    #[test]
+    fn room_for_the_views_of_a_call_is_made_once() {
+        let mut extents = Extents::with_capacity(3);
+        let room = extents.0.capacity();
+        assert!(room >= 3);
+        let views = [64, 96, 128].map(|address| ("view", view(address, 4)));
+        for _ in 0..2 {
+            extents.check_disjoint(views.into_iter(), std::iter::empty()).expect("disjoint views");
+            assert_eq!(extents.0.capacity(), room);
+        }
     }
 }

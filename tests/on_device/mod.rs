@@ -255,6 +255,8 @@ pub(crate) struct Gated {
     pub(crate) depths: Mutex<HashMap<ThreadId, isize>>,
     /// What was asked of it, and on which thread.
     pub(crate) calls: Mutex<Vec<(ThreadId, Call)>>,
+    /// Addresses of what is pinned.
+    pub(crate) pinned: Mutex<Vec<usize>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -275,6 +277,7 @@ impl Gated {
             panics: AtomicBool::new(false),
             depths: Mutex::default(),
             calls: Mutex::default(),
+            pinned: Mutex::default(),
         }
     }
 
@@ -353,11 +356,13 @@ unsafe impl Device for Gated {
     }
 
     unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<(), Error> {
+        self.pinned.lock().expect("no panic").push(address);
         // SAFETY: passed on.
         unsafe { self.host.pin(address, nbytes) }
     }
 
     fn unpin(&self, address: usize) {
+        self.pinned.lock().expect("no panic").retain(|&pinned| pinned != address);
         self.host.unpin(address);
     }
 }
