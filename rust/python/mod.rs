@@ -4,6 +4,7 @@ mod adam;
 mod errors;
 mod host;
 mod offload;
+mod select;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -23,6 +24,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::offload::PyOffloadEngine;
+    #[pymodule_export]
+    use super::select::{better_axis, captured, channel_sq_norms, top_k, top_k_within};
     #[pymodule_export]
     use super::tensor::PyTensorView;
 

@@ -14,7 +14,7 @@ use crate::{
 ///
 /// Args:
 ///     address: of the first element, in bytes; a multiple of the element's size (of 4 for uint8).
-///     dtype: "float32", "bfloat16", "float16", "int16", "int32" or "uint8".
+///     dtype: "float32", "bfloat16", "float16", "int16", "int32", "uint8" or "float64".
 ///     numel: number of elements.
 ///
 /// Raises:

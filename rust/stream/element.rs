@@ -53,12 +53,21 @@ pub enum Dtype {
     Int32,
     /// 8-bit moment codes.
     Uint8,
+    /// Sums of squares.
+    Float64,
 }
 
 impl Dtype {
     /// Every dtype, for messages and tests.
-    pub const ALL: [Self; 6] =
-        [Self::Float32, Self::BFloat16, Self::Float16, Self::Int16, Self::Int32, Self::Uint8];
+    pub const ALL: [Self; 7] = [
+        Self::Float32,
+        Self::BFloat16,
+        Self::Float16,
+        Self::Int16,
+        Self::Int32,
+        Self::Uint8,
+        Self::Float64,
+    ];
 
     /// torch's name without the `torch.` prefix.
     #[must_use]
@@ -70,6 +79,7 @@ impl Dtype {
             Self::Int16 => "int16",
             Self::Int32 => "int32",
             Self::Uint8 => "uint8",
+            Self::Float64 => "float64",
         }
     }
 
@@ -86,6 +96,7 @@ impl Dtype {
             Self::Float32 | Self::Int32 => 4,
             Self::BFloat16 | Self::Float16 | Self::Int16 => 2,
             Self::Uint8 => 1,
+            Self::Float64 => 8,
         }
     }
 }
