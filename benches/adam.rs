@@ -345,8 +345,10 @@ fn select(criterion: &mut Criterion) {
     }
     drop(memory);
     let scores: Vec<f64> = (0..1 << 20).map(|index| (index * 7919 % 65_537) as f64).collect();
-    let tensors: Vec<Channels<'_>> =
-        scores.chunks(1 << 13).map(|scores| Channels { scores, channel_bytes: 12 << 12 }).collect();
+    const CHANNEL_BYTES: u64 = 12 << 12;
+    let channels = |scores| Channels { scores, channel_bytes: CHANNEL_BYTES };
+    let tensors: Vec<Channels<'_>> = scores.chunks(1 << 13).map(channels).collect();
+    let budget_bytes = scores.len() as u64 * CHANNEL_BYTES / 10;
     let mut group = criterion.benchmark_group("select/scores");
     group.sample_size(20);
     group.throughput(Throughput::Elements(scores.len() as u64));
