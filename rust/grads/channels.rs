@@ -204,31 +204,62 @@ struct TileSums<'a, 'b, G> {
     of_columns: &'b mut [f64],
 }
 
+/// Rows that are read side by side: memory answers more requests than one sequence keeps in flight,
+/// and the columns' sums are loaded and stored once for all of them.
+const ROWS_AT_ONCE: usize = 4;
+
+/// The columns' sums of a tile.
+type Down<S> = [<S as Simd>::D; TILE_COLUMNS / LANES];
+
+impl<G: Element> TileSums<'_, '_, G> {
+    /// The sums along the `R` rows of the tile from `row` on.
+    #[inline(always)]
+    fn rows<S: Simd, const R: usize>(&self, simd: S, row: usize, down: &mut Down<S>) -> [f64; R] {
+        let Self { grad, first, row_len, .. } = self;
+        let begin = first + row * row_len;
+        let columns = self.of_columns.len();
+        let whole = columns / LANES * LANES;
+        let mut along = [simd.zero_sums(); R];
+        let mut at = 0;
+        while at < columns {
+            let count = if at < whole { LANES } else { columns - whole };
+            let mut sums = down[at / LANES];
+            for (number, along) in along.iter_mut().enumerate() {
+                let at = begin + number * row_len + at;
+                grad.prefetch(at, LANES);
+                let values = G::widen(simd, grad.load(simd, at, count));
+                *along = simd.add_squares(*along, values);
+                sums = simd.add_squares(sums, values);
+            }
+            down[at / LANES] = sums;
+            at += LANES;
+        }
+        let mut of_rows = [0.0; R];
+        for (of_row, along) in of_rows.iter_mut().zip(along) {
+            *of_row = simd.sums(along).into_iter().sum();
+        }
+        of_rows
+    }
+}
+
 impl<G: Element> Kernel for TileSums<'_, '_, G> {
     type Output = ();
 
     #[inline(always)]
     fn run<S: Simd>(self, simd: S) {
-        let Self { grad, first, row_len, of_rows, of_columns } = self;
-        let columns = of_columns.len();
-        let whole = columns / LANES * LANES;
-        let mut down = [simd.zero_sums(); TILE_COLUMNS / LANES];
-        for (row, of_row) in of_rows.iter_mut().enumerate() {
-            let begin = first + row * row_len;
-            let mut along = simd.zero_sums();
-            let mut at = 0;
-            while at < columns {
-                let count = if at < whole { LANES } else { columns - whole };
-                grad.prefetch(begin + at, LANES);
-                let values = G::widen(simd, grad.load(simd, begin + at, count));
-                along = simd.add_squares(along, values);
-                let down = &mut down[at / LANES];
-                *down = simd.add_squares(*down, values);
-                at += LANES;
-            }
-            *of_row = simd.sums(along).into_iter().sum();
+        let mut down: Down<S> = [simd.zero_sums(); TILE_COLUMNS / LANES];
+        let rows = self.of_rows.len();
+        let mut row = 0;
+        while row + ROWS_AT_ONCE <= rows {
+            let sums = self.rows::<S, ROWS_AT_ONCE>(simd, row, &mut down);
+            self.of_rows[row..row + ROWS_AT_ONCE].copy_from_slice(&sums);
+            row += ROWS_AT_ONCE;
         }
-        for (of_columns, down) in of_columns.chunks_mut(LANES).zip(down) {
+        while row < rows {
+            [self.of_rows[row]] = self.rows::<S, 1>(simd, row, &mut down);
+            row += 1;
+        }
+        for (of_columns, down) in self.of_columns.chunks_mut(LANES).zip(down) {
             let lanes = simd.sums(down);
             of_columns.copy_from_slice(&lanes[..of_columns.len()]);
         }
