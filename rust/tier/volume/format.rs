@@ -23,6 +23,7 @@
 
 use std::ops::Range;
 
+use super::geometry::{MEMBERS_MAX, STRIPE_BYTES_MAX};
 use crate::{Error, Result};
 
 /// The version of all of this.
@@ -175,6 +176,19 @@ impl Header {
         let [block_bytes, stripe_bytes, num_records, slot_bytes] =
             std::array::from_fn(|_| from.u64());
         let [slots, num_members] = std::array::from_fn(|_| from.u32());
+        // What was never written: a checksum is no proof against who computes it.
+        let is_sound = slots == 2
+            && (1..=MEMBERS_MAX).contains(&(num_members as usize))
+            && block_bytes.is_power_of_two()
+            && (BLOCK_BYTES_MIN..=HEADER_SPACE_BYTES).contains(&(block_bytes as usize))
+            && stripe_bytes.is_multiple_of(block_bytes)
+            && (1..=STRIPE_BYTES_MAX.next_multiple_of(HEADER_SPACE_BYTES) as u64)
+                .contains(&stripe_bytes)
+            && u32::try_from(num_records).is_ok()
+            && slot_bytes < 1 << 60;
+        if !is_sound {
+            return Err(NoHeader::Damaged);
+        }
         let weights = (0..num_members).map(|_| from.u32()).collect();
         Ok(Self {
             volume,
@@ -447,6 +461,26 @@ mod tests {
             assert_eq!(Header::decode(&bytes), Err(expected), "bit {bit}");
         }
         assert_eq!(Header::decode(&[0; Header::BYTES]), Err(NoHeader::Foreign));
+    }
+
+    #[test]
+    fn what_no_volume_has_is_damaged_whatever_its_checksum() {
+        let sound = header();
+        for header in [
+            Header { slots: 1, ..sound.clone() },
+            Header { block_bytes: 0, ..sound.clone() },
+            Header { block_bytes: 6000, ..sound.clone() },
+            Header { block_bytes: 1 << 40, ..sound.clone() },
+            Header { stripe_bytes: 0, ..sound.clone() },
+            Header { stripe_bytes: 5000, ..sound.clone() },
+            Header { stripe_bytes: 1 << 50, ..sound.clone() },
+            Header { num_records: 1 << 40, ..sound.clone() },
+            Header { slot_bytes: u64::MAX, ..sound.clone() },
+            Header { weights: vec![], ..sound.clone() },
+            Header { weights: vec![1; 65], ..sound },
+        ] {
+            assert_eq!(Header::decode(&header.encode()), Err(NoHeader::Damaged), "{header:?}");
+        }
     }
 
     #[test]

@@ -226,9 +226,16 @@ impl Member {
             .file
             .metadata()
             .and_then(|ours| Ok(inode(ours) == inode(fs::symlink_metadata(&self.path)?)));
-        if is_ours.unwrap_or(false) {
-            // Gone already is as good.
-            let _ = fs::remove_file(&self.path);
+        // Gone already is as good.
+        if is_ours.unwrap_or(false)
+            && let Err(error) = fs::remove_file(&self.path)
+        {
+            log::warn!(
+                target: "stepwell",
+                "cannot remove {} ({error}), which takes `{}` bytes",
+                self.path.display(),
+                self.file.metadata().map_or(0, |metadata| metadata.len())
+            );
         }
     }
 
