@@ -5,11 +5,11 @@
 //! [`Step`] each (the gradient's own clip coefficient, lr and count), and the result is coded and
 //! stored once. Gradients are of any dtype, each of its own.
 //!
-//! - THR-1 With fp32 moments a pass has the bits of `S` calls of [`super::batch::step_chunk`], for
-//!   every master.
+//! - THR-1 With fp32 moments a pass has the bits of `S` steps (`rust/adam/batch.rs`), for every
+//!   master.
 //! - THR-2 Coded moments (bf16, q8) are coded once in a pass, with the random bits of the last
 //!   count: the pass has the bits of `S` steps with fp32 moments, decoded before the first and
-//!   coded after the last. That is one rounding where `S` calls have `S`. With `S = 1` both are the
+//!   coded after the last. That is one rounding where `S` steps have `S`. With `S = 1` both are the
 //!   same.
 //! - THR-3 A pass may also write the weight moved on along the last update ([`Predicted`]). The
 //!   master and the weight beside it are what they are without.
@@ -17,9 +17,10 @@
 //!   step, which is part of what such a step means, and a pass would round once.
 //!
 //! Cost per parameter and step with a bf16 gradient, a `split` master and fp32 moments: `(24 + 2S)
-//! / S` bytes, of which `12 + 2S` are read; 8 at `S = 4`, where a call for each gradient moves 26.
+//! / S` bytes, of which `12 + 2S` are read; 8 at `S = 4`, where a step of each gradient moves 26.
 //! With q8 moments `(12.25 + 2S) / S`. A predicted weight is `2 / S` more, written past the cache.
-//! The arithmetic is that of `S` steps, so a pass over many gradients is bound by it on few cores.
+//! The arithmetic is that of `S` steps, a square root and a division among it, which bound a pass
+//! from `S = 4` on (16 cores of a Xeon: `benches/README.md`).
 //!
 //! The code is compiled once per master, codec and ISA. The number of gradients, their dtypes and
 //! the prediction are known when it runs: a loop, and branches that always go the same way.
