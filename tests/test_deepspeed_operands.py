@@ -1,0 +1,325 @@
+"""What ZeRO's base optimizers step on the offload engine, without DeepSpeed and without ZeRO.
+
+Partitions are stepped by the core as the engine steps them, beside torch's optimizers or ours.
+"""
+
+from functools import partial
+
+import pytest
+import stepwell
+import torch
+from optim_cases import CODECS, bits
+from stepwell import _core
+from stepwell.deepspeed.native import adam
+from stepwell.deepspeed.zero.operands import (
+    Operands,
+    global_norm,
+    gradient_scale,
+    is_torchs,
+    obstacle_of,
+)
+from torch.nn import Parameter
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+# ---- norms ----
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0, 65536.0])
+def test_without_clipping_gradients_are_unscaled(scale):
+    assert gradient_scale(123.0, scale, 0.0) == 1.0 / scale
+    # No norm is looked at.
+    assert gradient_scale(float("nan"), scale, 0.0) == 1.0 / scale
+
+
+def test_gradients_are_clipped_as_deepspeed_clips_them():
+    # Powers of two: only 1e-6 is rounded.
+    assert gradient_scale(8.0, 2.0, 16.0) == 0.5
+    assert gradient_scale(8.0, 2.0, 4.0) == pytest.approx(0.5, rel=1e-6)
+    found = gradient_scale(64.0, 2.0, 4.0)
+    clip = (torch.tensor(64.0) / 2.0 + 1e-6) / 4.0
+    assert found == (1.0 / (clip * 2.0)).item()
+    assert found == pytest.approx(4.0 / 64.0, rel=1e-6)
+    assert gradient_scale(1.0, 1.0, 1.0) < 1.0
+
+
+def test_a_norm_beyond_float32_clips_too():
+    assert gradient_scale(1e60, 1.0, 1.0) == pytest.approx(1e-60, rel=1e-12)
+    assert gradient_scale(FLOAT32_MAX, 1.0, FLOAT32_MAX) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("norm", "loss_scale", "expected", "dtype"),
+    [
+        (8.0, 2.0, 4.0, torch.float32),
+        (0.0, 1.0, 0.0, torch.float32),
+        (FLOAT32_MAX, 1.0, FLOAT32_MAX, torch.float32),
+        (2.0 * FLOAT32_MAX, 1.0, 2.0 * FLOAT32_MAX, torch.float64),
+        (2.0 * FLOAT32_MAX, 4.0, FLOAT32_MAX / 2.0, torch.float32),
+        (float("inf"), 1.0, float("inf"), torch.float32),
+    ],
+)
+def test_the_global_norm_is_unscaled(norm, loss_scale, expected, dtype):
+    found = global_norm(norm, loss_scale)
+    assert (found.dtype, found.shape, found.device.type) == (dtype, (), "cpu")
+    assert found.item() == expected
+    assert global_norm(float("nan"), 1.0).isnan()
+
+
+# ---- which optimizers ----
+
+
+class CPUAdam(torch.optim.Optimizer):
+    """What the engine asks of DeepSpeedCPUAdam."""
+
+    def __init__(self, params, *, adam_w_mode=True, fp32_optimizer_states=True, **options):
+        defaults = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+        super().__init__(params, {**defaults, "bias_correction": True, **options})
+        self.adam_w_mode, self.fp32_optimizer_states = adam_w_mode, fp32_optimizer_states
+
+
+def parameter(numel=37, dtype=torch.float32):
+    return Parameter(torch.linspace(-1, 1, numel).to(dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_torchs_own_are_taken_with_what_is_done(kind):
+    optimizer = kind([parameter()], maximize=True, weight_decay=0.1)
+    assert is_torchs(optimizer)
+    assert obstacle_of(optimizer, ()) is None
+    for name in ("amsgrad", "capturable", "differentiable"):
+        optimizer = kind([parameter()])
+        optimizer.add_param_group({"params": [parameter()], name: True})
+        said = f"the optimizer is torch's `{kind.__name__}` with {name}"
+        assert obstacle_of(optimizer, ()) == said
+
+
+def test_kinds_that_are_not_known_are_named():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    assert not is_torchs(Mine([parameter()]))
+    assert obstacle_of(torch.optim.SGD([parameter()]), ()) == "the optimizer is `SGD`"
+    said = "the optimizer is `Mine`, a subclass of AdamW that may step differently"
+    assert obstacle_of(Mine([parameter()]), ()) == said
+    assert obstacle_of(Mine([parameter()]), (Mine,)) is None
+    # Of those that are known by name nothing is asked that torch's are asked.
+    assert obstacle_of(CPUAdam([parameter()], amsgrad=True), (CPUAdam,)) is None
+
+
+def test_what_would_not_be_called_is_an_obstacle():
+    optimizer = torch.optim.AdamW([parameter()])
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    assert obstacle_of(optimizer, ()) is None
+    optimizer.step = lambda: None
+    assert obstacle_of(optimizer, ()) == "`step` of the optimizer `AdamW` was replaced"
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        optimizer = torch.optim.AdamW([parameter()])
+        handle = getattr(optimizer, register)(lambda *_: None)
+        assert obstacle_of(optimizer, ()) == "the optimizer `AdamW` has step hooks"
+        handle.remove()
+        assert obstacle_of(optimizer, ()) is None
+
+
+# ---- steps ----
+
+
+def step(operands, grad_scale=1.0):
+    """What the engine does with operands of one optimizer."""
+    owner, found = operands
+    calls = [
+        partial(
+            _core.adam_step, [each.tensor], steps=[each.step], hyper=each.hyper.core(grad_scale)
+        )
+        for each in found
+        if each.tensor is not None
+    ]
+    owner.commit(found, calls)
+
+
+GROUP = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def stepped(optimizer, param, steps=3, **more):
+    operands = Operands(optimizer, rank=0)
+    for index in range(steps):
+        grad = torch.linspace(1, 3, param.numel()) * (index + 1)
+        step((operands, [operands.of(0, 0, param, grad, more.get("twin"))]))
+    return param
+
+
+def trained(optimizer, param, steps=3):
+    for index in range(steps):
+        param.grad = torch.linspace(1, 3, param.numel()) * (index + 1)
+        optimizer.step()
+    return param
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_each_form_of_state_is_stepped_alike(decoupled):
+    torchs = torch.optim.AdamW if decoupled else torch.optim.Adam
+    reference = parameter()
+    expected = trained(
+        (stepwell.AdamW if decoupled else stepwell.Adam)([reference], **GROUP), reference
+    )
+    forms = {
+        "torch": lambda param: torchs([param], **GROUP),
+        "DeepSpeed": lambda param: CPUAdam([param], adam_w_mode=decoupled, **GROUP),
+        "Stepwell": lambda param: (stepwell.AdamW if decoupled else stepwell.Adam)(
+            [param], **GROUP
+        ),
+    }
+    for name, make in forms.items():
+        param = parameter()
+        optimizer = make(param)
+        twin = torch.zeros(param.numel(), dtype=torch.bfloat16)
+        stepped(optimizer, param, twin=twin)
+        assert torch.equal(param, expected), name
+        assert torch.equal(twin, expected.bfloat16()), name
+        state = optimizer.state[param]
+        assert int(state["step"]) == 3
+        assert type(state["step"]) is (int if name == "DeepSpeed" else torch.Tensor)
+        assert optimizer._opt_called
+    near = parameter()
+    trained(torchs([near], **GROUP), near)
+    torch.testing.assert_close(expected, near)
+
+
+@pytest.mark.parametrize("moments", CODECS)
+def test_moments_are_held_as_the_optimizer_says(moments):
+    param, reference = parameter(), parameter()
+    ours = stepwell.AdamW([param], moments=moments, seed=5)
+    trained(stepwell.AdamW([reference], moments=moments, seed=5), reference)
+    assert torch.equal(bits(stepped(ours, param)), bits(reference))
+
+
+def test_ranks_and_partitions_round_in_their_own_ways():
+    found = []
+    for rank, ordinal in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        param = parameter(1000)
+        optimizer = stepwell.AdamW([param], moments="bf16")
+        operands = Operands(optimizer, rank)
+        # An operand does not hold its gradient: the engine does.
+        grad = torch.linspace(1, 3, 1000)
+        for _ in range(3):
+            step((operands, [operands.of(0, ordinal, param, grad, None)]))
+        found.append(optimizer.state[param]["exp_avg"].view(torch.int16))
+    same = [torch.equal(found[0], each) for each in found]
+    assert same == [True, False, False, True]
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, stepwell.AdamW, CPUAdam])
+def test_an_empty_partition_is_counted_and_not_stepped(make):
+    param = parameter(0)
+    optimizer = make([param])
+    operands = Operands(optimizer, rank=0)
+    operand = operands.of(0, 0, param, torch.zeros(0), None)
+    assert operand.tensor is None
+    step((operands, [operand]))
+    assert int(optimizer.state[param]["step"]) == 1
+
+
+def test_a_group_without_bias_correction():
+    param, reference = parameter(), parameter()
+    stepped(CPUAdam([param], bias_correction=False), param, steps=1)
+    stepped(CPUAdam([reference]), reference, steps=1)
+    assert not torch.equal(param, reference)
+    saved = CPUAdam([again := parameter()])
+    # A group that torch's optimizer has saved lacks it.
+    del saved.param_groups[0]["bias_correction"]
+    assert torch.equal(stepped(saved, again, steps=1), reference)
+
+
+def test_options_of_torch_s_that_come_later_are_refused():
+    param = parameter()
+    optimizer = torch.optim.AdamW([param])
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(
+        ValueError, match=r"`amsgrad` is set for the group of partition 7(.|\n)*hint"
+    ):
+        Operands(optimizer, 0).of(0, 7, param, torch.ones(37), None)
+    assert not optimizer.state
+
+
+def test_a_submission_that_fails_counts_nothing():
+    param = parameter()
+    optimizer = torch.optim.AdamW([param])
+    operands = Operands(optimizer, 0)
+    operand = operands.of(0, 0, param, torch.ones(37), None)
+
+    def fail():
+        raise OSError("the device is gone")
+
+    with pytest.raises(OSError, match="the device is gone"):
+        operands.commit([operand], [partial(fail)])
+    assert not optimizer.state
+    assert not getattr(optimizer, "_opt_called", False)
+
+
+def test_hooks_that_come_later_are_told_of_once(caplog):
+    param = parameter()
+    optimizer = torch.optim.AdamW([param])
+    stepped(optimizer, param)
+    assert not caplog.messages
+    optimizer.register_step_post_hook(lambda *_: None)
+    operands, grad = Operands(optimizer, 0), torch.ones(37)
+    for _ in range(2):
+        step((operands, [operands.of(0, 0, param, grad, None)]))
+    (said,) = caplog.messages
+    assert "step hooks of the optimizer `AdamW` are not called" in said
+
+
+# ---- beside the step ----
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype", "nbytes"),
+    [
+        (CPUAdam, torch.float32, 8),
+        (CPUAdam, torch.bfloat16, 8),
+        (partial(CPUAdam, fp32_optimizer_states=False), torch.bfloat16, 4),
+        (torch.optim.AdamW, torch.float32, 8),
+        (stepwell.AdamW, torch.float32, 8),
+        (partial(stepwell.AdamW, moments="bf16"), torch.float32, 4),
+    ],
+)
+def test_bytes_of_moments(make, dtype, nbytes):
+    param = parameter(64, dtype)
+    assert Operands(make([param]), 0).moments_bytes(param) == 64 * nbytes
+
+
+@pytest.mark.parametrize("policy", ["skip", "propagate", "raise"])
+def test_what_is_not_finite(policy):
+    operands = Operands(stepwell.AdamW([parameter()], nonfinite=policy), 0)
+    if policy == "raise":
+        with pytest.raises(ValueError, match=r"a gradient is not finite(.|\n)*hint"):
+            operands.skips_nonfinite()
+    else:
+        assert operands.skips_nonfinite() is (policy == "skip")
+
+
+def test_what_is_not_finite_under_optimizers_of_others():
+    optimizer = CPUAdam([parameter()])
+    with pytest.raises(ValueError, match="a gradient is not finite"):
+        Operands(optimizer, 0).skips_nonfinite()
+    adam.propagate_in(optimizer)
+    assert Operands(optimizer, 0).skips_nonfinite() is False
+
+
+def test_the_share_of_the_device():
+    param = parameter()
+    optimizer = CPUAdam([param], adam_w_mode=False, **GROUP)
+    operands = Operands(optimizer, 0)
+    operand = operands.on_device(0, param)
+    assert (operand.tensor, operand.step) == (None, 1)
+    assert not operand.hyper.decoupled
+    assert operand.hyper.lr == GROUP["lr"]
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = operand.state[name]
+        assert moment.shape == param.shape
+        assert not moment.any()
+        assert not moment.requires_grad
+    operands.commit([operand], [])
+    again = operands.on_device(0, param)
+    assert again.step == 2
+    assert again.state["exp_avg"] is operand.state["exp_avg"]
