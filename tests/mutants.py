@@ -42,7 +42,10 @@ PACKAGE = ROOT / "python" / "stepwell"
 SUITES = {
     "optim": (["optim.py", "_[a-z]*.py"], ["test_optim*.py"]),
     "offload": (["offload/[a-z]*.py"], ["test_offload*.py"]),
-    "deepspeed": (["deepspeed/plan.py", "deepspeed/options.py"], ["test_deepspeed_plan.py"]),
+    "deepspeed": (
+        ["deepspeed/plan.py", "deepspeed/options.py", "deepspeed/zero/operands.py"],
+        ["test_deepspeed_plan.py", "test_deepspeed_operands.py"],
+    ),
 }
 # They take minutes, and pass through every line.
 RANDOM_PROGRAMS = "test_optim_programs.py"

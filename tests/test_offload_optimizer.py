@@ -16,7 +16,7 @@ import stepwell
 import torch
 from offload_cases import assert_equal, batch, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
-from stepwell import _core
+from stepwell import _core, _state
 from stepwell.offload import gradients
 from stepwell.offload.twins import Twins
 from torch.utils.checkpoint import checkpoint
@@ -592,6 +592,23 @@ def test_timing_and_bytes():
         == timing["bytes_uploaded"]
         == sum(p.nbytes for p in net.parameters())
     )
+
+
+def test_a_group_for_whose_state_there_is_no_memory_is_not_added(monkeypatch):
+    ours, theirs = pair()
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 1)
+    extra = torch.nn.Parameter(torch.ones(3))
+    with monkeypatch.context() as full:
+        full.setattr(_state, "new", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
+        with pytest.raises(OSError, match="no memory"):
+            ours[1].add_param_group({"params": [("extra", extra)]})
+    assert len(ours[1].param_groups) == 1
+    assert extra not in ours[1]._twins
+    for net, optimizer in (ours, theirs):
+        optimizer.add_param_group({"params": [("extra", torch.nn.Parameter(torch.ones(3)))]})
+        train(net, optimizer, 2, first=1)
+    assert_equal(ours, theirs)
 
 
 def test_memory_is_announced_and_bounded(caplog):

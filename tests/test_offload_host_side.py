@@ -1,0 +1,123 @@
+"""What stands in host memory for parameters: what is admitted, with which state, what has gone."""
+
+import pytest
+import torch
+from stepwell import _state
+from stepwell.offload.host_side import HostSide
+from torch.nn import Parameter
+
+
+@pytest.fixture
+def host():
+    return HostSide("fp32", None)
+
+
+def parameter(value=1.0):
+    # bfloat16: its state has fingerprints.
+    return Parameter(torch.full((300,), value, dtype=torch.bfloat16))
+
+
+def written_by_a_step(host, param, value):
+    """The host side as a step leaves it."""
+    host.twins.weight(param).data.fill_(value)
+    host.fingerprints.mark_outdated([param])
+    host.fingerprints.mark_verified([param])
+
+
+def fingerprints_of(param):
+    state = _state.new(param.detach(), "fp32")
+    _state.take_fingerprints(param.detach(), state, "fp32")
+    return state["fingerprints"]
+
+
+def test_state_is_set_aside_until_the_optimizer_has_it(host):
+    param, other = parameter(), parameter()
+    host.admit([param, other], {})
+    state = host.fresh_state(param)
+    assert state.keys() == _state.new(param, "fp32").keys()
+    assert host.fresh_state(param) is state
+    assert host.fresh_state(parameter()) is None
+    host.drop_fresh([param])
+    assert host.fresh_state(param) is None
+    assert host.fresh_state(other) is not None
+    assert not host.fingerprints.is_unverified(param)
+
+
+def test_a_parameter_that_comes_with_state_is_verified(host):
+    param, other = parameter(), parameter()
+    host.admit([param, other], {param: _state.new(param, "fp32"), other: {}})
+    assert host.fresh_state(param) is None
+    assert host.fingerprints.is_unverified(param)
+    assert host.fresh_state(other) is not None
+    assert not host.fingerprints.is_unverified(other)
+
+
+def test_what_cannot_be_admitted_leaves_nothing(host, monkeypatch):
+    first, second = parameter(), parameter()
+    host.admit([first], {})
+    nbytes = host.twins.pinned_bytes
+    monkeypatch.setattr(_state, "new", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
+    with pytest.raises(OSError, match="no memory"):
+        host.admit([second], {})
+    assert second not in host.twins
+    assert host.twins.pinned_bytes == nbytes
+    assert host.fresh_state(first) is not None
+
+
+def test_what_has_gone_leaves_its_state_as_good_as_it_was(host):
+    param, other = parameter(), parameter()
+    host.admit([param, other], {})
+    state = host.fresh_state(param)
+    host.drop_fresh([param])
+    written_by_a_step(host, param, 2.0)
+    host.let_go(iter([param]), {param: state})
+    assert torch.equal(state["fingerprints"], fingerprints_of(parameter(2.0)))
+    assert param not in host.twins
+    assert other in host.twins
+    host.let_go([other], {})
+    assert host.fresh_state(other) is None
+    assert host.twins.pinned_bytes == 0
+
+
+def test_what_has_gone_is_forgotten(host):
+    param = parameter()
+    host.admit([param], {param: _state.new(param, "fp32")})
+    host.let_go([param], {})
+    assert not host.fingerprints.is_unverified(param)
+    assert host.fingerprints.outdated([param]) == []
+
+
+def test_fingerprints_are_taken_where_there_is_state(host):
+    param, other = parameter(), parameter()
+    host.admit([param, other], {})
+    state = host.fresh_state(param)
+    for each in (param, other):
+        written_by_a_step(host, each, 3.0)
+    # The user has deleted that of the other.
+    host.take_fingerprints([param, other], {param: state})
+    assert torch.equal(state["fingerprints"], fingerprints_of(parameter(3.0)))
+    assert host.fingerprints.outdated([param, other]) == []
+
+
+def test_only_what_was_written_is_read_again(host):
+    param, other = parameter(), parameter()
+    host.admit([param, other], {})
+    # After they were made, both are read: a program may initialise them unseen.
+    host.reread([param, other], {})
+    host.fingerprints.mark_verified([param, other])
+    with torch.no_grad():
+        param.fill_(4.0)
+    host.reread([param, other], {})
+    assert host.fingerprints.is_unverified(param)
+    assert not host.fingerprints.is_unverified(other)
+    assert torch.equal(host.twins.weight(param), param.detach())
+
+
+def test_loaded_state_is_verified_and_not_set_aside(host):
+    param = parameter()
+    host.admit([param], {})
+    host.note_load(has_state=False)
+    assert host.fresh_state(param) is not None
+    assert host.fingerprints.is_unverified(param)
+    host.note_load(has_state=True)
+    assert host.fresh_state(param) is None
