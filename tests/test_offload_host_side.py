@@ -121,3 +121,67 @@ def test_loaded_state_is_verified_and_not_set_aside(host):
     assert host.fingerprints.is_unverified(param)
     host.note_load(has_state=True)
     assert host.fresh_state(param) is None
+
+
+# ---- what is refused ----
+
+
+def taken(param):
+    """Bytes that a parameter takes, its state among them."""
+    return _state.nbytes(param, "fp32") + 2 * 640
+
+
+def announce(bytes_max, *, held=(), states=None):
+    """Announces another parameter beside those that are held."""
+    host = HostSide("fp32", bytes_max)
+    host.admit(held, states or {})
+    new = parameter()
+    host.announce([new], states or {})
+
+
+def test_no_more_is_announced_than_is_left():
+    param = parameter()
+    nbytes = taken(param)
+    announce(nbytes)
+    announce(2 * nbytes, held=[param])
+    # State that the optimizer has counts as well as that which is set aside.
+    announce(2 * nbytes, held=[param], states={param: _state.new(param, "fp32")})
+    announce(None, held=[param])
+    for left, options in (
+        (nbytes - 1, {}),
+        (2 * nbytes - 1, {"held": [param]}),
+        (2 * nbytes - 1, {"held": [param], "states": {param: _state.new(param, "fp32")}}),
+    ):
+        with pytest.raises(ValueError, match=f"`{nbytes - 1}` are left of `host_bytes_max`"):
+            announce(left, **options)
+
+
+def test_a_parameter_that_comes_with_its_state_takes_no_other():
+    param = parameter()
+    states = {param: _state.new(param, "fp32")}
+    host = HostSide("fp32", taken(param))
+    host.announce([param], states)
+    host = HostSide("fp32", taken(param) - 1)
+    with pytest.raises(ValueError, match="are left of `host_bytes_max`"):
+        host.announce([param], states)
+
+
+def test_parameters_that_share_memory_are_refused(host):
+    memory = torch.zeros(600, dtype=torch.bfloat16)
+    param, other = Parameter(memory[:300]), Parameter(memory[299:])
+    labels = {param: "the first", other: "the other"}
+    host.check([param], labels)
+    host.admit([param], {})
+    with pytest.raises(ValueError, match="the other shares memory with the first"):
+        host.check([other], labels)
+    # What is in no group any more is not looked at.
+    host.check([other], {other: "the other"})
+
+
+def test_parameters_are_on_one_device_that_works(host):
+    param = parameter()
+    host.admit([param], {})
+    assert host.device == torch.device("cpu")
+    elsewhere = Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match="meta"):
+        host.check([elsewhere], {param: "the first", elsewhere: "the other"})
