@@ -220,3 +220,17 @@ def test_zenflow_refuses_what_does_not_fit():
         submit(control, 0, 1)
     with pytest.raises(ValueError, match="are not done yet"):
         submit(control, 0, 1)
+
+
+def test_the_process_does_what_its_optimizer_asks_for():
+    class ZeroOptimizer:
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+
+    started = zenflow.following(lambda zero: found.append((zero, adam.nonfinite())))
+    found, zero = [], ZeroOptimizer()
+    started(zero)
+    # As the plan does for `"check_grad_overflow": false` in a JSON.
+    adam.propagate_in(zero.optimizer)
+    started(zero)
+    assert found == [(zero, "raise"), (zero, "propagate")]
+    assert adam.nonfinite() == "raise"

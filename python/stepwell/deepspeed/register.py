@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from stepwell.deepspeed import accelerate, spawn
 from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.logs import warn
-from stepwell.deepspeed.native import adam, cpu_adam, cpu_vendor, fused_adam, step_guard
+from stepwell.deepspeed.native import (
+    adam,
+    cpu_adam,
+    cpu_vendor,
+    fused_adam,
+    step_guard,
+    zenflow,
+)
 from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
 from stepwell.deepspeed.state import consolidation
 from stepwell.deepspeed.zero import client_optimizer, optimizer_type
@@ -128,6 +135,17 @@ _FEATURES: dict[str, tuple[Place, ...]] = {
             "zenflow_optimizer_process",
             lambda _: zenflow_process,
             ("groups", "ctrl", "ready", "zf_affinity", "adamw_mode"),
+        ),
+        # Both modules import it by its name.
+        *(
+            Attribute(
+                f"process of ZenFlow, {stage}",
+                f"deepspeed.runtime.zenflow.{module}",
+                "start_optimizer_process",
+                zenflow.following,
+                ("zf_optimizer",),
+            )
+            for stage, module in (("ZeRO-2", "zenflow_stage_1_and_2"), ("ZeRO-3", "engine_stage3"))
         ),
     ),
     "SuperOffload": (

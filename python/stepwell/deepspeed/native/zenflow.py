@@ -11,24 +11,26 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import math
 import os
 import time
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepwell import _core
 from stepwell._hyper import Hyper
 from stepwell.deepspeed.native import adam, optimizers
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
 __all__ = [
     "fail",
+    "following",
     "zenflow_adam_create",
     "zenflow_adam_ctrl_exit",
     "zenflow_adam_ctrl_init",
@@ -306,6 +308,17 @@ def zenflow_adam_ctrl_init(address: int, num_groups: int) -> None:
     control.propagates_nonfinite = adam.nonfinite() == "propagate"
     control.submitted.init()
     control.done.init()
+
+
+def following(start: Callable[[Any], None]) -> Callable[[Any], None]:
+    """DeepSpeed's `start_optimizer_process`, whose process does what the optimizer's updates do."""
+
+    @functools.wraps(start)
+    def started(zf_optimizer: Any) -> None:
+        with adam.following(zf_optimizer.optimizer):
+            start(zf_optimizer)
+
+    return started
 
 
 def zenflow_adam_run_worker(handle: int, address: int) -> None:
