@@ -169,29 +169,24 @@ class _Part:
     """What happens where one of its seams is left to DeepSpeed."""
 
 
+# Of ZeRO on the offload engine, whatever the stage.
+_ENGINE_SEAMS = (
+    "offload engine, making",
+    "offload engine, plan",
+    "offload engine, state",
+    "offload engine, gradient",
+)
 _PARTS = (
     _Part(
         topic="ZeRO-1 and -2",
-        seams=(
-            "offload engine, making",
-            "offload engine, plan",
-            "offload engine, ZeRO-1/2",
-            "offload engine, state",
-            "offload engine, gradient",
-        ),
+        seams=(*_ENGINE_SEAMS, "offload engine, ZeRO-1/2"),
         works="CPU offload steps on the offload engine; on one GPU in the background",
         otherwise="CPU offload is DeepSpeed's own path on Stepwell's kernels, not the engine",
     ),
     _Part(
         topic="ZeRO-3",
-        seams=(
-            "offload engine, making",
-            "offload engine, plan",
-            "offload engine, ZeRO-3",
-            "offload engine, state",
-            "offload engine, gradient",
-        ),
-        works="CPU offload steps on the offload engine",
+        seams=(*_ENGINE_SEAMS, "offload engine, ZeRO-3"),
+        works="CPU offload steps on the offload engine; with offload_param in the background",
         otherwise="CPU offload is DeepSpeed's own path on Stepwell's kernels, not the engine",
     ),
     _Part(
