@@ -49,6 +49,19 @@ def program_access(result):
             "read, overflow": (read, configuration(dtype="fp16", precision=overflowing)),
             "set": (set_gradients, configuration(dtype="bf16")),
             "state": (set_state, configuration(dtype="bf16")),
+            "set early": (
+                set_early,
+                configuration(dtype="bf16", gradient_accumulation_steps=2),
+            ),
+            "set early, fp32": (set_early, configuration(gradient_accumulation_steps=2)),
+            "set early, on the device": (
+                set_early,
+                configuration(
+                    dtype="bf16",
+                    gradient_accumulation_steps=2,
+                    stepwell={"accumulate": "device"},
+                ),
+            ),
             "unchecked": (poisoned, configuration(dtype="bf16", clip=1.0, precision=unchecked)),
         }
         if stage == 2:
@@ -69,7 +82,8 @@ def program_access(result):
         for name, (run, config) in named.items():
             config["zero_optimization"]["stage"] = stage
             result[f"{name}, ZeRO-{stage}"] = [
-                run({**config, "stepwell": {"engine": engine}}) for engine in (True, False)
+                run({**config, "stepwell": {**config.get("stepwell", {}), "engine": engine}})
+                for engine in (True, False)
             ]
     result["pinned"] = [pinned(says) for says in (None, True, False)]
     result["timed"] = timed()
@@ -131,6 +145,24 @@ def set_gradients(config, *, model=perceptron, rank=0):
             continue
         seen += [utils.safe_get_full_grad(param).float().clone() for param in params]
         seen += [utils.safe_get_full_optimizer_state(param, "exp_avg").clone() for param in params]
+    seen += [flat for flat, _ in partitions(engine)]
+    engine.destroy()
+    return seen
+
+
+def set_early(config):
+    """A gradient that is set after the first of two backwards of a step."""
+    from deepspeed import utils
+
+    engine = initialize(perceptron(), config)
+    weight = engine.module[0].weight
+    seen = []
+    for count, batch in enumerate(vectors(4)):
+        engine.backward(squared(engine, batch))
+        if count == 0:
+            utils.safe_set_full_grad(weight, torch.full(weight.shape, PRECISE))
+        seen.append(utils.safe_get_full_grad(weight).float().clone() if count < 2 else count)
+        engine.step()
     seen += [flat for flat, _ in partitions(engine)]
     engine.destroy()
     return seen

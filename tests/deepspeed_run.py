@@ -33,6 +33,8 @@ MODULES = (
     "deepspeed_torch_adam_programs",
     "deepspeed_access_programs",
     "deepspeed_twin_flow_programs",
+    "deepspeed_late_programs",
+    "deepspeed_world_programs",
 )
 
 

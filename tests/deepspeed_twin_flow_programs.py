@@ -3,6 +3,7 @@
 On the CPU accelerator DeepSpeed steps all sub-groups with DeepSpeedCPUAdam, as without a ratio.
 """
 
+import functools
 from pathlib import Path
 
 import torch
@@ -60,6 +61,27 @@ def gradients():
     return found, reference[0].weight.grad.float()
 
 
+def failing():
+    """What steps say after one whose share on the device could not be launched."""
+    from stepwell.deepspeed.zero.device_share import DeviceShare
+
+    def refuse():
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    engine = initialize(perceptron(), halved(dtype="bf16"))
+    train(engine, vectors(1), loss_of)
+    step_of, DeviceShare.step_of = DeviceShare.step_of, lambda *_: functools.partial(refuse)
+    said = []
+    for index in range(2):
+        try:
+            train(engine, vectors(1, first=index), loss_of)
+        except OSError as error:
+            said.append(str(error))
+        DeviceShare.step_of = step_of
+    engine.destroy()
+    return said
+
+
 def unused():
     """The moment of a parameter that gets a gradient in the first step only."""
     from deepspeed import utils
@@ -115,6 +137,7 @@ def program_twin_flow(result, folder):
     result["nonfinite"] = poisoned(halved(dtype="bf16"))
     result["gradients"] = gradients()
     result["unused"] = unused()
+    result["failing"] = failing()
     result["checkpoints"] = checkpoints(folder)
     masters = halved(dtype="bf16", precision={"bf16_master_weights_and_grads": True})
     engine = initialize(perceptron(), masters)

@@ -126,6 +126,11 @@ def planned(engine, optimizer=None, *, is_zero=True, unfit=None):
         ({"block": {"gate": "step"}}, "OffloadZeroOptimizer", "step"),
         ({"wall_clock_breakdown": True}, "OffloadZeroOptimizer", "step"),
         ({"zero_optimization_stage": 3}, "OffloadZeroOptimizerStage3", "step"),
+        (
+            {"zero_optimization_stage": 3, "zero_offload_param": offload("cpu")},
+            "OffloadZeroOptimizerStage3",
+            "module",
+        ),
         # At these stages DeepSpeed does as if they were not there.
         ({"zero_offload_param": offload("nvme")}, "OffloadZeroOptimizer", "module"),
         ({"zero_offload_param": offload("none")}, "OffloadZeroOptimizer", "module"),
@@ -154,11 +159,18 @@ def test_several_ranks_wait_in_the_step(deepspeed):
     assert planned(Engine(block={"gate": "step"})).warning is None
 
 
+def test_several_ranks_gather_weights_in_host_memory_in_their_forwards(deepspeed):
+    deepspeed.world_size = 2
+    in_host_memory = {"zero_optimization_stage": 3, "zero_offload_param": offload("cpu")}
+    found = planned(Engine(block={"gate": "module"}, **in_host_memory))
+    assert (found.gate, found.warning) == ("module", None)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
         ({"wall_clock_breakdown": True}, "but with wall_clock_breakdown"),
-        ({"zero_optimization_stage": 3}, "but under ZeRO-3"),
+        ({"zero_optimization_stage": 3}, "but under ZeRO-3 without offload_param"),
     ],
 )
 def test_a_gate_that_is_written_and_not_followed_is_told(changed, said):

@@ -87,6 +87,13 @@ def test_a_gradient_that_did_not_come_is_zero(runs):
     assert torch.equal(third, second / 2)
 
 
+def test_after_a_share_that_failed_no_step_is_taken(runs):
+    first, second = runs["failing"]
+    assert first == second
+    assert "CUDA error: unspecified launch failure" in first
+    assert "hint: go on from a checkpoint" in first
+
+
 @pytest.mark.parametrize(("saves", "loads"), [(True, True), (True, False), (False, True)])
 def test_checkpoints_have_the_share(runs, saves, loads):
     (losses, after), (resumed, found) = runs["checkpoints"][saves, loads]

@@ -146,6 +146,24 @@ class _Case(NamedTuple):
         return bool(comm.get_world_size(group=group) == 1)
 
     @property
+    def why_step_waits(self) -> str | None:
+        """Why a step waits for all weights, whatever the gate is; None: it need not."""
+        if self.engine.wall_clock_breakdown():
+            # Timers are to time the step.
+            return "with wall_clock_breakdown"
+        if self.stage == _STAGE_3:
+            # DeepSpeed gathers weights from the device on streams of its own.
+            is_in_host_memory = device_of(self.engine.zero_offload_param()) == "cpu"
+            return None if is_in_host_memory else "under ZeRO-3 without offload_param"
+        # Several ranks gather in the step.
+        return None if self.is_alone else "with several ranks"
+
+    @property
+    def idle_keys(self) -> list[str]:
+        """Keys of the block `stepwell` that only the offload engine reads."""
+        return [key for key in _ENGINE_KEYS if key in written(self.engine)]
+
+    @property
     def is_pinned(self) -> bool:
         return (
             said(self.engine, "zero_optimization", "offload_optimizer", "pin_memory") is not False
@@ -174,7 +192,7 @@ class _Case(NamedTuple):
             path = "DeepSpeed's SuperOffload"
         elif self.is_on_nvme:
             path = "DeepSpeed's NVMe swapper"
-        elif self.ratio != 1.0:
+        elif self.is_twin_flow:
             path = "DeepSpeed's Twin-Flow: the share in host memory"
         else:
             path = "DeepSpeed's own path"
@@ -354,7 +372,7 @@ def _without_effect(keys: list[str]) -> str:
 
 def _fallback_warning(case: _Case, reasons: tuple[str, ...], hints: list[str]) -> str | None:
     """What to say where state is offloaded and the engine does not step it."""
-    idle = [key for key in _ENGINE_KEYS if key in written(case.engine)]
+    idle = case.idle_keys
     # A user who has turned the engine off knows.
     if not case.options.engine and not idle:
         return None
@@ -378,12 +396,9 @@ def _engine_warning(case: _Case, gate: str) -> str | None:
             "optimizer state in host memory. hint: device `cpu` says so"
         )
     if "gate" in written(case.engine) and case.options.gate != gate:
-        if case.stage == _STAGE_3:
-            why = "under ZeRO-3"
-        else:
-            why = "with wall_clock_breakdown" if case.is_alone else "with several ranks"
         remarks.append(
-            f"`stepwell.gate` is `{case.options.gate}`, but {why} `engine.step()` waits for all "
+            f"`stepwell.gate` is `{case.options.gate}`, but {case.why_step_waits} `engine.step()` "
+            "waits for all "
             'weights. hint: "gate": "step" says so'
         )
     if "accumulate" in written(case.engine) and case.stage < _STAGE_2:
@@ -428,7 +443,7 @@ def plan(
     found = [row for row in _OBSTACLES if row.is_there(case)]
     _check_steps(case, found)
     if device is None:
-        idle = [key for key in _ENGINE_KEYS if key in written(engine)]
+        idle = case.idle_keys
         hint = 'hint: "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
         warning = f"nothing is offloaded. {_without_effect(idle)}. {hint}" if idle else None
         return Plan(None, None, None, (), options, warning, propagates=case.propagates)
@@ -437,15 +452,9 @@ def plan(
         hints = [row.hint.format(case=case) for row in found]
         warning = _fallback_warning(case, reasons, hints)
         return Plan(None, None, None, reasons, options, warning, propagates=case.propagates)
-    # ZeRO-3 gathers weights by other ways than forwards, several ranks gather in the step, and
-    # timers are to time the step.
-    is_gated = (
-        options.gate == "module"
-        and stage != _STAGE_3
-        and case.is_alone
-        and not engine.wall_clock_breakdown()
+    gate: Literal["module", "step"] = (
+        "module" if options.gate == "module" and case.why_step_waits is None else "step"
     )
-    gate: Literal["module", "step"] = "module" if is_gated else "step"
     warning = _engine_warning(case, gate)
     return Plan(
         zero_class,

@@ -133,22 +133,27 @@ class WeightGuard:
                     _restore(self._under_way, param)
 
 
-def exposed(params: Iterable[torch.Tensor], holders: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of `params` whose weights can be reached without an access that a guard sees.
+def exposed(
+    tensors: Iterable[torch.Tensor],
+    holders: Iterable[torch.Tensor],
+    kind: type[torch.Tensor] = Parameter,
+) -> list[torch.Tensor]:
+    """Those of `tensors` whose memory can be reached without an access that a guard sees.
 
     Args:
-        params: parameters that are about to be stepped.
-        holders: all tensors that are known to use the memory of `params`, `params` included. No
-            weight is read or written through them before all have arrived. They are looked at only
-            if a parameter shares its memory.
+        tensors: what is about to be stepped.
+        holders: all tensors that are known to use the memory of `tensors`, these included. No
+            element is read or written through them before all have arrived. They are looked at only
+            if a tensor shares its memory.
+        kind: the class that `tensors` should have.
     """
-    found = [param for param in params if not _is_alone(param)]
+    found = [tensor for tensor in tensors if not _is_alone(tensor, kind)]
     if not found:
         return []
     with without_waiting():
         known = {id(holder): holder for holder in holders}
         expected = Counter(_references(holder)[0] for holder in known.values())
-        return [param for param in found if not _is_among(param, expected)]
+        return [tensor for tensor in found if not _is_among(tensor, kind, expected)]
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -163,18 +168,18 @@ def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
 _, _ALONE, _ALONE_IN_PYTHON = _references(torch.empty(1, device="cpu"))
 
 
-def _is_alone(param: torch.Tensor) -> bool:
-    if type(param) is not Parameter:
+def _is_alone(tensor: torch.Tensor, kind: type[torch.Tensor]) -> bool:
+    if type(tensor) is not kind:
         return False
-    _, count, count_in_python = _references(param)
+    _, count, count_in_python = _references(tensor)
     return count == _ALONE and count_in_python == _ALONE_IN_PYTHON
 
 
-def _is_among(param: torch.Tensor, expected: Counter[int]) -> bool:
-    """Whether `param` is a plain parameter, and only known tensors use its memory."""
-    if type(param) is not Parameter:
+def _is_among(tensor: torch.Tensor, kind: type[torch.Tensor], expected: Counter[int]) -> bool:
+    """Whether `tensor` is a plain one, and only known tensors use its memory."""
+    if type(tensor) is not kind:
         return False
-    storage, count, count_in_python = _references(param)
+    storage, count, count_in_python = _references(tensor)
     return count - expected[storage] < _ALONE and count_in_python == _ALONE_IN_PYTHON
 
 

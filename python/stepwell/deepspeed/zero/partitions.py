@@ -22,6 +22,7 @@ their dtype they are copied from it at the end of the step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 import weakref
@@ -32,14 +33,18 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
+from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane
 from stepwell.offload import adder
-from stepwell.offload.adder import Adder
+from stepwell.offload.adder import Adder, norm_of
 from stepwell.offload.budget import announce
 from stepwell.offload.engine import current_stream, device_name
-from stepwell.offload.reads import Reads
+from stepwell.offload.guard import exposed
+from stepwell.offload.writes import Writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from stepwell.deepspeed.zero.lanes import Lane
 
 __all__ = [
     "Fragment",
@@ -48,6 +53,7 @@ __all__ = [
     "PartitionWork",
     "Partitions",
     "Update",
+    "without_data",
 ]
 
 
@@ -80,6 +86,11 @@ class Partition(NamedTuple):
     """Whether `weight` is in host memory."""
 
 
+def without_data(shape: torch.Tensor) -> torch.Tensor:
+    """A master that begins as a copy of the weights, in the dtype of `shape`."""
+    return torch.empty(0, dtype=shape.dtype, device="cpu", requires_grad=True)
+
+
 class Update(NamedTuple):
     """One partition of a step."""
 
@@ -102,6 +113,7 @@ class Partitions:
         threads: workers that step; None: one per physical core of this process, but one.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         is_pinned: whether the host side of gradients and weights is pinned.
+        adds_on_host: whether gradients of several backwards are summed in host memory.
 
     Raises:
         OSError: the device or the memory cannot be had.
@@ -116,7 +128,9 @@ class Partitions:
         threads: int | None = None,
         host_bytes_max: int | None = None,
         is_pinned: bool = True,
+        adds_on_host: bool = False,
     ) -> None:
+        self._adds_on_host = adds_on_host
         self._host_bytes_left = _announce(partitions, host_bytes_max, is_pinned=is_pinned)
         self.device = device
         numels = [partition.weight.numel() for partition in partitions]
@@ -125,7 +139,7 @@ class Partitions:
         # None while a step is being submitted: weights that are waited for then are old ones.
         self._step_stream: int | None = 0
         self._lane = (
-            _CudaLane(self.device) if self.device.type == "cuda" else _EngineLane(self._engine)
+            CudaLane(self.device) if self.device.type == "cuda" else EngineLane(self._engine)
         )
         self._finalizer = weakref.finalize(self, _drain, self._engine, self._lane)
         self.grads: list[torch.Tensor] = []
@@ -168,7 +182,7 @@ class Partitions:
         self._last_grad_scale = 1.0
         # Sums that are not complete; and the norms of complete ones, which are on their way.
         self._sums: dict[Fragment, torch.Tensor] = {}
-        self._norms: dict[Fragment, torch.Tensor] = {}
+        self._norms: dict[Fragment, list[torch.Tensor]] = {}
         # Sums in host memory, complete or not.
         self._on_host: set[Fragment] = set()
         self._adder: Adder | None = None
@@ -177,6 +191,7 @@ class Partitions:
         # Of the step that is being prepared, and of the one before.
         self._bytes_sent = self._bytes_downloaded = 0
         self._seconds_waited = 0.0
+        self._writes: Writes[Sequence[Fragment]] = Writes(self._wait_for_parts)
 
     def _memory(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         if numel == 0:
@@ -186,7 +201,30 @@ class Partitions:
             self._engine.pin(buffer)
         return tensor_on(buffer).view(dtype)
 
+    def pin(self, buffer: _core.Buffer) -> None:
+        """Pins the memory of weights that are offloaded, as long as this object can step."""
+        self._engine.pin(buffer)
+
     # ---- gradients ----
+
+    def collect(
+        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_last: bool
+    ) -> None:
+        """Adds to the gradient of a fragment, where that is summed.
+
+        Args:
+            fragment: whose gradient.
+            piece: what is added: flat.
+            is_owned: whether `piece` alone uses its memory from now on.
+            is_last: whether the gradient is complete then.
+        """
+        # A lone backward of a step has nothing to be added to.
+        if self._adds_on_host and (fragment in self._on_host or not is_last):
+            self.add_on_host(fragment, piece if is_owned else piece.clone(), is_last=is_last)
+            return
+        self.add(fragment, piece, is_owned=is_owned)
+        if is_last:
+            self.send(fragment)
 
     def add(
         self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False
@@ -228,23 +266,22 @@ class Partitions:
             self.arrive()
             target = self._values_set.get(fragment, target)
             target.add_(piece.to(target.device, target.dtype))
-            self._norms[fragment] = _norm(target).to(self.device)
+            self._norms[fragment] = [norm_of(target).to(self.device)]
             return
-        self._norms[fragment] = _norm(piece)
+        self._norms[fragment] = [norm_of(piece)]
         self._arriving(fragment)
         self._bytes_sent += piece.nbytes
         self._lane.copy(piece, target)
 
-    def is_on_host(self, fragment: Fragment) -> bool:
-        """Whether the gradient of a fragment is summed in host memory since the last step."""
-        return fragment in self._on_host
-
-    def add_on_host(self, fragment: Fragment, piece: torch.Tensor) -> None:
+    def add_on_host(
+        self, fragment: Fragment, piece: torch.Tensor, *, is_last: bool = False
+    ) -> None:
         """Adds to the gradient of a fragment, in host memory.
 
         Args:
             fragment: whose gradient.
             piece: what is added: flat. Its memory may be freed from now on, but not written.
+            is_last: whether the sum is complete then.
         """
         if fragment.numel == 0:
             return
@@ -257,15 +294,27 @@ class Partitions:
             earlier = self._finalizer
             self._finalizer = weakref.finalize(self, _drain, self._engine, self._lane, self._adder)
             earlier.detach()
-        if self._norms.pop(fragment, None) is not None:
+        if self._norms.pop(fragment, None) is not None and fragment not in self._on_host:
             # It was sent as complete.
             self._lane.wait()
             self._on_host.add(fragment)
         operation = adder.add if fragment in self._on_host else adder.assign
-        self._adder.run(operation, self._grad(fragment), piece)
+        if is_last:
+            # Of the sum, while it is on the device.
+            norms: list[torch.Tensor] = []
+            self._adder.run(operation, self._grad(fragment), piece, norms)
+            self._norms[fragment] = norms
+        else:
+            self._adder.run(operation, self._grad(fragment), piece)
         self._bytes_sent += piece.nbytes
         self._on_host.add(fragment)
         self._arriving(fragment)
+
+    def let_go(self) -> None:
+        """A forward or backward begins: what was copied in the last one is freed on the device."""
+        self._lane.let_go()
+        if self._adder is not None:
+            self._adder.let_go()
 
     def _arriving(self, fragment: Fragment) -> None:
         """A gradient is on its way, in the place of what a program has set."""
@@ -295,6 +344,9 @@ class Partitions:
     ) -> None:
         """Sets the gradient of a fragment, in the master's precision.
 
+        As DeepSpeed has it, the next backward drops what is set between two backwards of a step:
+        the sum goes on as if nothing had been set.
+
         Args:
             fragment: whose gradient.
             value: flat, as many elements, on any device.
@@ -302,21 +354,26 @@ class Partitions:
         """
         self.arrive()
         self.finish()
-        if fragment in self._on_host:
-            self._on_host.discard(fragment)
-            self._norms[fragment] = _norm(self._held(fragment)).to(self.device)
         dtype = self._master_dtypes[fragment.group]
+        self._set.add(fragment)
+        self._written.add(fragment)
+        self._unscaled.add(fragment)
+        is_on_host = fragment in self._on_host
+        if fragment in self._sums or (is_on_host and fragment not in self._norms):
+            # The sum is not complete.
+            self._values_set[fragment] = value.detach().to("cpu", dtype, copy=True)
+            return
+        if is_on_host:
+            self._on_host.discard(fragment)
+            self._norms[fragment] = [norm_of(self._held(fragment)).to(self.device)]
         target = self._held(fragment)
         if target.dtype == dtype:
             target.copy_(value)
         else:
             target = value.detach().to("cpu", dtype, copy=True)
             self._values_set[fragment] = target
-        self._set.add(fragment)
-        self._written.add(fragment)
-        self._unscaled.add(fragment)
         if not is_norm_kept:
-            self._norms[fragment] = _norm(target).to(self.device)
+            self._norms[fragment] = [norm_of(target).to(self.device)]
 
     def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
         """The norm of all gradients since the last step; not finite if one of them is not.
@@ -332,9 +389,13 @@ class Partitions:
             self.send(fragment)
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if self._norms:
-            squares = torch.stack(list(self._norms.values())).double().square().sum()
-        if self._on_host:
-            squares = squares + self._host_squares(self._on_host)
+            if self._adder is not None and self.device.type == "cuda":
+                self._adder.norms_to(torch.cuda.current_stream(self.device))
+            norms = list(itertools.chain.from_iterable(self._norms.values()))
+            squares = torch.stack(norms).double().square().sum()
+        # Sums that got nothing in the last backward.
+        if incomplete := self._on_host - self._norms.keys():
+            squares = squares + self._host_squares(incomplete)
         squares = squares.float()
         add_up(squares)
         total = float(squares)
@@ -346,7 +407,7 @@ class Partitions:
 
     def _exact_squares(self) -> float:
         """The sum of squares of all gradients, from host memory; infinite if one is not finite."""
-        return self._host_squares([*self._norms, *self._on_host])
+        return self._host_squares(self._norms.keys() | self._on_host)
 
     def _host_squares(self, fragments: Iterable[Fragment]) -> float:
         self.arrive()
@@ -367,6 +428,8 @@ class Partitions:
         if self._on_host:
             # What is still being added would be written over the next gradient.
             self.arrive()
+        for fragment in self._on_host:
+            self._norms.pop(fragment, None)
         self._sums.clear()
         self._on_host.clear()
 
@@ -380,6 +443,11 @@ class Partitions:
         self._set.clear()
 
     # ---- the step ----
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is running in host memory."""
+        return self._finalizer.alive and self._engine.busy
 
     def stepped_grads(self) -> list[torch.Tensor]:
         """The gradients that the coming step takes, by group. All are complete.
@@ -437,6 +505,8 @@ class Partitions:
         """
         self.finish()
         self._lane.order(self._engine)
+        if self._adder is not None:
+            self._adder.order(self._engine)
         self._bytes_downloaded, self._bytes_sent, self._seconds_waited = self._bytes_sent, 0, 0.0
         self._submit_stream, self._step_stream = self.stream(), None
         submit = partial(
@@ -472,6 +542,31 @@ class Partitions:
         self._engine.release(stream=self._submit_stream)
         self._lane.let_go()
 
+    def protect(
+        self, parts: Mapping[torch.Tensor, Sequence[Fragment]], holders: Iterable[torch.Tensor]
+    ) -> bool:
+        """Has uses of tensors in host memory wait for the step that comes, each for its own part.
+
+        Call it between `prepare` and its calls.
+
+        Args:
+            parts: plain tensors that the step writes, with what they hold.
+            holders: other tensors on the same memory, which are used after a wait only.
+
+        Returns:
+            Whether that is all. If not, nothing was done, and the caller calls `finish` after the
+            step.
+        """
+        # A view refers to the tensor that it was made of, which nothing else does.
+        bases = [tensor._base for tensor in parts if tensor._base is not None]
+        if self._copies or exposed(parts, [*parts, *bases, *holders], torch.Tensor):
+            return False
+        self._writes.protect(parts)
+        return True
+
+    def _wait_for_parts(self, parts: Iterable[Sequence[Fragment]]) -> bool:
+        return self.wait(fragment for part in parts for fragment in part)
+
     def settle(self) -> None:
         """Called after an exception that may have come after the submit.
 
@@ -489,7 +584,7 @@ class Partitions:
         self._lane.let_go()
         # Read before the wait: a step may be submitted on another thread meanwhile.
         started, step_stream = time.perf_counter(), self._step_stream
-        streams = {self.stream(), *([] if step_stream is None else [step_stream])}
+        streams = self._streams(step_stream)
         for group, begin, numel in fragments:
             for stream in streams:
                 self._engine.wait(group, begin, begin + numel, stream=stream)
@@ -503,14 +598,18 @@ class Partitions:
         """
         if not self._finalizer.alive:
             return
-        step_stream = self._step_stream
-        for stream in {self.stream(), *([] if step_stream is None else [step_stream])}:
+        for stream in self._streams(self._step_stream):
             self._engine.finish(stream=stream)
+        self._writes.wait_for_all()
         if self._is_uncopied:
             with torch.no_grad():
                 for weight, master in self._copies:
                     weight.copy_(master)
             self._is_uncopied = False
+
+    def _streams(self, step_stream: int | None) -> set[int]:
+        """The current stream, and that of the last step."""
+        return {self.stream(), *([] if step_stream is None else [step_stream])}
 
     def synchronize(self) -> None:
         """Waits until the last step is complete, and all copies have ended."""
@@ -524,6 +623,7 @@ class Partitions:
         """
         if not self._finalizer.alive:
             return
+        self.finish()
         self.synchronize()
         self._finalizer.detach()
         del self._engine, self._lane
@@ -630,17 +730,7 @@ def _announce(
     return None if host_bytes_max is None else host_bytes_max - state - pinned
 
 
-def _norm(piece: torch.Tensor) -> torch.Tensor:
-    # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
-    norm: torch.Tensor = torch.linalg.vector_norm(
-        piece, dtype=torch.float64 if piece.is_cpu else torch.float32
-    )
-    return norm
-
-
-def _drain(
-    engine: _core.OffloadEngine, lane: _CudaLane | _EngineLane, adder: Adder | None = None
-) -> None:
+def _drain(engine: _core.OffloadEngine, lane: Lane, adder: Adder | None = None) -> None:
     # In a forked child there is nothing to wait for, and what a device that has failed says was
     # said before.
     waits: list[Callable[[], object]] = [lane.wait, partial(engine.synchronize, stream=0)]
@@ -649,62 +739,3 @@ def _drain(
     for wait in waits:
         with contextlib.suppress(ValueError, OSError, RuntimeError):
             wait()
-
-
-class _CudaLane:
-    """Copies on a stream of torch's.
-
-    So torch's allocator knows when the memory of a gradient is free again.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._reads = Reads()
-
-    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(piece, non_blocking=True)
-        piece.record_stream(self._stream)
-        self._reads.let_go()
-        self._reads.hold(piece, self._stream.record_event())
-
-    def let_go(self) -> None:
-        """Frees what is copied."""
-        self._reads.let_go()
-
-    def wait(self) -> None:
-        self._stream.synchronize()
-        self._reads.let_go()
-
-    def order(self, engine: _core.OffloadEngine) -> None:
-        """The next step of `engine` begins after all copies."""
-        engine.take_part(
-            [], [], source_owners=[], target_owners=[], stream=self._stream.cuda_stream
-        )
-
-
-class _EngineLane:
-    """Copies by the engine, which sees to their order, and holds what is copied."""
-
-    def __init__(self, engine: _core.OffloadEngine) -> None:
-        self._engine = engine
-
-    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
-        self._engine.take_part(
-            [piece.data_ptr()],
-            [view(target)],
-            source_owners=[piece.untyped_storage()],
-            target_owners=[target.untyped_storage()],
-            stream=0,
-        )
-
-    def let_go(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        self._engine.synchronize(stream=0)
-
-    def order(self, engine: _core.OffloadEngine) -> None:
-        pass

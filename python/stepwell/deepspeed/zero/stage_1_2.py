@@ -44,6 +44,7 @@ from stepwell.deepspeed.zero.partitions import (
     Partitions,
     PartitionWork,
     Update,
+    without_data,
 )
 from stepwell.offload.gate import Gate
 from stepwell.offload.under_way import without_waiting
@@ -151,7 +152,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             and self.communication_data_type in (self.dtype, torch.float32)
             and self.gradient_predivide_factor == 1.0
         )
-        shapes, self._masters = self._masters, [_without_data(each) for each in self._masters]
+        shapes, self._masters = self._masters, [without_data(each) for each in self._masters]
         for group, master in zip(self.optimizer.param_groups, self._masters, strict=True):
             group["params"] = [master]
         partitions = [
@@ -167,14 +168,15 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._masters, shapes, self._weights(), sums_apart, strict=True
             )
         ]
-        # Under ZeRO-1 gradients are summed where autograd has them. Sums in fp32 are DeepSpeed's.
-        self._adds_on_host = self.partition_gradients and options.accumulate == "host"
         self._partitions = Partitions(
             partitions,
             device=partitions[0].weight.device,
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
             is_pinned=self._plan.is_pinned,
+            # Under ZeRO-1 gradients are summed where autograd has them. Sums in fp32 are
+            # DeepSpeed's.
+            adds_on_host=self.partition_gradients and options.accumulate == "host",
         )
         self.stepwell_homes = [
             RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
@@ -205,6 +207,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
         self._backward.begin()
+        self._partitions.let_go()
         super().backward_prologue()
 
     def process_gradients(self, param: Any, i: int) -> None:
@@ -258,24 +261,18 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             rank = dist.get_rank(group=self.real_dp_process_group[group])
             total = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
             self._partitions.add(fragment, total, is_owned=True, is_total=True)
+            if is_last:
+                self._partitions.send(fragment)
         else:
-            piece = (
-                self.get_param_gradient_attribute(param)
-                .detach()
-                .reshape(-1)
-                .narrow(0, source, numel)
+            grad = self.get_param_gradient_attribute(param).detach().reshape(-1)
+            # Reduced gradients lie in buckets.
+            self._partitions.collect(
+                fragment,
+                grad.narrow(0, source, numel),
+                is_owned=self._is_unreduced,
+                is_last=is_last,
             )
-            # A lone backward of a step has nothing to be added to.
-            if self._adds_on_host and not (is_last and not self._partitions.is_on_host(fragment)):
-                # Reduced gradients lie in buckets.
-                owned = piece if self._is_unreduced else piece.clone()
-                self._partitions.add_on_host(fragment, owned)
-                is_last = False
-            else:
-                self._partitions.add(fragment, piece, is_owned=self._is_unreduced)
         self.clear_grad_attribute(param)
-        if is_last:
-            self._partitions.send(fragment)
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
         # The step sends what has not been sent.
@@ -523,7 +520,3 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._partitions.synchronize()
         self._gate = None
         super().destroy()
-
-
-def _without_data(shape: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=shape.dtype, device="cpu", requires_grad=True)

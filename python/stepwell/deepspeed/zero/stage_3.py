@@ -4,12 +4,19 @@ Imports DeepSpeed's, and is imported late.
 
 What its structure allows: a gradient crosses the bus once, in the dtype that it is reduced in, not
 three times; unscaling, clip, Adam and the new 16-bit weights are one pass over all sub-groups;
-weights go up while later ones are stepped. `step()` waits for the end of it, since partitions are
-gathered by other ways than forwards.
+weights go up while later ones are stepped. `step()` waits for the end of it, since partitions on
+the device are gathered on other streams than that of forwards.
 
 With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where it uploads
 what a module needs. The pass writes them there: 2 bytes per parameter less on the bus and in host
-memory. Persistent parameters go up at the end of `step()`, by DeepSpeed's gather.
+memory. It goes on behind the next forward. What it writes (weights, masters, moments) waits where
+it is used, each for its own part (`offload.writes`), on any number of ranks.
+
+- A gather reads a partition after the thread has waited for it, so its copy to the device begins
+  after the workers' writes. DeepSpeed waits for each gather before it uses it, and for those left
+  when a step begins. So all copies have ended when the next step writes.
+- Persistent parameters go up one by one, when something waits for them (`zero.persistent`). Several
+  ranks gather them at the end of `step()`, which waits for that.
 """
 
 from __future__ import annotations
@@ -22,8 +29,11 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
+from stepwell import _core
+from stepwell._tensors import tensor_on
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
@@ -34,12 +44,18 @@ from stepwell.deepspeed.zero.partitions import (
     Partitions,
     PartitionWork,
     Update,
+    without_data,
 )
+from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
+from stepwell.offload.gate import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
+    from typing_extensions import Self
+
     from stepwell.deepspeed.plan import Plan
+    from stepwell.deepspeed.zero.operands import Operand
 
 __all__ = ["OffloadZeroOptimizerStage3"]
 
@@ -57,15 +73,51 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         *args: Any,
         plan: Plan,
         offload_optimizer_config: Any,
+        offload_param_config: Any = None,
         **kwargs: Any,
     ) -> None:
         self._plan = plan
         self._backward = Backward()
         self._operands = Operands(init_optimizer, dist.get_rank())
+        # Of persistent parameters, where their weights are in host memory.
+        self._gate: Gate | None = None
+        self._uploads: PersistentUploads
+        # Why parameters and state are not those of any step.
+        self._failure: str | None = None
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False})
-        super().__init__(module, init_optimizer, *args, offload_optimizer_config=config, **kwargs)
+        # Of the weights in host memory, which the engine pins when they are together.
+        self._weight_buffers: list[_core.Buffer] = []
+        if offload_param_config is not None and all(
+            param.requires_grad for param in module.parameters()
+        ):
+            offload_param_config = offload_param_config.model_copy(update={"pin_memory": False})
+        super().__init__(
+            module,
+            init_optimizer,
+            *args,
+            offload_optimizer_config=config,
+            offload_param_config=offload_param_config,
+            **kwargs,
+        )
+        if self._is_gated and dist.get_world_size(group=self.dp_process_group) == 1:
+            self._prefetch_after_steps()
+
+    @property
+    def _is_gated(self) -> bool:
+        # Weights on the device DeepSpeed gathers on streams of its own.
+        return self._plan.gate == "module" and bool(self.offload_param)
+
+    def _prefetch_after_steps(self) -> None:
+        """Has forwards gather nothing ahead of its use while a step is running.
+
+        DeepSpeed prefetches a bucket more with each module, so the first modules of a forward would
+        wait for the whole step. Several ranks would have to agree on what is prefetched.
+        """
+        coordinator = self._get_param_coordinator()
+        if (size := vars(coordinator).get(_PREFETCH_SIZE)) is not None:
+            setattr(coordinator, _PREFETCH_SIZE, _SizeAfterSteps(size, self._partitions))
 
     @property
     def subgroup_to_device(self) -> dict[int, str]:
@@ -81,6 +133,17 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """How many sub-groups have their state on the device, as DeepSpeed counts: the first."""
         return int((1 - self.partial_offload) * len(self.fp16_partitioned_groups_flat))
 
+    def _create_param_groups_fp16_flat_cpu_memory(self) -> None:
+        """Called by DeepSpeed's constructor; takes memory for the weights of each group.
+
+        `initialize_optimizer_states` pins it, in a tenth of the time that torch takes.
+        """
+        for group in self.trainable_param_groups:
+            numel = sum(param.partition_numel() for param in group["params"])
+            buffer = _core.Buffer(max(numel, 1) * self.dtype.itemsize)
+            self._weight_buffers.append(buffer)
+            self.param_groups_fp16_flat_cpu_memory.append(tensor_on(buffer).view(self.dtype))
+
     def _create_fp32_partitions(self) -> None:
         """Called by DeepSpeed's constructor; makes the masters in host memory without data.
 
@@ -89,7 +152,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         super()._create_fp32_partitions()
         for group, shape in enumerate(self.fp32_partitioned_groups_flat):
             if shape.is_meta:
-                master: Any = torch.empty(0, dtype=shape.dtype, device="cpu", requires_grad=True)
+                master: Any = without_data(shape)
                 master.ds_id = shape.ds_id
                 self.fp32_partitioned_groups_flat[group] = master
 
@@ -112,35 +175,35 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         count = self._num_groups_on_device()
         self._share = DeviceShare(dict(enumerate(masters[:count])))
         partitions = [
-            Partition(
-                # What is on the device is nothing here.
-                torch.empty(0, dtype=master.dtype, device="cpu")
-                if group in self._share
-                else master,
-                weight.narrow(0, 0, 0) if group in self._share else weight,
-                self.gradient_accumulation_dtype,
-                0
-                if group in self._share
-                else self._operands.moments_bytes(weight.to("meta", master.dtype)),
-                is_offloaded=self.offload_param and group not in self._share,
-            )
+            self._partition(group, master, weight)
             for group, (master, weight) in enumerate(zip(masters, weights, strict=True))
         ]
         options = self._plan.options
-        self._adds_on_host = options.accumulate == "host"
         self._partitions = Partitions(
             partitions,
             device=torch.device(get_accelerator().current_device_name()),
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
             is_pinned=self._plan.is_pinned,
+            adds_on_host=options.accumulate == "host",
         )
+        for buffer in self._weight_buffers:
+            self._partitions.pin(buffer)
+        self._weight_buffers.clear()
         self.stepwell_homes = [
             RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
             for group, master in enumerate(self.fp32_partitioned_groups_flat)
         ]
         # Where DeepSpeed makes the flat buffer next.
         self.device = torch.device("meta")
+
+    def _partition(self, group: int, master: torch.Tensor, weight: torch.Tensor) -> Partition:
+        """What is stepped of a sub-group in host memory: nothing of one that is on the device."""
+        dtype = self.gradient_accumulation_dtype
+        if group in self._share:
+            return Partition(without_data(master), weight.narrow(0, 0, 0), dtype, 0)
+        moments_bytes = self._operands.moments_bytes(weight.to("meta", master.dtype))
+        return Partition(master, weight, dtype, moments_bytes, is_offloaded=self.offload_param)
 
     @property
     def timing(self) -> dict[str, float]:
@@ -162,6 +225,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
         self._backward.begin()
+        self._partitions.let_go()
         super().backward_prologue()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
@@ -232,25 +296,13 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 padded = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
                 # What is reduced lies in a bucket.
                 is_owned = padded.data_ptr() != piece.data_ptr()
-                self._take(fragment, padded, is_owned=is_owned, is_last=is_last)
+                if fragment.group in self._share:
+                    self._share.add(fragment, padded)
+                else:
+                    self._partitions.collect(fragment, padded, is_owned=is_owned, is_last=is_last)
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
-
-    def _take(
-        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_last: bool
-    ) -> None:
-        """Adds the reduced `piece` to the gradient of a fragment, where that is."""
-        partitions = self._partitions
-        if fragment.group in self._share:
-            self._share.add(fragment, piece)
-        # A lone backward of a step has nothing to be added to.
-        elif self._adds_on_host and (partitions.is_on_host(fragment) or not is_last):
-            partitions.add_on_host(fragment, piece if is_owned else piece.clone())
-        else:
-            partitions.add(fragment, piece, is_owned=is_owned)
-            if is_last:
-                partitions.send(fragment)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         # The step sends what has not been sent.
@@ -318,6 +370,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def step(self, closure: None = None) -> None:
         """Steps all partitions, or skips the step if a gradient is not finite."""
         self._backward.check()
+        self._check_failure()
         self._pre_step()
         self._partition_all_parameters()
         try:
@@ -344,8 +397,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
-        masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
         grads = partitions.stepped_grads()
+        for group in range(len(self.fp16_groups)):
+            self._unflatten_partitioned_parameters(group)
+        masters, weights = self.fp32_partitioned_groups_flat, self.fp16_partitioned_groups_flat
         share, indices = self._share, self.sub_group_to_group_id
         operands = [
             self._operands.on_device(indices[group], master)
@@ -367,12 +422,89 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             if group in share
         ]
         submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
-        self._operands.commit(operands, [*submission, *on_device])
+        # Before the submit, behind which Ctrl-C may land; without one it does no harm.
+        is_gated = self._open_gate(operands)
+        try:
+            self._operands.commit(operands, [*submission, *on_device])
+        except RuntimeError as error:
+            # The device refused a launch, after the submit.
+            self._failure = str(error)
+            self._check_failure()
         partitions.forget()
         share.drop()
-        partitions.finish()
-        for group in range(len(masters)):
-            self._unflatten_partitioned_parameters(group)
+        if not is_gated:
+            partitions.finish()
+        elif self._gate is not None:
+            self._gate.wait_for_uncovered()
+
+    def _check_failure(self) -> None:
+        """Raises OSError if a step has failed half-way."""
+        if self._failure is not None:
+            raise OSError(
+                f"the share of a step on the device failed (`{self._failure}`) after the share in "
+                "host memory had begun, so parameters and state are not those of any step. hint: "
+                "go on from a checkpoint"
+            )
+
+    # ---- waiting ----
+
+    def _open_gate(self, operands: Sequence[Operand]) -> bool:
+        """Whether uses of what the step writes in host memory wait, each for its part of it."""
+        if not self._is_gated:
+            return False
+        uploads = self._persistent_uploads()
+        parts: dict[torch.Tensor, list[Fragment]] = defaultdict(list)
+        for group, operand in enumerate(operands):
+            if group in self._share:
+                continue
+            whole = Fragment(group, 0, operand.master.numel())
+            state = [value for key, value in operand.state.items() if key != "step"]
+            flat = self.fp16_partitioned_groups_flat[group]
+            memory = self.param_groups_fp16_flat_cpu_memory
+            for tensor in (operand.master, flat, *memory, *state):
+                if isinstance(tensor, torch.Tensor):
+                    parts[tensor].append(whole)
+            for param in self.fp16_groups[group]:
+                parts[param.ds_tensor].append(self._fragment(param))
+        if not self._partitions.protect(parts, [upload.source for upload in uploads.values()]):
+            return False
+        if self._gate is not None and uploads:
+            self._uploads.expect(uploads)
+            for param, upload in uploads.items():
+                param.data = upload.target.view(param.ds_shape)
+                # So DeepSpeed does not gather it.
+                param.ds_status = ZeroParamStatus.AVAILABLE
+            self._gate.open(uploads)
+        return True
+
+    def _persistent_uploads(self) -> dict[Any, Upload]:
+        """Persistent parameters that go up by themselves; the others DeepSpeed gathers."""
+        # Several ranks gather, all at the same time.
+        stepped = [
+            param
+            for param in self.persistent_parameters
+            if self.get_param_id(param) in self.grad_position
+            and self._fragment(param).group not in self._share
+        ]
+        if not stepped or dist.get_world_size(group=self.dp_process_group) > 1:
+            return {}
+        device = torch.device(get_accelerator().current_device_name())
+        if self._gate is None:
+            self._uploads = PersistentUploads(self._partitions, device)
+            self._gate = Gate(stepped, self._uploads)
+        # Of the step before.
+        self._gate.finish()
+        if self._gate.guard.was_compiled:
+            self._gate.close()
+        if not self._gate.is_open:
+            return {}
+        uploads: dict[Any, Upload] = {}
+        for param in stepped:
+            fragment = self._fragment(param)
+            flat = self.fp16_partitioned_groups_flat[fragment.group]
+            source = flat.narrow(0, fragment.begin, fragment.numel)
+            uploads[param] = Upload(fragment, source, torch.empty_like(source, device=device))
+        return uploads
 
     def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
         """As DeepSpeed's, of what is not in host memory already."""
@@ -381,6 +513,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def destroy(self) -> None:
         """Ends the use of the device, and frees the host memory of gradients and uploads."""
+        if self._gate is not None:
+            self._gate.finish()
+            self._gate = None
         self._partitions.end()
         self._share = DeviceShare({})
         super().destroy()
@@ -395,3 +530,21 @@ class _FixedDevices(dict[int, str]):
 
     def __setitem__(self, group: int, device: str) -> None:
         super().__setitem__(group, self._fixed.get(group, device))
+
+
+# Elements that DeepSpeed's coordinator gathers ahead of their use.
+_PREFETCH_SIZE = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+
+
+class _SizeAfterSteps(int):
+    """A number of elements that is greater than none only while no step is running."""
+
+    _partitions: Partitions
+
+    def __new__(cls, size: int, partitions: Partitions) -> Self:
+        self = super().__new__(cls, size)
+        self._partitions = partitions
+        return self
+
+    def __gt__(self, other: int) -> bool:
+        return super().__gt__(other) and not self._partitions.is_busy

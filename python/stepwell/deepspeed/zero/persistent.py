@@ -1,0 +1,87 @@
+"""Weights that DeepSpeed keeps gathered between steps, and offloads all the same.
+
+Under ZeRO-3 small parameters are persistent. With `offload_param` their partitions are in host
+memory, and DeepSpeed gathers all of them at the end of `step()`: it would wait for the end of the
+step in the background. On one rank nothing is gathered, and each of them goes up by itself, when a
+forward or an access waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from stepwell.deepspeed.zero.partitions import Fragment, Partitions
+
+__all__ = ["PersistentUploads", "Upload"]
+
+
+class Upload(NamedTuple):
+    """One weight on its way up."""
+
+    fragment: Fragment
+    """What is stepped: the whole parameter."""
+    source: torch.Tensor
+    """The weight in host memory, flat. It has no class that waits."""
+    target: torch.Tensor
+    """As many elements on the device, flat."""
+
+
+class PersistentUploads:
+    """New weights of persistent parameters: what a `Gate` waits for.
+
+    Args:
+        partitions: what steps them.
+        device: where they go.
+    """
+
+    def __init__(self, partitions: Partitions, device: torch.device) -> None:
+        self._partitions = partitions
+        self._uploads: dict[torch.Tensor, Upload] = {}
+        self._lock = threading.RLock()
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def expect(self, uploads: Mapping[torch.Tensor, Upload]) -> None:
+        """The step that comes has these. Their targets were made on the current stream."""
+        with self._lock:
+            self._uploads = dict(uploads)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
+        """Waits until the new weights of `params` are on the device, for all streams.
+
+        Returns whether these are the weights of the last step; not so while one is being submitted.
+        """
+        with self._lock:
+            found = {param: self._uploads[param] for param in params if param in self._uploads}
+            is_last_step = self._partitions.wait(upload.fragment for upload in found.values())
+            if is_last_step and found:
+                self._copy(found.values())
+                # A program may write to them from now on.
+                for param in found:
+                    del self._uploads[param]
+        return is_last_step
+
+    @torch.no_grad()
+    def _copy(self, uploads: Iterable[Upload]) -> None:
+        if self._stream is None:
+            for _, source, target in uploads:
+                target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            for _, source, target in uploads:
+                target.copy_(source, non_blocking=True)
+        self._stream.synchronize()
+
+    def finish(self) -> None:
+        """Waits until all of them are on the device."""
+        self._partitions.finish()
+        self.wait(list(self._uploads))
