@@ -117,7 +117,7 @@ sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=4 \
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
   cargo test -q --locked --profile checked --target $(X86_64) --target-dir target/$(1)-sanitizer
 ASAN_TESTS := downloads generations jobs memory offload slots volume
-TSAN_TESTS := downloads generations jobs offload volume
+TSAN_TESTS := downloads generations jobs offload
 
 asan-lib: ## the library's own tests under the address sanitizer
 	$(call sanitize,address) --lib $(ARGS)

@@ -615,7 +615,7 @@ impl Place {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 40, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 
     /// VOL-1: at whatever write or flush the power goes, and whatever of the caches is there then.
     #[test]

@@ -64,7 +64,8 @@ pub struct Options {
     /// How long a drive may take to answer where the volume waits by itself: in a commit, at the
     /// end.
     pub io_timeout: Duration,
-    /// How long [`super::Volume::open`] waits for the last writes of a process that was killed.
+    /// How long [`super::Volume::open`] waits for the last writes of a process that was killed. A
+    /// caller that has to look for signals gives little, and opens again.
     pub lock_timeout: Duration,
     /// What stands between the volume and its files. It has positional calls.
     pub between: Option<Between>,

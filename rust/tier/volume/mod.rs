@@ -10,6 +10,18 @@
 //! Volume::open   -> at the last committed step, whatever has happened since
 //! ```
 //!
+//! Any number of threads read and write. Each has a buffer and a ticket per record in flight:
+//!
+//! ```text
+//! let buffer = volume.buffer(timeout)           one of the volume's, as soon as one is free
+//! let mut ticket = volume.read(record, buffer)  the request owns the buffer
+//! let buffer = ticket.wait(timeout)             verified; none yet: wait again
+//! ...                                           a step, in the buffer
+//! let mut ticket = volume.write(record, step, buffer)
+//! ticket.wait(timeout)                          the buffer again, or dropped: it is free
+//! volume.commit(step)                           when all tickets of writes are over
+//! ```
+//!
 //! - VOL-1 A crash, a kill or a power cut at any moment leaves the last committed step whole
 //!   (`commit.rs` argues the order). With [`Durability::None`] nothing is left.
 //! - VOL-2 A read gives the bytes of the record's last write, or an error that says volume, member,
