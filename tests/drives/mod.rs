@@ -7,6 +7,7 @@ use std::{
     os::unix::fs::FileExt,
     path::PathBuf,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
 };
 
 use rustix::io::Errno;
@@ -40,6 +41,8 @@ pub(crate) enum Effect {
 pub(crate) struct Drives {
     state: Mutex<State>,
     released: Condvar,
+    /// A call hangs.
+    began: Condvar,
 }
 
 #[derive(Default)]
@@ -72,9 +75,11 @@ impl Drives {
         lock(&self.state).faults.clear();
     }
 
-    /// Calls that hang now.
-    pub(crate) fn hanging(&self) -> usize {
-        lock(&self.state).hanging
+    /// Whether a call hangs, at latest after `timeout`.
+    pub(crate) fn hangs(&self, timeout: Duration) -> bool {
+        let state = lock(&self.state);
+        let state = self.began.wait_timeout_while(state, timeout, |state| state.hanging == 0);
+        state.unwrap_or_else(PoisonError::into_inner).0.hanging > 0
     }
 
     pub(crate) fn release(&self) {
@@ -98,6 +103,7 @@ impl Drives {
     fn hang(&self) {
         let mut state = lock(&self.state);
         state.hanging += 1;
+        self.began.notify_all();
         let state = self.released.wait_while(state, |state| !state.is_released);
         state.unwrap_or_else(PoisonError::into_inner).hanging -= 1;
     }
