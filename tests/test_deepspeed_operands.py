@@ -155,10 +155,11 @@ def trained(optimizer, param, steps=3):
     return param
 
 
+@pytest.mark.parametrize("numel", [1, 37])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_each_form_of_state_is_stepped_alike(decoupled):
+def test_each_form_of_state_is_stepped_alike(decoupled, numel):
     torchs = torch.optim.AdamW if decoupled else torch.optim.Adam
-    reference = parameter()
+    reference = parameter(numel)
     expected = trained(
         (stepwell.AdamW if decoupled else stepwell.Adam)([reference], **GROUP), reference
     )
@@ -170,8 +171,10 @@ def test_each_form_of_state_is_stepped_alike(decoupled):
         ),
     }
     for name, make in forms.items():
-        param = parameter()
+        param = parameter(numel)
         optimizer = make(param)
+        # A program that has looked finds none, and leaves an empty one.
+        assert not optimizer.state[param]
         twin = torch.zeros(param.numel(), dtype=torch.bfloat16)
         stepped(optimizer, param, twin=twin)
         assert torch.equal(param, expected), name
@@ -180,7 +183,7 @@ def test_each_form_of_state_is_stepped_alike(decoupled):
         assert int(state["step"]) == 3
         assert type(state["step"]) is (int if name == "DeepSpeed" else torch.Tensor)
         assert optimizer._opt_called
-    near = parameter()
+    near = parameter(numel)
     trained(torchs([near], **GROUP), near)
     torch.testing.assert_close(expected, near)
 
@@ -191,6 +194,15 @@ def test_moments_are_held_as_the_optimizer_says(moments):
     ours = stepwell.AdamW([param], moments=moments, seed=5)
     trained(stepwell.AdamW([reference], moments=moments, seed=5), reference)
     assert torch.equal(bits(stepped(ours, param)), bits(reference))
+
+
+@pytest.mark.parametrize("is_fp32", [True, False])
+def test_moments_of_16_bit_partitions_are_as_deepspeed_is_told(is_fp32):
+    param, grad = parameter(dtype=torch.bfloat16), torch.ones(37, dtype=torch.bfloat16)
+    optimizer = CPUAdam([param], fp32_optimizer_states=is_fp32)
+    state = Operands(optimizer, 0).of(0, 0, param, grad, None).state
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert state[name].dtype == (torch.float32 if is_fp32 else torch.bfloat16)
 
 
 def test_ranks_and_partitions_round_in_their_own_ways():
