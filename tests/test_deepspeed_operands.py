@@ -268,12 +268,13 @@ def test_a_submission_that_fails_counts_nothing():
     assert not getattr(optimizer, "_opt_called", False)
 
 
-def test_hooks_that_come_later_are_told_of_once(caplog):
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_that_come_later_are_told_of_once(register, caplog):
     param = parameter()
     optimizer = torch.optim.AdamW([param])
     stepped(optimizer, param)
     assert not caplog.messages
-    optimizer.register_step_post_hook(lambda *_: None)
+    getattr(optimizer, register)(lambda *_: None)
     operands, grad = Operands(optimizer, 0), torch.ones(37)
     for _ in range(2):
         step((operands, [operands.of(0, 0, param, grad, None)]))
