@@ -338,15 +338,13 @@ impl<const Q: usize, P: Master, M: Moments<Q>> Kernel for UpdateThrough<'_, Q, P
             _ => None,
         };
         let lanes = Lanes { steps, minus_ahead_size };
+        // The tail goes through the same code: a branch for each load and store beside arithmetic
+        // that takes longer, where a body of its own would be compiled once more.
         let (len, unit) = (self.master.len(), Q * LANES);
-        let blocks = len / BLOCK;
-        for at in (0..blocks * BLOCK).step_by(BLOCK) {
-            self.prefetch(at);
-            for at in (at..at + BLOCK).step_by(unit) {
-                self.unit(simd, &lanes, at, unit);
+        for at in (0..len).step_by(unit) {
+            if at.is_multiple_of(BLOCK) {
+                self.prefetch(at);
             }
-        }
-        for at in (blocks * BLOCK..len).step_by(unit) {
             self.unit(simd, &lanes, at, (len - at).min(unit));
         }
     }
