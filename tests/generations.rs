@@ -353,7 +353,7 @@ fn the_only_generation_is_not_filled_while_it_is_stepped() {
 #[test]
 fn no_or_many_generations_are_refused() {
     for generations in [0, 3] {
-        let shape = Shape { numels: &[1], generations };
+        let shape = Shape { numels: &[1], generations, deferral: None };
         let Err(error) = Engine::new("cpu", shape, battery::pool_of(1), Isa::SCALAR) else {
             panic!("`{generations}` were taken")
         };

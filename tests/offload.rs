@@ -332,7 +332,7 @@ fn dropping_waits_for_the_step() {
 
 #[test]
 fn a_nonsense_device_is_refused() {
-    const ONE: Shape<'static> = Shape { numels: &[1], generations: 1 };
+    const ONE: Shape<'static> = Shape { numels: &[1], generations: 1, deferral: None };
     for (name, said) in [("cuda", "cuda:N"), ("xpu:0", "xpu:0"), ("cuda:-", "cuda:-")] {
         let Err(error) = Engine::new(name, ONE, pool_of(1), Isa::SCALAR) else {
             panic!("`{name}` was taken")

@@ -583,8 +583,8 @@ def test_timing_and_bytes():
     optimizer.synchronize()
     timing = optimizer.timing
     assert timing.keys() == {
-        *("norm", "prepare", "release", "gate", "step", "gradients"),
-        *("bytes_downloaded", "bytes_uploaded"),
+        *("background", "norm", "prepare", "release", "gate", "step", "gradients"),
+        *("bytes_downloaded", "bytes_uploaded", "oldest_age"),
     }
     assert all(value >= 0 for value in timing.values())
     assert (

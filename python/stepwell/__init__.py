@@ -22,12 +22,17 @@ except ImportError as error:
 connect()
 
 if TYPE_CHECKING:
-    from stepwell.offload import OffloadAdamW
+    from stepwell.offload import Deferred, OffloadAdamW
     from stepwell.optim import Adam, AdamW
 
-__all__ = ["Adam", "AdamW", "OffloadAdamW", "__version__"]
+__all__ = ["Adam", "AdamW", "Deferred", "OffloadAdamW", "__version__"]
 
-_OPTIMIZERS = {"Adam": "optim", "AdamW": "optim", "OffloadAdamW": "offload"}
+_EXPORTS = {
+    "Adam": "optim",
+    "AdamW": "optim",
+    "Deferred": "offload",
+    "OffloadAdamW": "offload",
+}
 _SUBMODULES = ("deepspeed", "offload", "optim")
 
 
@@ -42,8 +47,8 @@ def _import(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     # Imported when first used: `stepwell --help` needs no torch, `stepwell doctor` runs where torch
     # is broken, and a program that has no DeepSpeed does not import it.
-    if name in _OPTIMIZERS:
-        value = getattr(_import(_OPTIMIZERS[name]), name)
+    if name in _EXPORTS:
+        value = getattr(_import(_EXPORTS[name]), name)
         globals()[name] = value
         return value
     if name in _SUBMODULES:
@@ -52,4 +57,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OPTIMIZERS, *_SUBMODULES})
+    return sorted({*globals(), *_EXPORTS, *_SUBMODULES})

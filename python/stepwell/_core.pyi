@@ -5,7 +5,7 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "StatePart", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "connect", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "StatePart", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHUNK_LEN: Final[int]
 """
@@ -159,12 +159,17 @@ class OffloadEngine:
             meanwhile, if None.
         generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
             those of a step while the one before is stepped, into other memory.
+        interval: for steps that are deferred, every how many of them a segment has its turn: 1 to
+            8. None: no step is. If given, generations is 2, and the arguments below are too.
+        dtypes: of each tensor's gradient and weight.
+        gradients: memory for gradients, of `deferral_nbytes`.
+        predicted: memory for weights that run ahead, of `deferral_nbytes`; None: none does.
 
     Raises:
         ValueError: for another device, or a bad number of threads or generations.
         OSError: where there is no such device.
     """
-    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1) -> OffloadEngine: ...
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None) -> OffloadEngine: ...
     @property
     def busy(self, /) -> bool:
         """
@@ -202,7 +207,20 @@ class OffloadEngine:
         Raises:
             OSError: where the device has failed.
         """
-    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int | None], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], stream: int = 0) -> None:
+    def settle(self, /, *, stream: int = 0) -> bool:
+        """
+        Starts a step of all that deferred steps have left pending, after what `stream` holds now,
+        and returns: all weights land, none runs ahead. Gradients of the coming step are not
+        touched.
+
+        Returns:
+            whether there was anything.
+
+        Raises:
+            ValueError: while a step is running.
+            OSError: where the device has failed.
+        """
+    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int | None], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], deferred: float | None = None, at_once: Sequence[bool] | None = None, stream: int = 0) -> None:
         """
         Starts a step in the background and returns. Tensors are stepped in the order given; each
         weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
@@ -215,6 +233,10 @@ class OffloadEngine:
                 in host memory, where the step writes them, and nothing is uploaded.
             steps: the number of this update of each, from 1.
             hypers: what to step each with.
+            deferred: None: the step is whole, with all that is pending. Else its gradients, of
+                `take_deferred`, wait for their turns, and the weights of a turn run ahead by so
+                many updates along the momentum.
+            at_once: whether each is stepped now, also where the step is deferred; None: none is.
             owners: what keeps all that memory alive, on both sides; the engine holds it until the
                 step has ended, uploads and all.
             stream: the stream that uses the weights.
@@ -250,6 +272,21 @@ class OffloadEngine:
                 that reads the only generation of gradients.
             OSError: where the device has failed.
         """
+    def take_deferred(self, /, indices: Sequence[int], sources: Sequence[int], *, source_owners: Sequence[Any], stream: int = 0) -> None:
+        """
+        As `take`, to the engine's own memory for deferred gradients.
+
+        Args:
+            indices: of the tensors, each once.
+            sources: addresses of their gradients on the device. They stay as they are until
+                `release`, `discard` or `synchronize`.
+            source_owners: what keeps the sources alive; the engine holds it until then.
+            stream: the stream that made the gradients.
+
+        Raises:
+            ValueError: for a tensor that is not the engine's, or of an engine that defers nothing.
+            OSError: where the device has failed.
+        """
     def take_part(self, /, sources: Sequence[int], targets: Sequence[TensorView], *, source_owners: Sequence[Any], target_owners: Sequence[Any], stream: int = 0) -> None:
         """
         Copies any device memory to host memory in the background, after what `stream` holds now;
@@ -277,7 +314,8 @@ class OffloadEngine:
     def timing(self, /) -> "dict[str, float]":
         """
         Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients`
-        (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
+        (waiting for them); `bytes_downloaded`, `bytes_uploaded`; `oldest_age`: how many steps
+        before it the oldest gradient came that no turn has applied.
         """
     def wait(self, /, index: int, begin: int, end: int, *, stream: int = 0) -> None:
         """
@@ -472,6 +510,22 @@ def connect() -> None:
     """
     Sends the core's log records to Python's `logging`, under "stepwell", and remembers this
     process's affinity mask. Called once, by the package, before it imports torch.
+    """
+
+def deferral_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int) -> tuple[int, int]:
+    """
+    Bytes of host memory that an engine needs for steps that are deferred.
+
+    Args:
+        numels: elements of each tensor, in forward order.
+        dtypes: of each tensor's gradient and weight.
+        interval: every how many deferred steps a segment has its turn: 1 to 8.
+
+    Returns:
+        for gradients, and for weights that run ahead.
+
+    Raises:
+        ValueError: for an interval out of range.
     """
 
 def free_memory_bytes() -> int | None:

@@ -65,6 +65,11 @@ def tensor_on(buffer: _core.Buffer) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """What the core calls `dtype`."""
+    return _NAMES[dtype]
+
+
 def view(tensor: torch.Tensor, numel: int | None = None) -> _core.TensorView:
     """The first `numel` elements (default: all) of a contiguous CPU tensor.
 

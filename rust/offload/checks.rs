@@ -2,9 +2,18 @@
 //!
 //! Memory: 8 B per tensor of the engine, and 40 B for each view of it.
 
-use super::{generation::Generation, job::Update, segment::Segments};
+use super::{
+    generation::Generation,
+    job::{Kind, Update},
+    ring::Ring,
+    segment::Segments,
+};
 use crate::{
-    adam::{batch, tensor::AdamTensor},
+    adam::{
+        batch,
+        tensor::AdamTensor,
+        through::{self, AHEAD_MAX},
+    },
     error::{Error, Result},
     state::layout::PARTS_MAX,
     stream::view::{Extents, View},
@@ -52,6 +61,19 @@ impl Checks {
         }
     }
 
+    /// Checks that there are such tensors, each once in a call.
+    ///
+    /// # Errors
+    /// [`Error::Value`] naming one that is not, or is twice.
+    pub(super) fn names(
+        &mut self,
+        mut tensors: impl Iterator<Item = usize>,
+        segments: &Segments,
+    ) -> Result<()> {
+        self.names.begin();
+        tensors.try_for_each(|tensor| self.names.add(tensor, segments, "call"))
+    }
+
     /// All that can be wrong with gradients that are taken as a whole.
     ///
     /// # Errors
@@ -72,7 +94,12 @@ impl Checks {
     ///
     /// # Errors
     /// [`Error::Value`] naming it.
-    pub(super) fn updates(&mut self, updates: &[Update], segments: &Segments) -> Result<()> {
+    pub(super) fn updates(
+        &mut self,
+        updates: &[Update],
+        segments: &Segments,
+        ring: Option<&Ring>,
+    ) -> Result<()> {
         self.names.begin();
         for Update { index, tensor, hyper, .. } in updates {
             self.names.add(*index, segments, "step")?;
@@ -87,7 +114,10 @@ impl Checks {
         }
         for (place, update) in updates.iter().enumerate() {
             batch::check_count(place, update.count)?;
-            batch::grad_of(place, &update.tensor)?;
+            match ring {
+                None => batch::grad_of(place, &update.tensor).map(|_| ())?,
+                Some(ring) => check_of_ring(update, ring)?,
+            }
         }
         let tensors = updates.iter().map(|update| &update.tensor);
         self.extents.check_disjoint(
@@ -95,6 +125,69 @@ impl Checks {
             tensors.filter_map(|tensor| tensor.grad).map(|grad| ("grad", grad)),
         )
     }
+}
+
+/// Checks that a tensor can be stepped with gradients that are in the ring.
+fn check_of_ring(update: &Update, ring: &Ring) -> Result<()> {
+    let Update { index, tensor, .. } = update;
+    tensor.check()?;
+    through::check(*index, tensor)?;
+    let (weight, expected) = (tensor.weight().dtype(), ring.dtype(*index));
+    if weight != expected {
+        return Err(Error::value(format!(
+            "the weight of tensor `{index}` is `{weight}`, expected `{expected}`"
+        )));
+    }
+    Ok(())
+}
+
+/// Checks that the engine can take a step of this kind.
+///
+/// # Errors
+/// [`Error::Value`] where it cannot.
+pub(super) fn check_kind(kind: Kind, ring: Option<&Ring>) -> Result<()> {
+    let Kind::Deferred { predicted_updates } = kind else { return Ok(()) };
+    let Some(ring) = ring else {
+        return Err(Error::value(
+            "a step is deferred, expected an engine with memory for deferred gradients",
+        ));
+    };
+    if !(0.0..=AHEAD_MAX).contains(&predicted_updates) {
+        return Err(Error::value(format!(
+            "predicted_updates is `{predicted_updates}`, expected 0 to {AHEAD_MAX}"
+        )));
+    }
+    if predicted_updates > 0.0 && !ring.can_predict() {
+        return Err(Error::value(format!(
+            "predicted_updates is `{predicted_updates}`, expected 0 of an engine without memory \
+             for predicted weights"
+        )));
+    }
+    Ok(())
+}
+
+/// Checks that all gradients of the updates were taken.
+///
+/// # Errors
+/// [`Error::Value`] naming one that was not.
+pub(super) fn check_taken(
+    updates: &[Update],
+    segments: &Segments,
+    ring: &Ring,
+    generation: &Generation,
+    number: usize,
+) -> Result<()> {
+    updates.iter().try_for_each(|update| {
+        let mut of = segments.of(update.index);
+        let has_place = |segment| ring.gradient(number, segments, update.index, segment).is_some();
+        if of.is_empty() || (generation.is_taken(update.index) && of.all(has_place)) {
+            return Ok(());
+        }
+        Err(Error::value(format!(
+            "the gradient of tensor `{}` was not taken, expected it before its step",
+            update.index
+        )))
+    })
 }
 
 /// Checks that the updates read their gradients where these were taken to.

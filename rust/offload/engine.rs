@@ -4,14 +4,16 @@
 use std::{iter, ops::Range, process, time::Duration};
 
 use super::{
-    checks::check_targets,
+    checks::{check_kind, check_taken, check_targets},
     downloads::{Downloads, IN_FLIGHT},
     generation::Generation,
     gradients::Next,
+    job::Kind,
     job::{Announced, Jobs, Timing, Update},
     landing::Landing,
     owners::Owners,
-    schedule::Forward,
+    pending::Pending,
+    ring::{Deferral, Ring},
     segment::Segments,
     step::Stepper,
     thread::start,
@@ -36,6 +38,8 @@ pub struct Shape<'a> {
     /// How many generations of gradients there may be: 1, or 2 to take one while another is
     /// stepped.
     pub generations: usize,
+    /// For steps that are deferred: then the engine has memory for gradients, and two generations.
+    pub deferral: Option<Deferral<'a>>,
 }
 
 /// What the threads of an engine have in common.
@@ -48,7 +52,16 @@ pub(super) struct Shared {
     pub(super) downloads: Downloads,
     pub(super) generations: Box<[Generation]>,
     pub(super) landing: Landing,
+    pub(super) ring: Option<Ring>,
+    /// A job that steps has it until it is stepped.
+    pending: Mutex<Pending>,
     pub(super) jobs: Jobs,
+}
+
+impl Shared {
+    pub(super) fn pending(&self) -> MutexGuard<'_, Pending> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The threads of an engine that have not ended.
@@ -94,8 +107,8 @@ impl Engine {
     /// state in `tier`.
     ///
     /// # Errors
-    /// [`Error::Value`] for other than 1 or 2 generations; [`Error::Os`] where a thread cannot be
-    /// started.
+    /// [`Error::Value`] for other than 1 or 2 generations, or a deferral that does not fit;
+    /// [`Error::Os`] where a thread cannot be started.
     pub fn on(
         device: Arc<dyn Device>,
         shape: Shape<'_>,
@@ -103,13 +116,15 @@ impl Engine {
         pool: Pool,
         isa: Isa,
     ) -> Result<Self> {
-        if !(1..=2).contains(&shape.generations) {
+        let least = if shape.deferral.is_some() { 2 } else { 1 };
+        if !(least..=2).contains(&shape.generations) {
             return Err(Error::value(format!(
-                "generations is `{}`, expected 1 or 2",
+                "generations is `{}`, expected 1 or 2, and 2 for deferred steps",
                 shape.generations
             )));
         }
         let segments = Segments::new(shape.numels);
+        let ring = shape.deferral.map(|deferral| Ring::new(&segments, &deferral)).transpose()?;
         let mut events = 0;
         let mut next_events = |count| {
             let first = events;
@@ -130,6 +145,8 @@ impl Engine {
             isa,
             tier,
             jobs: Jobs::new(segments.tensors()),
+            pending: Mutex::new(Pending::new(&segments, ring.as_ref())),
+            ring,
             segments,
         });
         let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
@@ -141,7 +158,7 @@ impl Engine {
             pinned: Mutex::default(),
             process: process::id(),
         };
-        let mut stepper = Stepper::new(Arc::clone(&coordinated), Box::new(Forward));
+        let mut stepper = Stepper::new(Arc::clone(&coordinated));
         let coordinator = start("stepwell-offload", move || coordinated.jobs.run(&mut stepper))?;
         engine.running().coordinator = Some(coordinator);
         let issuer = start("stepwell-issuer", move || issued.downloads.hand_over())?;
@@ -170,26 +187,121 @@ impl Engine {
         owners: &mut Option<Owners>,
         stream: Stream,
     ) -> Result<()> {
-        let Shared { device, segments, downloads, generations, landing, jobs, .. } = &*self.shared;
+        // SAFETY: passed on from the caller.
+        unsafe { self.submit_as(Kind::Whole, updates, owners, stream) }
+    }
+
+    /// As [`Engine::submit`], of a step that is deferred. Its gradients wait for the turns of their
+    /// segments. One group of segments has its turn: what is pending of it is stepped, and lands
+    /// with the next job. Of every `interval` deferred steps in a row each group has one.
+    ///
+    /// The new weights run ahead by `predicted_updates` along the momentum: a forward reads a
+    /// weight until `interval` more gradients have come. The state does not. 0: none is predicted.
+    ///
+    /// Owners stay until the last gradient of their step is applied and what it changed has landed:
+    /// until the end of the job that is `interval + 1` deferred ones later, or of one that steps
+    /// all.
+    ///
+    /// # Safety
+    /// As [`Engine::submit`].
+    ///
+    /// # Errors
+    /// As [`Engine::submit`]; [`Error::Value`] also of an engine without memory for it, for a
+    /// gradient that was not taken by [`Engine::take_deferred`], or for another state than the one
+    /// that pending gradients are for.
+    pub unsafe fn submit_deferred(
+        &self,
+        predicted_updates: f32,
+        updates: &[Update],
+        owners: &mut Option<Owners>,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: passed on from the caller.
+        unsafe { self.submit_as(Kind::Deferred { predicted_updates }, updates, owners, stream) }
+    }
+
+    /// # Safety
+    /// As [`Engine::submit`].
+    unsafe fn submit_as(
+        &self,
+        kind: Kind,
+        updates: &[Update],
+        owners: &mut Option<Owners>,
+        stream: Stream,
+    ) -> Result<()> {
+        let Shared { device, segments, downloads, generations, landing, jobs, ring, .. } =
+            &*self.shared;
         self.check_process()?;
         let mut next = self.next();
-        next.checks.updates(updates, segments)?;
+        next.checks.updates(updates, segments, ring.as_ref())?;
+        check_kind(kind, ring.as_ref())?;
         let _attached = Attached::to(&**device)?;
         jobs.check_idle()?;
         downloads.check()?;
         let number = self.filled(&next)?;
         let generation = &generations[number];
-        check_targets(updates, generation)?;
+        match ring {
+            Some(ring) => check_taken(updates, segments, ring, generation, number)?,
+            None => check_targets(updates, generation)?,
+        }
+        let pending = self.shared.pending();
+        pending.check(segments, updates)?;
         landing.order_after(stream)?;
         generation.seal(downloads)?;
-        for update in updates {
-            landing.expect(segments.of(update.index));
-        }
+        self.expect(kind, updates, &pending);
+        drop(pending);
         let announced = next.announced.take().unwrap_or(Announced { generation: number });
         next.submitted = Some(number);
         next.reuse(number);
-        jobs.submit(announced, updates, owners.take());
+        let holds = match (kind, ring) {
+            // The oldest gradient has its turn, and the weights of that land.
+            (Kind::Deferred { .. }, Some(ring)) => ring.groups.count() + 1,
+            _ => 0,
+        };
+        jobs.submit(Some(announced), kind, updates, owners.take(), holds);
         Ok(())
+    }
+
+    /// Starts a step of all that deferred steps have left pending, and returns: all weights land,
+    /// none predicted. Gradients that were taken since the last submit are not touched. Whether
+    /// there was anything.
+    ///
+    /// # Errors
+    /// [`Error::Value`] while a step is running; [`Error::Os`] where the device has failed.
+    pub fn settle(&self, stream: Stream) -> Result<bool> {
+        let Shared { device, landing, jobs, .. } = &*self.shared;
+        self.check_process()?;
+        // No other job comes in between.
+        let _next = self.next();
+        jobs.check_idle()?;
+        let pending = self.shared.pending();
+        if !pending.is_any() {
+            return Ok(false);
+        }
+        let _attached = Attached::to(&**device)?;
+        landing.order_after(stream)?;
+        self.expect(Kind::Whole, &[], &pending);
+        drop(pending);
+        jobs.submit(None, Kind::Whole, &[], None, 0);
+        Ok(true)
+    }
+
+    /// Has what waits for weights wait for those that land with the job that comes next.
+    fn expect(&self, kind: Kind, updates: &[Update], pending: &Pending) {
+        let Shared { segments, landing, .. } = &*self.shared;
+        let is_deferred = matches!(kind, Kind::Deferred { .. });
+        for update in updates.iter().filter(|update| !is_deferred || update.is_at_once) {
+            landing.expect(segments.of(update.index));
+        }
+        if is_deferred {
+            for one in pending.landings() {
+                landing.expect(one.segment..one.segment + 1);
+            }
+        } else {
+            (0..segments.count())
+                .filter(|&segment| pending.is_pending(segment) || pending.is_behind(segment))
+                .for_each(|segment| landing.expect(segment..segment + 1));
+        }
     }
 
     /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a

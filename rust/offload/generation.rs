@@ -136,6 +136,11 @@ impl Generation {
         }
     }
 
+    /// Whether the gradient of `tensor` was taken as a whole.
+    pub(super) fn is_taken(&self, tensor: usize) -> bool {
+        self.targets()[tensor].is_some()
+    }
+
     /// Nothing more is taken: queues the event behind all of it, for which there is room.
     ///
     /// # Errors

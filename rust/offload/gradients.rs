@@ -129,6 +129,71 @@ impl Engine {
         }
     }
 
+    /// As [`Engine::take`], to the engine's own memory for deferred gradients: `(tensor, device
+    /// address)` each. What is lent keeps the device side alive.
+    ///
+    /// # Safety
+    /// As [`Engine::take`], for the device side.
+    ///
+    /// # Errors
+    /// As [`Engine::take`]; [`Error::Value`] also of an engine without such memory.
+    pub unsafe fn take_deferred(
+        &self,
+        gradients: &[(usize, u64)],
+        lent: &mut Option<Lent>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        self.check_process()?;
+        let Shared { segments, ring, .. } = &*self.shared;
+        let ring = ring.as_ref().ok_or_else(|| {
+            Error::value("gradients are deferred, expected an engine with memory for them")
+        })?;
+        let mut next = self.next();
+        next.checks.names(gradients.iter().map(|&(index, _)| index), segments)?;
+        let number = self.filled(&next)?;
+        let each = gradients
+            .iter()
+            .flat_map(|&(index, source)| segments.of(index).map(move |at| (index, source, at)));
+        ring.reserve(number, each.clone().map(|(_, _, segment)| segment))?;
+        let copies = each.map(|(index, source, segment)| {
+            let host = ring.gradient(number, segments, index, segment);
+            let host = host.unwrap_or_else(|| unreachable!("its share is reserved"));
+            let before = segments.elements(index, segment).start * host.dtype().size();
+            (segment, source + before as u64, host)
+        });
+        let count = copies.clone().count();
+        // SAFETY: passed on from the caller; the ring's memory outlives the engine, and the share
+        // is this generation's.
+        unsafe {
+            self.fill(
+                &mut next,
+                count,
+                |first_event| {
+                    copies.clone().map(move |(segment, source, host)| Download::Copy {
+                        source,
+                        target: host.address(),
+                        nbytes: host.nbytes(),
+                        event: Some(first_event + segment),
+                    })
+                },
+                |generation, mut ticket| {
+                    for &(index, _) in gradients {
+                        let of = segments.of(index);
+                        let first = ring.whole_gradient(number, segments, index, of.start);
+                        if let Some(first) = first.filter(|_| !of.is_empty()) {
+                            generation.set_taken(segments, index, first, ticket);
+                        }
+                        ticket += of.len() as u64;
+                    }
+                },
+                lent,
+                stream,
+                timeout,
+            )
+        }
+    }
+
     /// As [`Engine::take`] of any device memory: `(device address, host memory)` each. The step
     /// begins when all of its generation is there.
     ///
@@ -208,6 +273,7 @@ impl Engine {
         if let Some(Announced { generation }) = next.announced {
             return Ok(generation);
         }
+        let busy = busy.and_then(|busy| busy.generation);
         let free = (0..self.shared.generations.len()).find(|&number| Some(number) != busy);
         free.ok_or_else(|| {
             Error::value(
@@ -226,13 +292,16 @@ impl Engine {
     /// # Errors
     /// [`Error::Os`] where the device has failed.
     pub fn discard(&self) -> Result<Option<Discarded>> {
-        let Shared { downloads, generations, .. } = &*self.shared;
+        let Shared { downloads, generations, ring, .. } = &*self.shared;
         self.check_process()?;
         let mut next = self.next();
         if let Some(&Announced { generation: number }) = next.announced.as_ref() {
             let generation = &generations[number];
             generation.seal(downloads)?;
             generation.clear();
+            if let Some(ring) = ring {
+                ring.discard(number);
+            }
             next.announced = None;
             next.discarded[number] = Some(generation.sealed());
         }

@@ -13,14 +13,15 @@
 //!   other: a job begins when the one before is uploaded.
 //! - JOB-3 A job is busy until it is committed: until then no other is submitted. What it steps is
 //!   on its way up then, and no gradient of it is read any more.
-//! - JOB-4 What a job has borrowed is held until it is uploaded. Where it fails, until the engine
+//! - JOB-4 What a job has borrowed is held until it is uploaded. What a deferred job has borrowed is
+//!   held until the jobs that step and upload the last of it are. Where one fails, until the engine
 //!   is dropped, which waits for the device.
 //! - JOB-5 The first failure, or panic, is the last: every call gets the error.
 //!
 //! Cost: two locks per state, and one per upload. Two jobs may live at once, one of them on its way
 //! up. So there are two lists of updates, which all jobs use.
 
-use std::time::Duration;
+use std::{collections::VecDeque, time::Duration};
 
 use super::{owners::Owners, thread::caught};
 use crate::{
@@ -39,10 +40,25 @@ pub struct Update {
     /// Where its new weight goes, in device memory; None: it stays in the host memory that it is
     /// written to.
     pub weight: Option<u64>,
+    /// Whether it is stepped and lands with its own job, also where that is deferred.
+    pub is_at_once: bool,
     /// The number of this update, from 1.
     pub count: u64,
     /// What to step it with.
     pub hyper: Hyper,
+}
+
+/// What becomes of a job's gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Kind {
+    /// All that is pending is stepped, with these, and all weights land.
+    Whole,
+    /// One group of segments has its turn, with what is pending of it. Its weights land with the
+    /// next job.
+    Deferred {
+        /// By how many updates the weights that land run ahead along the momentum; 0: by none.
+        predicted_updates: f32,
+    },
 }
 
 /// What the last step took.
@@ -52,6 +68,8 @@ pub struct Timing {
     pub step: Duration,
     /// The part of it that the worker that waited longest has waited for gradients.
     pub gradients: Duration,
+    /// How many steps before the last one the oldest gradient came that no turn has applied.
+    pub oldest_age: u64,
     /// Bytes of gradients that were taken for it.
     pub bytes_downloaded: u64,
     /// Bytes that went up.
@@ -79,11 +97,27 @@ pub(super) struct Announced {
 
 /// A job that is decided.
 pub(super) struct Job {
-    /// The number of the generation that it is stepped with.
-    pub(super) generation: usize,
+    /// The number of the generation that it adds; None: it steps what is pending.
+    pub(super) generation: Option<usize>,
+    pub(super) kind: Kind,
     pub(super) updates: Vec<Update>,
+    /// Of how many jobs, this one included, what was lent stays when it is over.
+    pub(super) holds: usize,
     /// What is lent for the updates.
     owners: Option<Owners>,
+}
+
+/// A job that is busy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Busy {
+    /// The number of the generation that it reads, if it has one.
+    pub(super) generation: Option<usize>,
+}
+
+impl Busy {
+    fn of(job: &Job) -> Self {
+        Self { generation: job.generation }
+    }
 }
 
 /// What it takes to move a job on; each may block as long as it takes.
@@ -109,10 +143,12 @@ struct State {
     /// Submitted and not yet begun.
     next: Option<Job>,
     /// Of the job that was begun last.
-    begun: Option<(Phase, usize)>,
+    begun: Option<(Phase, Busy)>,
     failure: Option<String>,
     timing: Timing,
     quit: bool,
+    /// Of jobs that are over, whose memory later ones use; the oldest first.
+    held: VecDeque<Option<Owners>>,
     /// Of jobs that are over.
     returned: Vec<Owners>,
     /// Lists for the updates of jobs to come, empty.
@@ -122,10 +158,9 @@ struct State {
 }
 
 impl State {
-    /// The generation of the job that is busy.
-    fn busy(&self) -> Option<usize> {
+    fn busy(&self) -> Option<Busy> {
         let begun = self.begun.filter(|&(phase, _)| phase < Phase::Committed);
-        self.next.as_ref().map(|job| job.generation).or(begun.map(|(_, generation)| generation))
+        self.next.as_ref().map(Busy::of).or(begun.map(|(_, busy)| busy))
     }
 
     fn check(&self) -> Result<()> {
@@ -151,11 +186,11 @@ impl Jobs {
         }
     }
 
-    /// The generation of the job that is busy, if one is.
+    /// The job that is busy, if one is.
     ///
     /// # Errors
     /// [`Error::Os`] where a job has failed.
-    pub(super) fn busy(&self) -> Result<Option<usize>> {
+    pub(super) fn busy(&self) -> Result<Option<Busy>> {
         let state = self.lock();
         state.check().map(|()| state.busy())
     }
@@ -178,17 +213,21 @@ impl Jobs {
         }
     }
 
-    /// Hands a job over, where [`Jobs::check_idle`] allows it and no other thread submits.
+    /// Hands a job over, where [`Jobs::check_idle`] allows it and no other thread submits. When it
+    /// is over, what was lent for the last `holds` jobs stays.
     pub(super) fn submit(
         &self,
-        Announced { generation }: Announced,
+        announced: Option<Announced>,
+        kind: Kind,
         updates: &[Update],
         owners: Option<Owners>,
+        holds: usize,
     ) {
         let mut state = self.lock();
         let mut list = state.spare_updates.pop().unwrap_or_default();
         list.extend_from_slice(updates);
-        state.next = Some(Job { generation, updates: list, owners });
+        let generation = announced.map(|Announced { generation }| generation);
+        state.next = Some(Job { generation, kind, updates: list, owners, holds });
         drop(state);
         self.changed.notify_all();
     }
@@ -274,10 +313,14 @@ impl Jobs {
             });
             match moved {
                 Ok(()) => self.reach(Phase::Uploaded, |state| {
-                    let Job { mut updates, owners, .. } = job;
+                    let Job { mut updates, owners, holds, .. } = job;
                     updates.clear();
                     state.spare_updates.push(updates);
-                    state.returned.extend(owners);
+                    state.held.push_back(owners);
+                    while state.held.len() > holds {
+                        let oldest = state.held.pop_front().flatten();
+                        state.returned.extend(oldest);
+                    }
                 }),
                 Err(error) => {
                     let mut state = self.lock();
@@ -297,7 +340,7 @@ impl Jobs {
         let mut state =
             self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
         let job = state.next.take()?;
-        state.begun = Some((Phase::Decided, job.generation));
+        state.begun = Some((Phase::Decided, Busy::of(&job)));
         Some(job)
     }
 

@@ -3,6 +3,8 @@
 //! - LAND-1 Uploads of a step come after what the caller's stream held when the step was submitted.
 //! - LAND-2 A segment is uploaded once its new state is final: as soon as it is stepped where its
 //!   tier says so, else after the tier's commit.
+//!   A weight of a deferred turn lands with the next job: new weights are written between a
+//!   backward and the next forward only.
 //! - LAND-3 A segment is *enqueued* once the device has its upload and its event is recorded. Only
 //!   from then on does the event stand for this upload. A thread that has a stream wait for a
 //!   weight waits for that first.
@@ -13,6 +15,7 @@ use super::{job::Update, segment::Segments};
 use crate::{
     device::{Device, Lane, Stream},
     error::Result,
+    stream::view::View,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -58,8 +61,9 @@ impl Landing {
         self.enqueued[segments].iter().all(|one| one.load(Ordering::Acquire))
     }
 
-    /// Enqueues the upload of a segment. Where its weight stays in host memory nothing goes up,
-    /// and what waits for it waits for its step only.
+    /// Enqueues the upload of a segment: of the host's own weight, or of the `predicted` one. Where
+    /// its weight stays in host memory nothing goes up, and what waits for it waits for its step
+    /// only.
     ///
     /// # Safety
     /// Until the upload has ended, both sides are alive, nothing writes the host side, and nothing
@@ -72,15 +76,18 @@ impl Landing {
         segments: &Segments,
         update: &Update,
         segment: usize,
+        predicted: Option<View>,
     ) -> Result<()> {
         if let Some(target) = update.weight {
             let weight = update.tensor.weight();
-            let size = weight.dtype().size();
             let elements = segments.elements(update.index, segment);
-            let (offset, nbytes) = (elements.start * size, elements.len() * size);
-            let from = std::ptr::with_exposed_provenance_mut::<u8>(weight.address() + offset);
+            let offset = elements.start * weight.dtype().size();
+            let from = predicted.unwrap_or_else(|| weight.part(elements));
+            let host = std::ptr::with_exposed_provenance_mut::<u8>(from.address());
             // SAFETY: passed on from the caller; the segment lies within both sides.
-            unsafe { self.device.copy(Lane::Upload, target + offset as u64, from, nbytes)? };
+            unsafe {
+                self.device.copy(Lane::Upload, target + offset as u64, host, from.nbytes())?;
+            }
         }
         self.device.record(Lane::Upload, self.first_event + segment)?;
         self.enqueued[segment].store(true, Ordering::Release);
@@ -101,6 +108,14 @@ impl Landing {
     /// [`crate::Error::Os`] where the device has failed.
     pub(super) fn wait(&self) -> Result<()> {
         self.device.wait(self.whole_event())
+    }
+
+    /// Waits until the last upload of a segment, which is enqueued, has ended.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) fn wait_for(&self, segment: usize) -> Result<()> {
+        self.device.wait(self.first_event + segment)
     }
 
     /// `stream` waits for the uploads of these segments, which are enqueued.

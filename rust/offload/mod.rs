@@ -14,7 +14,8 @@
 //! |---|---|---|
 //! | job | `job.rs` | one step as states, and the one place that moves it on |
 //! | generation | `generation.rs` | the gradients of one step: tickets, events, what was lent |
-//! | schedule | `schedule.rs` | in which order segments are stepped, with which generation |
+//! | pending | `pending.rs` | gradients that no step has applied, weights that the device lacks |
+//! | schedule | `schedule.rs` | which segments have their turn in a job, and in which order |
 //! | tier | [`crate::tier`] | where a segment's state is: fetch, route, store, commit |
 //! | landing | `landing.rs` | when new weights are written on the device; what waits for them |
 //!
@@ -28,6 +29,7 @@
 //! | `downloads.rs` | the queue of copies to the host, and the thread that hands them over |
 //! | `step.rs` | what workers do with a chunk |
 //! | `segment.rs` | the numbers of segments |
+//! | `ring.rs` | the memory for gradients that wait for their turns |
 //! | `owners.rs` | what callers lend |
 //! | `thread.rs` | how the engine's threads start, and what becomes of a panic |
 //! | `model.rs` | tests of the queue and of the jobs, under a model checker |
@@ -61,7 +63,14 @@
 //!   stream that has waited for all of its tensor's new weight: that came after the gradient.
 //! - OFF-7 Of taking, submitting and discarding, one happens at a time. A call from a second thread
 //!   waits for the first; it never sees half of it.
-//! - OFF-8 What a call lends ([`Owners`]) is held until the engine uses its memory no more. No
+//! - OFF-8 A *deferred* step ([`Engine::submit_deferred`]) keeps its gradients, and one group of
+//!   segments has its turn: all gradients that are pending of it are applied in one pass
+//!   ([`crate::adam::through`]), one after the other, each with the coefficients of its own step.
+//!   What an exact step does within one job is so parted over several: gradients are added to what
+//!   is pending by their own job, applied by that of their segment's turn, and the weights land
+//!   with the job after it. Every gradient is applied once, at most `interval - 1` jobs after its
+//!   own, or the job fails. An exact step, and [`Engine::settle`], apply all that is pending.
+//! - OFF-9 What a call lends ([`Owners`]) is held until the engine uses its memory no more. No
 //!   thread of the engine drops it: the caller does, with [`Engine::returned`].
 //!
 //! Why OFF-5 marks on the calling thread: "what the stream holds now" is over once the caller
@@ -82,7 +91,8 @@
 //!
 //! Cost per parameter, beside that of the step itself (see [`crate::adam`]): a bf16 gradient and a
 //! bf16 weight cross the bus once, 2 B each way, and the host's memory once more each. Memory, all
-//! of it allocated with the engine: about 200 B per segment of 4 Mi elements, and 1 kB per tensor.
+//! of it allocated with the engine: about 300 B per segment of 4 Mi elements (and 100 B more for each
+//! step between the turns of deferred ones), and 2 kB per tensor.
 //! A step allocates nothing that grows with the model (`tests/allocations.rs`). The lists of what
 //! callers lend have room for as many calls as a step has had so far.
 
@@ -96,6 +106,8 @@ mod landing;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;
 mod owners;
+mod pending;
+mod ring;
 mod schedule;
 mod segment;
 mod step;
@@ -106,4 +118,5 @@ pub use engine::{Engine, Shape};
 pub use gradients::Discarded;
 pub use job::{Timing, Update};
 pub use owners::{Lent, Owners};
+pub use ring::{Deferral, INTERVAL_MAX, deferral_nbytes};
 pub use segment::SEGMENT_LEN;

@@ -10,7 +10,7 @@ use shuttle::{check_pct, check_random};
 
 use super::{
     downloads::{Download, Downloads, IN_FLIGHT},
-    job::{Announced, Job, Jobs, Timing, Work},
+    job::{Announced, Job, Jobs, Kind, Timing, Work},
     owners::Owners,
 };
 use crate::{
@@ -226,7 +226,7 @@ struct Fake {
 
 impl Work for Fake {
     fn step(&mut self, job: &Job) -> Result<Timing> {
-        assert_eq!(job.generation, self.job, "jobs come in order");
+        assert_eq!(job.generation, Some(self.job), "jobs come in order");
         assert_eq!(self.uploaded.load(Ordering::SeqCst), self.job, "the one before is uploaded");
         if self.fails_at == Some(self.job) {
             assert!(!self.panics, "out of its mind");
@@ -294,7 +294,8 @@ fn hand_over(fails_at: Option<usize>, panics: bool) -> [Result<()>; 2] {
         // What has failed never is.
         let lease: Option<Owners> =
             fails_at.is_none().then(|| Box::new(Lease(number, Arc::clone(&uploaded))) as Owners);
-        jobs.submit(Announced { generation: number }, &[], lease);
+        let announced = Some(Announced { generation: number });
+        jobs.submit(announced, Kind::Whole, &[], lease, 0);
         assert!(jobs.wait_until_idle(EVER)?);
         returned += iter::from_fn(|| jobs.pop_returned()).count();
         Ok(())

@@ -4,14 +4,20 @@ use std::time::{Duration, Instant};
 
 use super::{
     engine::Shared,
-    job::{Job, Timing, Update, Work},
-    schedule::{Schedule, Turn},
+    job::{Job, Kind, Timing, Update, Work},
+    pending::{Entry, Landing, Pending},
+    ring::INTERVAL_MAX,
+    schedule::{Turn, list_all, list_group},
 };
 use crate::{
-    adam::batch,
+    adam::{
+        batch,
+        through::{Predicted, step_chunk_through},
+    },
     device::Attached,
     error::{Error, Result},
     state::chunk::Chunk,
+    stream::view::View,
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -22,30 +28,107 @@ use crate::{
 /// Steps jobs. The turns of one are listed in memory that all have used.
 pub(super) struct Stepper {
     shared: Arc<Shared>,
-    schedule: Box<dyn Schedule>,
     turns: Vec<Turn>,
+    /// What has landed with the job.
+    landed: Vec<Landing>,
 }
 
 impl Stepper {
-    pub(super) fn new(shared: Arc<Shared>, schedule: Box<dyn Schedule>) -> Self {
-        let turns = Vec::with_capacity(shared.segments.count());
-        Self { shared, schedule, turns }
+    pub(super) fn new(shared: Arc<Shared>) -> Self {
+        let count = shared.segments.count();
+        let landings = if shared.ring.is_some() { count } else { 0 };
+        Self { shared, turns: Vec::with_capacity(count), landed: Vec::with_capacity(landings) }
+    }
+
+    fn list(&mut self, job: &Job, pending: &Pending) {
+        let Shared { segments, ring, .. } = &*self.shared;
+        self.turns.clear();
+        match (job.kind, ring) {
+            (Kind::Deferred { .. }, Some(ring)) => {
+                list_group(segments, &ring.groups, job, pending, &mut self.turns);
+            }
+            _ => list_all(segments, job, pending, &mut self.turns),
+        }
+    }
+
+    /// Enqueues what lands before this job steps anything. Returns how many bytes.
+    fn land(&mut self, job: &Job, pending: &mut Pending) -> Result<u64> {
+        let Shared { segments, jobs, .. } = &*self.shared;
+        self.landed.clear();
+        let mut nbytes = 0;
+        match job.kind {
+            Kind::Deferred { .. } => self.landed.extend_from_slice(pending.landings()),
+            // Those that are stepped land when they are.
+            Kind::Whole => {
+                for tensor in 0..segments.tensors() {
+                    let own = |segment| Landing { tensor, segment, predicted: None };
+                    let behind = segments.of(tensor).filter(|&segment| {
+                        pending.is_behind(segment) && !pending.is_pending(segment)
+                    });
+                    self.landed.extend(behind.map(own));
+                }
+            }
+        }
+        pending.landed();
+        for &Landing { tensor, segment, predicted } in &self.landed {
+            if matches!(job.kind, Kind::Whole) {
+                pending.is_landing_now(segment);
+            }
+            let Some(update) = pending.update(tensor) else { continue };
+            nbytes += self.shared.upload(update, segment, predicted)?;
+        }
+        jobs.notify();
+        Ok(nbytes)
     }
 }
 
 impl Work for Stepper {
     fn step(&mut self, job: &Job) -> Result<Timing> {
+        let shared = Arc::clone(&self.shared);
         let begin = Instant::now();
-        self.turns.clear();
-        self.schedule.list(&self.shared.segments, job, &mut self.turns);
-        let gradients = self.shared.step(&job.updates, &self.turns)?;
-        let uploaded = job.updates.iter().filter(|update| update.weight.is_some());
-        let nbytes = uploaded.map(|update| update.tensor.weight().nbytes() as u64);
+        let attached = Attached::to(&*shared.device)?;
+        let mut pending = shared.pending();
+        pending.add(&shared.segments, job, shared.ring.as_ref())?;
+        if let (Some(ring), Some(number)) = (&shared.ring, job.generation) {
+            ring.keep(number);
+        }
+        let landed = self.land(job, &mut pending)?;
+        drop(attached);
+        self.list(job, &pending);
+        let pass = Pass {
+            kind: job.kind,
+            generation: job.generation,
+            pending: &pending,
+            landed: &self.landed,
+        };
+        let gradients = shared.step(&pass, &self.turns)?;
+        let is_uploaded = |tensor| pending.update(tensor).is_some_and(|one| one.weight.is_some());
+        let now = self.turns.iter().filter(|turn| turn.lands_now && is_uploaded(turn.tensor));
+        let nbytes: usize = now.map(|turn| shared.weight_nbytes(&pending, turn)).sum();
+        for turn in &self.turns {
+            let landing = (!turn.lands_now).then(|| Landing {
+                tensor: turn.tensor,
+                segment: turn.segment,
+                predicted: shared.predicted(job.kind, turn).map(|(view, _)| view),
+            });
+            pending.turned(turn.segment, landing);
+        }
+        if let Some(ring) = &shared.ring {
+            let group = pending.turn() % ring.groups.count();
+            ring.free(match job.kind {
+                Kind::Whole => 0..ring.groups.count(),
+                Kind::Deferred { .. } => group..group + 1,
+            });
+        }
+        let oldest_age = pending.oldest_age();
+        pending.end(job.kind);
+        let downloaded = job.generation.map_or(0, |number| shared.generations[number].nbytes());
         Ok(Timing {
             step: begin.elapsed(),
             gradients,
-            bytes_downloaded: self.shared.generations[job.generation].nbytes(),
-            bytes_uploaded: nbytes.sum(),
+            oldest_age,
+            bytes_downloaded: downloaded,
+            bytes_uploaded: landed + nbytes as u64,
         })
     }
 
@@ -53,17 +136,24 @@ impl Work for Stepper {
         let Shared { device, downloads, landing, tier, generations, jobs, .. } = &*self.shared;
         let _attached = Attached::to(&**device)?;
         tier.commit()?;
-        for turn in &self.turns {
-            if !landing.are_enqueued(turn.segment..turn.segment + 1) {
-                self.shared.upload(&job.updates[turn.update], turn)?;
+        let pending = self.shared.pending();
+        for turn in self.turns.iter().filter(|turn| turn.lands_now) {
+            if !landing.are_enqueued(turn.segment..turn.segment + 1)
+                && let Some(update) = pending.update(turn.tensor)
+            {
+                self.shared.upload(update, turn.segment, None)?;
+                jobs.notify();
             }
         }
+        drop(pending);
         landing.close()?;
         // What was taken and not stepped arrives as well.
-        let generation = &generations[job.generation];
-        generation.wait_for_all(downloads, &**device)?;
-        generation.clear();
-        jobs.give_back(|returned| generation.let_go(returned));
+        if let Some(number) = job.generation {
+            let generation = &generations[number];
+            generation.wait_for_all(downloads, &**device)?;
+            generation.clear();
+            jobs.give_back(|returned| generation.let_go(returned));
+        }
         Ok(())
     }
 
@@ -74,10 +164,19 @@ impl Work for Stepper {
     }
 }
 
+/// What the workers read while they step a job.
+struct Pass<'a> {
+    kind: Kind,
+    generation: Option<usize>,
+    pending: &'a Pending,
+    /// What landed before, whose memory the turns write again.
+    landed: &'a [Landing],
+}
+
 impl Shared {
-    /// Steps all chunks of these updates, in the order of the turns. Returns how long the worker
-    /// that waited longest has waited for gradients.
-    fn step(&self, updates: &[Update], turns: &[Turn]) -> Result<Duration> {
+    /// Steps all chunks of these turns, in their order. Returns how long the worker that waited
+    /// longest has waited for gradients.
+    fn step(&self, pass: &Pass<'_>, turns: &[Turn]) -> Result<Duration> {
         let next = AtomicUsize::new(0);
         let failed = AtomicBool::new(false);
         let failure = Mutex::new(None);
@@ -94,12 +193,7 @@ impl Shared {
                     left = &left[1..];
                 }
                 let Some(turn) = left.first() else { break };
-                self.step_chunk(
-                    &updates[turn.update],
-                    turn,
-                    turn.first_chunk + number - turn.begin,
-                    &mut waited,
-                )?;
+                self.step_chunk(pass, turn, turn.first_chunk + number - turn.begin, &mut waited)?;
             }
             longest_wait_ns.fetch_max(waited.as_nanos() as u64, Ordering::Relaxed);
             Ok(())
@@ -119,49 +213,110 @@ impl Shared {
     /// Steps one chunk of a turn. After the last, hands over the segment.
     fn step_chunk(
         &self,
-        update: &Update,
+        pass: &Pass<'_>,
         turn: &Turn,
         index: usize,
         waited: &mut Duration,
     ) -> Result<()> {
-        let chunk = Chunk { tensor: update.index, index };
+        let (tensor, segment) = (turn.tensor, turn.segment);
+        let update = pass
+            .pending
+            .stepped_as(tensor, segment)
+            .ok_or_else(|| Error::value(format!("tensor `{tensor}` was never stepped")))?;
+        let chunk = Chunk { tensor, index };
         if !turn.is_ready.load(Ordering::Acquire) {
-            self.tier.fetch(&self.run_of(update, turn))?;
+            self.tier.fetch(&self.run_of(turn))?;
             let begin = Instant::now();
-            self.generations[turn.generation].wait(turn.segment, &self.downloads, &*self.device)?;
-            turn.is_ready.store(true, Ordering::Release);
+            if let Some(number) = pass.generation.filter(|_| pass.pending.is_arriving(segment)) {
+                self.generations[number].wait(segment, &self.downloads, &*self.device)?;
+            }
             *waited += begin.elapsed();
+            self.wait_for_landed(pass, turn)?;
+            turn.is_ready.store(true, Ordering::Release);
         }
-        let grad = update
-            .tensor
-            .grad
-            .ok_or_else(|| Error::value(format!("tensor `{}` has no grad", update.index)))?;
         let state = self.tier.route(&update.tensor, chunk);
-        // SAFETY: submit's caller vouches for the memory, and the job holds what was lent for it;
-        // no other worker has this chunk, its gradient has arrived and, as the job before is
-        // uploaded, nothing reads its last weight any more.
-        unsafe { batch::step_chunk(self.isa, &state, grad, &turn.step, chunk) };
+        let elements = chunk.range(self.segments.numel(tensor));
+        let predicted = self.predicted(pass.kind, turn).map(|(view, ahead)| {
+            let begin = self.segments.elements(tensor, segment).start;
+            Predicted { weight: view.part(elements.start - begin..elements.end - begin), ahead }
+        });
+        // SAFETY: submit's caller vouches for the memory, and what was lent for it is held; no
+        // other worker has this chunk, its gradients have arrived, and nothing reads its last
+        // weights any more: the job before is uploaded, and what landed before this job and is
+        // written now has been waited for.
+        unsafe {
+            match (pass.pending.entries(segment), predicted) {
+                ([entry], None) => {
+                    batch::step_chunk(self.isa, &state, entry.grad, &entry.step, chunk);
+                }
+                (entries, predicted) => {
+                    let of = |entry: &Entry| (entry.grad.part(elements.clone()), entry.step);
+                    let mut updates = [of(&entries[0]); INTERVAL_MAX];
+                    updates.iter_mut().zip(entries).for_each(|(one, entry)| *one = of(entry));
+                    let updates = &updates[..entries.len()];
+                    step_chunk_through(self.isa, &state, updates, predicted, chunk);
+                }
+            }
+        }
         // Release hands this chunk's writes to the worker of the last one, which acquires all of
         // them.
         if turn.chunks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            match self.tier.store(&self.run_of(update, turn))? {
-                Stored::Final => self.upload(update, turn)?,
-                Stored::WithCommit => {}
+            match self.tier.store(&self.run_of(turn))? {
+                Stored::Final if turn.lands_now => {
+                    self.upload(pass.pending.update(tensor).unwrap_or(update), segment, None)?;
+                    self.jobs.notify();
+                }
+                Stored::Final | Stored::WithCommit => {}
             }
         }
         Ok(())
     }
 
-    fn run_of(&self, update: &Update, turn: &Turn) -> Run {
-        let tensor = update.index;
-        Run { tensor, chunks: self.segments.chunks(tensor, turn.segment) }
+    /// Waits until no upload reads the memory that the turn writes a weight to. Uploads end in
+    /// their order.
+    fn wait_for_landed(&self, pass: &Pass<'_>, turn: &Turn) -> Result<()> {
+        let written = self.predicted(pass.kind, turn).map(|(view, _)| view);
+        let overlaps = |landing: &&Landing| match (landing.predicted, written) {
+            (Some(read), Some(written)) => read.address() < written.address() + written.nbytes(),
+            (None, None) => landing.segment == turn.segment,
+            _ => landing.segment == turn.segment && landing.predicted.is_none(),
+        };
+        match pass.landed.iter().rev().find(overlaps) {
+            Some(landing) => self.landing.wait_for(landing.segment),
+            None => Ok(()),
+        }
     }
 
-    fn upload(&self, update: &Update, turn: &Turn) -> Result<()> {
-        // SAFETY: submit's caller vouches for both sides, and the job holds what was lent for them;
-        // all chunks of the segment are stepped, and the next job begins when this is uploaded.
-        unsafe { self.landing.enqueue(&self.segments, update, turn.segment)? };
-        self.jobs.notify();
-        Ok(())
+    /// Where the predicted weight of a turn goes, and how far it runs ahead; None: no weight is
+    /// predicted.
+    fn predicted(&self, kind: Kind, turn: &Turn) -> Option<(View, f32)> {
+        match kind {
+            Kind::Deferred { predicted_updates } if predicted_updates > 0.0 && !turn.lands_now => {
+                let ring = self.ring.as_ref()?;
+                let view = ring.predicted(&self.segments, turn.tensor, turn.segment)?;
+                Some((view, predicted_updates))
+            }
+            _ => None,
+        }
+    }
+
+    /// Bytes of the weight that a turn steps.
+    fn weight_nbytes(&self, pending: &Pending, turn: &Turn) -> usize {
+        let size = pending.update(turn.tensor).map_or(0, |one| one.tensor.weight().dtype().size());
+        self.segments.elements(turn.tensor, turn.segment).len() * size
+    }
+
+    fn run_of(&self, turn: &Turn) -> Run {
+        Run { tensor: turn.tensor, chunks: self.segments.chunks(turn.tensor, turn.segment) }
+    }
+
+    /// Enqueues the upload of a segment. Returns its bytes.
+    fn upload(&self, update: &Update, segment: usize, predicted: Option<View>) -> Result<u64> {
+        // SAFETY: submit's caller vouches for both sides, and what was lent for them is held; all
+        // chunks of the segment are stepped, and what writes its memory next waits for this.
+        unsafe { self.landing.enqueue(&self.segments, update, segment, predicted)? };
+        let size = update.tensor.weight().dtype().size();
+        let numel = self.segments.elements(update.index, segment).len();
+        Ok(if update.weight.is_some() { (numel * size) as u64 } else { 0 })
     }
 }

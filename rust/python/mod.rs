@@ -23,7 +23,7 @@ mod _core {
         system_info,
     };
     #[pymodule_export]
-    use super::offload::PyOffloadEngine;
+    use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]
     use super::select::{better_axis, captured, channel_sq_norms, top_k, top_k_within};
     #[pymodule_export]

@@ -13,14 +13,15 @@ use pyo3::{prelude::*, types::PyDict};
 use super::{
     adam::{PyAdamTensor, PyHyper},
     host::PyBuffer,
-    tensor::PyTensorView,
+    tensor::{PyTensorView, dtype_named},
 };
 use crate::{
     device::Stream,
     error::{Error, Result},
     host::pool::{Pool, PoolConfig},
-    offload::{Engine, Lent, Owners, Shape, Update},
+    offload::{Deferral, Engine, Lent, Owners, Shape, Update, deferral_nbytes},
     simd::isa::Isa,
+    stream::{element::Dtype, view::View},
 };
 
 /// How long a wait keeps Python's signal handlers, such as Ctrl-C's, from running.
@@ -40,6 +41,11 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///         meanwhile, if None.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
+///     interval: for steps that are deferred, every how many of them a segment has its turn: 1 to
+///         8. None: no step is. If given, generations is 2, and the arguments below are too.
+///     dtypes: of each tensor's gradient and weight.
+///     gradients: memory for gradients, of `deferral_nbytes`.
+///     predicted: memory for weights that run ahead, of `deferral_nbytes`; None: none does.
 ///
 /// Raises:
 ///     ValueError: for another device, or a bad number of threads or generations.
@@ -51,6 +57,32 @@ pub(super) struct PyOffloadEngine {
     /// What is pinned. Freed after the engine, the field above, which waits for all copies and
     /// unpins it.
     buffers: Mutex<Vec<Py<PyBuffer>>>,
+}
+
+/// Bytes of host memory that an engine needs for steps that are deferred.
+///
+/// Args:
+///     numels: elements of each tensor, in forward order.
+///     dtypes: of each tensor's gradient and weight.
+///     interval: every how many deferred steps a segment has its turn: 1 to 8.
+///
+/// Returns:
+///     for gradients, and for weights that run ahead.
+///
+/// Raises:
+///     ValueError: for an interval out of range.
+#[pyfunction]
+#[pyo3(name = "deferral_nbytes", signature = (numels, dtypes, interval))]
+pub(super) fn py_deferral_nbytes(
+    numels: Vec<usize>,
+    dtypes: Vec<String>,
+    interval: usize,
+) -> Result<(usize, usize)> {
+    deferral_nbytes(&numels, &dtypes_named(dtypes)?, interval)
+}
+
+fn dtypes_named(names: Vec<String>) -> Result<Vec<Dtype>> {
+    names.iter().map(|name| dtype_named(name)).collect()
 }
 
 /// Calls `wait` until it says that the end was reached; signal handlers run in between.
@@ -101,24 +133,50 @@ impl Drop for PyOffloadEngine {
 #[pymethods]
 impl PyOffloadEngine {
     #[new]
-    #[pyo3(signature = (device, numels, *, threads=None, generations=1))]
+    #[pyo3(signature = (
+        device, numels, *, threads=None, generations=1, interval=None, dtypes=None, gradients=None,
+        predicted=None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
         py: Python<'_>,
         device: &str,
         numels: Vec<usize>,
         threads: Option<usize>,
         generations: usize,
+        interval: Option<usize>,
+        dtypes: Option<Vec<String>>,
+        gradients: Option<Py<PyBuffer>>,
+        predicted: Option<Py<PyBuffer>>,
     ) -> Result<Self> {
+        let dtypes = dtypes_named(dtypes.unwrap_or_default())?;
+        let whole = |buffer: &Py<PyBuffer>| {
+            View::new(buffer.get().address(), Dtype::Uint8, buffer.get().nbytes())
+        };
+        let deferral = match (interval, &gradients) {
+            (Some(interval), Some(buffer)) => Some(Deferral {
+                interval,
+                dtypes: &dtypes,
+                gradients: whole(buffer)?,
+                predicted: predicted.as_ref().map(whole).transpose()?,
+            }),
+            (None, None) => None,
+            _ => return Err(Error::value("only one of interval and gradients is given")),
+        };
         let engine = py.detach(|| {
             let threads = match threads {
                 Some(threads) => threads,
                 None => Pool::global()?.threads().saturating_sub(1).max(1),
             };
             let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None })?;
-            let shape = Shape { numels: &numels, generations };
+            let shape = Shape { numels: &numels, generations, deferral };
             Engine::new(device, shape, pool, Isa::detect()?)
         })?;
-        Ok(Self { engine, buffers: Mutex::default() })
+        let engine = Self { engine, buffers: Mutex::default() };
+        for buffer in gradients.into_iter().chain(predicted) {
+            engine.pin(py, buffer)?;
+        }
+        Ok(engine)
     }
 
     /// Pins `buffer` for the device, and keeps it alive as long as the engine.
@@ -181,6 +239,39 @@ impl PyOffloadEngine {
         })
     }
 
+    /// As `take`, to the engine's own memory for deferred gradients.
+    ///
+    /// Args:
+    ///     indices: of the tensors, each once.
+    ///     sources: addresses of their gradients on the device. They stay as they are until
+    ///         `release`, `discard` or `synchronize`.
+    ///     source_owners: what keeps the sources alive; the engine holds it until then.
+    ///     stream: the stream that made the gradients.
+    ///
+    /// Raises:
+    ///     ValueError: for a tensor that is not the engine's, or of an engine that defers nothing.
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (indices, sources, *, source_owners, stream=0))]
+    fn take_deferred(
+        &self,
+        py: Python<'_>,
+        indices: Vec<usize>,
+        sources: Vec<u64>,
+        source_owners: Vec<Py<PyAny>>,
+        stream: u64,
+    ) -> PyResult<()> {
+        self.drop_returned(py);
+        check_lengths("indices and sources", &[indices.len(), sources.len()])?;
+        let gradients: Vec<_> = indices.into_iter().zip(sources).collect();
+        let mut lent =
+            Some(Lent { sources: owners_of(source_owners), targets: owners_of(Vec::new()) });
+        // SAFETY: the caller vouches that the owners own the memory, and for its use and the
+        // stream, as documented; the engine's own memory is pinned by it.
+        wait_interruptibly(py, || unsafe {
+            self.engine.take_deferred(&gradients, &mut lent, stream_of(stream), SIGNAL_INTERVAL)
+        })
+    }
+
     /// Copies any device memory to host memory in the background, after what `stream` holds now;
     /// the next step begins when all of it is there. The thread waits only where too many copies
     /// are on their way.
@@ -231,6 +322,10 @@ impl PyOffloadEngine {
     ///         in host memory, where the step writes them, and nothing is uploaded.
     ///     steps: the number of this update of each, from 1.
     ///     hypers: what to step each with.
+    ///     deferred: None: the step is whole, with all that is pending. Else its gradients, of
+    ///         `take_deferred`, wait for their turns, and the weights of a turn run ahead by so
+    ///         many updates along the momentum.
+    ///     at_once: whether each is stepped now, also where the step is deferred; None: none is.
     ///     owners: what keeps all that memory alive, on both sides; the engine holds it until the
     ///         step has ended, uploads and all.
     ///     stream: the stream that uses the weights.
@@ -239,7 +334,9 @@ impl PyOffloadEngine {
     ///     ValueError: with nothing changed, as `adam_step`; for a tensor or size that is not the
     ///         engine's; for a gradient that was taken to other memory; while a step is running.
     ///     OSError: where the device has failed.
-    #[pyo3(signature = (indices, tensors, *, weights, steps, hypers, owners, stream=0))]
+    #[pyo3(signature = (
+        indices, tensors, *, weights, steps, hypers, owners, deferred=None, at_once=None, stream=0
+    ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn submit(
         &self,
@@ -250,15 +347,20 @@ impl PyOffloadEngine {
         steps: Vec<u64>,
         hypers: Vec<PyRef<'_, PyHyper>>,
         owners: Vec<Py<PyAny>>,
+        deferred: Option<f32>,
+        at_once: Option<Vec<bool>>,
         stream: u64,
     ) -> Result<()> {
         self.drop_returned(py);
+        let at_once = at_once.unwrap_or_else(|| vec![false; indices.len()]);
         let lengths = [indices.len(), tensors.len(), weights.len(), steps.len(), hypers.len()];
         check_lengths("indices, tensors, weights, steps and hypers", &lengths)?;
+        check_lengths("indices and at_once", &[indices.len(), at_once.len()])?;
         let update = |place: usize| Update {
             index: indices[place],
             tensor: tensors[place].0,
             weight: weights[place],
+            is_at_once: at_once[place],
             count: steps[place],
             hyper: hypers[place].0,
         };
@@ -266,7 +368,31 @@ impl PyOffloadEngine {
         let mut owners = Some(owners_of(owners));
         // SAFETY: the caller vouches that the owners own the memory, and for its use and the
         // stream, as documented.
-        py.detach(|| unsafe { self.engine.submit(&updates, &mut owners, stream_of(stream)) })
+        py.detach(|| unsafe {
+            let (owners, stream) = (&mut owners, stream_of(stream));
+            match deferred {
+                None => self.engine.submit(&updates, owners, stream),
+                Some(predicted_updates) => {
+                    self.engine.submit_deferred(predicted_updates, &updates, owners, stream)
+                }
+            }
+        })
+    }
+
+    /// Starts a step of all that deferred steps have left pending, after what `stream` holds now,
+    /// and returns: all weights land, none runs ahead. Gradients of the coming step are not
+    /// touched.
+    ///
+    /// Returns:
+    ///     whether there was anything.
+    ///
+    /// Raises:
+    ///     ValueError: while a step is running.
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (*, stream=0))]
+    fn settle(&self, py: Python<'_>, stream: u64) -> Result<bool> {
+        self.drop_returned(py);
+        py.detach(|| self.engine.settle(stream_of(stream)))
     }
 
     /// Forgets the gradients that were taken since the last `submit`: of a step that is skipped or
@@ -356,7 +482,8 @@ impl PyOffloadEngine {
     }
 
     /// Of the last step: seconds of `step` (first chunk to last) and, within it, `gradients`
-    /// (waiting for them); `bytes_downloaded`, `bytes_uploaded`.
+    /// (waiting for them); `bytes_downloaded`, `bytes_uploaded`; `oldest_age`: how many steps
+    /// before it the oldest gradient came that no turn has applied.
     #[pyo3(signature = () -> "dict[str, float]")]
     fn timing<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let timing = self.engine.timing();
@@ -365,6 +492,7 @@ impl PyOffloadEngine {
         dict.set_item("gradients", timing.gradients.as_secs_f64())?;
         dict.set_item("bytes_downloaded", timing.bytes_downloaded)?;
         dict.set_item("bytes_uploaded", timing.bytes_uploaded)?;
+        dict.set_item("oldest_age", timing.oldest_age)?;
         Ok(dict)
     }
 }

@@ -90,6 +90,24 @@ impl View {
         Self { address, numel: range.len(), ..*self }
     }
 
+    /// Its bytes as elements of `dtype`.
+    ///
+    /// # Panics
+    /// If it does not hold whole elements, aligned as [`View::new`] wants them.
+    #[must_use]
+    pub fn cast(&self, dtype: Dtype) -> Self {
+        let size = dtype.size();
+        assert!(self.nbytes().is_multiple_of(size) && self.address.is_multiple_of(align(dtype)));
+        Self { address: self.address, dtype, numel: self.nbytes() / size }
+    }
+
+    /// A run of `numel` elements of its dtype from `address` on, of which some may not be there:
+    /// parts of it that are there may be taken.
+    #[must_use]
+    pub fn widened(&self, address: usize, numel: usize) -> Self {
+        Self { address, numel, ..*self }
+    }
+
     /// As many elements of its dtype from `address` on.
     ///
     /// # Panics

@@ -68,6 +68,7 @@ impl OnDevice {
             index,
             tensor: self.held.tensor(),
             weight: Some(self.weight.as_mut_ptr().expose_provenance() as u64),
+            is_at_once: false,
             count,
             hyper,
         }
@@ -105,7 +106,7 @@ pub(crate) fn numels(all: &[OnDevice]) -> Vec<usize> {
 
 /// Room for two generations, whether an engine has them or not.
 pub(crate) fn events(all: &[OnDevice]) -> usize {
-    Engine::events(Shape { numels: &numels(all), generations: 2 })
+    Engine::events(Shape { numels: &numels(all), generations: 2, deferral: None })
 }
 
 pub(crate) fn engine_on(device: Arc<dyn Device>, all: &[OnDevice], workers: usize) -> Engine {
@@ -119,7 +120,7 @@ pub(crate) fn engine_with(
     tier: Arc<dyn Tier>,
     workers: usize,
 ) -> Engine {
-    let shape = Shape { numels: &numels(all), generations };
+    let shape = Shape { numels: &numels(all), generations, deferral: None };
     Engine::on(device, shape, tier, pool_of(workers), widest()).expect("an engine")
 }
 

@@ -42,7 +42,6 @@ SIZES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 
 _LR, _BETAS, _EPS, _WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.1
-_WARM_UP_STEPS = 3  # memory is touched for the first time in them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +58,8 @@ class Workload:
     """Forwards per step."""
     steps: int
     """Steps that are measured, after some that are not."""
+    warm_up_steps: int
+    """Steps that are not measured: memory is touched for the first time in them."""
     clip_norm: float
     """What the norm of the gradients is clipped to."""
     seed: int
@@ -96,7 +97,7 @@ class Workload:
         """The samples of all micro-steps."""
         shape = LlamaShape(sequence_length=self.sequence_length, batch_size=self.micro_batch)
         text = read_text(Path(self.text) if self.text else None, bytes_min=2 * self.sequence_length)
-        count = (self.steps + _WARM_UP_STEPS) * self.accumulation
+        count = (self.steps + self.warm_up_steps) * self.accumulation
         for batch in islice(text.batches(shape, seed=self.seed), count):
             yield batch.to(device)
 
@@ -155,10 +156,10 @@ def _torch(workload: Workload, model: torch.nn.Module) -> Run:
 
 
 def _stepwell(
-    moments: str, gate: str = "module", told: bool = True
+    moments: str, gate: str = "module", told: bool = True, interval: int | None = None
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
-        from stepwell.offload import OffloadAdamW
+        from stepwell.offload import Deferred, OffloadAdamW
 
         optimizer = OffloadAdamW(
             model.named_parameters(),
@@ -170,6 +171,7 @@ def _stepwell(
             moments=moments,  # type: ignore[arg-type]
             gate=gate,  # type: ignore[arg-type]
             accumulation_steps=workload.accumulation if told else None,
+            deferred=None if interval is None else Deferred(interval=interval),
         )
 
         def step() -> float | None:
@@ -282,6 +284,12 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell q8": _stepwell("q8"),
     "stepwell, gate=step": _stepwell("fp32", gate="step"),
     "stepwell, untold": _stepwell("fp32", told=False),
+    "stepwell, deferred=1": _stepwell("fp32", interval=1),
+    "stepwell, deferred=2": _stepwell("fp32", interval=2),
+    "stepwell, deferred=4": _stepwell("fp32", interval=4),
+    "stepwell q8, deferred=1": _stepwell("q8", interval=1),
+    "stepwell q8, deferred=2": _stepwell("q8", interval=2),
+    "stepwell q8, deferred=4": _stepwell("q8", interval=4),
     "deepspeed": _deepspeed(register=False),
     "deepspeed on stepwell": _deepspeed(register=True),
     "deepspeed on stepwell, accumulate=device": _deepspeed(
@@ -311,7 +319,7 @@ def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]
     losses, norms, marks = [], [], []
     breakdowns: list[dict[str, float]] = []
     first_step_seconds = 0.0
-    for index in range(_WARM_UP_STEPS + workload.steps):
+    for index in range(workload.warm_up_steps + workload.steps):
         marks.append(time.perf_counter())
         total = torch.zeros((), device=device)
         for _ in range(workload.accumulation):
@@ -335,10 +343,12 @@ def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]
     run.finish()
     _sync(device)
     marks.append(time.perf_counter())
-    seconds = [end - begin for begin, end in pairwise(marks)][_WARM_UP_STEPS:]
-    known = breakdowns[_WARM_UP_STEPS:]
+    seconds = [end - begin for begin, end in pairwise(marks)][workload.warm_up_steps :]
+    known = breakdowns[workload.warm_up_steps :]
     return {
         "seconds": statistics.median(seconds),
+        "mean_seconds": statistics.mean(seconds),
+        "slowest_seconds": max(seconds),
         "all_seconds": seconds,
         "first_step_seconds": first_step_seconds,
         "breakdown": {
@@ -357,7 +367,7 @@ def _forward_backward(workload: Workload, device: torch.device) -> float:
     loss_of, backward = _loss_of(model), _backward_of(workload)
     batches = list(islice(workload.batches(device), workload.accumulation))
     seconds = []
-    for _ in range(_WARM_UP_STEPS + max(workload.steps // 2, 3)):
+    for _ in range(workload.warm_up_steps + max(workload.steps // 2, 3)):
         _sync(device)
         begin = time.perf_counter()
         for batch in batches:
@@ -365,7 +375,7 @@ def _forward_backward(workload: Workload, device: torch.device) -> float:
         _sync(device)
         seconds.append(time.perf_counter() - begin)
         model.zero_grad()
-    return statistics.median(seconds[_WARM_UP_STEPS:])
+    return statistics.median(seconds[workload.warm_up_steps :])
 
 
 def main(name: str, workload: Workload) -> dict[str, Any]:

@@ -32,6 +32,12 @@ CASES = (
     "stepwell q8",
     "stepwell, gate=step",
     "stepwell, untold",
+    "stepwell, deferred=1",
+    "stepwell, deferred=2",
+    "stepwell, deferred=4",
+    "stepwell q8, deferred=1",
+    "stepwell q8, deferred=2",
+    "stepwell q8, deferred=4",
     "deepspeed",
     "deepspeed on stepwell",
     "deepspeed on stepwell, accumulate=device",
@@ -60,8 +66,9 @@ def bench_offload(
     micro_batch: Annotated[int, typer.Option(min=1, help="Samples per forward.")] = 1,
     accumulation: Annotated[int, typer.Option(min=1, help="Forwards per optimizer step.")] = 1,
     steps: Annotated[
-        int, typer.Option(min=3, help="Steps that are measured, after 3 that are not.")
+        int, typer.Option(min=3, help="Steps that are measured, after those of --warm-up.")
     ] = 12,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps that are not measured.")] = 3,
     clip_norm: Annotated[
         float, typer.Option(help="What the norm of the gradients is clipped to.")
     ] = 1.0,
@@ -96,6 +103,8 @@ def bench_offload(
     - `stepwell`: OffloadAdamW with fp32 moments; `stepwell q8`: with q8 moments.
     - `stepwell, gate=step`: the next forward waits for all weights at once.
     - `stepwell, untold`: `accumulation_steps` is not given.
+    - `stepwell, deferred=4`: updates are deferred, and every fourth step of a part of the model is
+      its turn. Other numbers of steps, and q8 moments, likewise.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
@@ -128,6 +137,7 @@ def bench_offload(
         micro_batch=micro_batch,
         accumulation=accumulation,
         steps=steps,
+        warm_up_steps=warm_up,
         clip_norm=clip_norm,
         seed=seed,
         text=str(text.resolve()) if text else None,
@@ -148,8 +158,8 @@ def bench_offload(
     for name in names:
         result = _run(console, name, workload)
         if "seconds" in result:
-            # Of a share that is on the GPU no bound is known.
-            is_whole = "ratio" not in name
+            # Of a share that is on the GPU, and of what is hidden, no bound is known.
+            is_whole = "ratio" not in name and "deferred" not in name
             bytes_per_param = _host_bytes_per_param(name.split(",")[0]) if is_whole else None
             if bytes_per_param and alone:
                 step = bytes_per_param * result["num_params"] / report["memory_gb_per_second"] / 1e9
@@ -260,6 +270,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     table.add_column(min_width=22, no_wrap=True)
     columns = (
         "s/step",
+        "mean",
+        "slowest",
         "L + bytes/R",
         "of it",
         "of DeepSpeed's",
@@ -282,6 +294,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         table.add_row(
             case["name"],
             f"{case['seconds']:.3f}",
+            f"{case['mean_seconds']:.3f}",
+            f"{case['slowest_seconds']:.3f}",
             f"{bound:.3f}" if bound else "",
             f"{case['seconds'] / bound:.2f}" if bound else "",
             f"{case['seconds'] / peer:.2f}" if peer and case["name"] != peer_name else "",

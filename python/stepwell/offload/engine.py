@@ -19,11 +19,15 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import local
+from stepwell._tensors import name_of
+from stepwell.offload.deferred import deferral_nbytes
+from stepwell.offload.under_way import as_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from stepwell._operand import BoundUpdate
+    from stepwell.offload.deferred import Deferred
     from stepwell.offload.twins import Twins
 
 __all__ = ["Engine", "current_stream", "device_name"]
@@ -53,6 +57,7 @@ class Engine:
         params: the parameters, in the order in which the forward uses them.
         twins: their host sides, which are pinned.
         threads: workers that step; None: one per physical core of this process but one.
+        deferred: which updates are deferred; None: none is.
 
     Raises:
         OSError: the device cannot be had, or refuses to pin.
@@ -64,15 +69,35 @@ class Engine:
         params: Iterable[torch.Tensor],
         twins: Twins,
         threads: int | None,
+        deferred: Deferred | None = None,
     ) -> None:
         self._device = device
         self._twins = twins
         self._indices = {param: index for index, param in enumerate(params)}
         # They own the memory of all twins.
         self._buffers = twins.buffers
-        self._core = _core.OffloadEngine(
-            device_name(device), [local(param).numel() for param in self._indices], threads=threads
-        )
+        numels = [local(param).numel() for param in self._indices]
+        self._deferred = deferred
+        if deferred is None:
+            self._core = _core.OffloadEngine(device_name(device), numels, threads=threads)
+        else:
+            gradients, predicted = deferral_nbytes(self._indices, deferred)
+            self._core = _core.OffloadEngine(
+                device_name(device),
+                numels,
+                threads=threads,
+                generations=2,
+                interval=deferred.interval,
+                dtypes=[name_of(local(param).dtype) for param in self._indices],
+                gradients=_core.Buffer(gradients),
+                predicted=_core.Buffer(predicted) if deferred.predict else None,
+            )
+        self._is_settling = False
+        self._held: dict[torch.Tensor, torch.UntypedStorage] = {}
+        self.is_settled = True
+        """Whether nothing was submitted since `settle`, which may have found nothing to do."""
+        # Those of which deferred steps have left updates pending, or weights to land.
+        self._behind: set[torch.Tensor] = set()
         for buffer in self._buffers:
             self._core.pin(buffer)
         self._submit_stream = self._stream()
@@ -86,6 +111,16 @@ class Engine:
         return current_stream(self._device)
 
     @property
+    def held(self) -> Collection[torch.Tensor]:
+        """The parameters whose storage it keeps alive, by one reference, between deferred steps."""
+        return self._held
+
+    @property
+    def behind(self) -> Collection[torch.Tensor]:
+        """The parameters of which updates are deferred, that no exact step has followed."""
+        return self._behind
+
+    @property
     def busy(self) -> bool:
         """Whether a step is running on the host."""
         return self._core.busy
@@ -93,10 +128,19 @@ class Engine:
     def take(self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
         """Copies contiguous gradients to the host, in the background.
 
-        After what the current stream holds now. Not while a step is running.
+        After what the current stream holds now. Not while a step is running, unless updates are
+        deferred.
         """
         pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True)]
         pairs = [(param, grad) for param, grad in pairs if grad.numel()]
+        if self._deferred is not None:
+            self._core.take_deferred(
+                [self._indices[param] for param, _ in pairs],
+                [grad.data_ptr() for _, grad in pairs],
+                source_owners=[grad.untyped_storage() for _, grad in pairs],
+                stream=self._stream(),
+            )
+            return
         self._core.take(
             [self._indices[param] for param, _ in pairs],
             [grad.data_ptr() for _, grad in pairs],
@@ -114,11 +158,23 @@ class Engine:
         """
         self._core.discard()
 
-    def submission(self, updates: Sequence[BoundUpdate], grad_scale: float) -> list[partial[Any]]:
+    def submission(
+        self,
+        updates: Sequence[BoundUpdate],
+        grad_scale: float,
+        at_once: Collection[torch.Tensor] | None = None,
+    ) -> list[partial[Any]]:
         """The calls that start the step of bound updates, to be made one directly after the other.
 
         No Python in them can be interrupted. `release` comes after them, before a gradient is
         written.
+
+        Args:
+            updates: of the step.
+            grad_scale: what all gradients are multiplied by.
+            at_once: the step is deferred, but for these parameters: with their updates all that
+                is pending of them is applied. None: it is not deferred, and applies all that is
+                pending.
         """
         # Parameters of one group have one object.
         by_id = {id(each.update.hyper): each.update.hyper for each in updates}
@@ -127,6 +183,23 @@ class Engine:
         weights = [local(update.param) for update, _ in stepped]
         self._submit_stream, self._step_stream = self._stream(), None
         self.seconds_waited = 0.0
+        storages = {
+            update.param: weight.untyped_storage()
+            for (update, _), weight in zip(stepped, weights, strict=True)
+        }
+        # Deferred steps hold them here, not with each job: the guard counts what refers to one.
+        held = {} if at_once is None else {**self._held, **storages}
+        owners_of_weights = [old for param, old in self._held.items() if old is not held.get(param)]
+        self._held = held
+        deferral: dict[str, Any] = {}
+        if at_once is None:
+            owners_of_weights += storages.values()
+        else:
+            assert self._deferred is not None
+            deferral = {
+                "deferred": self._deferred.predicted_updates,
+                "at_once": [update.param in at_once for update, _ in stepped],
+            }
         submit = partial(
             self._core.submit,
             [self._indices[update.param] for update, _ in stepped],
@@ -137,14 +210,67 @@ class Engine:
             # Storages: a tensor may be given other memory.
             owners=[
                 *self._buffers,
-                *[weight.untyped_storage() for weight in weights],
+                *owners_of_weights,
                 *[part.piece.untyped_storage() for _, bound in stepped for part in bound.parts],
                 # Copies of what is not dense.
                 *[bound.write_backs for _, bound in stepped if bound.write_backs],
             ],
             stream=self._submit_stream,
+            **deferral,
         )
-        return [submit, partial(setattr, self, "_step_stream", self._submit_stream)]
+        behind: set[torch.Tensor] = set()
+        if at_once is not None:
+            stepped_params = {update.param for update, _ in stepped}
+            behind = (self._behind | stepped_params).difference(at_once)
+        return [
+            submit,
+            partial(setattr, self, "_behind", behind),
+            partial(setattr, self, "is_settled", False),
+            partial(setattr, self, "_step_stream", self._submit_stream),
+        ]
+
+    def settle(self) -> None:
+        """Applies all updates that are deferred. The weights on the device are all there are then.
+
+        The current stream waits for them, and autograd takes them for written.
+
+        Raises:
+            ValueError: a parameter was written while updates of it were pending. The write is lost:
+                the next call goes on without it.
+            OSError: the step or the device has failed.
+        """
+        if self._is_settling:
+            return
+        self.is_settled = True
+        if not self._behind:
+            return
+        self._is_settling = True
+        try:
+            self.finish()
+            params = list(self._behind)
+            with as_plain(params):
+                written = self._twins.stale(params)
+                self._twins.note(written)
+                if written:
+                    raise ValueError(
+                        f"{len(written)} parameters were written while updates of them were "
+                        "deferred, and the writes are lost. "
+                        "hint: optimizer.drain() before parameters are written"
+                    )
+                torch.autograd.graph.increment_version(params)
+                self._twins.note(params)
+                self._core.settle(stream=self._stream())
+            self.finish()
+            self._behind = set()
+            self._let_go()
+        finally:
+            self._is_settling = False
+
+    def _let_go(self) -> None:
+        """Nothing is deferred any more: what copies to the device need is held by their job."""
+        if self._held:
+            self.synchronize()
+            self._held = {}
 
     def release(self) -> None:
         """Lets go of the gradients of the step that was submitted.

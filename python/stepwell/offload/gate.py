@@ -86,6 +86,7 @@ class Gate:
         uploads: what makes the current stream wait for their weights.
         release: a method that waits until the gradients of the last step may be written; held
             weakly. None: they may be written once a step was submitted.
+        settle: as `WeightGuard` has it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Gate:
         params: Iterable[torch.Tensor],
         uploads: Uploads,
         release: Callable[[], None] | None = None,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self._params = set(params)
         self.is_on_cuda = any(param.is_cuda for param in self._params)
@@ -104,10 +106,12 @@ class Gate:
         self._release = None if release is None else weakref.WeakMethod(release)
         # The thread whose step has not waited for what it has to, after `open`.
         self._unfinished_on: int | None = None
+        # Whether a forward in training has begun since the last step.
+        self._is_entered = False
         self._children: dict[int, list[int]] = {}
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
-        self.guard = WeightGuard(uploads)
+        self.guard = WeightGuard(uploads, settle)
         """What knows which weights are under way."""
         self.is_open = False
         """Whether forwards wait by themselves. If not, the step has to wait for all uploads."""
@@ -173,14 +177,21 @@ class Gate:
             self.close()
             return
         params = list(params)
+        self._uncovered = self.not_covered(params, exposed)
+        self._unfinished_on = threading.get_ident()
+        self._is_entered = False
+        self.guard.protect(params)
+
+    def not_covered(
+        self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """Those of `params` that no forward is known to wait for, and those of `exposed`."""
         if self._num_called != len(self._called):
             self._waits = self._share_out()
             self._num_called = len(self._called)
         covered = {param for waited in self._waits.values() for param in waited}
         covered.difference_update(exposed)
-        self._uncovered = [param for param in params if param not in covered]
-        self._unfinished_on = threading.get_ident()
-        self.guard.protect(params)
+        return [param for param in params if param not in covered]
 
     @property
     def uncovered(self) -> list[torch.Tensor]:
@@ -256,14 +267,19 @@ class Gate:
         self._called.add(id(module))
         self._end_interrupted_step()
         if self.guard.any_under_way:
-            self.guard.wait(self._waits.get(id(module), ()))
+            self._is_entered = True
+            self.guard.enter(self._waits.get(id(module), ()))
 
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""
         self._end_interrupted_step()
+        # Not where a forward in training uses a part in evaluation mode: its other parts have read
+        # their weights, which backward needs as they are.
+        if not (self._is_entered and torch.is_grad_enabled()):
+            self.guard.settle()
         if self.guard.any_under_way:
             beneath = self._reached([id(module)], self._children)
-            self.guard.wait(param for key in beneath for param in self._owned.get(key, ()))
+            self.guard.enter(param for key in beneath for param in self._owned.get(key, ()))
 
     def _end_interrupted_step(self) -> None:
         """Waits for what the last step would have waited for, had Ctrl-C not ended it."""
@@ -330,6 +346,7 @@ class _StateHook(_Hook):
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         gate = _GATES.get(self.key)
         if gate is not None and gate.is_open:
+            gate.guard.settle()
             gate.enter_all(module)
 
 

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from stepwell.offload.under_way import begin, end, set_grad, without_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 __all__ = ["Uploads", "WeightGuard", "clear_grads", "exposed"]
@@ -53,10 +53,13 @@ class WeightGuard:
 
     Args:
         uploads: makes the current stream wait for weights.
+        settle: a method that brings weights to where the steps so far take them, held weakly; None:
+            they are there once they have been waited for.
     """
 
-    def __init__(self, uploads: Uploads) -> None:
+    def __init__(self, uploads: Uploads, settle: Callable[[], None] | None = None) -> None:
         self._uploads = uploads
+        self._settle = None if settle is None else weakref.WeakMethod(settle)
         self._under_way: dict[int, Parameter] = {}
         self.num_steps = 0
         """How often weights were protected: a wait ends the protection of its own step only."""
@@ -87,15 +90,30 @@ class WeightGuard:
         """Whether there is a parameter for which the step's stream has not waited."""
         return bool(self._under_way)
 
+    def settle(self) -> None:
+        """Has updates applied that are deferred."""
+        settle = None if self._settle is None else self._settle()
+        if settle is not None:
+            settle()
+
+    def enter(self, params: Iterable[torch.Tensor]) -> None:
+        """The current stream waits for those of `params` that are under way, before a forward.
+
+        In training that reads the weights that have landed, also where updates are deferred.
+        """
+        self.wait_for([param for param in params if id(param) in self._under_way])
+
     def wait(self, params: Iterable[torch.Tensor], /) -> None:
         """The current stream waits for those of `params` that are under way and protected."""
-        self.wait_for([param for param in params if id(param) in self._under_way])
+        self.settle()
+        self.enter(params)
 
     def wait_and_keep(self, params: Iterable[torch.Tensor], /) -> None:
         """The current stream waits for those of `params` that are under way, and stay so.
 
         A program may write to them until a forward uses them, and that is to be seen.
         """
+        self.settle()
         with without_waiting():
             self._uploads.wait([param for param in params if id(param) in self._under_way])
 
@@ -137,6 +155,7 @@ def exposed(
     tensors: Iterable[torch.Tensor],
     holders: Iterable[torch.Tensor],
     kind: type[torch.Tensor] = Parameter,
+    held: Collection[torch.Tensor] = (),
 ) -> list[torch.Tensor]:
     """Those of `tensors` whose memory can be reached without an access that a guard sees.
 
@@ -146,14 +165,18 @@ def exposed(
             element is read or written through them before all have arrived. They are looked at only
             if a tensor shares its memory.
         kind: the class that `tensors` should have.
+        held: those of `tensors` whose storage one reference in Python keeps alive, which nothing is
+            read or written through.
     """
-    found = [tensor for tensor in tensors if not _is_alone(tensor, kind)]
+    found = [tensor for tensor in tensors if not _is_alone(tensor, kind, held=tensor in held)]
     if not found:
         return []
     with without_waiting():
         known = {id(holder): holder for holder in holders}
         expected = Counter(_references(holder)[0] for holder in known.values())
-        return [tensor for tensor in found if not _is_among(tensor, kind, expected)]
+        return [
+            tensor for tensor in found if not _is_among(tensor, kind, expected, held=tensor in held)
+        ]
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
@@ -168,19 +191,22 @@ def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
 _, _ALONE, _ALONE_IN_PYTHON = _references(torch.empty(1, device="cpu"))
 
 
-def _is_alone(tensor: torch.Tensor, kind: type[torch.Tensor]) -> bool:
+def _is_alone(tensor: torch.Tensor, kind: type[torch.Tensor], *, held: bool) -> bool:
     if type(tensor) is not kind:
         return False
     _, count, count_in_python = _references(tensor)
-    return count == _ALONE and count_in_python == _ALONE_IN_PYTHON
+    return count == _ALONE and count_in_python == _ALONE_IN_PYTHON + held
 
 
-def _is_among(tensor: torch.Tensor, kind: type[torch.Tensor], expected: Counter[int]) -> bool:
+def _is_among(
+    tensor: torch.Tensor, kind: type[torch.Tensor], expected: Counter[int], *, held: bool
+) -> bool:
     """Whether `tensor` is a plain one, and only known tensors use its memory."""
     if type(tensor) is not kind:
         return False
     storage, count, count_in_python = _references(tensor)
-    return count - expected[storage] < _ALONE and count_in_python == _ALONE_IN_PYTHON
+    is_held_as_expected = count_in_python == _ALONE_IN_PYTHON + held
+    return count - expected[storage] < _ALONE and is_held_as_expected
 
 
 def clear_grads(params: Iterable[torch.Tensor]) -> None:

@@ -18,11 +18,14 @@ from stepwell import _state
 from stepwell._sharding import local
 from stepwell._tensors import Written, check_param
 from stepwell.offload.budget import announce
+from stepwell.offload.deferred import deferral_nbytes
 from stepwell.offload.fingerprints import FingerprintStatus
 from stepwell.offload.twins import Twins
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+
+    from stepwell.offload.deferred import Deferred
 
 __all__ = ["HostSide"]
 
@@ -35,10 +38,14 @@ class HostSide:
     Args:
         moments: how the moments are held.
         bytes_max: the most host memory that may be taken; None: what is free.
+        deferred: which updates are deferred; None: none is.
     """
 
-    def __init__(self, moments: str, bytes_max: int | None) -> None:
-        self.twins = Twins()
+    def __init__(
+        self, moments: str, bytes_max: int | None, deferred: Deferred | None = None
+    ) -> None:
+        self.twins = Twins(have_gradients=deferred is None)
+        self._deferred = deferred
         self.device = torch.device("cpu")
         """Where the parameters are."""
         self.fingerprints = FingerprintStatus()
@@ -91,9 +98,15 @@ class HostSide:
             state=sum(
                 _state.nbytes(param, self._moments) for param in params if not states.get(param)
             ),
-            pinned=Twins.nbytes(params),
+            pinned=self.twins.nbytes(params) + self._deferral_nbytes(params),
             limit=limit,
         )
+
+    def _deferral_nbytes(self, params: Sequence[torch.Tensor]) -> int:
+        """What an engine over all parameters and `params` takes for deferred updates."""
+        if self._deferred is None:
+            return 0
+        return sum(deferral_nbytes([*self.twins, *params], self._deferred))
 
     def admit(
         self,

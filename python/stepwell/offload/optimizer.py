@@ -27,12 +27,13 @@ from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
 
     from stepwell._operand import Update
+    from stepwell.offload.deferred import Deferred
 
 __all__ = ["OffloadAdamW"]
 
@@ -112,6 +113,12 @@ class OffloadAdamW(AdamW):
         threads: workers that step; None: one per physical core of this process, but one, which
             launches work on the device.
         host_bytes_max: the most host memory that may be taken; None: what is free.
+        deferred: which updates are applied later, in the background of the steps to come, so that
+            no step waits for host memory; None: none is. Forwards in training then read weights
+            that lack some updates (see `Deferred`); evaluation, state dicts and every other access
+            between a step and the next forward do not: what is deferred is applied first. It needs
+            forwards that can be seen (`gate="module"`, neither torch.compile nor DTensor): without,
+            a warning says so and steps are exact.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
 
@@ -143,6 +150,7 @@ class OffloadAdamW(AdamW):
         seed: int = 0,
         threads: int | None = None,
         host_bytes_max: int | None = None,
+        deferred: Deferred | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
@@ -152,12 +160,26 @@ class OffloadAdamW(AdamW):
             raise ValueError(f"`accumulate` is `{accumulate}`, expected device or host")
         if accumulation_steps is not None and accumulation_steps < 1:
             raise ValueError(f"`accumulation_steps` is `{accumulation_steps}`, expected 1 or more")
+        if deferred is not None and gate == "step":
+            raise ValueError(
+                "`deferred` is given and `gate` is `step`, expected module: evaluation has to be "
+                "seen"
+            )
+        if deferred is not None and accumulate == "host":
+            raise ValueError(
+                "`deferred` is given and `accumulate` is `host`, expected device. "
+                "hint: no_sync() or accumulation_steps"
+            )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
+        self._deferred = deferred
+        self._has_warned_of_exact_steps = False
+        # While a step is decided and submitted, `state` does not settle what is deferred.
+        self._is_stepping = False
         self._gate_mode: GateMode = gate
         self._accumulate: Accumulate = accumulate
         self._threads = threads
-        self._host = HostSide(moments, host_bytes_max)
+        self._host = HostSide(moments, host_bytes_max, deferred)
         self._twins = self._host.twins
         self._collector: Collector = (
             HostCollector(self._host)
@@ -260,16 +282,19 @@ class OffloadAdamW(AdamW):
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
-            engine, gate = Engine(self._host.device, self._twins, self._twins, self._threads), None
+            engine = Engine(
+                self._host.device, self._twins, self._twins, self._threads, self._deferred
+            )
+            gate = None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
-                gate = Gate(self._twins, engine, self._release)
+                gate = Gate(self._twins, engine, self._release, engine.settle)
             self._engine, self._gate = engine, gate
         return self._engine
 
     def _idle_engine(self) -> Engine:
-        """The engine, which does not work on a step."""
+        """The engine, which does not work on a step, or takes gradients meanwhile."""
         engine = self._opened_engine()
-        if engine.busy:
+        if engine.busy and self._deferred is None:
             # Some weight of the last step has not been used.
             self._finish()
         return engine
@@ -286,8 +311,10 @@ class OffloadAdamW(AdamW):
     @property
     def state(self) -> defaultdict[torch.Tensor, _state.State]:
         """State by parameter, as torch's optimizers have it, after the last step is complete."""
-        if self._engine is not None and self._engine.busy:
-            self._finish()
+        if self._engine is not None and not self._is_stepping:
+            self._engine.settle()
+            if self._engine.busy:
+                self._finish()
         found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
         return found
 
@@ -321,10 +348,25 @@ class OffloadAdamW(AdamW):
         """
         if self._engine is not None:
             step = 0 if self._gate is None else self._gate.guard.num_steps
+            self._engine.settle()
             self._engine.synchronize()
             self._is_unreleased = False
             if self._gate is not None:
                 self._gate.clear(step)
+
+    def drain(self) -> None:
+        """Applies all updates that are deferred: parameters and state are those of the last step.
+
+        Evaluation, state dicts and other accesses do so by themselves. Without `deferred` it does
+        nothing.
+
+        Raises:
+            ValueError: a parameter was written, after the last forward, while updates of it were
+                deferred. The write is lost: the next call goes on without it.
+            OSError: the step failed in the background.
+        """
+        if self._engine is not None:
+            self._engine.settle()
 
     def reread_parameters(self) -> None:
         """Takes the parameters as they are on the device, however they were written.
@@ -343,6 +385,8 @@ class OffloadAdamW(AdamW):
         `release`: until the device had all copies of gradients, which may be written from then on.
             `step`: its first chunk to its last, within it `gradients`: waiting for them. `gate`:
             forwards that have waited for its weights. `bytes_downloaded`, `bytes_uploaded`.
+            `background`: waiting for the step before, which is to be over. `oldest_age`: how many
+            steps ago the oldest gradient was computed that is deferred.
         """
         if self._engine is None:
             return {}
@@ -394,9 +438,12 @@ class OffloadAdamW(AdamW):
     # ---- the step ----
 
     def _step(self) -> None:
+        begin = time.perf_counter()
         self._finish()
+        background = time.perf_counter() - begin
         self._release()
         begin = time.perf_counter()
+        self._is_stepping = True
         try:
             is_begun = self._begin_step()
             if is_begun:
@@ -410,7 +457,9 @@ class OffloadAdamW(AdamW):
             self._leave_step()
             raise
         finally:
+            self._is_stepping = False
             self._collector.reset()
+        self._seconds["background"] = background
         if not is_begun:
             self._abandon()
 
@@ -483,6 +532,7 @@ class OffloadAdamW(AdamW):
         (has_error,) = agree(self._agreeing_meshes(), [error is not None])
         facts = Facts(has_error=has_error)
         if not has_error:
+            self._refuse_lost_writes()
             self._host.reread(params, self.state)
             collector = self._collector
             norm = gradient_norm(params, grads, collector.place, read=collector.read)
@@ -504,6 +554,34 @@ class OffloadAdamW(AdamW):
         self._collector.take_missing(params, grads, self._opened_engine())
         self._apply(updates, inverse_scale * self._clip_coefficient(norm))
         return True
+
+    def _refuse_lost_writes(self) -> None:
+        """Raises ValueError where a parameter was written that updates are deferred of."""
+        engine = self._engine
+        if engine is not None and self._twins.stale(engine.behind):
+            engine.settle()
+
+    def _at_once(
+        self, updates: Sequence[Update], exposed: Collection[torch.Tensor]
+    ) -> set[torch.Tensor] | None:
+        """The parameters that a deferred step updates at once; None: the step is exact."""
+        deferred, gate = self._deferred, self._gate
+        if deferred is None or not updates:
+            return None
+        if gate is None or not gate.is_open or gate.guard.was_compiled:
+            if not self._has_warned_of_exact_steps:
+                self._has_warned_of_exact_steps = True
+                _LOGGER.warning(
+                    "updates are not deferred, and every step is exact: forwards cannot be seen "
+                    "(torch.compile, DTensor, a CUDA graph, or parameters in no module)"
+                )
+            return None
+        # Also after a drain: so that a run that is resumed from there has the same bits.
+        is_first = self._engine is None or self._engine.is_settled
+        if is_first or max(update.step for update in updates) <= deferred.warmup_steps:
+            return None
+        # The step waits for the weights of these, since no forward is known to.
+        return set(gate.not_covered([update.param for update in updates], exposed))
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
@@ -554,7 +632,7 @@ class OffloadAdamW(AdamW):
             shared.update(self._exposed(params))
             before.append(partial(gate.open, params, shared))
         submitted = [
-            *engine.submission(bound_updates, grad_scale),
+            *engine.submission(bound_updates, grad_scale, self._at_once(updates, shared)),
             partial(setattr, self, "_is_unreleased", True),
         ]
         self._commit(bound_updates, [*before, *submitted])
@@ -568,11 +646,14 @@ class OffloadAdamW(AdamW):
 
     def _exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `params` whose weights can be reached without an access that the gate sees."""
-        found = exposed(params, self._twins)
-        if found and self._engine is not None:
+        engine = self._engine
+        if engine is None:
+            return exposed(params, self._twins)
+        found = exposed(params, self._twins, engine.held)
+        if found:
             # The engine holds the weights of the last step until its uploads have ended.
-            self._engine.synchronize()
-            found = exposed(params, self._twins)
+            engine.synchronize()
+            found = exposed(params, self._twins, engine.held)
         return found
 
     # ---- state dicts ----

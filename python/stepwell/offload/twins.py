@@ -37,13 +37,14 @@ class Twin:
     weight: torch.Tensor
     """A step writes it, and the device gets a copy of it."""
     grad: torch.Tensor
-    """Where the gradient comes to."""
+    """Where the gradient comes to. Where gradients are deferred the engine has their memory. Then
+    this only has the shape, and its memory is never touched."""
     grad_view: _core.TensorView
     """This rank's piece of it."""
     dtype: torch.dtype
     shape: torch.Size
     """Of this rank's piece."""
-    buffers: tuple[_core.Buffer, _core.Buffer]
+    buffers: tuple[_core.Buffer, ...]
     """The memory of `weight` and `grad`, and of others that were added with them."""
     version: tuple[int, int, int, int] | None
     """Of the parameter, when its weight was the same on both sides last; None: not known."""
@@ -57,15 +58,18 @@ class Twins:
 
     Its tensors have the parameter's dtype and the shape of this rank's piece; those of a DTensor
     are DTensors placed as it is.
+
+    Args:
+        have_gradients: whether they have memory for gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, have_gradients: bool = True) -> None:
         self._twins: dict[torch.Tensor, Twin] = {}
+        self._num_buffers = 2 if have_gradients else 1
 
-    @staticmethod
-    def nbytes(params: Iterable[torch.Tensor]) -> int:
+    def nbytes(self, params: Iterable[torch.Tensor]) -> int:
         """Bytes of pinned memory that `add` takes."""
-        return 2 * sum(_aligned(local(param).nbytes) for param in params)
+        return self._num_buffers * sum(_aligned(local(param).nbytes) for param in params)
 
     @property
     def buffers(self) -> list[_core.Buffer]:
@@ -87,19 +91,23 @@ class Twins:
         Raises:
             OSError: there is no memory for them; nothing was changed.
         """
-        nbytes = self.nbytes(params) // 2
-        buffers = (_core.Buffer(nbytes), _core.Buffer(nbytes))
+        nbytes = self.nbytes(params) // self._num_buffers
+        buffers = tuple(_core.Buffer(nbytes) for _ in range(self._num_buffers))
         memories = [
             tensor_on(buffer) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
             for buffer in buffers
         ]
+        if len(memories) == 1:
+            # Of the largest; pages that are not touched are not there.
+            largest = max((local(param).nbytes for param in params), default=0)
+            untouched = torch.empty(largest, dtype=torch.uint8, device="cpu")
         begin = 0
         for param in params:
             piece = local(param)
-            weight, grad = (
-                memory[begin : begin + piece.nbytes].view(piece.dtype).view(piece.shape)
-                for memory in memories
-            )
+            places = [memory[begin : begin + piece.nbytes] for memory in memories]
+            if len(memories) == 1:
+                places.append(untouched[: piece.nbytes])
+            weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
             begin += _aligned(piece.nbytes)
             self._twins[param] = Twin(
                 weight=like(param, weight),

@@ -23,6 +23,7 @@ Not seen: raw pointers; methods of torch.Tensor that are not looked up on the pa
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import inspect
 import sys
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DESCRIPTIVE",
     "Guard",
+    "as_plain",
     "begin",
     "end",
     "set_grad",
@@ -357,6 +359,31 @@ _set_class = object.__dict__["__class__"].__set__
 _IS_PARAMETER = type(Parameter).__instancecheck__.__code__
 
 
+def _suspend(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Makes those of `params` plain that are under way, and returns them."""
+    own: list[torch.Tensor] = [param for param in params if type(param) is UnderWay]
+    for param in own:
+        _set_class(param, Parameter)
+    return own
+
+
+def _resume(own: Iterable[torch.Tensor]) -> None:
+    """Those of `own` that are still under way wait again."""
+    for param in own:
+        if id(param) in _GUARDS and type(param) is Parameter:
+            _set_class(param, UnderWay)
+
+
+@contextlib.contextmanager
+def as_plain(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """In this context accesses to `params` do not wait."""
+    own = _suspend(params)
+    try:
+        yield
+    finally:
+        _resume(own)
+
+
 # ---- waiting ----
 
 
@@ -410,15 +437,11 @@ def _call_after_waiting(
     func: Callable[..., Any], params: list[UnderWay], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     _wait(params)
-    left = [param for param in params if type(param) is UnderWay]
-    for param in left:
-        _set_class(param, Parameter)
+    own = _suspend(params)
     try:
         return func(*args, **kwargs)
     finally:
-        for param in left:
-            if id(param) in _GUARDS and type(param) is Parameter:
-                _set_class(param, UnderWay)
+        _resume(own)
 
 
 def _wait_for_all() -> None:

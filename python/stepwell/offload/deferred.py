@@ -1,0 +1,79 @@
+"""Updates that are deferred: what a user sets, what it takes, and what is done about it.
+
+A deferred step keeps its gradients in host memory. A part of the model, one of `interval`, has its
+turn in the background: all its gradients since the last turn are applied, one after the other, each
+with the clip coefficient, lr and count of its own step. The new weights land with the next step,
+between its backward and the forward after it. So no forward waits for the background, which moves
+`(24 + 2 * interval) / interval` bytes per parameter and step instead of 26.
+
+Forwards in training read weights that lack up to `interval` updates. Whatever else reads or
+writes a parameter before the next forward, evaluation and state dicts see the weights with all
+updates: what is pending is applied first (`Engine.settle`). The first step, and the first after
+that, are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from stepwell import _core
+from stepwell._sharding import local
+from stepwell._tensors import name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+__all__ = ["Deferred", "deferral_nbytes"]
+
+_INTERVAL_MAX = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deferred:
+    """Which updates of `OffloadAdamW` are deferred, and how far.
+
+    Delay costs quality where a model learns fast, and little where it does not (`docs/deferred.md`
+    has figures). So this is an option beside the exact step, and never its default.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    interval: int = 4
+    """Every how many steps a part of the model has its turn: 1 to 8. A gradient takes effect at
+    most `interval + 1` steps after it was computed, and `(interval + 3) / 2` on average; an exact
+    one takes effect after 1."""
+
+    predict: bool = True
+    """Whether weights that land run ahead along the momentum, by the `(interval + 1) / 2` updates
+    that they lack on average while forwards read them. The masters do not, so `state_dict()` and
+    evaluation see no predicted weight."""
+
+    warmup_steps: int = 0
+    """So many steps of a parameter are exact before the first that is deferred: where a model
+    learns fast, a weight that is a step old costs most."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.interval <= _INTERVAL_MAX:
+            raise ValueError(f"`interval` is `{self.interval}`, expected 1 to {_INTERVAL_MAX}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"`warmup_steps` is `{self.warmup_steps}`, expected 0 or more")
+
+    @property
+    def predicted_updates(self) -> float:
+        """By how many updates the weights of a turn run ahead."""
+        return (self.interval + 1) / 2 if self.predict else 0.0
+
+
+def deferral_nbytes(params: Iterable[torch.Tensor], deferred: Deferred) -> tuple[int, int]:
+    """Bytes of pinned host memory for gradients that wait, and for predicted weights."""
+    pieces = [local(param) for param in params]
+    gradients, predicted = _core.deferral_nbytes(
+        [piece.numel() for piece in pieces],
+        [name_of(piece.dtype) for piece in pieces],
+        deferred.interval,
+    )
+    return gradients, predicted if deferred.predict else 0

@@ -1,0 +1,251 @@
+//! What is to be done: gradients that no step has applied yet, and weights that the device lacks.
+//!
+//! Of an exact step it is filled and emptied within one job. Deferred steps leave some of it for
+//! the turns and jobs to come.
+//!
+//! - PEND-1 A gradient is added once, with the coefficients of its own step, and taken off by the
+//!   turn that applies it. A segment's gradients are applied in the order of their steps.
+//! - PEND-2 A segment has at most as many gradients as there are steps between its turns; more are
+//!   an error, not a later turn.
+//! - PEND-3 Whatever is pending of a tensor is stepped with the state that its last update named.
+//!   An update that names another state while gradients are pending is refused.
+//!
+//! Memory: per segment 96 B for each step between its turns, per tensor two updates.
+
+use super::{
+    job::{Job, Kind, Update},
+    ring::Ring,
+    segment::Segments,
+};
+use crate::{
+    adam::Step,
+    error::{Error, Result},
+    stream::view::View,
+};
+
+/// A gradient that waits for its turn.
+pub(super) struct Entry {
+    /// As a view of the whole tensor's, of which only the segment's elements are there.
+    pub(super) grad: View,
+    /// The coefficients of its step.
+    pub(super) step: Step,
+    /// The number of its job.
+    job: u64,
+    /// Whether its turn has to look at fingerprints: the program may have written the weight before
+    /// the job.
+    verifies: bool,
+}
+
+/// What the device lacks of a segment's weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Weight {
+    /// Nothing.
+    Landed,
+    /// It has a predicted one.
+    Predicted,
+    /// All: its turn is over, and the new one has not been uploaded.
+    Stepped,
+}
+
+/// A weight that lands with the next job.
+#[derive(Clone, Copy)]
+pub(super) struct Landing {
+    pub(super) tensor: usize,
+    pub(super) segment: usize,
+    /// The predicted weight; None: the host's own.
+    pub(super) predicted: Option<View>,
+}
+
+/// See the [module](self).
+pub(super) struct Pending {
+    /// How many gradients a segment may have.
+    interval: usize,
+    /// For each segment, with room for as many.
+    entries: Box<[Vec<Entry>]>,
+    weights: Box<[Weight]>,
+    /// For each tensor its last update, and the number of the job that it came with.
+    updates: Box<[Option<(u64, Update)>]>,
+    /// For each tensor its last update that came with fingerprints.
+    verifying: Box<[Option<Update>]>,
+    /// What lands with the next job, in the order of the turns.
+    landings: Vec<Landing>,
+    /// How many jobs have been added.
+    job: u64,
+    /// How many deferred ones since all was stepped.
+    turn: usize,
+}
+
+impl Pending {
+    /// Nothing, of segments with so many gradients at most.
+    pub(super) fn new(segments: &Segments, ring: Option<&Ring>) -> Self {
+        let count = segments.count();
+        let interval = ring.map_or(1, |ring| ring.groups.count());
+        Self {
+            interval,
+            entries: (0..count).map(|_| Vec::with_capacity(interval)).collect(),
+            weights: vec![Weight::Landed; count].into(),
+            updates: vec![None; segments.tensors()].into(),
+            verifying: vec![None; segments.tensors()].into(),
+            landings: Vec::with_capacity(if ring.is_some() { count } else { 0 }),
+            job: 0,
+            turn: 0,
+        }
+    }
+
+    /// Checks that what is pending can be stepped with the states that these updates name.
+    ///
+    /// # Errors
+    /// [`Error::Value`] where it cannot.
+    pub(super) fn check(&self, segments: &Segments, updates: &[Update]) -> Result<()> {
+        for update in updates {
+            let Some((_, last)) = &self.updates[update.index] else { continue };
+            let is_pending = segments.of(update.index).any(|segment| self.is_pending(segment));
+            // Not every step has to look at them.
+            let [now, before] = [update, last].map(|one| one.tensor.without_fingerprints());
+            let is_same = now.written().eq(before.written());
+            if is_pending && !is_same {
+                return Err(Error::value(format!(
+                    "tensor `{}` has another state than its deferred updates are for, expected \
+                     the same memory\nhint: settle what is deferred first",
+                    update.index
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds the gradients of a job.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a segment that has had no turn for too long.
+    pub(super) fn add(
+        &mut self,
+        segments: &Segments,
+        job: &Job,
+        ring: Option<&Ring>,
+    ) -> Result<()> {
+        self.job += 1;
+        for update in &job.updates {
+            let step = Step::new(&update.hyper, update.count);
+            let verifies = update.tensor.fingerprints().is_some();
+            if verifies {
+                self.verifying[update.index] = Some(*update);
+            }
+            self.updates[update.index] = Some((self.job, *update));
+            for segment in segments.of(update.index) {
+                let grad = match (ring, job.generation) {
+                    (Some(ring), Some(number)) => {
+                        ring.whole_gradient(number, segments, update.index, segment)
+                    }
+                    _ => update.tensor.grad,
+                };
+                let grad = grad.ok_or_else(|| {
+                    Error::value(format!("tensor `{}` has no grad", update.index))
+                })?;
+                let entries = &mut self.entries[segment];
+                if entries.len() == self.interval {
+                    return Err(Error::value(format!(
+                        "segment `{segment}` of tensor `{}` has had no turn for too many steps",
+                        update.index
+                    )));
+                }
+                entries.push(Entry { grad, step, job: self.job, verifies });
+            }
+        }
+        Ok(())
+    }
+
+    /// The gradients of a segment, the oldest first.
+    pub(super) fn entries(&self, segment: usize) -> &[Entry] {
+        &self.entries[segment]
+    }
+
+    /// Whether a segment has a gradient.
+    pub(super) fn is_pending(&self, segment: usize) -> bool {
+        !self.entries[segment].is_empty()
+    }
+
+    /// Whether a segment has a gradient of the job that was added last, which may be on its way.
+    pub(super) fn is_arriving(&self, segment: usize) -> bool {
+        self.entries[segment].last().is_some_and(|entry| entry.job == self.job)
+    }
+
+    /// The update that has the state for the turn of a segment of `tensor`: with fingerprints where
+    /// one of its gradients came with them.
+    pub(super) fn stepped_as(&self, tensor: usize, segment: usize) -> Option<&Update> {
+        if self.entries[segment].iter().any(|entry| entry.verifies) {
+            self.verifying[tensor].as_ref()
+        } else {
+            self.update(tensor)
+        }
+    }
+
+    /// The last update of a tensor.
+    pub(super) fn update(&self, tensor: usize) -> Option<&Update> {
+        self.updates[tensor].as_ref().map(|(_, update)| update)
+    }
+
+    /// Whether the job that was added last has an update of this tensor.
+    pub(super) fn is_in_job(&self, tensor: usize) -> bool {
+        self.updates[tensor].as_ref().is_some_and(|(job, _)| *job == self.job)
+    }
+
+    /// How many deferred jobs there were since all was stepped.
+    pub(super) fn turn(&self) -> usize {
+        self.turn
+    }
+
+    /// How many steps ago the oldest gradient came that no turn has applied; 0: there is none, or
+    /// it came with the last step.
+    pub(super) fn oldest_age(&self) -> u64 {
+        let oldest = self.entries.iter().flatten().map(|entry| entry.job).min();
+        oldest.map_or(0, |oldest| self.job - oldest)
+    }
+
+    /// Whether any gradient is pending, or the device lacks any weight.
+    pub(super) fn is_any(&self) -> bool {
+        self.weights.iter().any(|weight| *weight != Weight::Landed)
+            || self.entries.iter().any(|entries| !entries.is_empty())
+    }
+
+    /// Whether the device lacks the weight of a segment.
+    pub(super) fn is_behind(&self, segment: usize) -> bool {
+        self.weights[segment] != Weight::Landed
+    }
+
+    /// What lands with the next job.
+    pub(super) fn landings(&self) -> &[Landing] {
+        &self.landings
+    }
+
+    /// The landings are enqueued.
+    pub(super) fn landed(&mut self) {
+        for landing in self.landings.drain(..) {
+            self.weights[landing.segment] =
+                if landing.predicted.is_some() { Weight::Predicted } else { Weight::Landed };
+        }
+    }
+
+    /// The device gets the host's own weight of a segment, with this job.
+    pub(super) fn is_landing_now(&mut self, segment: usize) {
+        self.weights[segment] = Weight::Landed;
+    }
+
+    /// The turn of a segment is over. Its weight lands with the next job, or with this one: None.
+    pub(super) fn turned(&mut self, segment: usize, landing: Option<Landing>) {
+        self.entries[segment].clear();
+        self.weights[segment] = match landing {
+            Some(_) => Weight::Stepped,
+            None => Weight::Landed,
+        };
+        self.landings.extend(landing);
+    }
+
+    /// A job has ended.
+    pub(super) fn end(&mut self, kind: Kind) {
+        self.turn = match kind {
+            Kind::Whole => 0,
+            Kind::Deferred { .. } => self.turn + 1,
+        };
+    }
+}

@@ -1,0 +1,425 @@
+//! Deferred steps of the engine: every gradient is applied once, with the coefficients of its own
+//! step, at most as late as stated, and what lands is whole.
+
+mod battery;
+mod on_device;
+
+use std::sync::{Arc, atomic::Ordering};
+
+use battery::{Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
+use on_device::{
+    Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, bytes, drain, finish, numels, witness,
+};
+use stepwell::{
+    Error,
+    adam::{Hyper, tensor::AdamTensor},
+    device::{Device, Lane, host::HostDevice},
+    offload::{Deferral, Engine, Owners, SEGMENT_LEN, Shape, Update, deferral_nbytes},
+    state::chunk::CHUNK_LEN,
+    stream::{element::Dtype, view::View},
+    tier::ram::Ram,
+};
+
+/// Tensors of several segments, of a part of one, and of nothing.
+fn tensors(moments: MomentsKind) -> Vec<OnDevice> {
+    let kinds = [
+        (ParamKind::Split, Dtype::BFloat16, SEGMENT_LEN + CHUNK_LEN + 5),
+        (ParamKind::Float32, Dtype::Float32, CHUNK_LEN - 1),
+        (ParamKind::Shadowed, Dtype::Float16, 2 * CHUNK_LEN + 1),
+        (ParamKind::Split, Dtype::BFloat16, 0),
+        (ParamKind::Float32WithBf16, Dtype::BFloat16, 3),
+        (ParamKind::Split, Dtype::BFloat16, 77),
+    ];
+    let one = |(seed, (param, grad, numel)): (usize, (ParamKind, Dtype, usize))| {
+        let layout = Layout::new(param, moments, grad);
+        let mut held = Held::random(layout, numel, 0, Spread::Ordinary, seed as u64);
+        held.key = seed as u64;
+        OnDevice::new(held)
+    };
+    kinds.into_iter().enumerate().map(one).collect()
+}
+
+/// An engine for deferred steps, with its memory.
+struct Deferred {
+    engine: Engine,
+    // After the engine, which uses them.
+    gradients: Guarded,
+    _predicted: Guarded,
+}
+
+fn dtypes(all: &mut [OnDevice]) -> Vec<Dtype> {
+    all.iter_mut().map(|one| one.held.tensor().weight().dtype()).collect()
+}
+
+fn deferred_on(
+    device: impl FnOnce(usize) -> Arc<dyn Device>,
+    all: &mut [OnDevice],
+    interval: usize,
+) -> Deferred {
+    let (numels, dtypes) = (numels(all), dtypes(all));
+    let (of_gradients, of_predicted) =
+        deferral_nbytes(&numels, &dtypes, interval).expect("an interval");
+    let mut gradients = Guarded::zeros(Dtype::Uint8, of_gradients, 0);
+    let mut predicted = Guarded::zeros(Dtype::Uint8, of_predicted, 0);
+    let deferral = Deferral {
+        interval,
+        dtypes: &dtypes,
+        gradients: gradients.view(),
+        predicted: Some(predicted.view()),
+    };
+    let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
+    let device = device(Engine::events(shape));
+    let engine = Engine::on(device, shape, Arc::new(Ram), pool_of(3), widest()).expect("an engine");
+    Deferred { engine, gradients, _predicted: predicted }
+}
+
+fn host(events: usize) -> Arc<dyn Device> {
+    Arc::new(HostDevice::new(events).expect("a device"))
+}
+
+/// New gradients, on the device and of the oracle.
+fn draw(all: &mut [OnDevice], expected: &mut [Held], seed: u64) {
+    for (index, (one, expected)) in all.iter_mut().zip(expected).enumerate() {
+        let mut draw = Draw::new(seed << 8 | index as u64);
+        let values: [f32; 251] = std::array::from_fn(|_| draw.normal() as f32);
+        // Chunks and segments are no multiples of it: a gradient in a wrong place is another.
+        expected.set_grad(|at| values[at % values.len()]);
+        one.grad = bytes(expected.grad.view());
+    }
+}
+
+fn take(engine: &Engine, all: &[OnDevice], which: impl Fn(usize) -> bool) -> Result<(), Error> {
+    let source = |one: &OnDevice| one.grad.as_ptr().expose_provenance() as u64;
+    let gradients: Vec<_> = all
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| which(*index))
+        .map(|(index, one)| (index, source(one)))
+        .collect();
+    // SAFETY: the tensors outlive the engine.
+    let queued = unsafe { engine.take_deferred(&gradients, &mut None, STREAM, SOON) }?;
+    assert!(queued, "there is no room");
+    Ok(())
+}
+
+/// Its gradient is the engine's.
+fn without_grad(mut tensor: AdamTensor) -> AdamTensor {
+    tensor.grad = None;
+    tensor
+}
+
+fn updates(
+    all: &mut [OnDevice],
+    count: impl Fn(usize) -> u64,
+    hyper: Hyper,
+    which: impl Fn(usize) -> bool,
+) -> Vec<Update> {
+    let update = |(index, one): (usize, &mut OnDevice)| {
+        let update = one.update(index, count(index), hyper);
+        Update { tensor: without_grad(update.tensor), ..update }
+    };
+    all.iter_mut().enumerate().filter(|(index, _)| which(*index)).map(update).collect()
+}
+
+fn submit(engine: &Engine, updates: &[Update], predicted: Option<f32>) -> Result<(), Error> {
+    // SAFETY: the tensors outlive the engine.
+    unsafe {
+        match predicted {
+            None => engine.submit(updates, &mut None, STREAM),
+            Some(ahead) => engine.submit_deferred(ahead, updates, &mut None, STREAM),
+        }
+    }
+}
+
+fn settle(engine: &Engine) {
+    assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+    engine.settle(STREAM).expect("a step that works");
+    finish(engine);
+}
+
+/// The hyper-parameters of a step: each has its own.
+fn hyper_of(step: u64) -> Hyper {
+    let lr = 1e-2 / (step as f64);
+    Hyper { lr, weight_decay: 0.1, grad_scale: 1.0 / (1.0 + step as f64), ..Hyper::default() }
+}
+
+#[test]
+fn every_gradient_is_applied_once_with_the_coefficients_of_its_step() {
+    for interval in [1, 3] {
+        let mut all = tensors(MomentsKind::Float32);
+        let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+        let deferred = deferred_on(host, &mut all, interval);
+        let engine = &deferred.engine;
+        for count in 1..=7 {
+            draw(&mut all, &mut expected, count);
+            take(engine, &all, |_| true).expect("gradients");
+            let hyper = hyper_of(count);
+            let updates = updates(&mut all, |_| count, hyper, |_| true);
+            submit(engine, &updates, Some(2.0)).expect("a step");
+            assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+            assert!(engine.timing().oldest_age < interval as u64, "{:?}", engine.timing());
+            expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper));
+        }
+        settle(engine);
+        for (one, expected) in all.iter_mut().zip(&mut expected) {
+            one.held.set_grad(|at| expected.grad.value(at));
+            one.held.assert_same(expected, &format!("{:?}, every {interval}", expected.layout));
+            one.assert_uploaded();
+        }
+        assert!(!engine.settle(STREAM).expect("nothing"), "there was something left");
+        deferred.gradients.assert_guards("gradients");
+    }
+}
+
+/// For each segment the number of the step after which it was the oracle's.
+fn ages(weight: &[u8], history: &[Vec<u8>], segment_nbytes: usize) -> Vec<usize> {
+    let age = |(begin, part): (usize, &[u8])| {
+        let begin = begin * segment_nbytes;
+        let is_then = |then: &&Vec<u8>| &then[begin..begin + part.len()] == part;
+        history.iter().rev().position(|then| is_then(&then)).expect("a weight of some step")
+    };
+    weight.chunks(segment_nbytes).enumerate().map(age).collect()
+}
+
+#[test]
+fn weights_on_the_device_are_those_of_a_step_and_no_older_than_stated() {
+    let interval = 3;
+    let mut all = tensors(MomentsKind::Float32);
+    for one in &mut all {
+        one.weight = bytes(one.held.tensor().weight());
+    }
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let deferred = deferred_on(host, &mut all, interval);
+    let engine = &deferred.engine;
+    let weights = |held: &mut Vec<Held>| -> Vec<Vec<u8>> {
+        held.iter_mut().map(|one| bytes(one.tensor().weight())).collect()
+    };
+    let mut history = vec![weights(&mut expected)];
+    let mut seen = [false; 8];
+    for count in 1..=9 {
+        draw(&mut all, &mut expected, count);
+        take(engine, &all, |_| true).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        submit(engine, &updates, Some(0.0)).expect("a step");
+        finish(engine);
+        expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+        history.push(weights(&mut expected));
+        for (index, one) in all.iter().enumerate().filter(|(_, one)| one.held.numel > 0) {
+            let of_tensor: Vec<Vec<u8>> = history.iter().map(|then| then[index].clone()).collect();
+            let size = one.weight.len() / one.held.numel;
+            for age in ages(&one.weight, &of_tensor, SEGMENT_LEN * size) {
+                // The turn was a step ago, and the next comes in `interval`.
+                assert!(age <= interval, "`{age}` steps behind, in tensor {index}");
+                seen[age] |= count > 4;
+            }
+        }
+    }
+    // Each age is there, but none: weights land a step after their turn.
+    assert_eq!(seen[..5], [false, true, true, true, false]);
+}
+
+#[test]
+fn a_deferral_of_everything_at_once_is_an_exact_step_for_every_codec() {
+    for moments in [MomentsKind::Float32, MomentsKind::Bf16, MomentsKind::Q8] {
+        let mut all = tensors(moments);
+        let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+        let deferred = deferred_on(host, &mut all, 2);
+        let engine = &deferred.engine;
+        for count in 1..=3 {
+            draw(&mut all, &mut expected, count);
+            take(engine, &all, |_| true).expect("gradients");
+            let mut updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+            updates.iter_mut().for_each(|update| update.is_at_once = count == 2);
+            submit(engine, &updates, (count == 2).then_some(1.0)).expect("a step");
+            finish(engine);
+            for (one, expected) in all.iter_mut().zip(&mut expected) {
+                expected.step(widest(), count, &hyper_of(count));
+                one.held.set_grad(|at| expected.grad.value(at));
+                one.held.assert_same(expected, &format!("{:?}, step {count}", expected.layout));
+                one.assert_uploaded();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_tensor_may_miss_steps_and_gradients_may_be_discarded() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let deferred = deferred_on(host, &mut all, 4);
+    let engine = &deferred.engine;
+    let mut counts = vec![0; all.len()];
+    for step in 1..=11_u64 {
+        draw(&mut all, &mut expected, step);
+        let takes = |index: usize| !(step + index as u64).is_multiple_of(3);
+        take(engine, &all, takes).expect("gradients");
+        if step % 4 == 0 {
+            // Skipped.
+            assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+            on_device::discard(engine);
+            continue;
+        }
+        let hyper = hyper_of(step);
+        (0..all.len()).filter(|&index| takes(index)).for_each(|index| counts[index] += 1);
+        let updates = updates(&mut all, |index| counts[index], hyper, takes);
+        assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+        submit(engine, &updates, Some(1.5)).expect("a step");
+        for index in (0..all.len()).filter(|&index| takes(index)) {
+            expected[index].step(widest(), counts[index], &hyper);
+        }
+        assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+        if step == 7 {
+            settle(engine);
+        }
+    }
+    settle(engine);
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        one.held.set_grad(|at| expected.grad.value(at));
+        one.held.assert_same(expected, &format!("{:?}", expected.layout));
+        one.assert_uploaded();
+    }
+}
+
+#[test]
+fn gradients_of_the_next_step_are_taken_while_one_is_settled() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let deferred = deferred_on(host, &mut all, 2);
+    let engine = &deferred.engine;
+    for count in 1..=5 {
+        draw(&mut all, &mut expected, count);
+        // The first of them before what is pending is settled, the others after.
+        take(engine, &all, |index| index < 2).expect("gradients");
+        settle(engine);
+        take(engine, &all, |index| index >= 2).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        submit(engine, &updates, Some(1.0)).expect("a step");
+        assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+        expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+    }
+    settle(engine);
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        one.held.set_grad(|at| expected.grad.value(at));
+        one.held.assert_same(expected, &format!("{:?}", expected.layout));
+        one.assert_uploaded();
+    }
+}
+
+#[test]
+fn what_lands_is_not_written_before_it_has() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let gated = Arc::new(Gated::new(&all));
+    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let engine = &deferred.engine;
+    let _resumed = Resumed(&gated.host);
+    gated.streams_wait.store(false, Ordering::Relaxed);
+    for count in 1..=2 {
+        draw(&mut all, &mut expected, count);
+        take(engine, &all, |_| true).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        gated.host.pause(Lane::Upload, count == 2);
+        submit(engine, &updates, Some(0.0)).expect("a step");
+        if count == 1 {
+            assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+            expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+        }
+    }
+    // With an interval of 1 the turn of step 2 writes what lands of step 1.
+    assert!(!engine.finish(STREAM, WATCHED).expect("a step that works"), "the uploads are late");
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        one.held.set_grad(|at| expected.grad.value(at));
+        one.held.assert_same(expected, "while the last weights are on their way");
+    }
+    gated.host.pause(Lane::Upload, false);
+    finish(engine);
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        assert!(one.weight == bytes(expected.tensor().weight()), "{:?}", expected.layout);
+    }
+}
+
+#[test]
+fn what_is_lent_stays_until_its_gradient_is_applied_and_has_landed() {
+    let interval = 2;
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let deferred = deferred_on(host, &mut all, interval);
+    let engine = &deferred.engine;
+    let mut witnesses = Vec::new();
+    let dropped = |witnesses: &[Arc<std::sync::atomic::AtomicUsize>]| -> Vec<usize> {
+        witnesses.iter().map(|one| one.load(Ordering::SeqCst)).collect()
+    };
+    for count in 1..=5 {
+        draw(&mut all, &mut expected, count);
+        take(engine, &all, |_| true).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        let (owners, witness): (Owners, _) = witness();
+        witnesses.push(witness);
+        // SAFETY: the tensors outlive the engine.
+        unsafe { engine.submit_deferred(1.0, &updates, &mut Some(owners), STREAM) }
+            .expect("a step");
+        finish(engine);
+        engine.returned().for_each(drop);
+    }
+    assert_eq!(dropped(&witnesses), [1, 1, 0, 0, 0]);
+    settle(engine);
+    engine.returned().for_each(drop);
+    assert_eq!(dropped(&witnesses), [1; 5]);
+}
+
+#[test]
+fn what_cannot_be_deferred_is_refused_with_nothing_changed() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let deferred = deferred_on(host, &mut all, 2);
+    let engine = &deferred.engine;
+    let refused = |result: Result<(), Error>| result.expect_err("must be refused").to_string();
+    draw(&mut all, &mut expected, 1);
+    take(engine, &all, |index| index != 2).expect("gradients");
+    let mut of_all = updates(&mut all, |_| 1, hyper_of(1), |_| true);
+    let message = refused(submit(engine, &of_all, Some(1.0)));
+    assert!(message.contains("tensor `2` was not taken"), "{message}");
+    take(engine, &all, |index| index == 2).expect("a gradient");
+    for ahead in [-1.0, f32::NAN, 17.0] {
+        let message = refused(submit(engine, &of_all, Some(ahead)));
+        assert!(message.contains("predicted_updates"), "{message}");
+    }
+    submit(engine, &of_all, Some(1.0)).expect("a step");
+    finish(engine);
+    // Its state is elsewhere now, and gradients are pending.
+    draw(&mut all, &mut expected, 2);
+    take(engine, &all, |_| true).expect("gradients");
+    let mut moved: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    for (update, held) in of_all.iter_mut().zip(&mut moved) {
+        update.tensor = without_grad(held.tensor());
+        update.count = 2;
+    }
+    let message = refused(submit(engine, &of_all, Some(1.0)));
+    assert!(message.contains("another state"), "{message}");
+    let plain = Layout::new(ParamKind::PlainBf16, MomentsKind::Float32, Dtype::BFloat16);
+    let mut held = Held::random(plain, 77, 0, Spread::Ordinary, 1);
+    let tensor = without_grad(held.tensor());
+    let without_master = Update { index: 5, tensor, weight: None, ..of_all[5] };
+    let message = refused(submit(engine, &[without_master], Some(1.0)));
+    assert!(message.contains("without a master"), "{message}");
+    drain(engine).expect("copies");
+}
+
+#[test]
+fn memory_that_does_not_fit_is_refused() {
+    let numels = [10];
+    let refused = |interval, dtypes: &[Dtype], nbytes: usize| {
+        let mut memory = Guarded::zeros(Dtype::Uint8, nbytes, 0);
+        let gradients: View = memory.view();
+        let deferral = Deferral { interval, dtypes, gradients, predicted: None };
+        let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
+        let made = Engine::on(host(64), shape, Arc::new(Ram), pool_of(1), widest());
+        made.err().expect("must be refused").to_string()
+    };
+    let nbytes = deferral_nbytes(&numels, &[Dtype::BFloat16], 2).expect("an interval").0;
+    assert_eq!(nbytes, (3 + 2) * 64, "shares of one place each");
+    assert!(refused(2, &[Dtype::BFloat16], nbytes - 4).contains("gradients has"));
+    assert!(refused(2, &[], nbytes).contains("dtypes"));
+    assert!(refused(0, &[Dtype::BFloat16], nbytes).contains("interval is `0`"));
+    assert!(refused(9, &[Dtype::BFloat16], nbytes).contains("interval is `9`"));
+}

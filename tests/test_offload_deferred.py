@@ -1,0 +1,252 @@
+"""Deferred updates: each gradient once, with its own coefficients; every look sees all of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import stepwell
+import torch
+from stepwell import Deferred, OffloadAdamW
+from torch import nn
+
+# The host is a device too: there copies are late as well.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def model_of(width: int = 64, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 3)).to(DEVICE, dtype)
+
+
+def loss_of(model: nn.Module, step: int, width: int = 64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(8, width, generator=generator).to(DEVICE, dtype)
+    return model(x).float().square().mean()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, width: int = 64
+) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = loss_of(model, step, width)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_gradients_that_do_not_depend_on_weights_are_all_applied(
+    interval: int, moments: str
+) -> None:
+    """What is pending is applied before anything is read, to the same bits as without delay."""
+    model = model_of()
+    exact_model = copy.deepcopy(model)
+    deferred = Deferred(interval=interval, warmup_steps=1)
+    options: dict[str, Any] = {"lr": 1e-2, "moments": moments}
+    optimizer = OffloadAdamW(model.parameters(), deferred=deferred, **options)
+    exact = OffloadAdamW(exact_model.parameters(), **options)
+    for step in range(1, 8):
+        generator = torch.Generator().manual_seed(step)
+        # A forward and a backward, whose gradients are replaced.
+        loss_of(model, step).backward()
+        loss_of(exact_model, step).backward()
+        for param, other in zip(model.parameters(), exact_model.parameters(), strict=True):
+            grad = torch.randn(param.shape, generator=generator).to(DEVICE, param.dtype)
+            param.grad, other.grad = grad.clone(), grad.clone()
+        optimizer.step()
+        exact.step()
+    assert optimizer._engine is not None and optimizer._engine.behind
+    if moments == "fp32":
+        for param, other in zip(model.parameters(), exact_model.parameters(), strict=True):
+            assert torch.equal(param, other)
+    counts = [int(state["step"]) for state in optimizer.state.values()]
+    assert counts == [7] * len(counts)
+    assert not optimizer._engine.behind
+
+
+def test_forwards_in_training_do_not_wait_for_what_is_deferred() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(4))
+    assert optimizer._engine is not None and optimizer._engine.behind
+    loss_of(model, 4)
+    assert optimizer._engine.behind
+
+
+LOOKS = ["eval", "no_grad", "state_dict", "access", "drain", "state", "copy"]
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_every_look_sees_all_updates(how: str) -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(6))
+    engine = optimizer._engine
+    assert engine is not None and engine.behind
+    if how == "eval":
+        model.eval()
+        loss_of(model, 6)
+    elif how == "no_grad":
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 6)
+    elif how == "state_dict":
+        model.state_dict()
+    elif how == "access":
+        assert next(model.parameters()).norm() > 0
+    elif how == "drain":
+        optimizer.drain()
+    elif how == "state":
+        assert optimizer.state
+    else:
+        copy.deepcopy(model)
+    assert not engine.behind
+    for param in model.parameters():
+        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+
+
+def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(6))
+    with torch.no_grad():
+        loss_of(model, 6)
+    assert optimizer._engine is not None and optimizer._engine.behind
+    model.state_dict()
+    assert not optimizer._engine.behind
+
+
+def test_resuming_has_the_bits_of_going_on_with_a_drain() -> None:
+    def fresh() -> tuple[nn.Module, OffloadAdamW]:
+        model = model_of()
+        deferred = Deferred(interval=3, warmup_steps=2)
+        return model, OffloadAdamW(model.parameters(), lr=1e-2, clip_norm=1.0, deferred=deferred)
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(8))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    went_on = train(model, optimizer, range(8, 15))
+    resumed_model, resumed_optimizer = fresh()
+    # A step of another training: its state is loaded over.
+    train(resumed_model, resumed_optimizer, range(50, 54))
+    resumed_model.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    assert train(resumed_model, resumed_optimizer, range(8, 15)) == went_on
+    for param, other in zip(model.parameters(), resumed_model.parameters(), strict=True):
+        assert torch.equal(param, other)
+
+
+def test_warmup_steps_are_exact() -> None:
+    model = model_of()
+    exact_model = copy.deepcopy(model)
+    optimizer = OffloadAdamW(
+        model.parameters(), lr=1e-2, deferred=Deferred(interval=4, warmup_steps=5)
+    )
+    exact = OffloadAdamW(exact_model.parameters(), lr=1e-2)
+    assert train(model, optimizer, range(6)) == train(exact_model, exact, range(6))
+    assert train(model, optimizer, range(6, 10)) != train(exact_model, exact, range(6, 10))
+
+
+def test_a_step_that_is_skipped_is_dropped_for_all() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    train(model, optimizer, range(4))
+    loss_of(model, 4).backward()
+    next(iter(model.parameters())).grad.fill_(float("nan"))  # type: ignore[union-attr]
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    train(model, optimizer, range(5, 8))
+    assert [int(state["step"]) for state in optimizer.state.values()] == [7] * 8
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_a_parameter_may_miss_gradients_freeze_and_thaw() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=3))
+    first = next(iter(model.parameters()))
+    for step in range(12):
+        first.requires_grad_(step % 4 != 1)
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    assert int(optimizer.state[first]["step"]) == 9
+    for param in model.parameters():
+        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+
+
+def test_a_write_after_the_forward_is_refused() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    train(model, optimizer, range(4))
+    loss_of(model, 4).backward()
+    with torch.no_grad():
+        next(iter(model.parameters())).clamp_(-0.01, 0.01)
+    with pytest.raises(ValueError, match="the writes are lost") as caught:
+        optimizer.step()
+    assert "drain()" in str(caught.value)
+    # It can be done again, in a way that counts.
+    optimizer.drain()
+    with torch.no_grad():
+        next(iter(model.parameters())).clamp_(-0.01, 0.01)
+    train(model, optimizer, range(5, 8))
+    assert float(next(iter(model.parameters())).detach().abs().max()) < 0.1
+
+
+def test_a_write_between_a_step_and_the_next_forward_counts() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-9, deferred=Deferred(interval=2))
+    train(model, optimizer, range(4))
+    first = next(iter(model.parameters()))
+    with torch.no_grad():
+        first.fill_(0.5)
+    train(model, optimizer, range(4, 8))
+    assert torch.allclose(first.float().cpu(), torch.tensor(0.5), atol=1e-2)
+    first.data.fill_(0.25)
+    train(model, optimizer, range(8, 12))
+    assert torch.allclose(first.float().cpu(), torch.tensor(0.25), atol=1e-2)
+
+
+def test_what_cannot_be_seen_is_not_deferred(caplog: pytest.LogCaptureFixture) -> None:
+    params = [nn.Parameter(torch.randn(50, device=DEVICE))]
+    optimizer = OffloadAdamW(params, lr=1e-2, deferred=Deferred())
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        for _ in range(3):
+            params[0].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len([record for record in caplog.records if "not deferred" in record.message]) == 1
+    assert optimizer._engine is not None and not optimizer._engine.behind
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    params = [nn.Parameter(torch.randn(50, device=DEVICE))]
+    with pytest.raises(ValueError, match="`gate` is `step`"):
+        OffloadAdamW(params, deferred=Deferred(), gate="step")
+    with pytest.raises(ValueError, match="`accumulate` is `host`"):
+        OffloadAdamW(params, deferred=Deferred(), accumulate="host")
+    with pytest.raises(ValueError, match="`interval` is `9`"):
+        Deferred(interval=9)
+    with pytest.raises(ValueError, match="`warmup_steps` is `-1`"):
+        Deferred(warmup_steps=-1)
+    assert stepwell.Deferred is Deferred
+
+
+def test_memory_is_announced_and_taken_as_announced() -> None:
+    model = model_of(256)
+    numel = sum(param.numel() for param in model.parameters())
+    with pytest.raises(ValueError, match="bytes of host memory"):
+        OffloadAdamW(model.parameters(), deferred=Deferred(interval=4), host_bytes_max=17 * numel)
+    OffloadAdamW(model.parameters(), deferred=Deferred(interval=4), host_bytes_max=28 * numel)
