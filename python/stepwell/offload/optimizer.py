@@ -649,11 +649,11 @@ class OffloadAdamW(AdamW):
         engine = self._engine
         if engine is None:
             return exposed(params, self._twins)
-        found = exposed(params, self._twins, engine.held)
+        found = exposed(params, self._twins, held=engine.held)
         if found:
             # The engine holds the weights of the last step until its uploads have ended.
             engine.synchronize()
-            found = exposed(params, self._twins, engine.held)
+            found = exposed(params, self._twins, held=engine.held)
         return found
 
     # ---- state dicts ----
