@@ -12,7 +12,7 @@ use std::{
 use battery::Held;
 use on_device::{
     Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, at_once, bytes, drain, engine_on,
-    finish, host_device, split, stepped, submit, take, take_parts, take_these,
+    finish, host_device, split, stepped, submit, take, take_parts, take_these, wait_until,
 };
 use stepwell::{
     adam::Hyper,
@@ -120,9 +120,13 @@ fn gradients_may_be_written_when_they_are_released() {
             "the device has not been given all copies"
         );
         let is_copy = |call: &Call| matches!(call, Call::Copy(Lane::Download, _));
-        let given =
-            device.calls.lock().expect("no panic").iter().filter(|(_, call)| is_copy(call)).count();
-        assert!(given <= IN_FLIGHT, "`{given}` copies are with the device at once");
+        let given = || {
+            let calls = device.calls.lock().expect("no panic");
+            calls.iter().filter(|(_, call)| is_copy(call)).count()
+        };
+        wait_until(|| given() >= IN_FLIGHT);
+        assert!(!engine.release(STREAM, WATCHED).expect("no failure"), "not all are given");
+        assert_eq!(given(), IN_FLIGHT, "copies are with the device at once");
         device.streams_wait.store(true, Ordering::Relaxed);
         device.host.pause(Lane::Download, false);
         assert!(engine.release(STREAM, SOON).expect("no failure"), "all are there");

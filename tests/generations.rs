@@ -4,19 +4,16 @@
 mod battery;
 mod on_device;
 
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
-    },
-    thread,
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
 };
 
 use battery::Held;
 use on_device::{
     Gated, Resumed, SOON, STREAM, WATCHED, bytes, count, discard, drain, engine_on, engine_with,
     finish, host_device, lent, negated, split, stepped, submit, take, take_parts, take_these,
-    tier::Watched,
+    tier::Watched, wait_until,
 };
 use stepwell::{
     adam::Hyper,
@@ -361,15 +358,6 @@ fn no_or_many_generations_are_refused() {
     }
 }
 
-/// Waits for what another thread does.
-fn wait_until(is_there: impl Fn() -> bool) {
-    let begin = std::time::Instant::now();
-    while !is_there() {
-        assert!(begin.elapsed() < SOON, "it does not come");
-        thread::yield_now();
-    }
-}
-
 // ---- bounds ----
 
 #[test]
@@ -381,15 +369,18 @@ fn a_full_queue_takes_a_call_whole_or_not_at_all() {
     device.pause(Lane::Download, true);
     let gradient = all[0].gradient(0);
     let mut taken = 0;
-    let (mut last, dropped) = lent();
-    // SAFETY: all memory outlives the copies, which are waited for.
-    unsafe {
-        while engine.take(&[gradient], &mut None, STREAM, WATCHED).expect("a device") {
-            taken += 1;
-            assert!(taken < 10_000, "the queue is not bounded");
+    // The thread that hands copies over may make room until the device has as many as it takes, so
+    // the first call that finds none is the one that is looked at.
+    let (mut last, dropped) = loop {
+        let (mut borrowed, dropped) = lent();
+        // SAFETY: all memory outlives the copies, which are waited for.
+        let queued = unsafe { engine.take(&[gradient], &mut borrowed, STREAM, WATCHED) };
+        if !queued.expect("a device") {
+            break (borrowed, dropped);
         }
-        assert!(!engine.take(&[gradient], &mut last, STREAM, WATCHED).expect("a device"));
-    }
+        taken += 1;
+        assert!(taken < 10_000, "the queue is not bounded");
+    };
     assert!(taken > 20 && last.is_some(), "what is not queued is not taken");
     // What is announced can still be stepped, or discarded.
     let discarded = engine.discard().expect("a device").expect("a gradient was taken");

@@ -12,8 +12,8 @@ use std::{
 
 use battery::{Draw, Held, Layout, Spread, is_hurried, pool_of, widest};
 use on_device::{
-    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, drain, engine_on, finish, host_device,
-    split, stepped, submit, take, take_parts, take_these,
+    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, drain, engine_on, events, finish,
+    host_device, split, stepped, submit, take, take_parts, take_these,
 };
 use stepwell::{
     Error,
@@ -208,7 +208,10 @@ fn every_event_has_one_use() {
     let (down, up) = (recorded(Lane::Download), recorded(Lane::Upload));
     // Those of the segments, one for all of them, and those of the parts.
     assert_eq!((down.len(), up.len()), (3 + 1 + IN_FLIGHT, 3 + 1));
-    assert!(down.union(&up).copied().eq(0..down.len() + up.len()), "{down:?} {up:?}");
+    let used = down.len() + up.len();
+    assert!(down.union(&up).copied().eq(0..used), "{down:?} {up:?}");
+    // The device has room for another generation.
+    assert_eq!(events(&all), used + 3 + 1);
 }
 
 #[test]

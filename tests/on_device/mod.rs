@@ -12,7 +12,7 @@ use std::{
         mpsc,
     },
     thread::{self, ThreadId},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use stepwell::{
@@ -184,6 +184,15 @@ pub(crate) fn take(engine: &Engine, all: &mut [OnDevice]) -> Result<(), Error> {
         all.iter_mut().enumerate().map(|(index, one)| one.gradient(index)).collect();
     // SAFETY: the tensors outlive the step, which every test waits for or drops the engine for.
     unsafe { take_these(engine, &gradients) }
+}
+
+/// Waits for what another thread does.
+pub(crate) fn wait_until(is_there: impl Fn() -> bool) {
+    let begin = Instant::now();
+    while !is_there() {
+        assert!(begin.elapsed() < SOON, "it does not come");
+        thread::yield_now();
+    }
 }
 
 /// What `call` returns, which waits for nothing; a test that hangs would not say why.
