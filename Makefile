@@ -131,13 +131,10 @@ tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compil
 	$(call sanitize,thread) --features baseline-only \
 	  --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
 
-# Of the Rust tests those that concern these files.
-MUTANTS_TESTS := allocations downloads generations jobs offload slots
-mutants-rust: ## mutants of rust/offload and rust/tier that no Rust test kills (hours)
+# All mutants are compiled into the library at once (tests/mutants_rust.py).
+mutants-rust: $(VENV)/.tools ## mutants of the engine, tiers and views that no Rust test kills
 	command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
-	cargo mutants --jobs 1 --profile checked --features baseline-only --file 'rust/offload/*.rs' \
-	  --file 'rust/tier/*.rs' --file rust/stream/view.rs $(ARGS) \
-	  -- --lib $(addprefix --test ,$(MUTANTS_TESTS))
+	$(BIN)/python tests/mutants_rust.py $(ARGS)
 
 mutants-python: $(VENV)/.installed ## mutants of Python that no Python test kills (hours)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --group mutants
