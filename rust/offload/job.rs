@@ -13,9 +13,9 @@
 //!   other: a job begins when the one before is uploaded.
 //! - JOB-3 A job is busy until it is committed: until then no other is submitted. What it steps is
 //!   on its way up then, and no gradient of it is read any more.
-//! - JOB-4 What a job has borrowed is held until it is uploaded. What a deferred job has borrowed is
-//!   held until the jobs that step and upload the last of it are. Where one fails, until the engine
-//!   is dropped, which waits for the device.
+//! - JOB-4 What a job has borrowed is held until it is uploaded. What a deferred job has borrowed
+//!   is held until the jobs that step and upload the last of it are. Where one fails, until the
+//!   engine is dropped, which waits for the device.
 //! - JOB-5 The first failure, or panic, is the last: every call gets the error.
 //!
 //! Cost: two locks per state, and one per upload. Two jobs may live at once, one of them on its way
