@@ -37,8 +37,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Args:
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
 ///     numels: elements of each tensor, in forward order.
-///     threads: workers that step; one per allowed physical core but one, which launches work
-///         meanwhile, if None.
+///     threads: workers that step; if None, one per allowed physical core but one, which launches
+///         work meanwhile, or, for steps that are deferred, but a quarter of them.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
 ///     interval: for steps that are deferred, every how many of them a segment has its turn: 1 to
@@ -166,7 +166,12 @@ impl PyOffloadEngine {
         let engine = py.detach(|| {
             let threads = match threads {
                 Some(threads) => threads,
-                None => Pool::global()?.threads().saturating_sub(1).max(1),
+                None => {
+                    let cores = Pool::global()?.threads();
+                    // Behind a whole step the threads of torch need more than one core.
+                    let left = if deferral.is_some() { cores.div_ceil(4) } else { 1 };
+                    cores.saturating_sub(left).max(1)
+                }
             };
             let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None })?;
             let shape = Shape { numels: &numels, generations, deferral };

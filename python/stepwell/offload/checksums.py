@@ -30,6 +30,9 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
     Tensors of one size whose memory begins at the same place in a word can be compared.
     """
+    if _is_even(tensor):
+        # Most are. Each call takes time of the thread that launches the backward.
+        return tensor.detach().view(torch.int64).view(_RUNS, -1).sum(1)
     memory = tensor.detach().view(-1).view(torch.uint8)
     begin = -memory.storage_offset() % _WORD_BYTES
     if memory.numel() - begin < _KEPT_BYTES:
@@ -43,6 +46,18 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     if end - begin == memory.numel():
         return sums
     return torch.cat([sums, memory[:begin].long(), memory[end:].long()])
+
+
+def _is_even(tensor: torch.Tensor) -> bool:
+    """Whether each row, and each run, of `tensor` is of whole words that begin where words do."""
+    return (
+        tensor.dim() > 0
+        and tensor.numel() > 0
+        and tensor.nbytes % _KEPT_BYTES == 0
+        and tensor.shape[-1] * tensor.itemsize % _WORD_BYTES == 0
+        and tensor.storage_offset() * tensor.itemsize % _WORD_BYTES == 0
+        and tensor.data_ptr() % _WORD_BYTES == 0
+    )
 
 
 def differences(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> torch.Tensor:

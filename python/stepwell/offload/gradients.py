@@ -57,6 +57,7 @@ class Gradients:
         self._backwards: dict[torch.Tensor, int] = {}
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._waiting_stream = 0
+        self._waiting_nbytes = 0
         self._copied: dict[torch.Tensor, _Copied] = {}
         self.knows_last = accumulation_steps is not None
         """Whether the user says which backward is the last."""
@@ -91,10 +92,12 @@ class Gradients:
         hold up: that comes down behind what is on its way.
         """
         if stream != self._waiting_stream:
-            self._waiting, self._waiting_stream = {}, stream
+            self._waiting, self._waiting_stream, self._waiting_nbytes = {}, stream, 0
         batch: dict[torch.Tensor, torch.Tensor] = {}
-        if sum(each.nbytes for each in self._waiting.values()) >= BATCH_BYTES:
-            batch, self._waiting = self._waiting, {}
+        if self._waiting_nbytes >= BATCH_BYTES:
+            batch, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
+        if param not in self._waiting:
+            self._waiting_nbytes += grad.nbytes
         self._waiting[param] = grad
         return batch
 
@@ -161,6 +164,7 @@ class Gradients:
         """Begins the next step, or this one anew."""
         self._backwards = {}
         self._waiting = {}
+        self._waiting_nbytes = 0
         self._copied = {}
 
 
