@@ -50,14 +50,11 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_even(tensor: torch.Tensor) -> bool:
     """Whether each row, and each run, of `tensor` is of whole words that begin where words do."""
-    return (
-        tensor.dim() > 0
-        and tensor.numel() > 0
-        and tensor.nbytes % _KEPT_BYTES == 0
-        and tensor.shape[-1] * tensor.itemsize % _WORD_BYTES == 0
-        and tensor.storage_offset() * tensor.itemsize % _WORD_BYTES == 0
-        and tensor.data_ptr() % _WORD_BYTES == 0
-    )
+    if tensor.dim() == 0 or tensor.numel() == 0 or tensor.nbytes % _KEPT_BYTES:
+        return False
+    rows, begin = tensor.shape[-1], int(tensor.storage_offset())
+    places = (rows * tensor.itemsize, begin * tensor.itemsize, tensor.data_ptr())
+    return all(place % _WORD_BYTES == 0 for place in places)
 
 
 def differences(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> torch.Tensor:
