@@ -349,7 +349,7 @@ fn what_is_lent_stays_until_its_gradient_is_applied_and_has_landed() {
     let dropped = |witnesses: &[Arc<std::sync::atomic::AtomicUsize>]| -> Vec<usize> {
         witnesses.iter().map(|one| one.load(Ordering::SeqCst)).collect()
     };
-    for count in 1..=5 {
+    for count in 1..=7 {
         draw(&mut all, &mut expected, count);
         take(engine, &all, |_| true).expect("gradients");
         let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
@@ -361,10 +361,10 @@ fn what_is_lent_stays_until_its_gradient_is_applied_and_has_landed() {
         finish(engine);
         engine.returned().for_each(drop);
     }
-    assert_eq!(dropped(&witnesses), [1, 1, 0, 0, 0]);
+    assert_eq!(dropped(&witnesses), [1, 1, 0, 0, 0, 0, 0]);
     settle(engine);
     engine.returned().for_each(drop);
-    assert_eq!(dropped(&witnesses), [1; 5]);
+    assert_eq!(dropped(&witnesses), [1; 7]);
 }
 
 #[test]
@@ -403,6 +403,60 @@ fn what_cannot_be_deferred_is_refused_with_nothing_changed() {
     let message = refused(submit(engine, &[without_master], Some(1.0)));
     assert!(message.contains("without a master"), "{message}");
     drain(engine).expect("copies");
+}
+
+#[test]
+fn a_tensor_that_is_stepped_at_once_does_not_land_with_an_older_weight() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let gated = Arc::new(Gated::new(&all));
+    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let engine = &deferred.engine;
+    let _resumed = Resumed(&gated.host);
+    for count in 1..=2 {
+        draw(&mut all, &mut expected, count);
+        take(engine, &all, |_| true).expect("gradients");
+        let mut updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        updates[1].is_at_once = count == 2;
+        if count == 2 {
+            gated.host.pause(Lane::Download, true);
+            draw(&mut all, &mut expected, count);
+            take(engine, &all, |_| true).expect("gradients");
+        }
+        submit(engine, &updates, Some(1.0)).expect("a step");
+        expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+        if count == 1 {
+            assert!(engine.finish(STREAM, SOON).expect("a step that works"));
+        }
+    }
+    // Its gradient has not come, so neither has its weight.
+    let whole = 0..all[1].held.numel;
+    assert!(!engine.wait(1, &whole, STREAM, WATCHED).expect("a step that works"), "an older one");
+    gated.host.pause(Lane::Download, false);
+    assert!(engine.wait(1, &whole, STREAM, SOON).expect("a step that works"));
+    assert!(all[1].weight == bytes(expected[1].tensor().weight()));
+    finish(engine);
+}
+
+#[test]
+fn a_predicted_weight_without_further_gradients_becomes_the_weight() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let deferred = deferred_on(host, &mut all, 2);
+    let engine = &deferred.engine;
+    for count in 1..=6_u64 {
+        draw(&mut all, &mut expected, count);
+        // The first has a gradient in the first step only.
+        let takes = |index: usize| index > 0 || count == 1;
+        take(engine, &all, takes).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), takes);
+        submit(engine, &updates, Some(2.0)).expect("a step");
+        finish(engine);
+        if count == 1 {
+            expected[0].step(widest(), count, &hyper_of(count));
+        }
+    }
+    assert!(all[0].weight == bytes(expected[0].tensor().weight()), "it runs ahead for ever");
 }
 
 #[test]

@@ -187,6 +187,89 @@ def test_a_parameter_may_miss_gradients_freeze_and_thaw() -> None:
         assert torch.equal(param.cpu(), optimizer._twins.weight(param))
 
 
+def pending_of(optimizer: OffloadAdamW) -> int:
+    assert optimizer._engine is not None
+    return len(optimizer._engine.behind)
+
+
+def test_an_optimizer_that_goes_leaves_weights_with_all_updates() -> None:
+    model, exact_model = model_of(), model_of()
+    for net, deferred in ((model, Deferred(interval=4)), (exact_model, None)):
+        optimizer = OffloadAdamW(net.parameters(), lr=1e-2, deferred=deferred)
+        for step in range(6):
+            loss_of(net, 0).backward()
+            for index, param in enumerate(net.parameters()):
+                generator = torch.Generator().manual_seed(100 * step + index)
+                grad = torch.randn(param.shape, generator=generator)
+                param.grad = grad.to(DEVICE, param.dtype)
+            optimizer.step()
+        del optimizer
+    for param, other in zip(model.parameters(), exact_model.parameters(), strict=True):
+        assert torch.equal(param, other)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_step_that_applies_nothing_leaves_nothing_pending(nonfinite: Any) -> None:
+    model = model_of()
+    deferred = Deferred(interval=4)
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred, nonfinite=nonfinite)
+    train(model, optimizer, range(6))
+    assert pending_of(optimizer)
+    loss_of(model, 6).backward()
+    next(iter(model.parameters())).grad.fill_(float("nan"))  # type: ignore[union-attr]
+    if nonfinite == "raise":
+        with pytest.raises(ValueError, match="norm"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    assert not pending_of(optimizer)
+    for param in model.parameters():
+        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+
+
+def test_a_look_at_a_parameter_without_gradient_sees_all_updates() -> None:
+    model = model_of()
+    first = next(iter(model.parameters()))
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(5))
+    first.requires_grad_(False)
+    train(model, optimizer, range(5, 6))
+    assert first in set(optimizer._engine.behind)  # type: ignore[union-attr]
+    seen = first.detach().clone()
+    assert torch.equal(seen.cpu(), optimizer._twins.weight(first))
+    assert not pending_of(optimizer)
+
+
+def test_evaluation_with_gradients_after_a_forward_in_training_sees_all_updates() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(6))
+    loss_of(model, 6)
+    assert pending_of(optimizer)
+    # A part in evaluation mode within a model in training reads what has landed.
+    model[2].eval()  # type: ignore[index]
+    loss_of(model, 7)
+    assert pending_of(optimizer)
+    model.eval()
+    loss_of(model, 7)
+    assert not pending_of(optimizer)
+
+
+def test_other_memory_after_the_forward_is_refused_and_the_weight_is_there() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    train(model, optimizer, range(5))
+    loss_of(model, 5).backward()
+    first = next(iter(model.parameters()))
+    first.data = torch.full_like(first, 0.5)
+    with pytest.raises(ValueError, match="the writes are lost"):
+        optimizer.step()
+    assert torch.equal(first.cpu(), optimizer._twins.weight(first))
+    train(model, optimizer, range(6, 9))
+    optimizer.drain()
+    assert torch.equal(first.cpu(), optimizer._twins.weight(first))
+
+
 def test_a_write_after_the_forward_is_refused() -> None:
     model = model_of()
     optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))

@@ -74,6 +74,11 @@ impl Checks {
         tensors.try_for_each(|tensor| self.names.add(tensor, segments, "call"))
     }
 
+    /// Whether the last call has named this tensor.
+    pub(super) fn is_named(&self, tensor: usize) -> bool {
+        self.names.last[tensor] == self.names.call
+    }
+
     /// All that can be wrong with gradients that are taken as a whole.
     ///
     /// # Errors
@@ -178,9 +183,9 @@ pub(super) fn check_taken(
     number: usize,
 ) -> Result<()> {
     updates.iter().try_for_each(|update| {
-        let mut of = segments.of(update.index);
-        let has_place = |segment| ring.gradient(number, segments, update.index, segment).is_some();
-        if of.is_empty() || (generation.is_taken(update.index) && of.all(has_place)) {
+        let of = segments.of(update.index);
+        let first = ring.whole_gradient(number, segments, update.index, of.start);
+        if of.is_empty() || (first.is_some() && generation.target(update.index) == first) {
             return Ok(());
         }
         Err(Error::value(format!(

@@ -199,8 +199,8 @@ impl Engine {
     /// weight until `interval` more gradients have come. The state does not. 0: none is predicted.
     ///
     /// Owners stay until the last gradient of their step is applied and what it changed has landed:
-    /// until the end of the job that is `interval + 1` deferred ones later, or of one that steps
-    /// all.
+    /// until the end of the job that is `2 * interval + 1` deferred ones later, or of one that
+    /// steps all.
     ///
     /// # Safety
     /// As [`Engine::submit`].
@@ -248,14 +248,16 @@ impl Engine {
         pending.check(segments, updates)?;
         landing.order_after(stream)?;
         generation.seal(downloads)?;
-        self.expect(kind, updates, &pending);
+        let checks = &next.checks;
+        self.expect(kind, updates, &pending, |tensor| checks.is_named(tensor));
         drop(pending);
         let announced = next.announced.take().unwrap_or(Announced { generation: number });
         next.submitted = Some(number);
         next.reuse(number);
         let holds = match (kind, ring) {
-            // The oldest gradient has its turn, and the weights of that land.
-            (Kind::Deferred { .. }, Some(ring)) => ring.groups.count() + 1,
+            // The oldest gradient has its turn, its predicted weight lands, and, where no other
+            // gradient comes, at the turn after that the weight itself.
+            (Kind::Deferred { .. }, Some(ring)) => 2 * ring.groups.count() + 1,
             _ => 0,
         };
         jobs.submit(Some(announced), kind, updates, owners.take(), holds);
@@ -280,14 +282,20 @@ impl Engine {
         }
         let _attached = Attached::to(&**device)?;
         landing.order_after(stream)?;
-        self.expect(Kind::Whole, &[], &pending);
+        self.expect(Kind::Whole, &[], &pending, |_| false);
         drop(pending);
         jobs.submit(None, Kind::Whole, &[], None, 0);
         Ok(true)
     }
 
     /// Has what waits for weights wait for those that land with the job that comes next.
-    fn expect(&self, kind: Kind, updates: &[Update], pending: &Pending) {
+    fn expect(
+        &self,
+        kind: Kind,
+        updates: &[Update],
+        pending: &Pending,
+        is_in_job: impl Fn(usize) -> bool,
+    ) {
         let Shared { segments, landing, .. } = &*self.shared;
         let is_deferred = matches!(kind, Kind::Deferred { .. });
         for update in updates.iter().filter(|update| !is_deferred || update.is_at_once) {
@@ -296,6 +304,12 @@ impl Engine {
         if is_deferred {
             for one in pending.landings() {
                 landing.expect(one.segment..one.segment + 1);
+            }
+            for tensor in (0..segments.tensors()).filter(|&tensor| !is_in_job(tensor)) {
+                segments
+                    .of(tensor)
+                    .filter(|&segment| self.shared.is_left_ahead(pending, segment))
+                    .for_each(|segment| landing.expect(segment..segment + 1));
             }
         } else {
             (0..segments.count())

@@ -136,9 +136,9 @@ impl Generation {
         }
     }
 
-    /// Whether the gradient of `tensor` was taken as a whole.
-    pub(super) fn is_taken(&self, tensor: usize) -> bool {
-        self.targets()[tensor].is_some()
+    /// Where the gradient of `tensor` was taken to, where it was taken as a whole.
+    pub(super) fn target(&self, tensor: usize) -> Option<View> {
+        self.targets()[tensor]
     }
 
     /// Nothing more is taken: queues the event behind all of it, for which there is room.

@@ -20,6 +20,10 @@ use crate::{
     stream::view::View,
 };
 
+/// Entries of the queue beside the copies of a call: a mark, and later the events behind a
+/// generation that is discarded and one that is not.
+const SPARE_ENTRIES: usize = 3;
+
 /// What callers' threads share of the job that comes next.
 pub(super) struct Next {
     /// The job that gradients have been taken for.
@@ -95,6 +99,7 @@ impl Engine {
         let segments = &self.shared.segments;
         let mut next = self.next();
         next.checks.gradients(gradients, segments)?;
+        let number = self.filled(&next)?;
         let copies = gradients.iter().flat_map(|&(index, source, host)| {
             segments.of(index).map(move |segment| {
                 let elements = segments.elements(index, segment);
@@ -107,6 +112,7 @@ impl Engine {
         unsafe {
             self.fill(
                 &mut next,
+                number,
                 count,
                 |first_event| {
                     copies.map(move |(segment, source, elements, host)| Download::Copy {
@@ -155,6 +161,11 @@ impl Engine {
         let each = gradients
             .iter()
             .flat_map(|&(index, source)| segments.of(index).map(move |at| (index, source, at)));
+        // Before shares are reserved: a call that finds no room leaves none behind.
+        let room = each.clone().count() + SPARE_ENTRIES;
+        if !self.shared.downloads.wait_for_room(room, timeout)? {
+            return Ok(false);
+        }
         ring.reserve(number, each.clone().map(|(_, _, segment)| segment))?;
         let copies = each.map(|(index, source, segment)| {
             let host = ring.gradient(number, segments, index, segment);
@@ -168,6 +179,7 @@ impl Engine {
         unsafe {
             self.fill(
                 &mut next,
+                number,
                 count,
                 |first_event| {
                     copies.clone().map(move |(segment, source, host)| Download::Copy {
@@ -217,10 +229,13 @@ impl Engine {
         };
         let nbytes = parts.iter().map(|(_, host)| host.nbytes()).sum();
         self.check_process()?;
+        let mut next = self.next();
+        let number = self.filled(&next)?;
         // SAFETY: passed on from the caller.
         unsafe {
             self.fill(
-                &mut self.next(),
+                &mut next,
+                number,
                 parts.len(),
                 |_| parts.iter().map(copy),
                 |generation, _| generation.set_taken_in_parts(nbytes),
@@ -231,8 +246,9 @@ impl Engine {
         }
     }
 
-    /// Queues so many `copies`, which are told the first event of the generation that is being
-    /// filled, after what `stream` holds now. Then `queued` is told the ticket of the first.
+    /// Queues so many `copies`, which are told the first event of generation `number`, which
+    /// [`Engine::filled`] chose for this call, after what `stream` holds now. Then `queued` is told
+    /// the ticket of the first.
     ///
     /// # Safety
     /// As [`Engine::take`].
@@ -240,6 +256,7 @@ impl Engine {
     unsafe fn fill<C: Iterator<Item = Download>>(
         &self,
         next: &mut Next,
+        number: usize,
         count: usize,
         copies: impl FnOnce(usize) -> C,
         queued: impl FnOnce(&Generation, u64),
@@ -250,9 +267,7 @@ impl Engine {
         let Shared { device, downloads, generations, .. } = &*self.shared;
         let _attached = Attached::to(&**device)?;
         downloads.check()?;
-        let number = self.filled(next)?;
-        // A mark, and later the events behind a generation that is discarded and one that is not.
-        if !downloads.wait_for_room(count + 3, timeout)? {
+        if !downloads.wait_for_room(count + SPARE_ENTRIES, timeout)? {
             return Ok(false);
         }
         let generation = &generations[number];

@@ -92,9 +92,9 @@
 //! Cost per parameter, beside that of the step itself (see [`crate::adam`]): a bf16 gradient and a
 //! bf16 weight cross the bus once, 2 B each way, and the host's memory once more each. Memory, all
 //! of it allocated with the engine: about 300 B per segment of 4 Mi elements (and 100 B more for
-//! each step between the turns of deferred ones), and 2 kB per tensor. A step allocates nothing that
-//! grows with the model (`tests/allocations.rs`). The lists of what callers lend have room for as
-//! many calls as a step has had so far.
+//! each step between the turns of deferred ones), and 2 kB per tensor. A step allocates nothing
+//! that grows with the model (`tests/allocations.rs`). The lists of what callers lend have room for
+//! as many calls as a step has had so far.
 
 mod checks;
 mod downloads;

@@ -99,7 +99,9 @@ impl Pending {
     pub(super) fn check(&self, segments: &Segments, updates: &[Update]) -> Result<()> {
         for update in updates {
             let Some((_, last)) = &self.updates[update.index] else { continue };
-            let is_pending = segments.of(update.index).any(|segment| self.is_pending(segment));
+            let is_pending = segments
+                .of(update.index)
+                .any(|segment| self.is_pending(segment) || self.is_behind(segment));
             // Not every step has to look at them.
             let [now, before] = [update, last].map(|one| one.tensor.without_fingerprints());
             let is_same = now.written().eq(before.written());
@@ -211,6 +213,11 @@ impl Pending {
     /// Whether the device lacks the weight of a segment.
     pub(super) fn is_behind(&self, segment: usize) -> bool {
         self.weights[segment] != Weight::Landed
+    }
+
+    /// Whether the device has a predicted weight of a segment that has no gradient.
+    pub(super) fn is_left_ahead(&self, segment: usize) -> bool {
+        self.weights[segment] == Weight::Predicted && !self.is_pending(segment)
     }
 
     /// What lands with the next job.

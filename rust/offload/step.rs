@@ -57,7 +57,22 @@ impl Stepper {
         self.landed.clear();
         let mut nbytes = 0;
         match job.kind {
-            Kind::Deferred { .. } => self.landed.extend_from_slice(pending.landings()),
+            Kind::Deferred { .. } => {
+                let is_at_once = |tensor| {
+                    pending.is_in_job(tensor)
+                        && pending.update(tensor).is_some_and(|update| update.is_at_once)
+                };
+                // Those are stepped, and land when they are.
+                let landings = pending.landings().iter();
+                self.landed.extend(landings.filter(|one| !is_at_once(one.tensor)));
+                for tensor in 0..segments.tensors() {
+                    let own = |segment| Landing { tensor, segment, predicted: None };
+                    let ahead = segments.of(tensor).filter(|&segment| {
+                        !pending.is_in_job(tensor) && self.shared.is_left_ahead(pending, segment)
+                    });
+                    self.landed.extend(ahead.map(own));
+                }
+            }
             // Those that are stepped land when they are.
             Kind::Whole => {
                 for tensor in 0..segments.tensors() {
@@ -71,7 +86,7 @@ impl Stepper {
         }
         pending.landed();
         for &Landing { tensor, segment, predicted } in &self.landed {
-            if matches!(job.kind, Kind::Whole) {
+            if predicted.is_none() {
                 pending.is_landing_now(segment);
             }
             let Some(update) = pending.update(tensor) else { continue };
@@ -298,6 +313,15 @@ impl Shared {
             }
             _ => None,
         }
+    }
+
+    /// Whether the device has a predicted weight of a segment whose turn it is, and that has no
+    /// gradient: it lacks no update any more.
+    pub(super) fn is_left_ahead(&self, pending: &Pending, segment: usize) -> bool {
+        self.ring.as_ref().is_some_and(|ring| {
+            let group = pending.turn() % ring.groups.count();
+            ring.groups.of(segment) == group && pending.is_left_ahead(segment)
+        })
     }
 
     /// Bytes of the weight that a turn steps.

@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +49,14 @@ def current_stream(device: torch.device) -> int:
     return stream
 
 
-def _close(core: _core.OffloadEngine) -> None:
+def _close(core: _core.OffloadEngine, held: list[dict[torch.Tensor, torch.UntypedStorage]]) -> None:
+    """The optimizer is gone: what it has deferred is applied, to memory that is `held`."""
     # Broken, or another process's: then nothing runs that could be waited for.
     with contextlib.suppress(OSError, ValueError):
         core.synchronize()
+        if core.settle():
+            core.synchronize()
+    held[0] = {}
 
 
 class Engine:
@@ -97,7 +103,10 @@ class Engine:
                 predicted=_core.Buffer(predicted) if deferred.predict else None,
             )
         self._is_settling = False
-        self._held: dict[torch.Tensor, torch.UntypedStorage] = {}
+        # The storages of weights between deferred steps, in a list for the finalizer's sake.
+        self._held: list[dict[torch.Tensor, torch.UntypedStorage]] = [{}]
+        self.lock = threading.RLock()
+        """A thread that submits or settles has it: a look on another thread may settle."""
         self.is_settled = True
         """Whether nothing was submitted since `settle`, which may have found nothing to do."""
         # Those of which deferred steps have left updates pending, or weights to land.
@@ -109,7 +118,7 @@ class Engine:
         self._step_stream: int | None = self._submit_stream
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""
-        weakref.finalize(self, _close, self._core)
+        weakref.finalize(self, _close, self._core, self._held)
 
     def _stream(self) -> int:
         return current_stream(self._device)
@@ -117,7 +126,7 @@ class Engine:
     @property
     def held(self) -> Collection[torch.Tensor]:
         """The parameters whose storage it keeps alive, by one reference, between deferred steps."""
-        return self._held
+        return self._held[0]
 
     @property
     def behind(self) -> Collection[torch.Tensor]:
@@ -192,9 +201,9 @@ class Engine:
             for (update, _), weight in zip(stepped, weights, strict=True)
         }
         # Deferred steps hold them here, not with each job: the guard counts what refers to one.
-        held = {} if at_once is None else {**self._held, **storages}
-        owners_of_weights = [old for param, old in self._held.items() if old is not held.get(param)]
-        self._held = held
+        before = self._held[0]
+        held = {} if at_once is None else {**before, **storages}
+        owners_of_weights = [old for param, old in before.items() if old is not held.get(param)]
         deferral: dict[str, Any] = {}
         if at_once is None:
             owners_of_weights += storages.values()
@@ -228,6 +237,7 @@ class Engine:
             behind = (self._behind | stepped_params).difference(at_once)
         return [
             submit,
+            partial(self._held.__setitem__, 0, held),
             partial(setattr, self, "_behind", behind),
             partial(setattr, self, "is_settled", False),
             partial(setattr, self, "_step_stream", self._submit_stream),
@@ -239,42 +249,58 @@ class Engine:
         The current stream waits for them, and autograd takes them for written.
 
         Raises:
-            ValueError: a parameter was written while updates of it were pending. The write is lost:
-                the next call goes on without it.
+            ValueError: a parameter was written while updates of it were pending. All is applied,
+                and the write is lost.
             OSError: the step or the device has failed.
         """
-        if self._is_settling:
-            return
+        with self.lock:
+            if not self._is_settling:
+                self._is_settling = True
+                try:
+                    self._settle()
+                finally:
+                    self._is_settling = False
+
+    def _settle(self) -> None:
         self.is_settled = True
         if not self._behind:
             return
-        self._is_settling = True
-        try:
+        self._wait_for_submit_stream()
+        self.finish()
+        params = list(self._behind)
+        with as_plain(params), torch.no_grad():
+            written = self._twins.stale(params)
+            torch.autograd.graph.increment_version(params)
+            # Not a loop: Ctrl-C does not come between.
+            calls: list[partial[Any]] = [
+                partial(self._twins.note, params),
+                partial(self._core.settle, stream=self._stream()),
+            ]
+            deque(map(partial.__call__, calls), maxlen=0)
             self.finish()
-            params = list(self._behind)
-            with as_plain(params):
-                written = self._twins.stale(params)
-                self._twins.note(written)
-                if written:
-                    raise ValueError(
-                        f"{len(written)} parameters were written while updates of them were "
-                        "deferred, and the writes are lost. "
-                        "hint: optimizer.drain() before parameters are written"
-                    )
-                torch.autograd.graph.increment_version(params)
-                self._twins.note(params)
-                self._core.settle(stream=self._stream())
-            self.finish()
-            self._behind = set()
-            self._let_go()
-        finally:
-            self._is_settling = False
+            for param in written:
+                # Its memory may be another than the one that the weight went to.
+                local(param).copy_(local(self._twins.weight(param)))
+            self._twins.note(params)
+        self._behind = set()
+        self._let_go()
+        if written:
+            raise ValueError(
+                f"{len(written)} parameters were written while updates of them were deferred, and "
+                "the writes are lost. hint: optimizer.drain() before parameters are written"
+            )
+
+    def _wait_for_submit_stream(self) -> None:
+        """What the last step's stream holds may read weights; the current stream waits for it."""
+        if self._device.type == "cuda" and self._submit_stream != self._stream():
+            other = torch.cuda.ExternalStream(self._submit_stream, device=self._device)  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream(self._device).wait_stream(other)
 
     def _let_go(self) -> None:
         """Nothing is deferred any more: what copies to the device need is held by their job."""
-        if self._held:
+        if self._held[0]:
             self.synchronize()
-            self._held = {}
+            self._held[0] = {}
 
     def release(self) -> None:
         """Lets go of the gradients of the step that was submitted.

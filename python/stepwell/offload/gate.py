@@ -106,6 +106,10 @@ class Gate:
         self._release = None if release is None else weakref.WeakMethod(release)
         # The thread whose step has not waited for what it has to, after `open`.
         self._unfinished_on: int | None = None
+        # The modules with hooks.
+        self._by_id: weakref.WeakValueDictionary[int, torch.nn.Module] = (
+            weakref.WeakValueDictionary()
+        )
         # Whether a forward in training has begun since the last step.
         self._is_entered = False
         self._children: dict[int, list[int]] = {}
@@ -150,6 +154,7 @@ class Gate:
     def _hook(self, modules: list[torch.nn.Module]) -> None:
         key = next(_KEYS)
         _GATES[key] = self
+        self._by_id.update((id(module), module) for module in modules)
         forward, state = _ForwardHook(key), _StateHook(key)
         handles = []
         for module in modules:
@@ -209,6 +214,8 @@ class Gate:
         if self.is_open:
             _LOGGER.info("gate='step': a module whose forward would have to wait is compiled")
             self.is_open = False
+        if not (self._is_entered and torch.is_grad_enabled()):
+            self.guard.settle()
         self.finish()
 
     def capture(self) -> None:
@@ -275,11 +282,16 @@ class Gate:
         self._end_interrupted_step()
         # Not where a forward in training uses a part in evaluation mode: its other parts have read
         # their weights, which backward needs as they are.
-        if not (self._is_entered and torch.is_grad_enabled()):
+        if not (self._is_entered and torch.is_grad_enabled() and self._is_part(module)):
             self.guard.settle()
         if self.guard.any_under_way:
             beneath = self._reached([id(module)], self._children)
             self.guard.enter(param for key in beneath for param in self._owned.get(key, ()))
+
+    def _is_part(self, module: torch.nn.Module) -> bool:
+        """Whether `module` is within one that is in training mode."""
+        above = (self._by_id.get(key) for key in self._reached([id(module)], self._parents))
+        return any(one is not None and one.training for one in above)
 
     def _end_interrupted_step(self) -> None:
         """Waits for what the last step would have waited for, had Ctrl-C not ended it."""
@@ -333,6 +345,8 @@ class _ForwardHook(_Hook):
         gate = _GATES.get(self.key)
         if gate is not None and gate.is_open:
             if torch._C._is_tracing():
+                if not module.training:
+                    gate.enter_all(module)
                 gate.close()
             elif gate.is_on_cuda and torch.cuda.is_current_stream_capturing():
                 gate.capture()
@@ -345,8 +359,10 @@ class _StateHook(_Hook):
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         gate = _GATES.get(self.key)
-        if gate is not None and gate.is_open:
+        if gate is not None:
+            # Also where the gate was closed since the last step.
             gate.guard.settle()
+        if gate is not None and gate.is_open:
             gate.enter_all(module)
 
 

@@ -362,7 +362,7 @@ class OffloadAdamW(AdamW):
 
         Raises:
             ValueError: a parameter was written, after the last forward, while updates of it were
-                deferred. The write is lost: the next call goes on without it.
+                deferred. All is applied, and the write is lost.
             OSError: the step failed in the background.
         """
         if self._engine is not None:
@@ -438,6 +438,11 @@ class OffloadAdamW(AdamW):
     # ---- the step ----
 
     def _step(self) -> None:
+        # A look at a weight on another thread may settle what is deferred.
+        with contextlib.nullcontext() if self._engine is None else self._engine.lock:
+            self._locked_step()
+
+    def _locked_step(self) -> None:
         begin = time.perf_counter()
         self._finish()
         background = time.perf_counter() - begin
@@ -462,6 +467,8 @@ class OffloadAdamW(AdamW):
         self._seconds["background"] = background
         if not is_begun:
             self._abandon()
+            # No forward is ahead that lands weights, so no access would be seen.
+            self.drain()
 
     def _leave_step(self) -> None:
         """After an error or Ctrl-C in a step: waits for what the step would have waited for.
@@ -478,6 +485,7 @@ class OffloadAdamW(AdamW):
                         self._release()
                     else:
                         self._abandon()
+                        self.drain()
                     self._wait_for_weights()
                 break
             except KeyboardInterrupt as caught:
@@ -623,18 +631,25 @@ class OffloadAdamW(AdamW):
         # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
         # without it: host and device hold the same weights, and there is nothing to wait for.
         # Forwards wait by themselves once the step runs.
+        #
+        # Weights of deferred updates land with this step, also those of parameters without update.
+        others = [param for param in engine.behind if param not in set(params)]
+        landing = [*params, *others]
         before = [
-            partial(self._twins.note, params),
+            partial(self._twins.note, landing),
             partial(self._host.fingerprints.mark_outdated, params),
         ]
         shared: set[torch.Tensor] = set()
         if gate is not None:
-            shared.update(self._exposed(params))
-            before.append(partial(gate.open, params, shared))
+            shared.update(self._exposed(landing))
+            before.append(partial(gate.open, landing, shared))
+        at_once = None if shared.intersection(others) else self._at_once(updates, shared)
         submitted = [
-            *engine.submission(bound_updates, grad_scale, self._at_once(updates, shared)),
+            *engine.submission(bound_updates, grad_scale, at_once),
             partial(setattr, self, "_is_unreleased", True),
         ]
+        if others:
+            torch.autograd.graph.increment_version(others)
         self._commit(bound_updates, [*before, *submitted])
         self._host.fingerprints.mark_verified(params)
         self._host.drop_fresh(params)
