@@ -344,7 +344,7 @@ fn select(criterion: &mut Criterion) {
         group.finish();
     }
     drop(memory);
-    let scores: Vec<f64> = (0..1 << 20).map(|index| (index * 7919 % 65_537) as f64).collect();
+    let scores: Vec<f64> = (0..1_u64 << 20).map(|index| (index * 7919 % 65_537) as f64).collect();
     const CHANNEL_BYTES: u64 = 12 << 12;
     let channels = |scores| Channels { scores, channel_bytes: CHANNEL_BYTES };
     let tensors: Vec<Channels<'_>> = scores.chunks(1 << 13).map(channels).collect();
