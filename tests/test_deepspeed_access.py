@@ -2,7 +2,7 @@
 
 import deepspeed_run
 import pytest
-from deepspeed_asserts import assert_same_values
+from deepspeed_asserts import ZERO_3_NORM_RTOL, assert_same_values
 from stepwell.deepspeed import plan
 
 PROGRAM_TIMEOUT = 300
@@ -42,7 +42,9 @@ def runs(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_as_on_deepspeeds_own_path(runs, name):
-    assert_same_values(*runs[name])
+    # Those that read norms.
+    is_of_norm = name.startswith("read") and name.endswith("ZeRO-3")
+    assert_same_values(*runs[name], rtol=ZERO_3_NORM_RTOL if is_of_norm else 0.0)
 
 
 def test_all_runs_are_looked_at(runs):
