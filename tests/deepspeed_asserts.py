@@ -23,6 +23,7 @@ def assert_same_values(ours, theirs, rtol=0.0):
 
 
 def assert_same_partitions(ours, theirs):
+    assert len(ours) == len(theirs)
     for (flat, state), (other, other_state) in zip(ours, theirs, strict=True):
         assert torch.equal(flat, other)
         assert state.keys() == other_state.keys()

@@ -137,6 +137,20 @@ fn settle(engine: &Engine) {
     finish(engine);
 }
 
+/// For the oracle.
+fn copies(all: &[OnDevice]) -> Vec<Held> {
+    all.iter().map(|one| one.held.moved(0)).collect()
+}
+
+/// Fails unless each has the state of the oracle, and the device its weight.
+fn assert_stepped(all: &mut [OnDevice], expected: &mut [Held], what: &str) {
+    for (one, expected) in all.iter_mut().zip(expected) {
+        one.held.set_grad(|at| expected.grad.value(at));
+        one.held.assert_same(expected, &format!("{:?}, {what}", expected.layout));
+        one.assert_uploaded();
+    }
+}
+
 /// The hyper-parameters of a step: each has its own.
 fn hyper_of(step: u64) -> Hyper {
     let lr = 1e-2 / (step as f64);
@@ -147,7 +161,7 @@ fn hyper_of(step: u64) -> Hyper {
 fn every_gradient_is_applied_once_with_the_coefficients_of_its_step() {
     for interval in [1, 3] {
         let mut all = tensors(MomentsKind::Float32);
-        let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+        let mut expected = copies(&all);
         let deferred = deferred_on(host, &mut all, interval);
         let engine = &deferred.engine;
         for count in 1..=7 {
@@ -161,11 +175,7 @@ fn every_gradient_is_applied_once_with_the_coefficients_of_its_step() {
             expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper));
         }
         settle(engine);
-        for (one, expected) in all.iter_mut().zip(&mut expected) {
-            one.held.set_grad(|at| expected.grad.value(at));
-            one.held.assert_same(expected, &format!("{:?}, every {interval}", expected.layout));
-            one.assert_uploaded();
-        }
+        assert_stepped(&mut all, &mut expected, &format!("every {interval}"));
         assert!(!engine.settle(STREAM).expect("nothing"), "there was something left");
         deferred.gradients.assert_guards("gradients");
     }
@@ -188,7 +198,7 @@ fn weights_on_the_device_are_those_of_a_step_and_no_older_than_stated() {
     for one in &mut all {
         one.weight = bytes(one.held.tensor().weight());
     }
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let deferred = deferred_on(host, &mut all, interval);
     let engine = &deferred.engine;
     let weights = |held: &mut Vec<Held>| -> Vec<Vec<u8>> {
@@ -222,7 +232,7 @@ fn weights_on_the_device_are_those_of_a_step_and_no_older_than_stated() {
 fn a_deferral_of_everything_at_once_is_an_exact_step_for_every_codec() {
     for moments in [MomentsKind::Float32, MomentsKind::Bf16, MomentsKind::Q8] {
         let mut all = tensors(moments);
-        let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+        let mut expected = copies(&all);
         let deferred = deferred_on(host, &mut all, 2);
         let engine = &deferred.engine;
         for count in 1..=3 {
@@ -232,12 +242,8 @@ fn a_deferral_of_everything_at_once_is_an_exact_step_for_every_codec() {
             updates.iter_mut().for_each(|update| update.is_at_once = count == 2);
             submit(engine, &updates, (count == 2).then_some(1.0)).expect("a step");
             finish(engine);
-            for (one, expected) in all.iter_mut().zip(&mut expected) {
-                expected.step(widest(), count, &hyper_of(count));
-                one.held.set_grad(|at| expected.grad.value(at));
-                one.held.assert_same(expected, &format!("{:?}, step {count}", expected.layout));
-                one.assert_uploaded();
-            }
+            expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+            assert_stepped(&mut all, &mut expected, &format!("step {count}"));
         }
     }
 }
@@ -245,7 +251,7 @@ fn a_deferral_of_everything_at_once_is_an_exact_step_for_every_codec() {
 #[test]
 fn a_tensor_may_miss_steps_and_gradients_may_be_discarded() {
     let mut all = tensors(MomentsKind::Float32);
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let deferred = deferred_on(host, &mut all, 4);
     let engine = &deferred.engine;
     let mut counts = vec![0; all.len()];
@@ -273,17 +279,13 @@ fn a_tensor_may_miss_steps_and_gradients_may_be_discarded() {
         }
     }
     settle(engine);
-    for (one, expected) in all.iter_mut().zip(&mut expected) {
-        one.held.set_grad(|at| expected.grad.value(at));
-        one.held.assert_same(expected, &format!("{:?}", expected.layout));
-        one.assert_uploaded();
-    }
+    assert_stepped(&mut all, &mut expected, "settled");
 }
 
 #[test]
 fn gradients_of_the_next_step_are_taken_while_one_is_settled() {
     let mut all = tensors(MomentsKind::Float32);
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let deferred = deferred_on(host, &mut all, 2);
     let engine = &deferred.engine;
     for count in 1..=5 {
@@ -298,17 +300,13 @@ fn gradients_of_the_next_step_are_taken_while_one_is_settled() {
         expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
     }
     settle(engine);
-    for (one, expected) in all.iter_mut().zip(&mut expected) {
-        one.held.set_grad(|at| expected.grad.value(at));
-        one.held.assert_same(expected, &format!("{:?}", expected.layout));
-        one.assert_uploaded();
-    }
+    assert_stepped(&mut all, &mut expected, "settled");
 }
 
 #[test]
 fn what_lands_is_not_written_before_it_has() {
     let mut all = tensors(MomentsKind::Float32);
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let gated = Arc::new(Gated::new(&all));
     let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
     let engine = &deferred.engine;
@@ -342,7 +340,7 @@ fn what_lands_is_not_written_before_it_has() {
 fn what_is_lent_stays_until_its_gradient_is_applied_and_has_landed() {
     let interval = 2;
     let mut all = tensors(MomentsKind::Float32);
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let deferred = deferred_on(host, &mut all, interval);
     let engine = &deferred.engine;
     let mut witnesses = Vec::new();
@@ -370,7 +368,7 @@ fn what_is_lent_stays_until_its_gradient_is_applied_and_has_landed() {
 #[test]
 fn what_cannot_be_deferred_is_refused_with_nothing_changed() {
     let mut all = tensors(MomentsKind::Float32);
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let deferred = deferred_on(host, &mut all, 2);
     let engine = &deferred.engine;
     let refused = |result: Result<(), Error>| result.expect_err("must be refused").to_string();
@@ -408,7 +406,7 @@ fn what_cannot_be_deferred_is_refused_with_nothing_changed() {
 #[test]
 fn a_tensor_that_is_stepped_at_once_does_not_land_with_an_older_weight() {
     let mut all = tensors(MomentsKind::Float32);
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let gated = Arc::new(Gated::new(&all));
     let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
     let engine = &deferred.engine;
@@ -441,7 +439,7 @@ fn a_tensor_that_is_stepped_at_once_does_not_land_with_an_older_weight() {
 #[test]
 fn a_predicted_weight_without_further_gradients_becomes_the_weight() {
     let mut all = tensors(MomentsKind::Float32);
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut expected = copies(&all);
     let deferred = deferred_on(host, &mut all, 2);
     let engine = &deferred.engine;
     for count in 1..=6_u64 {

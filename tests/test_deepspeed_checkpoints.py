@@ -8,6 +8,7 @@ import deepspeed_engines
 import deepspeed_run
 import pytest
 import torch
+from deepspeed_asserts import assert_same_partitions
 from stepwell import _state
 from stepwell.deepspeed.state.decoding import DecodingState
 
@@ -24,21 +25,6 @@ def runs(tmp_path_factory):
     return deepspeed_run.run(
         "checkpoints", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder / "saved")
     )
-
-
-def assert_same_partitions(ours, theirs):
-    assert len(ours) == len(theirs)
-    for (flat, state), (other, other_state) in zip(ours, theirs, strict=True):
-        assert torch.equal(flat, other)
-        assert state.keys() == other_state.keys()
-        for key, value in state.items():
-            expected = other_state[key]
-            assert type(value) is type(expected), key
-            assert (
-                torch.equal(value, expected)
-                if isinstance(value, torch.Tensor)
-                else value == expected
-            ), key
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -633,7 +633,7 @@ class OffloadAdamW(AdamW):
         # Forwards wait by themselves once the step runs.
         #
         # Weights of deferred updates land with this step, also those of parameters without update.
-        others = [param for param in engine.behind if param not in set(params)]
+        others = list(set(engine.behind).difference(params))
         landing = [*params, *others]
         before = [
             partial(self._twins.note, landing),
