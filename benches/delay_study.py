@@ -149,6 +149,10 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 class Llama(nn.Module):
     """A byte-level Llama. Its parameters are in forward order."""
 
+    cos: torch.Tensor
+    sin: torch.Tensor
+    alphabet: torch.Tensor
+
     def __init__(self, size: Size, *, seed: int) -> None:
         super().__init__()
         self.embedding = nn.Parameter(torch.empty(256, size.hidden))
@@ -453,13 +457,20 @@ def plan() -> dict[str, list[Case]]:
     large = Case(size="large", task="base", lr=SIZES["large"].base_lr, seed=100)
     tiny = Case(size="tiny", task="base", lr=SIZES["tiny"].base_lr, seed=100)
     exact: list[tuple[Delay | None, int]] = [(None, seed) for seed in range(3)]
+
+    def tune_large(lr: float, *runs: tuple[Delay | None, int]) -> list[Case]:
+        return cases("large", "tune", [lr], runs)
+
     return {
         "large-tune": [
             large,
-            *cases("large", "tune", [1e-5], [(None, 0), (PREDICTED, 0), (None, 1), (PREDICTED, 1)]),
-            *cases("large", "tune", [1e-4], [*exact, (PREDICTED, 0), (at(PREDICTED, 2), 0)]),
-            *cases("large", "tune", [1e-4], [(ZENFLOW, 0), (SELECTED, 0), (PREDICTED, 1)]),
-            *cases("large", "tune", [1e-5], [(at(PREDICTED, 2), 0), (ZENFLOW, 0)]),
+            *tune_large(1e-5, (None, 0), (PREDICTED, 0), (None, 1)),
+            *tune_large(1e-4, (None, 0), (PREDICTED, 0), (None, 1), (at(PREDICTED, 2), 0)),
+            *tune_large(1e-4, (ZENFLOW, 0), (SELECTED, 0), (None, 2)),
+            *tune_large(1e-5, (ZENFLOW, 0), (None, 2), (at(PREDICTED, 2), 0)),
+            *tune_large(1e-4, (PREDICTED, 1)),
+            *tune_large(1e-5, (PREDICTED, 1)),
+            *tune_large(3e-5, (None, 0), (PREDICTED, 0)),
         ],
         "small-tune": [small, *small_grid("tune", [1e-4, 1e-5, 3e-5])],
         "small-new": small_grid("new", [3e-4, 1e-3]),

@@ -1,0 +1,289 @@
+"""The tables and the picture of `docs/deferral_quality.md`, from the runs of `delay_study.py`.
+
+    python benches/delay_report.py RUNS.jsonl [...] [--page docs/deferral_quality.md]
+
+Without `--page` the tables are printed. With it they take the place of those between the page's two
+marks, and the picture beside the page is drawn (matplotlib: `pip install 'stepwell[plot]'`).
+
+Losses are of validation, but where a column says otherwise. A *gap* is the loss of a run less that
+of the exact run with the same seed: the mean over the seeds that both have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from delay_simulation import Delay
+from delay_study import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from matplotlib.axes import Axes
+
+BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+DEFAULT = Delay()
+"""What `stepwell.Deferred()` is."""
+FINE_TUNING_LR_MAX = 1e-4
+"""Up to it, gaps are held against the spread of seeds."""
+SHARE_MAX = 0.5
+"""Elsewhere, of the gap of ZenFlow's way."""
+COLUMNS = [
+    "",
+    "seeds",
+    "gap",
+    "gap in training",
+    "exact steps to the same loss",
+    "of ZenFlow's gap",
+    "bar reached",
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line of the file."""
+
+    setting: tuple[str, str, float]
+    """Size, task, lr."""
+    seed: int
+    """Runs with equal seeds had equal batches."""
+    delay: Delay | None
+    """None: exact."""
+    line: dict[str, Any]
+    """All of it."""
+
+    @property
+    def loss(self) -> float:
+        """Of validation, with all updates."""
+        return float(self.line["validation_loss"])
+
+    @property
+    def train_loss(self) -> float:
+        """The mean of the last 50 steps."""
+        return float(self.line["train_loss"])
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """The runs of these files, but for those that others start from."""
+    runs = []
+    for path in paths:
+        for text in path.read_text().splitlines():
+            line = json.loads(text)
+            case = line["case"]
+            delay = None if case["delay"] is None else Delay(**case["delay"])
+            setting = (case["size"], case["task"], case["lr"])
+            if case["task"] != "base":
+                runs.append(Run(setting, case["seed"], delay, line))
+    return runs
+
+
+class Setting:
+    """The runs of one size, task and lr."""
+
+    def __init__(self, setting: tuple[str, str, float], runs: Iterable[Run]) -> None:
+        self.size, self.task, self.lr = setting
+        runs = [run for run in runs if run.setting == setting]
+        self.exact = {run.seed: run for run in runs if run.delay is None}
+        self.deferred: dict[Delay, list[Run]] = {}
+        for run in runs:
+            if run.delay is not None and run.seed in self.exact:
+                self.deferred.setdefault(run.delay, []).append(run)
+
+    @property
+    def spread(self) -> float | None:
+        """How far the losses of the exact runs are apart; None: there is one."""
+        losses = [run.loss for run in self.exact.values()]
+        return max(losses) - min(losses) if len(losses) > 1 else None
+
+    @property
+    def is_gentle(self) -> bool:
+        """Whether it is fine-tuning with an lr that people use for it."""
+        return self.task == "tune" and self.lr <= FINE_TUNING_LR_MAX
+
+    def gap(self, delay: Delay) -> float:
+        """How much higher the loss ends than that of exact steps."""
+        runs = self.deferred[delay]
+        return statistics.fmean(run.loss - self.exact[run.seed].loss for run in runs)
+
+    def train_gap(self, delay: Delay) -> float:
+        """The same of the training loss."""
+        runs = self.deferred[delay]
+        return statistics.fmean(run.train_loss - self.exact[run.seed].train_loss for run in runs)
+
+    def exact_steps(self, delay: Delay) -> str:
+        """How many exact steps reach the loss that runs end at."""
+        steps = []
+        for run in self.deferred[delay]:
+            exact = self.exact[run.seed]
+            found = first_at_most(exact.line["validation_losses"], run.loss)
+            if found is None:
+                return f"≥ {exact.line['validation_losses'][-1][0]}"
+            steps.append(found)
+        return f"{statistics.fmean(steps):.0f}"
+
+    def of_zenflow(self, delay: Delay) -> float | None:
+        """The gap over that of ZenFlow's way with the same interval and fraction."""
+        way = zenflow_of(delay)
+        if delay.average or way not in self.deferred or self.gap(way) <= 0:
+            return None
+        return self.gap(delay) / self.gap(way)
+
+    def verdict(self, delay: Delay) -> str:
+        """Whether the bar is reached."""
+        if delay.average:
+            return ""
+        if self.is_gentle:
+            if self.spread is None:
+                return ""
+            return "yes" if self.gap(delay) <= self.spread else "no"
+        share = self.of_zenflow(delay)
+        return "" if share is None else "yes" if share <= SHARE_MAX else "no"
+
+    def table(self) -> str:
+        """In Markdown, the smallest gap first."""
+        losses = [run.loss for run in self.exact.values()]
+        first = next(iter(self.exact.values()))
+        steps = first.line["validation_losses"][-1][0]
+        spread = "" if self.spread is None else f"; they are {self.spread:.4f} apart"
+        exact = ", ".join(f"{loss:.4f}" for loss in losses)
+        lines = [
+            f"### {title(self)}",
+            "",
+            f"{steps:,} steps. Validation loss of exact runs: {exact}{spread}.",
+            "",
+            f"| {' | '.join(COLUMNS)} |",
+            "|---" * len(COLUMNS) + "|",
+        ]
+        for delay in sorted(self.deferred, key=self.gap):
+            name = describe(delay)
+            share = self.of_zenflow(delay)
+            cells = [
+                f"**{name}**" if delay == DEFAULT else name,
+                str(len(self.deferred[delay])),
+                f"{self.gap(delay):+.4f}",
+                f"{self.train_gap(delay):+.4f}",
+                self.exact_steps(delay),
+                "" if share is None else f"{share:.2f}",
+                self.verdict(delay),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+
+def zenflow_of(delay: Delay) -> Delay:
+    """ZenFlow's way with the same interval, fraction and exact steps."""
+    channels: Any = "columns" if delay.fraction else "rows"
+    return replace(delay, predict=False, average=True, channels=channels)
+
+
+def first_at_most(losses: Sequence[Sequence[float]], bound: float) -> float | None:
+    """The step at which losses (step, loss) come down to `bound`, by lines between them."""
+    for (step, loss), (next_step, next_loss) in itertools.pairwise(losses):
+        if loss <= bound:
+            return step
+        if next_loss <= bound:
+            return step + (next_step - step) * (loss - bound) / (loss - next_loss)
+    return None
+
+
+def title(setting: Setting) -> str:
+    """What a setting is."""
+    first = next(iter(setting.exact.values()))
+    millions = first.line["parameters"] / 1e6
+    what = "fine-tuning" if setting.task == "tune" else "from nothing"
+    return f"{millions:.0f} M parameters, {what} at lr {setting.lr:g}"
+
+
+def settings_of(runs: Sequence[Run]) -> list[Setting]:
+    """Fine-tuning first, large models first."""
+    found = [Setting(setting, runs) for setting in {run.setting for run in runs}]
+    found = [setting for setting in found if setting.exact and setting.deferred]
+    order = {"large": 0, "small": 1, "tiny": 2}
+    return sorted(found, key=lambda one: (one.task != "tune", order[one.size], one.lr))
+
+
+# ---- the picture ---------------------------------------------------------------------------------
+
+LINES = {
+    "deferred": (Delay(predict=False), "tab:gray", ":"),
+    "deferred, predicted": (DEFAULT, "tab:blue", "-"),
+    "deferred, predicted, a tenth of the rows at once": (Delay(fraction=0.1), "tab:green", "-"),
+    "ZenFlow's way: mean, a tenth of the columns at once": (
+        Delay(predict=False, average=True, fraction=0.1, channels="columns"),
+        "tab:red",
+        "--",
+    ),
+}
+
+
+def draw(axes: Axes, setting: Setting) -> None:
+    """The gap over the interval. The band is the spread of exact runs."""
+    if setting.spread is not None:
+        axes.axhspan(0, setting.spread, color="black", alpha=0.12, linewidth=0, label="seeds")
+    for label, (delay, color, style) in LINES.items():
+        at = [replace(delay, interval=interval) for interval in (1, 2, 4, 8)]
+        points = [(one.interval, setting.gap(one)) for one in at if one in setting.deferred]
+        if points:
+            intervals, gaps = zip(*points, strict=True)
+            axes.plot(intervals, gaps, style, color=color, marker="o", markersize=4, label=label)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title(setting), fontsize=9, loc="left")
+
+
+def write_picture(settings: Sequence[Setting], path: Path) -> None:
+    """Draws a panel for each setting."""
+    # Not pyplot: that would look for a display.
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # The same runs give the same picture, byte by byte.
+    matplotlib.rcParams["svg.hashsalt"] = "stepwell"
+    columns = min(3, len(settings))
+    rows = -(-len(settings) // columns)
+    figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    labelled: dict[str, Any] = {}
+    for axes in panels:
+        axes.set_visible(False)
+    for axes, setting in zip(panels, settings, strict=False):
+        axes.set_visible(True)
+        draw(axes, setting)
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            labelled.setdefault(label, handle)
+    figure.supxlabel("interval", fontsize=9)
+    figure.supylabel("validation loss above exact steps", fontsize=9)
+    figure.legend(labelled.values(), labelled.keys(), loc="outside upper left", ncols=2, fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Makes the tables and the picture of the study.")
+    parser.add_argument("runs", type=Path, nargs="+", help="what `delay_study.py` wrote")
+    parser.add_argument("--page", type=Path, help="the page that the tables go to")
+    options = parser.parse_args()
+    settings = settings_of(read_runs(options.runs))
+    tables = "\n\n".join(setting.table() for setting in settings)
+    if options.page is None:
+        print(tables)
+        return
+    before, _, rest = options.page.read_text().partition(BEGIN)
+    _, mark, after = rest.partition(END)
+    if not mark:
+        parser.error(f"`{options.page}` has not both marks, expected `{BEGIN}` and `{END}`")
+    options.page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}")
+    write_picture(settings, options.page.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the report of the study of deferred updates makes of runs (`benches/delay_report.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+CURVE = [[0, 5.0], [50, 3.0], [100, 2.0]]
+
+
+@pytest.fixture(scope="module")
+def report() -> ModuleType:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benches"))
+    try:
+        import delay_report
+    finally:
+        del sys.path[0]
+    return delay_report
+
+
+def line(report: ModuleType, loss: float, *, seed: int = 0, delay: Any = None, **case: Any) -> str:
+    case = {"size": "small", "task": "new", "lr": 1e-3} | case
+    case |= {"seed": seed, "delay": None if delay is None else dataclasses.asdict(delay)}
+    curve = [*CURVE[:-1], [100, loss]]
+    found = {"case": case, "validation_loss": loss, "train_loss": loss - 0.5}
+    return json.dumps(found | {"validation_losses": curve, "parameters": 33_000_000})
+
+
+def setting_of(report: ModuleType, tmp_path: Path, lines: list[str]) -> Any:
+    path = tmp_path / "runs.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    (setting,) = report.settings_of(report.read_runs([path]))
+    return setting
+
+
+def test_gaps_are_between_runs_of_one_seed(report: ModuleType, tmp_path: Path) -> None:
+    deferred, zenflow = report.Delay(), report.Delay(predict=False, average=True)
+    lines = [
+        line(report, 2.0),
+        line(report, 2.4, seed=1),
+        line(report, 2.1, delay=deferred),
+        line(report, 2.7, delay=deferred, seed=1),
+        # Of a seed without an exact run.
+        line(report, 9.0, delay=deferred, seed=2),
+        line(report, 2.5, delay=zenflow),
+        # What fine-tuning starts from is no result.
+        line(report, 1.0, task="base"),
+    ]
+    setting = setting_of(report, tmp_path, lines)
+    assert setting.spread == pytest.approx(0.4)
+    assert setting.gap(deferred) == pytest.approx(0.2)
+    assert setting.of_zenflow(deferred) == pytest.approx(0.4)
+    assert setting.verdict(deferred) == "yes"
+    # Lines from 3.0 at 50 to 2.0, and to 2.4, at 100: 95, and 25 from the end at 2.7.
+    assert setting.exact_steps(deferred) == f"{(95 + 75) / 2:.0f}"
+    assert setting.exact_steps(zenflow) == "75"
+    assert "| **deferred S=4 predicted** | 2 | +0.2000 | +0.2000 | 85 | 0.40 | yes |" in (
+        setting.table()
+    )
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(2.05, "yes"), (2.15, "no")])
+def test_fine_tuning_is_held_against_the_spread_of_seeds(
+    report: ModuleType, tmp_path: Path, loss: float, verdict: str
+) -> None:
+    case = {"task": "tune", "lr": 1e-5}
+    lines = [line(report, 2.0, **case), line(report, 2.1, seed=1, **case)]
+    lines += [line(report, loss, delay=report.Delay(), **case)]
+    assert setting_of(report, tmp_path, lines).verdict(report.Delay()) == verdict
+
+
+def test_a_run_that_ends_lower_takes_no_fewer_steps(report: ModuleType, tmp_path: Path) -> None:
+    lines = [line(report, 2.0), line(report, 1.9, delay=report.Delay())]
+    assert setting_of(report, tmp_path, lines).exact_steps(report.Delay()) == "≥ 100"
+
+
+def test_the_page_and_its_picture_are_those_of_the_runs(report: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    lines = [line(report, 2.0), line(report, 2.3, delay=report.Delay())]
+    setting = setting_of(report, tmp_path, lines)
+    for name in ("one.svg", "two.svg"):
+        report.write_picture([setting], tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
