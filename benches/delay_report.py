@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from delay_simulation import Delay
-from delay_study import describe
+from delay_study import describe, lr_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -197,7 +197,7 @@ def title(setting: Setting) -> str:
     first = next(iter(setting.exact.values()))
     millions = first.line["parameters"] / 1e6
     what = "fine-tuning" if setting.task == "tune" else "from nothing"
-    return f"{millions:.0f} M parameters, {what} at lr {setting.lr:g}"
+    return f"{millions:.0f} M parameters, {what} at lr {lr_name(setting.lr)}"
 
 
 def settings_of(runs: Sequence[Run]) -> list[Setting]:
@@ -252,7 +252,7 @@ def write_picture(settings: Sequence[Setting], path: Path) -> None:
     rows = -(-len(settings) // columns)
     figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, columns, squeeze=False).flat
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     labelled: dict[str, Any] = {}
     for axes in panels:
         axes.set_visible(False)
@@ -281,8 +281,10 @@ def main() -> None:
     _, mark, after = rest.partition(END)
     if not mark:
         parser.error(f"`{options.page}` has not both marks, expected `{BEGIN}` and `{END}`")
-    options.page.write_text(f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}")
-    write_picture(settings, options.page.with_suffix(".svg"))
+    picture = options.page.with_suffix(".svg")
+    seen = f"![Validation loss above that of exact steps; the band is seeds]({picture.name})"
+    options.page.write_text(f"{before}{BEGIN}\n\n{seen}\n\n{tables}\n\n{END}{after}")
+    write_picture(settings, picture)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["Case", "plan"]
+__all__ = ["Case", "describe", "lr_name", "plan"]
 
 Task: TypeAlias = Literal["base", "new", "tune"]
 
@@ -584,7 +584,13 @@ def new_stream() -> torch.cuda.Stream:
 
 def name_of(case: Case) -> str:
     """A line's name, for people."""
-    return f"{case.size} {case.task} lr {case.lr:g} seed {case.seed} {describe(case.delay)}"
+    lr = lr_name(case.lr)
+    return f"{case.size} {case.task} lr {lr} seed {case.seed} {describe(case.delay)}"
+
+
+def lr_name(lr: float) -> str:
+    """A learning rate, as people write it."""
+    return f"{lr:.0e}".replace("e-0", "e-")
 
 
 def describe(delay: Delay | None) -> str:
