@@ -1,16 +1,17 @@
 """Mutants of the Python package that no test kills: `python tests/mutants.py --help`.
 
 A mutant is the package with one small change: a comparison, a constant, an operator, a condition, a
-statement that is gone. The tests that execute the changed line run on it, the quickest first, until
-one fails. A mutant that survives is a line that no test looks at, or an equal program.
+statement that is gone. The tests that execute the changed line run on it until one fails, first
+those that execute what few tests do nearby. A mutant that survives is a line that no test looks at,
+or an equal program.
 
 This process imports the package and collects the tests, and runs none. For each mutant it is
 forked; the child takes the changed function for the one that is there, and runs tests. So a mutant
 costs little more than the tests up to the first failure. Which tests execute a line is found by one
 child that runs all of them under coverage.py.
 
-Not seen: what runs when a module is imported, and tests that work in processes of their own. So of
-DeepSpeed's side there is only what decides by itself.
+Not seen: what runs when a module is imported, and tests that work in processes of their own. Tests
+of several ranks run on one, as far as they pass there. For ZeRO there is `zero_in_process.py`.
 """
 
 import argparse
@@ -33,7 +34,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import optim_ranks
 import pytest
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "stepwell"
@@ -45,6 +48,10 @@ SUITES = {
     "deepspeed": (
         ["deepspeed/plan.py", "deepspeed/options.py", "deepspeed/zero/operands.py"],
         ["test_deepspeed_plan.py", "test_deepspeed_operands.py"],
+    ),
+    "zero": (
+        ["deepspeed/zero/[a-z]*.py", "deepspeed/state/[a-z]*.py"],
+        ["zero_in_process.py", "test_deepspeed_operands.py"],
     ),
 }
 # They take minutes, and pass through every line.
@@ -79,6 +86,8 @@ ARITHMETIC = {
     ast.LShift: ast.RShift,
     ast.RShift: ast.LShift,
 }
+# None stands for these as well.
+NOTHING_RETURNED = ("return", "return None", "return False")
 # Types, messages and logs are none of a test's business here.
 UNTOUCHED_CALLS = {"log", "info", "warning", "debug", "overload", "TypeVar", "cast"}
 
@@ -101,7 +110,7 @@ def alternatives(node):
         yield "constant", changed(node, value=not node.value)
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield "constant", changed(node, value=node.value + 1)
-    elif isinstance(node, ast.Return) and ast.unparse(node) not in ("return", "return None"):
+    elif isinstance(node, ast.Return) and ast.unparse(node) not in NOTHING_RETURNED:
         yield "returned", changed(node, value=ast.Constant(None))
     if may_go(node):
         yield "statement gone", ast.Pass()
@@ -240,7 +249,8 @@ def record(session, sources, path):
     data = run.get_data()
     lines = {str(source): data.contexts_by_lineno(str(source)) for source in sources}
     failed = [item.nodeid for item in session.items if item.nodeid not in seconds]
-    path.write_text(json.dumps({"seconds": seconds, "lines": lines, "failed": failed}))
+    recorded = {"seconds": seconds, "lines": lines, "failed": failed, "modules": [*sys.modules]}
+    path.write_text(json.dumps(recorded))
     return 0
 
 
@@ -257,12 +267,18 @@ def chosen(record, mutant, seconds_max):
     """The tests that may kill a mutant, in the order in which they are tried."""
     lines, seconds = record["lines"][str(mutant.path)], record["seconds"]
     reached = lines.get(str(mutant.line)) or lines.get(str(mutant.statement_line), [])
-    # The quickest first, but each function once before any other of its parameters.
+    # First those that reach what few tests reach nearby: the branches of a condition. Of these the
+    # quickest, but each function once before any other of its parameters.
+    rarity = dict.fromkeys(reached, math.inf)
+    for line in range(mutant.line - 2, mutant.line + 5):
+        near = lines.get(str(line), [])
+        for test in rarity.keys() & set(near):
+            rarity[test] = min(rarity[test], len(near))
     siblings = Counter()
     keys = {}
     for test in sorted(seconds.keys() & set(reached), key=seconds.get):
         function = test.partition("[")[0]
-        keys[test] = (siblings[function], seconds[test])
+        keys[test] = (rarity[test], siblings[function], seconds[test])
         siblings[function] += 1
     found = sorted(keys, key=keys.get)
     totals = itertools.accumulate(seconds[test] for test in found)
@@ -316,22 +332,48 @@ def functions(code):
             yield from functions(each)
 
 
-def become(mutant, tree):
-    """Changes the functions of the module that is imported."""
+def living_functions(paths):
+    """The functions of these files that are there by now, by file."""
+    found = {str(path): [] for path in paths}
+    for each in gc.get_objects():
+        # By type: an isinstance asks proxies, some of which warn.
+        if type(each) is types.FunctionType and each.__code__.co_filename in found:
+            found[each.__code__.co_filename].append(each)
+    return found
+
+
+def become(mutant, tree, living):
+    """Changes those of the functions `living` of the mutant's file that differ in `tree`."""
     path = str(mutant.path)
     before = dict(functions(compile(mutant.path.read_text(), path, "exec", dont_inherit=True)))
     after = dict(functions(compile(tree, path, "exec", dont_inherit=True)))
     changed = {key: code for key, code in after.items() if code != before[key]}
     found = 0
-    for each in gc.get_objects():
-        # By type: an isinstance asks proxies, some of which warn.
-        if type(each) is types.FunctionType and each.__code__.co_filename == path:
-            key = (each.__code__.co_name, each.__code__.co_firstlineno)
-            if key in changed:
-                each.__code__ = changed[key]
-                found += 1
+    for each in living:
+        key = (each.__code__.co_name, each.__code__.co_firstlineno)
+        if key in changed:
+            each.__code__ = changed[key]
+            found += 1
     if not found:
         raise LookupError(f"no function was changed, of {list(changed)}")
+
+
+class OneRank:
+    """In place of the ranks of `optim_ranks`: one, in this process."""
+
+    def __init__(self, *_):
+        pass
+
+    def run(self, function, *arguments):
+        """What `function` returns, on each rank."""
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        try:
+            return [function(*arguments)]
+        finally:
+            dist.destroy_process_group()
+
+    def stop(self):
+        pass
 
 
 class Mutants:
@@ -343,6 +385,7 @@ class Mutants:
         self.path = arguments.out / f"{name}.json"
         self.log = arguments.out / f"{name}.log"
         self.counts = Counter()
+        self.living = {}
 
     def pytest_runtestloop(self, session):
         if self.arguments.record or not self.path.exists():
@@ -354,6 +397,15 @@ class Mutants:
         for test in recorded["failed"]:
             print(f"left out, since it fails without a mutant: {test}")
         items = {item.nodeid: item for item in session.items}
+        # What torch imports late, it would import in every child.
+        for module in recorded["modules"]:
+            if module.startswith("torch."):
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(module)
+        self.living = living_functions(self.sources)
+        # A child does not look through what is there, so it does not copy it.
+        gc.collect()
+        gc.freeze()
         rng = random.Random(self.arguments.seed)
         for source in self.sources:
             for mutant, tree in mutants(source):
@@ -375,7 +427,7 @@ class Mutants:
             return "untested"
 
         def run():
-            become(mutant, tree)
+            become(mutant, tree, self.living[str(mutant.path)])
             return 0 if succeed(session, [items[test] for test in tests]) else 1
 
         timeout_s = 60 + 5 * sum(recorded["seconds"][test] for test in tests)
@@ -413,6 +465,7 @@ def main():
         for path in tests
         if path.name != RANDOM_PROGRAMS and any(each in path.name for each in wanted)
     ]
+    optim_ranks.Ranks = OneRank
     plugin = Mutants(sources, arguments.suite, arguments)
     pytest.main([*OPTIONS, *tests], plugins=[plugin])
     print(dict(plugin.counts))

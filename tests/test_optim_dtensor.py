@@ -389,19 +389,58 @@ def test_autograd_sees_the_step(ranks):
     ranks.run(version_of_the_shard_is_bumped)
 
 
-def test_dtensor_state_for_a_plain_parameter_is_refused():
-    class Store(dist.HashStore):
-        pass
+# ---- in this process, of one rank ----
 
-    dist.init_process_group("gloo", rank=0, world_size=1, store=Store())
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        sharded = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
-        sharded.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-        optimizer = stepwell.AdamW([sharded])
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def sharded_parameter(mesh, placement):
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [placement]))
+    param.grad = distribute_tensor(torch.ones(4), mesh, [placement])
+    return param
+
+
+def test_dtensor_state_for_a_plain_parameter_is_refused(mesh):
+    optimizer = stepwell.AdamW([sharded_parameter(mesh, Shard(0))])
+    optimizer.step()
+    other = stepwell.AdamW([parameter(4)])
+    with pytest.raises(ValueError, match="is a DTensor, expected a plain tensor"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_state_that_is_placed_otherwise_is_refused(mesh):
+    optimizer = stepwell.AdamW([sharded_parameter(mesh, Replicate())])
+    optimizer.step()
+    other = stepwell.AdamW([sharded_parameter(mesh, Shard(0))])
+    with pytest.raises(ValueError, match=r"is placed as .*, expected as the parameter is"):
+        other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+
+
+def test_only_one_of_parameter_and_gradient_is_a_dtensor(mesh):
+    param = sharded_parameter(mesh, Shard(0))
+    param.grad = None
+    optimizer = stepwell.AdamW([param])
+    torch.Tensor.grad.__set__(param, torch.ones(4))
+    with pytest.raises(ValueError, match=r"only one of .* and its gradient is a DTensor"):
         optimizer.step()
-        other = stepwell.AdamW([parameter(4)])
-        with pytest.raises(ValueError, match="is a DTensor, expected a plain tensor"):
-            other.load_state_dict(optimizer.state_dict())
-    finally:
-        dist.destroy_process_group()
+    assert not optimizer.state
+    plain = parameter(4)
+    optimizer = stepwell.AdamW([plain])
+    plain.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match=r"only one of .* and its gradient is a DTensor"):
+        optimizer.step()
+
+
+def test_gradients_come_to_where_the_parameter_is(mesh):
+    param = sharded_parameter(mesh, Shard(0))
+    param.grad = distribute_tensor(torch.full((4,), 2.0), mesh, [Replicate()])
+    optimizer = stepwell.AdamW([param], lr=0.1, weight_decay=0.0)
+    optimizer.step()
+    assert optimizer.state[param]["exp_avg"].placements == (Shard(0),)
+    torch.testing.assert_close(full(param), torch.full((4,), 0.9))

@@ -176,6 +176,21 @@ def test_frozen_parameters_may_be_anything():
     stepwell.AdamW([parameter(3), frozen]).step()
 
 
+def test_gradient_whose_memory_was_freed():
+    param = parameter(6)
+    optimizer = stepped(param)
+    storage = param.grad.untyped_storage()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    assert_refused(
+        optimizer,
+        r"the gradient of the parameter .* takes `24` bytes, but its storage has `0`",
+    )
+    storage.resize_(nbytes)
+    param.grad.fill_(1)
+    optimizer.step()
+
+
 def test_parameter_of_another_size_than_its_state():
     param = parameter(6)
     optimizer = stepped(param)
@@ -230,6 +245,15 @@ def test_disjoint_parts_of_one_storage_are_welcome():
     torch.testing.assert_close(whole, torch.full((4, 6), -1.0))
 
 
+def test_a_frozen_parameter_may_share_memory():
+    # Steps do not write it.
+    param = parameter(4)
+    frozen = torch.nn.Parameter(param.data[:2], requires_grad=False)
+    optimizer = stepwell.AdamW([param, frozen], lr=0.1)
+    optimizer.step()
+    assert torch.equal(frozen, param[:2])
+
+
 def test_gradient_in_the_memory_of_another_parameter():
     first, second = parameter(5), parameter(5)
     optimizer = stepwell.AdamW([{"params": [first]}, {"params": [second], "lr": 0.1}])
@@ -250,14 +274,21 @@ def test_state_that_two_parameters_share():
 
 @pytest.mark.parametrize(
     "value",
-    [torch.zeros(4, dtype=torch.float64), torch.zeros(5), None, 3.0],
-    ids=["dtype", "size", "none", "number"],
+    [
+        torch.zeros(4, dtype=torch.float64),
+        torch.zeros(5),
+        None,
+        3.0,
+        torch.zeros(4, device="meta"),
+    ],
+    ids=["dtype", "size", "none", "number", "meta"],
 )
 def test_state_that_does_not_fit(value):
     param = parameter(4)
     optimizer = stepped(param)
     optimizer.state[param]["exp_avg_sq"] = value
-    with pytest.raises(ValueError, match="`exp_avg_sq` in the state" + HINTED):
+    pattern = r"`exp_avg_sq` in the state of the parameter \(group 0, index 0, shape \(4,\)\)"
+    with pytest.raises(ValueError, match=pattern + HINTED):
         optimizer.step()
 
 

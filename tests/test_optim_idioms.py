@@ -70,6 +70,27 @@ def test_default_device_is_not_followed(cls, moments):
 
 
 @pytest.mark.parametrize("cls", OURS)
+def test_state_may_be_looked_at_before_the_first_step(cls):
+    param = ones(4)
+    optimizer = cls([param])
+    assert optimizer.state[param] == {}
+    step(optimizer, [param])
+    assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize("cls", OURS)
+def test_steps_go_on_from_state_that_was_only_made(cls):
+    # As torch.distributed.checkpoint makes it, by a step at lr 0.
+    param = ones(4)
+    optimizer = cls([param], lr=0.0)
+    step(optimizer, [param], value=0.0)
+    assert optimizer.state[param]["step"] == 0
+    optimizer.param_groups[0]["lr"] = 0.1
+    step(optimizer, [param])
+    assert optimizer.state[param]["step"] == 1
+
+
+@pytest.mark.parametrize("cls", OURS)
 def test_state_made_in_inference_mode_can_be_stepped_outside(cls):
     param = ones(4)
     optimizer = cls([param])

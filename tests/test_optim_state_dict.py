@@ -10,6 +10,7 @@ import pytest
 import stepwell
 import torch
 from optim_cases import CODECS, LAYOUT_IDS, LAYOUTS, assert_same, bits, parameter, snapshot, stepped
+from stepwell import _state
 
 # Relative error of one moment after one rounding: bf16 has 8 bits, q8's neighbours are 1/16 of the
 # value apart at most, where values are large.
@@ -125,6 +126,24 @@ def test_codecs_convert_into_each_other(source, target, dtype):
     advance(other, 2, seed=1)
 
 
+@pytest.mark.parametrize("moments", ["bf16", "q8"])
+def test_moments_of_one_element_are_decoded(moments):
+    param = parameter(1)
+    optimizer = stepwell.AdamW([param], moments=moments)
+    optimizer.step()
+    decoded = optimizer.decoded_state_dict()["state"][0]
+    torch.testing.assert_close(decoded["exp_avg"], 0.1 * param.grad, rtol=CODEC_ERROR["q8"], atol=0)
+
+
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+def test_bytes_of_state_are_those_of_its_tensors(dtype, moments):
+    param = parameter(1000, dtype=dtype)
+    state = stepped(param, moments=moments).state[param]
+    nbytes = sum(value.nbytes for name, value in state.items() if name != "step")
+    assert _state.nbytes(param, moments) == nbytes
+    assert _state.nbytes_of(state | {"tag": "not a tensor"}) == nbytes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_of_another_format_is_refused(dtype):
     param = parameter(3000, dtype=dtype)
@@ -210,6 +229,20 @@ def test_torchs_adam_with_l2_decay(fused):
     torch.testing.assert_close(ours, theirs)
 
 
+def test_adamw_decays_as_adamw_with_the_state_of_an_adam():
+    theirs, ours = parameter(100), parameter(100)
+    reference = torch.optim.Adam([theirs], lr=0.5, weight_decay=0.1)
+    advance(reference, 1, seed=1)
+    optimizer = stepwell.AdamW([ours])
+    optimizer.load_state_dict(reference.state_dict())
+    before = ours.detach().clone()
+    ours.grad = torch.zeros(100)
+    optimizer.state[ours]["exp_avg"].zero_()
+    optimizer.step()
+    torch.testing.assert_close(ours.detach(), before * (1 - 0.5 * 0.1))
+    assert not optimizer.state[ours]["exp_avg"].any()
+
+
 @pytest.mark.parametrize("moments", CODECS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_torchs_state_of_16_bit_parameters(dtype, moments):
@@ -220,6 +253,7 @@ def test_torchs_state_of_16_bit_parameters(dtype, moments):
     advance(reference, 3, seed=1)
     optimizer = stepwell.AdamW([ours], moments=moments)
     optimizer.load_state_dict(reference.state_dict())
+    assert optimizer.state[ours].keys() == stepped(theirs, moments=moments).state[theirs].keys()
     state = optimizer.decoded_state_dict()["state"][0]
     for name in ("exp_avg", "exp_avg_sq"):
         expected = reference.state[theirs][name].float()

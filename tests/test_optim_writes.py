@@ -140,7 +140,7 @@ def test_no_written_pattern_becomes_a_nan(dtype):
 def test_module_may_change_its_dtype(start, end):
     module = torch.nn.Linear(9, 7, dtype=start)
     optimizer = stepwell.AdamW(module.parameters(), lr=1e-3)
-    for dtype in (start, end, start):
+    for count, dtype in enumerate((start, end, start), 1):
         module.to(dtype)
         for param in module.parameters():
             param.grad = torch.ones_like(param)
@@ -149,6 +149,12 @@ def test_module_may_change_its_dtype(start, end):
         for param, old in zip(module.parameters(), before, strict=True):
             assert param.isfinite().all()
             assert (param - old).abs().max() < 1e-2
+            # The moments go on, also where the master begins anew.
+            state = optimizer.state[param]
+            assert state["step"] == count
+            torch.testing.assert_close(
+                state["exp_avg"], torch.full_like(state["exp_avg"], 1 - 0.9**count)
+            )
             expected = {
                 torch.bfloat16: {"trailing", "fingerprints"},
                 torch.float16: {"master"},
@@ -205,13 +211,29 @@ def test_state_dropped_by_the_user_starts_afresh():
     assert optimizer.state[param]["step"] == 1
 
 
-def test_integer_step_is_understood():
-    # What DeepSpeed's checkpoint loaders leave in the state.
+def _made_in_inference_mode():
+    with torch.inference_mode():
+        return torch.tensor(7.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        # What DeepSpeed's checkpoint loaders leave in the state.
+        lambda: 7,
+        lambda: torch.tensor(7),
+        lambda: torch.tensor(7.0, dtype=torch.float64),
+        _made_in_inference_mode,
+    ],
+    ids=["int", "int64", "float64", "inference"],
+)
+def test_steps_of_other_kinds_are_understood(make):
     param = parameter(10)
     optimizer = stepped(param)
-    optimizer.state[param]["step"] = 7
+    optimizer.state[param]["step"] = make()
     optimizer.step()
-    assert optimizer.state[param]["step"] == 8
+    counter = optimizer.state[param]["step"]
+    assert (counter.item(), counter.dtype, counter.is_inference()) == (8.0, torch.float32, False)
 
 
 @pytest.mark.parametrize("step", [-1, 1.5, math.nan, None, "3"])

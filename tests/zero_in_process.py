@@ -1,0 +1,344 @@
+"""Short runs of ZeRO on the offload engine in the process of the tests: for `mutants.py`.
+
+The tests of ZeRO run whole programs in processes of their own, which takes longer than a mutant
+may. Here each test is a run or two of those programs on one rank, against DeepSpeed's own path or
+against what the whole tests expect. pytest does not collect this file by itself: DeepSpeed stays in
+a process that has used it.
+"""
+
+import math
+import os
+import socket
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import deepspeed_access_programs as accesses
+import deepspeed_gradient_programs as gradients
+import deepspeed_offload_param_programs as offload_param
+import deepspeed_offload_programs as offload
+import deepspeed_twin_flow_programs as twin_flow
+import deepspeed_weight_programs as weights
+import pytest
+import test_deepspeed_offload_param
+import torch
+from deepspeed_asserts import assert_same_partitions, assert_same_runs, assert_same_values
+from deepspeed_engines import configuration, initialize, partitions, perceptron, train, vectors
+from deepspeed_engines import squared as loss_of
+from deepspeed_paths import Forked, both, poisoned, uneven
+from test_deepspeed_twin_flow import assert_close, assert_close_partitions
+
+ENGINES = ({"engine": True}, {"engine": False})
+FP32_SUMS = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}}
+ON_DEVICE = {"gradient_accumulation_steps": 2, "stepwell": {"accumulate": "device"}}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_rank():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+    import deepspeed
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+
+
+def on_both(run, config, *arguments, **options):
+    block = config.pop("stepwell", {})
+    return [run({**config, "stepwell": {**block, **one}}, *arguments, **options) for one in ENGINES]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        FP32_SUMS,
+        ON_DEVICE,
+        {"dtype": "fp32"},
+        {"stepwell": {"gate": "step"}},
+        {"zero": {"sub_group_size": 3000, "overlap_comm": True}},
+    ],
+)
+def test_both_paths_are_the_same_run(stage, options):
+    assert_same_runs(*both(configuration(stage=stage, **{"dtype": "bf16", **options}), steps=3))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipped(stage):
+    assert_same_runs(*both(configuration(stage=stage, dtype="bf16", clip=0.1), steps=3))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_loss_scale(stage):
+    scale = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 1000}
+    config = configuration(dtype="fp16", stage=stage, precision=scale)
+    ours, theirs = both(config, steps=16)
+    assert_same_runs(ours, theirs)
+    assert ours["skipped"] > 0
+
+
+def test_groups():
+    ours, theirs = on_both(offload.with_groups, configuration(dtype="bf16"))
+    assert ours["losses"] == theirs["losses"]
+    assert_same_partitions(ours["partitions"], theirs["partitions"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}])
+def test_nonfinite(stage, options):
+    run = poisoned(configuration(dtype="bf16", stage=stage, clip=1.0, **options))
+    assert (run["norm"], run["skipped"], run["steps"]) == (math.inf, 1, [5])
+    (before, kept), (after, kept_after) = run["before"], run["after"]
+    assert_same_partitions(before, after)
+    assert all(torch.equal(one, other) for one, other in zip(kept, kept_after, strict=True))
+    assert torch.tensor(run["losses"]).isfinite().all()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_the_device_holds(stage):
+    numel = 32 * 64 + 64 + 64 * 32 + 32
+    assert offload.held("host", stage) == [0, 0, 0]
+    assert offload.held("device", stage) == [numel, numel, 0]
+
+
+def test_forwards_wait_for_their_own_weights():
+    calls, is_new = offload.waited()
+    assert [sorted(call) for call in calls] == [
+        [(0, 0, 2048), (0, 2048, 64)],
+        [(0, 2112, 2048), (0, 4160, 32)],
+    ]
+    assert is_new
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, FP32_SUMS])
+def test_failed_backwards(stage, options):
+    config = configuration(stage=stage, dtype="bf16", **options)
+    expected = gradients.recovered(dict(config), ())
+    found = gradients.recovered(config, (0, 2 * options.get("gradient_accumulation_steps", 1)))
+    assert found[0] == expected[0]
+    assert_same_partitions(found[1], expected[1])
+
+
+@pytest.mark.parametrize("after", ["step", "backward", "plain backward"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_follows_a_failed_backward(stage, after):
+    assert gradients.unrecovered(stage, after).startswith("a backward has not ended")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_cleared(stage):
+    config = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
+    ours, theirs = on_both(gradients.cleared, config)
+    assert ours[0] == theirs[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_skipped(stage):
+    assert not gradients.skipped(stage).any()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_huge(stage):
+    config = configuration(stage=stage, clip=0.1)
+    plain, found = (gradients.huge(dict(config), factor) for factor in (1.0, 2.0**80))
+    assert found["skipped"] == 0
+    assert math.isclose(found["norm"], plain["norm"] * 2.0**80, rel_tol=1e-6)
+    for (_, state), (_, expected) in zip(found["after"], plain["after"], strict=True):
+        torch.testing.assert_close(state["exp_avg"], expected["exp_avg"], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_refused(stage):
+    config = configuration(dtype="bf16", stage=stage)
+    ours, theirs = (gradients.refused(dict(config), block) for block in ENGINES)
+    assert "a gradient is not finite; nothing was changed. hint: " in ours["message"]
+    assert_same_partitions(ours["before"], ours["after"])
+    assert ours["losses"] == theirs["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_interrupted(stage):
+    found, expected = (gradients.interrupted(stage, is_interrupted=each) for each in (True, False))
+    assert found[0] == expected[0]
+    assert_same_partitions(found[1], expected[1])
+
+
+def test_no_gradient_is_a_gradient_of_zeros():
+    from deepspeed import utils
+
+    (batch,) = vectors(1)
+    engine = initialize(Forked(), configuration(dtype="fp32", params={"betas": [0.5, 0.5]}))
+    moments = []
+    for _ in range(2):
+        train(engine, [batch], loss_of)
+        moment = utils.safe_get_full_optimizer_state(engine.module.second.weight, "exp_avg")
+        moments.append(moment.clone())
+    assert moments[0].any()
+    assert torch.equal(moments[1], moments[0] / 2)
+
+
+def test_two_backwards():
+    engine = initialize(perceptron(), configuration(dtype="fp32"))
+    model = perceptron()
+    for batch in vectors(2):
+        engine.backward(loss_of(engine, batch))
+        loss_of(model, batch).backward()
+    engine.step()
+    ((_, state),) = partitions(engine)
+    summed = torch.cat([param.grad.flatten() for param in model.parameters()])
+    moment = state["exp_avg"][: summed.numel()]
+    torch.testing.assert_close(moment, 0.1 * summed, rtol=1e-5, atol=1e-8)
+
+
+# ---- what programs read and write ----
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        (accesses.read, {"dtype": "bf16", "clip": 0.01}),
+        (accesses.read, {"dtype": "fp16", "precision": {"loss_scale": 1024.0}, "clip": 0.01}),
+        (accesses.set_gradients, {"dtype": "bf16"}),
+        (accesses.set_early, {"dtype": "bf16", "gradient_accumulation_steps": 2}),
+        (accesses.set_early, {"dtype": "bf16", **ON_DEVICE}),
+        (accesses.set_state, {"dtype": "bf16"}),
+        (accesses.poisoned, {"dtype": "bf16", "precision": {"check_grad_overflow": False}}),
+    ],
+)
+def test_accesses(stage, run, options):
+    rtol = 1e-6 if run is accesses.read and stage == 3 else 0.0
+    assert_same_values(*on_both(run, configuration(stage=stage, **options)), rtol=rtol)
+
+
+@pytest.mark.parametrize("options", [{"clip": 0.1}, {"gradient_accumulation_steps": 2}])
+def test_gradients_that_are_set(options):
+    config = configuration(dtype="bf16", **options)
+    assert_same_values(*on_both(accesses.set_gradients, config))
+
+
+def test_unused():
+    config = configuration(dtype="bf16", zero={"ignore_unused_parameters": False})
+    assert_same_values(*on_both(accesses.unused, config))
+
+
+def test_pinned():
+    assert [accesses.pinned(says)[0] for says in (None, True, False)] == [2, 2, 0]
+
+
+def test_timed():
+    (timed_gate, is_busy, (elapsed_ms,), step_seconds), (gate, *_) = accesses.timed()
+    assert (timed_gate, is_busy, gate) == ("step", False, "module")
+    assert elapsed_ms >= 1000 * step_seconds > 0
+
+
+def test_reads_after_a_step():
+    for now, later in weights.reads({"engine": True, "threads": 1}).values():
+        assert all(torch.equal(one, other) for one, other in zip(now, later, strict=True))
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda weight: weight.data.mul_(0.5)])
+def test_writes_after_a_step(write):
+    (found, flats), (expected, others) = (weights.written(block, write) for block in ENGINES)
+    assert found == expected
+    assert_same_partitions(flats, others)
+
+
+def test_exchanged():
+    for ours, theirs in zip(*(weights.refreshed(block) for block in ENGINES), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_view():
+    for now, weight in weights.view_kept({"engine": True}):
+        assert torch.equal(now, weight)
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checkpoints(stage, tmp_path):
+    config = configuration(dtype="bf16", stage=stage)
+    engine = initialize(uneven(), config)
+    train(engine, vectors(2), loss_of)
+    engine.save_checkpoint(str(tmp_path))
+    losses = train(engine, vectors(2, first=2), loss_of)
+    after = partitions(engine)
+    engine.destroy()
+    for block in ENGINES:
+        engine = initialize(uneven(seed=1), {**config, "stepwell": block})
+        engine.load_checkpoint(str(tmp_path))
+        assert train(engine, vectors(2, first=2), loss_of) == losses
+        assert_same_partitions(partitions(engine), after)
+        engine.destroy()
+
+
+# ---- parameters in host memory, and shares of the device ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"persistent": 100},
+        {"dtype": "fp32", "persistent": 100},
+        {"gradient_accumulation_steps": 2, "pinned": True},
+        {"zero": {"sub_group_size": 3000}},
+    ],
+)
+def test_parameters_in_host_memory(options):
+    runs = offload_param.both(offload_param.offloaded(**options), steps=3)
+    test_deepspeed_offload_param.assert_same_runs(*runs)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_parameters_in_host_memory_interrupted(dtype):
+    found, expected = (
+        offload_param.interrupted(dtype, is_interrupted=each) for each in (True, False)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found[0], expected[0], strict=True))
+    assert_same_partitions(found[1], expected[1])
+
+
+def test_memory():
+    result = {}
+    offload_param.memory(result)
+    test_deepspeed_offload_param.test_memory_is_what_is_announced(result)
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip": 0.1}, {"ratio": 0.0}, {"gradient_accumulation_steps": 2}]
+)
+def test_share_of_the_device(options):
+    ours, theirs = both(twin_flow.halved(dtype="bf16", **options), steps=3)
+    assert ours["class"] == "OffloadZeroOptimizerStage3"
+    assert_close(ours["losses"], theirs["losses"], 2e-2)
+    assert_close(ours["norms"], theirs["norms"], 2e-2)
+    assert_close_partitions(ours["partitions"], theirs["partitions"])
+
+
+def test_gradients_of_the_share():
+    found, expected = twin_flow.gradients()
+    torch.testing.assert_close(found[0][0], expected)
+    torch.testing.assert_close(found[0][1], torch.full_like(found[0][1], 0.7))
+    first, second, third = twin_flow.unused()
+    assert first.any()
+    assert torch.equal(second, first / 2)
+    assert torch.equal(third, second / 2)
+
+
+def test_share_that_fails():
+    first, second = twin_flow.failing()
+    assert first == second
+    assert "hint: go on from a checkpoint" in first
