@@ -44,7 +44,7 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
 }
 
 fn pool(threads: usize) -> Pool {
-    Pool::new(&PoolConfig { threads: Some(threads), cpus: None }).expect("pool")
+    Pool::new(&PoolConfig { threads: Some(threads), cpus: None, nice: 0 }).expect("pool")
 }
 
 fn counters(len: usize) -> Vec<AtomicU32> {
@@ -302,7 +302,10 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
             scope.spawn(|| {
                 all_begun.wait();
                 while !stop.load(Ordering::Relaxed) {
-                    drop(Pool::new(&PoolConfig { threads: Some(2), cpus: None }).expect("pool"));
+                    drop(
+                        Pool::new(&PoolConfig { threads: Some(2), cpus: None, nice: 0 })
+                            .expect("pool"),
+                    );
                 }
             });
             let result = catch_unwind(AssertUnwindSafe(|| {
@@ -450,7 +453,7 @@ fn a_mask_of_one_cpu_gives_one_worker() {
                 assert_eq!(pool.cpus(), [cpu]);
                 assert!(runs_each_once(&pool, &counters(100)));
                 let several =
-                    Pool::new(&PoolConfig { threads: Some(4), cpus: None }).expect("pool");
+                    Pool::new(&PoolConfig { threads: Some(4), cpus: None, nice: 0 }).expect("pool");
                 assert_eq!(several.cpus(), [cpu; 4]);
                 assert!(runs_each_once(&several, &counters(100)));
             })
@@ -465,8 +468,8 @@ fn a_list_of_cpus_is_taken_as_it_is() {
     within_time_limit(|| {
         let mut cpus = allowed_cpus();
         cpus.reverse();
-        let pool =
-            Pool::new(&PoolConfig { threads: None, cpus: Some(cpus.clone()) }).expect("pool");
+        let pool = Pool::new(&PoolConfig { threads: None, cpus: Some(cpus.clone()), nice: 0 })
+            .expect("pool");
         assert_eq!(pool.cpus(), cpus);
         pool.run_on_each_worker(&|worker| assert_eq!(allowed_cpus(), [cpus[worker]]));
     });
@@ -484,7 +487,7 @@ fn bad_configurations_are_value_errors() {
             (None, Some(vec![cpu, cpu]), "twice"),
             (Some(2), Some(vec![cpu]), "`2`"),
         ] {
-            let error = Pool::new(&PoolConfig { threads, cpus }).expect_err("bad");
+            let error = Pool::new(&PoolConfig { threads, cpus, nice: 0 }).expect_err("bad");
             assert!(
                 matches!(error, Error::Value(_)) && error.to_string().contains(names),
                 "{error}"

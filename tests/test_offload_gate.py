@@ -433,3 +433,18 @@ def test_compiled_code_never_sees_stale_weights(compiler, how, backend):
     _, expected_losses, expected = compiled_run("step", backend, how)
     assert losses == expected_losses
     assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
+
+
+def test_a_module_waits_at_once_for_what_is_beneath_it():
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.nn.Linear(4, 4)
+    )
+    uploads = Landing()
+    inner = 2 * (4 * 4 + 4) * 4
+    gate = Gate(model.parameters(), uploads, wait_bytes_max=inner)
+    model(torch.ones(1, 4))
+    gate.open(model.parameters())
+    gate.wait_for_uncovered()
+    uploads.waits.clear()
+    model(torch.ones(1, 4))
+    assert uploads.waits == [4, 2]

@@ -40,7 +40,7 @@ fn kinds(topology: &Topology) -> Vec<CoreKind> {
 }
 
 fn choose(topology: &Topology, allowed: &[usize], threads: Option<usize>) -> Vec<usize> {
-    choose_cpus(topology, allowed, &PoolConfig { threads, cpus: None }, RankShare::WHOLE)
+    choose_cpus(topology, allowed, &PoolConfig { threads, cpus: None, nice: 0 }, RankShare::WHOLE)
         .expect("CPUs")
 }
 
@@ -186,7 +186,7 @@ fn this_machine_can_be_read() {
 #[test]
 fn bad_requests_name_the_value() {
     let topology = server().read();
-    let config = |threads, cpus| PoolConfig { threads, cpus };
+    let config = |threads, cpus| PoolConfig { threads, cpus, nice: 0 };
     let rank = |rank, num_ranks| RankShare { rank, num_ranks };
     for (allowed, config, share, part) in [
         (vec![], config(None, None), RankShare::WHOLE, "no CPU"),

@@ -53,12 +53,16 @@ pub struct PoolConfig {
     pub threads: Option<usize>,
     /// The CPU of each worker, exactly.
     pub cpus: Option<Vec<usize>>,
+    /// What is added to the nice value of its workers: above 0, threads of the program that come to
+    /// a worker's CPU go first.
+    pub nice: i32,
 }
 
 /// Pinned workers. See the [module](self).
 #[derive(Debug)]
 pub struct Pool {
     cpus: Vec<usize>,
+    nice: i32,
     crew: Mutex<Option<Crew>>,
     warned: AtomicBool,
 }
@@ -142,7 +146,7 @@ impl Pool {
                 format_cpu_list(&cpus)
             ));
         }
-        let (crew, unpinned) = Crew::start(&cpus)?;
+        let (crew, unpinned) = Crew::start(&cpus, config.nice)?;
         if let Some((cpu, error)) = unpinned {
             if config.cpus.is_some() {
                 return Err(Error::os(format!("cannot pin a worker to CPU `{cpu}`"), error));
@@ -150,7 +154,12 @@ impl Pool {
             warnings.push(unpinned_warning(cpu, &error));
         }
         Ok(Built {
-            pool: Self { cpus, crew: Mutex::new(Some(crew)), warned: AtomicBool::new(false) },
+            pool: Self {
+                cpus,
+                nice: config.nice,
+                crew: Mutex::new(Some(crew)),
+                warned: AtomicBool::new(false),
+            },
             warnings,
         })
     }
@@ -202,7 +211,7 @@ impl Pool {
         } else {
             let mut crew = self.crew.lock().unwrap_or_else(PoisonError::into_inner);
             if crew.as_ref().is_none_or(|crew| crew.generation() != fork::generation()) {
-                *crew = match Crew::start(&self.cpus) {
+                *crew = match Crew::start(&self.cpus, self.nice) {
                     Ok((crew, unpinned)) => {
                         warning = unpinned.map(|(cpu, error)| unpinned_warning(cpu, &error));
                         Some(crew)
@@ -289,7 +298,7 @@ impl Environment {
     fn complete(&self, config: &PoolConfig) -> PoolConfig {
         let threads =
             if config.cpus.is_none() { config.threads.or(self.threads) } else { config.threads };
-        PoolConfig { threads, cpus: config.cpus.clone() }
+        PoolConfig { threads, cpus: config.cpus.clone(), nice: config.nice }
     }
 }
 
@@ -415,11 +424,13 @@ mod tests {
         let environment = read(&[("STEPWELL_THREADS", "3")]).expect("valid");
         assert_eq!(environment.complete(&PoolConfig::default()).threads, Some(3));
         assert_eq!(
-            environment.complete(&PoolConfig { threads: Some(2), cpus: None }).threads,
+            environment.complete(&PoolConfig { threads: Some(2), cpus: None, nice: 0 }).threads,
             Some(2)
         );
         assert_eq!(
-            environment.complete(&PoolConfig { threads: None, cpus: Some(vec![0]) }).threads,
+            environment
+                .complete(&PoolConfig { threads: None, cpus: Some(vec![0]), nice: 0 })
+                .threads,
             None
         );
     }

@@ -22,9 +22,10 @@ use crate::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
-/// Copies that are with the device at once: of whole segments 64 MB, a millisecond of the bus, so
-/// that it does not run dry while the thread that hands over the next wakes.
-pub const IN_FLIGHT: usize = 8;
+/// Copies that are with the device at once. Few enough that its queue, of a thousand or so, is never
+/// full; enough for the segments of a large embedding, whose gradient is the last: the step waits
+/// until all copies are handed over.
+pub const IN_FLIGHT: usize = if cfg!(feature = "shuttle") { 8 } else { 64 };
 
 /// An entry of the queue.
 pub(super) enum Download {

@@ -130,6 +130,10 @@ impl Drop for PyOffloadEngine {
     }
 }
 
+/// Of workers in the background of a whole step: a thread of the program that comes to a CPU of
+/// theirs gets nine tenths of it, until the kernel has moved it on.
+const BACKGROUND_NICE: i32 = 10;
+
 #[pymethods]
 impl PyOffloadEngine {
     #[new]
@@ -166,14 +170,11 @@ impl PyOffloadEngine {
         let engine = py.detach(|| {
             let threads = match threads {
                 Some(threads) => threads,
-                None => {
-                    let cores = Pool::global()?.threads();
-                    // Behind a whole step the threads of torch need more than one core.
-                    let left = if deferral.is_some() { cores.div_ceil(4) } else { 1 };
-                    cores.saturating_sub(left).max(1)
-                }
+                None => Pool::global()?.threads().saturating_sub(1).max(1),
             };
-            let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None })?;
+            // In the background of a whole step workers meet the threads that launch it.
+            let nice = if deferral.is_some() { BACKGROUND_NICE } else { 0 };
+            let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None, nice })?;
             let shape = Shape { numels: &numels, generations, deferral };
             Engine::new(device, shape, pool, Isa::detect()?)
         })?;

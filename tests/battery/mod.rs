@@ -51,9 +51,9 @@ pub(crate) fn pool_of(workers: usize) -> Pool {
     let cpus: Vec<usize> =
         (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).take(workers).collect();
     let config = if cpus.len() == workers {
-        PoolConfig { threads: None, cpus: Some(cpus) }
+        PoolConfig { threads: None, cpus: Some(cpus), nice: 0 }
     } else {
-        PoolConfig { threads: Some(workers), cpus: None }
+        PoolConfig { threads: Some(workers), cpus: None, nice: 0 }
     };
     Pool::new(&config).expect("a pool")
 }

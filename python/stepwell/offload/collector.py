@@ -170,8 +170,9 @@ class DeviceCollector(Collector):
         if copies.is_outdated(param, grad):
             self._warn_of_outdated(1)
         if batch := copies.add(param, grad, current_stream(self._host.device)):
-            idle_engine().take(list(batch), list(batch.values()))
-            copies.mark_copied(batch)
+            with torch.no_grad():
+                idle_engine().take(list(batch), list(batch.values()))
+                copies.mark_copied(batch)
 
     @override
     def gradients(
@@ -254,6 +255,7 @@ class HostCollector(Collector):
         return [self.sums.watch(param)]
 
     @override
+    @torch.no_grad()
     def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
         if may_change_after_backward(param):
             raise ValueError(

@@ -87,6 +87,8 @@ class Gate:
         release: a method that waits until the gradients of the last step may be written; held
             weakly. None: they may be written once a step was submitted.
         settle: as `WeightGuard` has it.
+        wait_bytes_max: of weights that one module waits for at once, before it begins, though only
+            modules within it use them; 0: each module waits for its own.
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class Gate:
         uploads: Uploads,
         release: Callable[[], None] | None = None,
         settle: Callable[[], None] | None = None,
+        *,
+        wait_bytes_max: int = 0,
     ) -> None:
         self._params = set(params)
         self.is_on_cuda = any(param.is_cuda for param in self._params)
@@ -115,6 +119,8 @@ class Gate:
         self._children: dict[int, list[int]] = {}
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
+        self._nbytes: dict[int, int] = {}
+        self._wait_bytes_max = wait_bytes_max
         self.guard = WeightGuard(uploads, settle)
         """What knows which weights are under way."""
         self.is_open = False
@@ -251,7 +257,8 @@ class Gate:
     def _share_out(self) -> dict[int, list[torch.Tensor]]:
         """Which module waits for which parameters.
 
-        For each owner of parameters: on every way up from it, the nearest module that was called.
+        For each owner of parameters: on every way up from it, the nearest module that was called,
+        or one further up that has `wait_bytes_max` beneath it at most.
         """
         waits: dict[int, list[torch.Tensor]] = {}
         for owner, params in self._owned.items():
@@ -259,12 +266,30 @@ class Gate:
             while ahead:
                 key = ahead.pop()
                 if key in self._called:
-                    waits.setdefault(key, []).extend(params)
+                    waits.setdefault(self._waits_with(key), []).extend(params)
                     continue
                 above = [parent for parent in self._parents.get(key, []) if parent not in seen]
                 seen.update(above)
                 ahead += above
         return waits
+
+    def _waits_with(self, key: int) -> int:
+        """The furthest module above this one, or it, that may wait for all that is beneath."""
+        found = key
+        while len(above := self._parents.get(key, [])) == 1:
+            key = above[0]
+            if self._nbytes_beneath(key) > self._wait_bytes_max:
+                break
+            if key in self._called:
+                found = key
+        return found
+
+    def _nbytes_beneath(self, key: int) -> int:
+        if key not in self._nbytes:
+            beneath = self._reached([key], self._children)
+            params = {param for each in beneath for param in self._owned.get(each, ())}
+            self._nbytes[key] = sum(param.nbytes for param in params)
+        return self._nbytes[key]
 
     def enter(self, module: torch.nn.Module) -> None:
         """The forward of `module` is about to begin."""
@@ -272,7 +297,8 @@ class Gate:
             self.enter_all(module)
             return
         self._called.add(id(module))
-        self._end_interrupted_step()
+        if self._unfinished_on is not None or self._uncovered:
+            self._end_interrupted_step()
         if self.guard.any_under_way:
             self._is_entered = True
             self.guard.enter(self._waits.get(id(module), ()))
@@ -338,20 +364,23 @@ class _Hook:
 
 
 class _ForwardHook(_Hook):
+    # Called twice per module and step where activations are computed again: each microsecond is
+    # one of the thread that launches the forward.
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
             _traced(self.key)
             return
         gate = _GATES.get(self.key)
-        if gate is not None and gate.is_open:
-            if torch._C._is_tracing():
-                if not module.training:
-                    gate.enter_all(module)
-                gate.close()
-            elif gate.is_on_cuda and torch.cuda.is_current_stream_capturing():
-                gate.capture()
-            else:
-                gate.enter(module)
+        if gate is None or not gate.is_open:
+            return
+        if torch._C._is_tracing():
+            if not module.training:
+                gate.enter_all(module)
+            gate.close()
+        elif gate.is_on_cuda and torch.cuda.is_current_stream_capturing():
+            gate.capture()
+        else:
+            gate.enter(module)
 
 
 class _StateHook(_Hook):

@@ -45,6 +45,9 @@ _LOGGER = logging.getLogger(__name__)
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
 
+# A deferred step's weights are there before the forward, but for their way up, of 5 ms per share.
+_LANDING_BYTES_MAX = 256 << 20
+
 
 class OffloadAdamW(AdamW):
     """AdamW over parameters on an accelerator.
@@ -287,7 +290,13 @@ class OffloadAdamW(AdamW):
             )
             gate = None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
-                gate = Gate(self._twins, engine, self._release, engine.settle)
+                gate = Gate(
+                    self._twins,
+                    engine,
+                    self._release,
+                    engine.settle,
+                    wait_bytes_max=0 if self._deferred is None else _LANDING_BYTES_MAX,
+                )
             self._engine, self._gate = engine, gate
         return self._engine
 
@@ -421,7 +430,6 @@ class OffloadAdamW(AdamW):
                     handles += self._collector.watch(param)
                     self._hooked[param] = weakref.finalize(self, remove, handles)
 
-    @torch.no_grad()
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
         if self._collector.is_replaced(param):

@@ -96,7 +96,7 @@ fn unpack(share: u64) -> (u32, u32) {
 impl Crew {
     /// Starts one worker per entry of `cpus` and waits until each has been pinned. The second part
     /// holds the first failure to pin, after which that worker runs unpinned.
-    pub(super) fn start(cpus: &[usize]) -> Result<(Self, Option<(usize, io::Error)>)> {
+    pub(super) fn start(cpus: &[usize], nice: i32) -> Result<(Self, Option<(usize, io::Error)>)> {
         let shares_cpu = cpus.iter().enumerate().any(|(i, cpu)| cpus[..i].contains(cpu));
         let shared = Arc::new(Shared {
             epoch: Line(AtomicU32::new(0)),
@@ -128,6 +128,10 @@ impl Crew {
                     // Only fails when the crew is given up already.
                     let _ = report.send((cpu, pin(cpu)));
                     drop(report);
+                    if nice != 0 {
+                        // Of this thread alone, on Linux. Where it is refused, work is only slower.
+                        let _ = rustix::process::nice(nice);
+                    }
                     let _scope = fork::TaskScope::new();
                     shared.work(worker, cpu);
                 })
