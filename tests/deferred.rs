@@ -66,6 +66,7 @@ fn deferred_on(
         dtypes: &dtypes,
         gradients: gradients.view(),
         predicted: Some(predicted.view()),
+        selection: None,
     };
     let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
     let device = device(Engine::events(shape));
@@ -463,7 +464,7 @@ fn memory_that_does_not_fit_is_refused() {
     let refused = |interval, dtypes: &[Dtype], nbytes: usize| {
         let mut memory = Guarded::zeros(Dtype::Uint8, nbytes, 0);
         let gradients: View = memory.view();
-        let deferral = Deferral { interval, dtypes, gradients, predicted: None };
+        let deferral = Deferral { interval, dtypes, gradients, predicted: None, selection: None };
         let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
         let made = Engine::on(host(64), shape, Arc::new(Ram), pool_of(1), widest());
         made.err().expect("must be refused").to_string()

@@ -5,7 +5,7 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "StatePart", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "stream_ceiling", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "Selectable", "StatePart", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "selection_nbytes", "stream_ceiling", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHUNK_LEN: Final[int]
 """
@@ -164,12 +164,18 @@ class OffloadEngine:
         dtypes: of each tensor's gradient and weight.
         gradients: memory for gradients, of `deferral_nbytes`.
         predicted: memory for weights that run ahead, of `deferral_nbytes`; None: none does.
+        row_lens: for channels that are stepped on the device, of each tensor the elements of a row;
+            0: it is no matrix. If given, the arguments below are too.
+        fraction: which share of the rows or columns of a segment is selected, 0 to 1.
+        selection: address of device memory of `selection_nbytes`, and what keeps it alive; the
+            engine holds that.
+        staging: host memory of `selection_nbytes`.
 
     Raises:
         ValueError: for another device, or a bad number of threads or generations.
         OSError: where there is no such device.
     """
-    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None) -> OffloadEngine: ...
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, selection: tuple[int, Any] | None = None, staging: Buffer | None = None) -> OffloadEngine: ...
     @property
     def busy(self, /) -> bool:
         """
@@ -191,6 +197,11 @@ class OffloadEngine:
         Raises:
             OSError: where the step or the device has failed.
         """
+    def next_group(self, /) -> int:
+        """
+        The group of segments whose turn comes with the next deferred step. Waits for a step that
+        runs.
+        """
     def pin(self, /, buffer: Buffer) -> None:
         """
         Pins `buffer` for the device, and keeps it alive as long as the engine.
@@ -207,6 +218,10 @@ class OffloadEngine:
         Raises:
             OSError: where the device has failed.
         """
+    def selectable(self, /) -> list[Selectable]:
+        """
+        The segments of which channels may be selected.
+        """
     def settle(self, /, *, stream: int = 0) -> bool:
         """
         Starts a step of all that deferred steps have left pending, after what `stream` holds now,
@@ -220,7 +235,7 @@ class OffloadEngine:
             ValueError: while a step is running.
             OSError: where the device has failed.
         """
-    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int | None], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], deferred: float | None = None, at_once: Sequence[bool] | None = None, stream: int = 0) -> None:
+    def submit(self, /, indices: Sequence[int], tensors: Sequence[AdamTensor], *, weights: Sequence[int | None], steps: Sequence[int], hypers: Sequence[Hyper], owners: Sequence[Any], deferred: float | None = None, at_once: Sequence[bool] | None = None, grads: Sequence[int] | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, stream: int = 0) -> None:
         """
         Starts a step in the background and returns. Tensors are stepped in the order given; each
         weight is uploaded as it gets ready, after what `stream` holds now. Gradients on the device
@@ -237,6 +252,11 @@ class OffloadEngine:
                 `take_deferred`, wait for their turns, and the weights of a turn run ahead by so
                 many updates along the momentum.
             at_once: whether each is stepped now, also where the step is deferred; None: none is.
+            grads: addresses of their gradients on the device, whole and contiguous: those of
+                selected channels are stepped there, on `stream`. None: no channel is selected.
+            selected: selections that begin when this step is over, of segments whose turn it is
+                (`next_group`), or of any where it is whole: the number of the segment, whether
+                channels are columns, and the channels within its rows, ascending.
             owners: what keeps all that memory alive, on both sides; the engine holds it until the
                 step has ended, uploads and all.
             stream: the stream that uses the weights.
@@ -356,6 +376,52 @@ class Pool:
     def threads(self, /) -> int:
         """
         Number of workers.
+        """
+
+@final
+class Selectable:
+    """
+    A segment of which channels may be selected.
+    """
+    @property
+    def column_count(self, /) -> int:
+        """
+        How many columns may.
+        """
+    @property
+    def first(self, /) -> int:
+        """
+        The element of the tensor that its rows begin with.
+        """
+    @property
+    def group(self, /) -> int:
+        """
+        Which group it has its turns with.
+        """
+    @property
+    def row_count(self, /) -> int:
+        """
+        How many rows may be selected.
+        """
+    @property
+    def row_len(self, /) -> int:
+        """
+        Elements of a row.
+        """
+    @property
+    def rows(self, /) -> int:
+        """
+        How many rows.
+        """
+    @property
+    def segment(self, /) -> int:
+        """
+        Which segment of the engine.
+        """
+    @property
+    def tensor(self, /) -> int:
+        """
+        Which tensor of the engine.
         """
 
 @final
@@ -577,6 +643,24 @@ def read_state(tensor: AdamTensor, *, master: TensorView | None = None, exp_avg:
     Raises:
         ValueError: for views of another dtype or size, that overlap, or one moment without the
             other.
+    """
+
+def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int, row_lens: Sequence[int], fraction: float) -> tuple[int, int]:
+    """
+    Bytes that an engine needs for channels that are stepped on the device.
+
+    Args:
+        numels: elements of each tensor, in forward order.
+        dtypes: of each tensor's gradient and weight.
+        interval: as of `deferral_nbytes`.
+        row_lens: elements of a row of each; 0: it is no matrix.
+        fraction: which share of the rows or columns of a segment is selected, 0 to 1.
+
+    Returns:
+        of device memory, and of host memory.
+
+    Raises:
+        ValueError: for an interval or a fraction out of range.
     """
 
 def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: Sequence[int], write_bytes: Sequence[int], passes: int = 5, pool: Pool | None = None) -> float:

@@ -11,7 +11,7 @@ use crate::{
     simd::isa::Isa,
     state::{
         Master, Moments,
-        chunk::Chunk,
+        chunk::{Chunk, num_chunks},
         codecs::{
             MasterVisitor, MomentsKind, MomentsVisitor, visit_moments, visit_plain16_moments,
         },
@@ -132,27 +132,36 @@ pub unsafe fn write_state(
 /// # Errors
 /// [`crate::Error::Value`] for a tensor without fingerprints.
 pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> Result<()> {
-    let Some(fingerprints) = tensor.fingerprints() else {
+    if tensor.fingerprints().is_none() {
         return Err(Error::value(
             "the tensor has no fingerprints, expected a bfloat16 parameter with them",
         ));
-    };
-    let chunks = Chunk::all([tensor.param.numel()].into_iter());
-    pool.run(chunks.len(), &|task| {
-        let chunk = chunks[task];
+    }
+    pool.run(num_chunks(tensor.param.numel()), &|task| {
         // SAFETY: the caller vouches for the memory; chunks are disjoint.
-        unsafe {
-            let high = tensor.param.slice::<Bf16>(chunk.range(tensor.param.numel()));
-            fingerprints.slice_mut::<i32>(task..task + 1)[0] =
-                isa.run(Fingerprint(high)).cast_signed();
-        }
+        unsafe { take_fingerprint(isa, tensor, task) };
     });
     Ok(())
 }
 
-struct ReadInto<'a> {
-    isa: Isa,
-    to: Cursor<'a, f32>,
+/// Takes the fingerprint of a chunk of a tensor, where it has them.
+///
+/// # Safety
+/// The memory of the chunk is alive, and nothing else uses its fingerprint or writes its parameter.
+pub(crate) unsafe fn take_fingerprint(isa: Isa, tensor: &AdamTensor, index: usize) {
+    let Some(fingerprints) = tensor.fingerprints() else { return };
+    let range = Chunk { tensor: 0, index }.range(tensor.param.numel());
+    // SAFETY: passed on from the caller.
+    unsafe {
+        let high = tensor.param.slice::<Bf16>(range);
+        fingerprints.slice_mut::<i32>(index..index + 1)[0] =
+            isa.run(Fingerprint(high)).cast_signed();
+    }
+}
+
+pub(super) struct ReadInto<'a> {
+    pub(super) isa: Isa,
+    pub(super) to: Cursor<'a, f32>,
 }
 
 impl MasterVisitor for ReadInto<'_> {
@@ -163,9 +172,9 @@ impl MasterVisitor for ReadInto<'_> {
     }
 }
 
-struct WriteFrom<'a> {
-    isa: Isa,
-    from: Source<'a, f32>,
+pub(super) struct WriteFrom<'a> {
+    pub(super) isa: Isa,
+    pub(super) from: Source<'a, f32>,
 }
 
 impl MasterVisitor for WriteFrom<'_> {
@@ -176,10 +185,10 @@ impl MasterVisitor for WriteFrom<'_> {
     }
 }
 
-struct ReadMomentsInto<'a> {
-    isa: Isa,
-    exp_avg: Cursor<'a, f32>,
-    exp_avg_sq: Cursor<'a, f32>,
+pub(super) struct ReadMomentsInto<'a> {
+    pub(super) isa: Isa,
+    pub(super) exp_avg: Cursor<'a, f32>,
+    pub(super) exp_avg_sq: Cursor<'a, f32>,
 }
 
 impl MomentsVisitor for ReadMomentsInto<'_> {
@@ -191,11 +200,11 @@ impl MomentsVisitor for ReadMomentsInto<'_> {
     }
 }
 
-struct WriteMomentsFrom<'a> {
-    isa: Isa,
-    exp_avg: Source<'a, f32>,
-    exp_avg_sq: Source<'a, f32>,
-    dither: Dither,
+pub(super) struct WriteMomentsFrom<'a> {
+    pub(super) isa: Isa,
+    pub(super) exp_avg: Source<'a, f32>,
+    pub(super) exp_avg_sq: Source<'a, f32>,
+    pub(super) dither: Dither,
 }
 
 impl MomentsVisitor for WriteMomentsFrom<'_> {
@@ -209,7 +218,7 @@ impl MomentsVisitor for WriteMomentsFrom<'_> {
 ///
 /// # Safety
 /// As [`with_master`].
-unsafe fn with_moments(state: &AdamTensor<Route>, visitor: impl MomentsVisitor) {
+pub(super) unsafe fn with_moments(state: &AdamTensor<Route>, visitor: impl MomentsVisitor) {
     let (kind, routes) = (state.layout().moments, state.moments());
     // SAFETY: passed on from the caller.
     unsafe {

@@ -7,6 +7,8 @@
 //! What is said of one view can be said of what stands for it (`V`): a step of a chunk takes the
 //! [`Route`](crate::stream::view::Route) of each.
 
+use std::ops::Range;
+
 use crate::{
     error::{Error, Result},
     state::{
@@ -112,6 +114,21 @@ impl AdamTensor {
     pub fn chunk(&self, index: usize) -> Self {
         let part = |field: Field, view: View| view.part(self.layout.chunk_range(&field, index));
         Self { grad: None, layout: self.layout.chunk(index), ..self.map(part) }
+    }
+
+    /// The state of a run of its elements, as a tensor of its own, without gradient.
+    ///
+    /// # Panics
+    /// If the run is not within the tensor, or a part has other than one entry per element: q8
+    /// moments, or fingerprints.
+    #[must_use]
+    pub fn elements(&self, range: Range<usize>) -> Self {
+        let layout = self.layout.elements(range.len());
+        let part = |_: Field, view: View| {
+            assert_eq!(view.numel(), self.layout.numel(), "an entry per element");
+            view.part(range.clone())
+        };
+        Self { grad: None, layout, ..self.map(part) }
     }
 
     /// The same without fingerprints of its chunks: its maker vouches that steps alone write the

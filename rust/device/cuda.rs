@@ -10,11 +10,14 @@
 //! nowhere said, so a thread that enqueues many copies sees to it that few are under way
 //! (`offload/downloads.rs`).
 //!
+//! Selected channels are stepped by `channels.ptx`, which the driver compiles for its GPU when they
+//! are first asked for.
+//!
 //! A thread has a stack of contexts, of which the top is current. Attaching pushes the device's and
 //! detaching pops it, so the context that another library has made current is that again.
 
 use std::{
-    ffi::c_int,
+    ffi::{CString, c_int, c_void},
     panic::catch_unwind,
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
@@ -24,8 +27,18 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{Attached, Device, Lane, Mark, Stream};
-use crate::error::{Error, Result};
+use super::{Attached, Channels, Device, Lane, Mark, Stream};
+use crate::{
+    adam::{Step, selected::WeightKind},
+    error::{Error, Result},
+};
+
+/// The kernels of selected channels, as the driver wants its text: with a 0 behind it.
+const CHANNELS_PTX: &str = concat!(include_str!("channels.ptx"), "\0");
+
+/// Threads of a block of a kernel, and the most blocks: threads take several elements then.
+const BLOCK_THREADS: u32 = 256;
+const BLOCKS_MAX: u32 = 1 << 14;
 
 /// See the [module](self).
 pub struct CudaDevice {
@@ -35,6 +48,87 @@ pub struct CudaDevice {
     lanes: Vec<Handle<sys::CUstream>>,
     events: Vec<Handle<sys::CUevent>>,
     marks: Mutex<Marks>,
+    kernels: OnceLock<Kernels>,
+}
+
+/// The kernels of `channels.ptx`, compiled.
+struct Kernels {
+    module: Handle<sys::CUmodule>,
+    step: Handle<sys::CUfunction>,
+    restore: Handle<sys::CUfunction>,
+}
+
+impl Kernels {
+    /// Compiles them, in the current context.
+    fn load() -> Result<Self> {
+        let compile = failed("compile the kernels of selected channels");
+        // SAFETY: the text ends with a 0, and outlives the call.
+        let module = unsafe { result::module::load_data(CHANNELS_PTX.as_ptr().cast()) };
+        let module = module.map_err(compile)?;
+        let function = |name: &str| {
+            let name = CString::new(name).unwrap_or_default();
+            // SAFETY: the module was given out by the driver, and is loaded.
+            let found = unsafe { result::module::get_function(module, name) };
+            found.map(Handle).map_err(failed("find a kernel of selected channels"))
+        };
+        Ok(Self {
+            module: Handle(module),
+            step: function("step_channels")?,
+            restore: function("restore_weights")?,
+        })
+    }
+
+    /// Launches one over as many elements, with these parameters.
+    ///
+    /// # Safety
+    /// The parameters are those of the kernel, and what they name is as it wants it until it has
+    /// ended.
+    unsafe fn launch(
+        function: Handle<sys::CUfunction>,
+        numel: usize,
+        stream: sys::CUstream,
+        params: &mut [*mut c_void],
+    ) -> Result<()> {
+        if numel == 0 {
+            return Ok(());
+        }
+        let blocks = (numel as u32).div_ceil(BLOCK_THREADS).min(BLOCKS_MAX);
+        // SAFETY: passed on from the caller.
+        unsafe {
+            result::launch_kernel(
+                function.0,
+                (blocks, 1, 1),
+                (BLOCK_THREADS, 1, 1),
+                0,
+                stream,
+                params,
+            )
+        }
+        .map_err(failed("launch a kernel of selected channels"))
+    }
+}
+
+/// A parameter of a kernel, by its address.
+fn param<T>(value: &mut T) -> *mut c_void {
+    std::ptr::from_mut(value).cast()
+}
+
+/// What both kernels take of the shape: elements, those of a part of one row, those of a row, the
+/// axis, and how a master becomes a weight.
+fn shape_params(channels: &Channels) -> [u32; 5] {
+    let Channels { shape, kind, .. } = channels;
+    // A block lies within a segment, so all of these fit.
+    [
+        shape.numel() as u32,
+        shape.inner() as u32,
+        shape.row_len as u32,
+        u32::from(shape.by_columns),
+        match kind {
+            WeightKind::Float32 => 0,
+            WeightKind::Split => 1,
+            WeightKind::Float16 => 2,
+        },
+    ]
 }
 
 /// Events for points of callers' streams: as many as were ever outstanding at once.
@@ -109,6 +203,7 @@ impl CudaDevice {
             lanes: Vec::with_capacity(2),
             events: Vec::with_capacity(events),
             marks: Mutex::default(),
+            kernels: OnceLock::new(),
         };
         made.fill(events)?;
         Ok(made)
@@ -135,6 +230,12 @@ impl CudaDevice {
 
     fn lane(&self, lane: Lane) -> sys::CUstream {
         self.lanes[lane as usize].0
+    }
+
+    fn kernels(&self) -> Result<&Kernels> {
+        self.kernels.get().ok_or_else(|| {
+            Error::value("the device steps no channels yet, expected it to be prepared for them")
+        })
     }
 
     fn marks(&self) -> MutexGuard<'_, Marks> {
@@ -252,6 +353,66 @@ unsafe impl Device for CudaDevice {
         Ok(())
     }
 
+    fn prepare_channels(&self) -> Result<()> {
+        if self.kernels.get().is_none() {
+            let _attached = Attached::to(self)?;
+            let loaded = Kernels::load()?;
+            // Of two threads that come at once, one wins; the other's is unloaded with the context.
+            let _ = self.kernels.set(loaded);
+        }
+        Ok(())
+    }
+
+    unsafe fn step_channels(
+        &self,
+        stream: Stream,
+        channels: &Channels,
+        mut grad: u64,
+        step: &Step,
+    ) -> Result<()> {
+        let kernels = self.kernels()?;
+        let (mut weight, mut state) = (channels.weight, channels.state);
+        let mut shape = shape_params(channels);
+        let mut has_l2 = u32::from(step.has_l2);
+        let mut scalars = [
+            step.grad_scale,
+            step.weight_keep,
+            step.l2,
+            step.beta1,
+            step.one_minus_beta1,
+            step.beta2,
+            step.one_minus_beta2,
+            -step.step_size,
+            step.denom_scale,
+            step.eps,
+        ];
+        let mut params = [std::ptr::null_mut(); 19];
+        let of_step = [param(&mut weight), param(&mut grad), param(&mut state)]
+            .into_iter()
+            .chain(shape.iter_mut().map(param))
+            .chain([param(&mut has_l2)])
+            .chain(scalars.iter_mut().map(param));
+        params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
+        let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
+        // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order; the
+        // caller vouches for the memory, and the maker of the stream that it is alive.
+        unsafe { Kernels::launch(kernels.step, channels.shape.numel(), stream, &mut params) }
+    }
+
+    unsafe fn restore_weights(&self, channels: &Channels) -> Result<()> {
+        let kernels = self.kernels()?;
+        let (mut weight, mut state) = (channels.weight, channels.state);
+        let mut shape = shape_params(channels);
+        let mut params = [std::ptr::null_mut(); 7];
+        let of_restore =
+            [param(&mut weight), param(&mut state)].into_iter().chain(shape.iter_mut().map(param));
+        params.iter_mut().zip(of_restore).for_each(|(place, value)| *place = value);
+        let stream = self.lane(Lane::Upload);
+        // SAFETY: these are the parameters of `restore_weights` in `channels.ptx`, in its order;
+        // the caller vouches for the memory; the stream lives as long as `self`.
+        unsafe { Kernels::launch(kernels.restore, channels.shape.numel(), stream, &mut params) }
+    }
+
     unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<()> {
         const PORTABLE: u32 = 1;
         let host = std::ptr::with_exposed_provenance_mut(address);
@@ -272,6 +433,7 @@ impl Drop for CudaDevice {
         let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
         let events = self.events.drain(..).chain(marks.events.drain(..)).collect::<Vec<_>>();
         let lanes = std::mem::take(&mut self.lanes);
+        let kernels = self.kernels.take();
         if let Ok(_attached) = Attached::to(self) {
             // SAFETY: nothing else has them; each is destroyed once. Failures mean that the context
             // is gone already.
@@ -281,6 +443,9 @@ impl Drop for CudaDevice {
                 }
                 for lane in lanes {
                     let _ = result::stream::destroy(lane.0);
+                }
+                if let Some(kernels) = kernels {
+                    let _ = result::module::unload(kernels.module.0);
                 }
             }
         }

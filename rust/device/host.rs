@@ -11,8 +11,16 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use super::{Device, Lane, Mark, Stream};
-use crate::error::{Error, Result};
+use super::{Channels, Device, Lane, Mark, Stream};
+use crate::{
+    adam::{
+        Step,
+        selected::{self, ChannelState},
+    },
+    error::{Error, Result},
+    simd::isa::Isa,
+    stream::{element::Dtype, view::View},
+};
 
 /// See the [module](self).
 pub struct HostDevice {
@@ -61,10 +69,7 @@ unsafe impl Device for HostDevice {
         let (device, host) = (device as usize, host.expose_provenance());
         let (from, to) = if lane == Lane::Download { (device, host) } else { (host, device) };
         let lane = &self.lane(lane).shared;
-        let mut state = lane.lock();
-        state.queue.push_back(Copy { from, to, nbytes });
-        state.enqueued += 1;
-        lane.changed.notify_all();
+        lane.enqueue(Task::Copy { from, to, nbytes });
         Ok(())
     }
 
@@ -101,6 +106,35 @@ unsafe impl Device for HostDevice {
         Ok(())
     }
 
+    fn prepare_channels(&self) -> Result<()> {
+        Isa::detect().map(|_| ())
+    }
+
+    unsafe fn step_channels(
+        &self,
+        _stream: Stream,
+        channels: &Channels,
+        grad: u64,
+        step: &Step,
+    ) -> Result<()> {
+        let Opened { isa, state, indices, weight } = Opened::new(channels)?;
+        let grad = View::new(grad as usize, weight.dtype(), weight.numel())?;
+        // The stream is the calling thread: what it holds is done.
+        // SAFETY: the caller vouches for the memory.
+        unsafe {
+            let indices = indices_in(&indices);
+            let of = (&channels.shape, indices.as_slice());
+            selected::step(isa, step, of, channels.kind, grad, &state, weight);
+        }
+        Ok(())
+    }
+
+    unsafe fn restore_weights(&self, channels: &Channels) -> Result<()> {
+        Opened::new(channels)?;
+        self.lane(Lane::Upload).shared.enqueue(Task::Restore(*channels));
+        Ok(())
+    }
+
     unsafe fn pin(&self, _address: usize, _nbytes: usize) -> Result<()> {
         Ok(())
     }
@@ -108,15 +142,67 @@ unsafe impl Device for HostDevice {
     fn unpin(&self, _address: usize) {}
 }
 
-struct Copy {
-    from: usize,
-    to: usize,
-    nbytes: usize,
+/// Channels as views of this machine's memory.
+struct Opened {
+    isa: Isa,
+    state: ChannelState,
+    indices: View,
+    weight: View,
+}
+
+impl Opened {
+    fn new(channels: &Channels) -> Result<Self> {
+        let Channels { shape, kind, weight, state } = channels;
+        let memory = View::new(*state as usize, Dtype::Uint8, shape.nbytes())?;
+        let (state, indices) = ChannelState::within(memory, shape);
+        let weight = View::new(*weight as usize, kind.dtype(), shape.block_len())?;
+        Ok(Self { isa: Isa::detect()?, state, indices, weight })
+    }
+}
+
+/// # Safety
+/// As [`View::slice`].
+unsafe fn indices_in(view: &View) -> Vec<u32> {
+    // SAFETY: passed on from the caller.
+    unsafe { view.slice::<u32>(0..view.numel()) }.to_vec()
+}
+
+/// What a lane does.
+enum Task {
+    Copy { from: usize, to: usize, nbytes: usize },
+    Restore(Channels),
+}
+
+impl Task {
+    /// # Safety
+    /// As [`Device::copy`] or [`Device::restore_weights`] of what it is.
+    unsafe fn run(self) {
+        match self {
+            Self::Copy { from, to, nbytes } => {
+                let from = std::ptr::with_exposed_provenance::<u8>(from);
+                let to = std::ptr::with_exposed_provenance_mut::<u8>(to);
+                // SAFETY: passed on from the caller.
+                unsafe { std::ptr::copy_nonoverlapping(from, to, nbytes) };
+            }
+            Self::Restore(channels) => {
+                // It was opened before it was enqueued.
+                let Ok(Opened { isa, state, indices, weight }) = Opened::new(&channels) else {
+                    return;
+                };
+                // SAFETY: passed on from the caller.
+                unsafe {
+                    let indices = indices_in(&indices);
+                    let of = (&channels.shape, indices.as_slice());
+                    selected::write_weights(isa, of, channels.kind, state.master, weight);
+                }
+            }
+        }
+    }
 }
 
 #[derive(Default)]
 struct LaneState {
-    queue: VecDeque<Copy>,
+    queue: VecDeque<Task>,
     enqueued: u64,
     done: u64,
     paused: bool,
@@ -133,6 +219,13 @@ impl LaneShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn enqueue(&self, task: Task) {
+        let mut state = self.lock();
+        state.queue.push_back(task);
+        state.enqueued += 1;
+        self.changed.notify_all();
+    }
+
     fn wait_for(&self, count: u64) {
         let waiting = |state: &mut LaneState| state.done < count;
         drop(self.changed.wait_while(self.lock(), waiting).unwrap_or_else(PoisonError::into_inner));
@@ -144,12 +237,10 @@ impl LaneShared {
                 |state: &mut LaneState| !state.quit && (state.paused || state.queue.is_empty());
             let mut state =
                 self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
-            let Some(Copy { from, to, nbytes }) = state.queue.pop_front() else { return };
+            let Some(task) = state.queue.pop_front() else { return };
             drop(state);
-            let from = std::ptr::with_exposed_provenance::<u8>(from);
-            let to = std::ptr::with_exposed_provenance_mut::<u8>(to);
-            // SAFETY: `copy`'s caller vouches for both ranges until the copy is done.
-            unsafe { std::ptr::copy_nonoverlapping(from, to, nbytes) };
+            // SAFETY: the caller that enqueued it vouches for the memory until it is done.
+            unsafe { task.run() };
             self.lock().done += 1;
             self.changed.notify_all();
         }

@@ -11,6 +11,9 @@
 //! - DEV-4 Enqueuing on a lane may block for as long as the lane is full, that is until copies end.
 //!   Marking a stream takes nothing of a lane.
 //!
+//! - DEV-5 Selected channels are stepped and restored with the bits of [`crate::adam::selected`]
+//!   (but for the payload of a NaN), in the order of the stream or lane that they are launched on.
+//!
 //! [`cuda`] is a GPU. [`host`] is this machine itself: its "device memory" is host memory too, and
 //! its lanes are threads, so copies really are late there, and what does not wait for them shows on
 //! a machine without a GPU. Nothing above this module knows which of the two it has.
@@ -20,7 +23,13 @@ pub mod host;
 
 use std::{marker::PhantomData, sync::Arc};
 
-use crate::error::{Error, Result};
+use crate::{
+    adam::{
+        Step,
+        selected::{Shape, WeightKind},
+    },
+    error::{Error, Result},
+};
 
 /// A queue of copies in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +63,20 @@ impl Stream {
 /// What a stream held at some moment, until a lane is ordered after it.
 #[derive(Debug)]
 pub struct Mark(usize);
+
+/// Selected channels of a block, in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct Channels {
+    /// How many, along which axis.
+    pub shape: Shape,
+    /// How their masters become weights.
+    pub kind: WeightKind,
+    /// Address of the block's weight, of [`WeightKind::dtype`].
+    pub weight: u64,
+    /// Address of their state and, behind it, their indices, ascending
+    /// ([`crate::adam::selected::ChannelState::within`]).
+    pub state: u64,
+}
 
 /// What [`crate::offload`] needs of a device. Every method may be called from any thread that is
 /// [`Attached`].
@@ -119,6 +142,45 @@ pub unsafe trait Device: Send + Sync {
     /// As [`Device::copy`].
     fn drain(&self) -> Result<()>;
 
+    /// Makes ready for [`Device::step_channels`] and [`Device::restore_weights`].
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device cannot.
+    fn prepare_channels(&self) -> Result<()> {
+        Err(no_channels())
+    }
+
+    /// Steps selected channels on `stream`, with the gradient of their block at `grad`, and writes
+    /// their weights.
+    ///
+    /// # Safety
+    /// Until it is done, all memory is alive, the indices are the block's, and nothing else writes
+    /// what it reads or uses what it writes.
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    unsafe fn step_channels(
+        &self,
+        _stream: Stream,
+        _channels: &Channels,
+        _grad: u64,
+        _step: &Step,
+    ) -> Result<()> {
+        Err(no_channels())
+    }
+
+    /// Writes the weights of selected channels from their masters, behind what is on the lane for
+    /// uploads.
+    ///
+    /// # Safety
+    /// As [`Device::step_channels`].
+    ///
+    /// # Errors
+    /// As [`Device::copy`].
+    unsafe fn restore_weights(&self, _channels: &Channels) -> Result<()> {
+        Err(no_channels())
+    }
+
     /// Pins a range of host memory, so that copies from and to it need no detour.
     ///
     /// # Safety
@@ -130,6 +192,10 @@ pub unsafe trait Device: Send + Sync {
 
     /// Ends a [`Device::pin`]. No copy from or to the range is under way.
     fn unpin(&self, address: usize);
+}
+
+fn no_channels() -> Error {
+    Error::value("the device steps no channels, expected a GPU with CUDA, or the host")
 }
 
 /// The calling thread uses a device, until this is dropped: then what it used before. Threads of

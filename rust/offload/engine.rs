@@ -14,11 +14,13 @@ use super::{
     pending::Pending,
     ring::{Deferral, Ring},
     segment::Segments,
+    selected::{OnDevice, Selected},
+    selection::Selectable,
     step::Stepper,
     thread::start,
 };
 use crate::{
-    device::{Attached, Device, Stream},
+    device::{Attached, Device, Lane, Stream},
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
@@ -52,6 +54,7 @@ pub(super) struct Shared {
     pub(super) generations: Box<[Generation]>,
     pub(super) landing: Landing,
     pub(super) ring: Option<Ring>,
+    pub(super) selected: Option<Selected>,
     /// A job that steps has it until it is stepped.
     pending: Mutex<Pending>,
     pub(super) jobs: Jobs,
@@ -99,7 +102,8 @@ impl Engine {
     #[must_use]
     pub fn events(shape: Shape<'_>) -> usize {
         let segments = Segments::new(shape.numels);
-        shape.generations * Generation::events(&segments) + Landing::events(&segments) + IN_FLIGHT
+        let of_gradients = shape.generations * Generation::events(&segments) + IN_FLIGHT;
+        of_gradients + Landing::events(&segments) + Selected::EVENTS
     }
 
     /// As [`Engine::new`], on a device that is open, with room for [`Engine::events`], and with the
@@ -134,9 +138,19 @@ impl Engine {
             .map(|_| Generation::new(&segments, next_events(Generation::events(&segments))))
             .collect();
         let first_of_landing = next_events(Landing::events(&segments));
+        let first_of_downloads = next_events(IN_FLIGHT);
+        let selection = shape.deferral.and_then(|deferral| deferral.selection);
+        let selected = match (&ring, selection) {
+            (Some(ring), Some(selection)) => {
+                device.prepare_channels()?;
+                let first = next_events(Selected::EVENTS);
+                Some(Selected::new(&segments, &ring.groups, &selection, first)?)
+            }
+            _ => None,
+        };
         let places = shape.generations * segments.count() + SPARE_PLACES;
         let shared = Arc::new(Shared {
-            downloads: Downloads::new(Arc::clone(&device), next_events(IN_FLIGHT), places),
+            downloads: Downloads::new(Arc::clone(&device), first_of_downloads, places),
             generations,
             landing: Landing::new(Arc::clone(&device), &segments, first_of_landing),
             device,
@@ -146,6 +160,7 @@ impl Engine {
             jobs: Jobs::new(segments.tensors()),
             pending: Mutex::new(Pending::new(&segments, ring.as_ref())),
             ring,
+            selected,
             segments,
         });
         let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
@@ -187,7 +202,7 @@ impl Engine {
         stream: Stream,
     ) -> Result<()> {
         // SAFETY: passed on from the caller.
-        unsafe { self.submit_as(Kind::Whole, updates, owners, stream) }
+        unsafe { self.submit_with(None, updates, OnDevice::default(), owners, stream) }
     }
 
     /// As [`Engine::submit`], of a step that is deferred. Its gradients wait for the turns of their
@@ -215,21 +230,35 @@ impl Engine {
         owners: &mut Option<Owners>,
         stream: Stream,
     ) -> Result<()> {
+        let deferred = Some(predicted_updates);
         // SAFETY: passed on from the caller.
-        unsafe { self.submit_as(Kind::Deferred { predicted_updates }, updates, owners, stream) }
+        unsafe { self.submit_with(deferred, updates, OnDevice::default(), owners, stream) }
     }
 
+    /// As [`Engine::submit_deferred`], or, without `deferred`, as [`Engine::submit`]. Channels that
+    /// are selected are stepped on the device, on `stream`; `work` has their gradients, and the
+    /// selections that begin with this step.
+    ///
     /// # Safety
-    /// As [`Engine::submit`].
-    unsafe fn submit_as(
+    /// As [`Engine::submit`]. The gradients of `work` are alive until what `stream` holds is done,
+    /// and those that write or free them come after that.
+    ///
+    /// # Errors
+    /// As both; [`Error::Value`] also for a gradient that is missing, or a selection that does not
+    /// fit ([`Engine::selectable`]).
+    pub unsafe fn submit_with(
         &self,
-        kind: Kind,
+        deferred: Option<f32>,
         updates: &[Update],
+        work: OnDevice<'_>,
         owners: &mut Option<Owners>,
         stream: Stream,
     ) -> Result<()> {
+        let kind =
+            deferred.map_or(Kind::Whole, |predicted_updates| Kind::Deferred { predicted_updates });
         let Shared { device, segments, downloads, generations, landing, jobs, ring, .. } =
             &*self.shared;
+        let selected = self.shared.selected.as_ref();
         self.check_process()?;
         let mut next = self.next();
         next.checks.updates(updates, segments, ring.as_ref())?;
@@ -244,10 +273,39 @@ impl Engine {
             None => check_targets(updates, generation)?,
         }
         let pending = self.shared.pending();
-        pending.check(segments, updates)?;
-        landing.order_after(stream)?;
-        generation.seal(downloads)?;
+        let is_dirty = |segment| selected.is_some_and(|selected| selected.is_dirty(segment));
+        pending.check(segments, updates, is_dirty)?;
         let checks = &next.checks;
+        if let Some(selected) = selected {
+            selected.check(segments, updates, &work, |one| {
+                let update = updates.iter().find(|update| update.index == one.tensor);
+                let has_turn = |update: &Update| match (kind, ring) {
+                    (Kind::Deferred { .. }, Some(ring)) => {
+                        let is_next = one.group == pending.turn() % ring.groups.count();
+                        is_next && !update.is_at_once
+                    }
+                    _ => true,
+                };
+                update.is_some_and(has_turn)
+            })?;
+        }
+        generation.seal(downloads)?;
+        if let Some(selected) = selected {
+            if kind == Kind::Whole {
+                selected.drop_clean();
+            }
+            landing.order_stream_after_all(stream)?;
+            // SAFETY: the caller vouches for weights, gradients and the stream, which comes after
+            // the landings of the job before.
+            let stepped = unsafe { selected.step(&**device, segments, updates, work, stream) };
+            stepped.inspect_err(|error| jobs.fail(error))?;
+            self.order_write_backs(stream).inspect_err(|error| jobs.fail(error))?;
+        }
+        landing.order_after(stream).inspect_err(|error| {
+            if selected.is_some() {
+                jobs.fail(error);
+            }
+        })?;
         self.expect(kind, updates, &pending, |tensor| checks.is_named(tensor));
         drop(pending);
         let announced = next.announced.take().unwrap_or(Announced { generation: number });
@@ -276,15 +334,42 @@ impl Engine {
         let _next = self.next();
         jobs.check_idle()?;
         let pending = self.shared.pending();
-        if !pending.is_any() {
+        let selected = self.shared.selected.as_ref();
+        if !pending.is_any() && !selected.is_some_and(Selected::is_any_dirty) {
             return Ok(false);
         }
         let _attached = Attached::to(&**device)?;
+        if let Some(selected) = selected {
+            selected.drop_clean();
+            self.order_write_backs(stream)?;
+        }
         landing.order_after(stream)?;
         self.expect(Kind::Whole, &[], &pending, |_| false);
         drop(pending);
         jobs.submit(None, Kind::Whole, &[], None, 0);
         Ok(true)
+    }
+
+    /// State that is written back from now on comes after what `stream` holds now, which has
+    /// stepped it.
+    fn order_write_backs(&self, stream: Stream) -> Result<()> {
+        let device = &self.shared.device;
+        device.order_lane_after(Lane::Download, device.mark(stream)?)
+    }
+
+    /// The segments of which channels may be selected; none without a [`Selection`].
+    ///
+    /// [`Selection`]: super::Selection
+    pub fn selectable(&self) -> impl Iterator<Item = Selectable> {
+        self.shared.selected.iter().flat_map(Selected::selectable)
+    }
+
+    /// The group of segments whose turn comes with the next deferred step; 0 where none is. Waits
+    /// for a step that runs.
+    #[must_use]
+    pub fn next_group(&self) -> usize {
+        let groups = self.shared.ring.as_ref().map_or(1, |ring| ring.groups.count());
+        self.shared.pending().turn() % groups
     }
 
     /// Has what waits for weights wait for those that land with the job that comes next.
@@ -312,7 +397,12 @@ impl Engine {
             }
         } else {
             (0..segments.count())
-                .filter(|&segment| pending.is_pending(segment) || pending.is_behind(segment))
+                .filter(|&segment| {
+                    let is_dirty = |selected: &Selected| selected.is_dirty(segment);
+                    pending.is_pending(segment)
+                        || pending.is_behind(segment)
+                        || self.shared.selected.as_ref().is_some_and(is_dirty)
+                })
                 .for_each(|segment| landing.expect(segment..segment + 1));
         }
     }

@@ -232,6 +232,12 @@ impl Jobs {
         self.changed.notify_all();
     }
 
+    /// Something has failed half-way that is no job's: every call gets the error from now on.
+    pub(super) fn fail(&self, error: &Error) {
+        self.lock().failure.get_or_insert(error.to_string());
+        self.changed.notify_all();
+    }
+
     /// Has threads that wait look again: something that they wait for has changed.
     pub(super) fn notify(&self) {
         drop(self.lock());

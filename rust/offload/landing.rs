@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::{job::Update, segment::Segments};
 use crate::{
-    device::{Device, Lane, Stream},
+    device::{Channels, Device, Lane, Stream},
     error::Result,
     stream::view::View,
     sync::{
@@ -61,8 +61,9 @@ impl Landing {
         self.enqueued[segments].iter().all(|one| one.load(Ordering::Acquire))
     }
 
-    /// Enqueues the upload of a segment: of the host's own weight, or of the `predicted` one. Where
-    /// its weight stays in host memory nothing goes up, and what waits for it waits for its step
+    /// Enqueues the upload of a segment: of the host's own weight, or of the `predicted` one. The
+    /// weights of its `selected` channels are written from their masters behind it. Where its
+    /// weight stays in host memory nothing goes up, and what waits for it waits for its step
     /// only.
     ///
     /// # Safety
@@ -77,6 +78,7 @@ impl Landing {
         update: &Update,
         segment: usize,
         predicted: Option<View>,
+        selected: Option<Channels>,
     ) -> Result<()> {
         if let Some(target) = update.weight {
             let weight = update.tensor.weight();
@@ -88,6 +90,10 @@ impl Landing {
             unsafe {
                 self.device.copy(Lane::Upload, target + offset as u64, host, from.nbytes())?;
             }
+        }
+        if let Some(channels) = selected {
+            // SAFETY: passed on from the caller: they are a part of the segment.
+            unsafe { self.device.restore_weights(&channels)? };
         }
         self.device.record(Lane::Upload, self.first_event + segment)?;
         self.enqueued[segment].store(true, Ordering::Release);

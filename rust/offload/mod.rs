@@ -18,6 +18,7 @@
 //! | schedule | `schedule.rs` | which segments have their turn in a job, and in which order |
 //! | tier | [`crate::tier`] | where a segment's state is: fetch, route, store, commit |
 //! | landing | `landing.rs` | when new weights are written on the device; what waits for them |
+//! | selected | `selected.rs` | channels whose state is on the device, and its way there and back |
 //!
 //! The other files:
 //!
@@ -30,6 +31,7 @@
 //! | `step.rs` | what workers do with a chunk |
 //! | `segment.rs` | the numbers of segments |
 //! | `ring.rs` | the memory for gradients that wait for their turns |
+//! | `selection.rs` | of which channels some may be selected, and where their state is |
 //! | `owners.rs` | what callers lend |
 //! | `thread.rs` | how the engine's threads start, and what becomes of a panic |
 //! | `model.rs` | tests of the queue and of the jobs, under a model checker |
@@ -70,7 +72,10 @@
 //!   is pending by their own job, applied by that of their segment's turn, and the weights land
 //!   with the job after it. Every gradient is applied once, at most `interval - 1` jobs after its
 //!   own, or the job fails. An exact step, and [`Engine::settle`], apply all that is pending.
-//! - OFF-9 What a call lends ([`Owners`]) is held until the engine uses its memory no more. No
+//! - OFF-9 Of a segment some rows or columns may be *selected* (`selected.rs`): the device has
+//!   their state, and steps them in every job, with the bits that the host would give them. Which
+//!   ones changes behind a turn of the segment only.
+//! - OFF-10 What a call lends ([`Owners`]) is held until the engine uses its memory no more. No
 //!   thread of the engine drops it: the caller does, with [`Engine::returned`].
 //!
 //! Why OFF-5 marks on the calling thread: "what the stream holds now" is over once the caller
@@ -110,6 +115,8 @@ mod pending;
 mod ring;
 mod schedule;
 mod segment;
+mod selected;
+mod selection;
 mod step;
 mod thread;
 
@@ -120,3 +127,5 @@ pub use job::{Timing, Update};
 pub use owners::{Lent, Owners};
 pub use ring::{Deferral, INTERVAL_MAX, deferral_nbytes};
 pub use segment::SEGMENT_LEN;
+pub use selected::{Change, OnDevice};
+pub use selection::{Selectable, Selection, selection_nbytes};

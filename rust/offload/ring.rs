@@ -17,7 +17,7 @@
 //!
 //! Memory: `(interval + 1) / 2 + 1` gradients per element, to within the size of a segment.
 
-use super::segment::Segments;
+use super::{segment::Segments, selection::Selection};
 use crate::{
     adam::through::GRADS_MAX,
     error::{Error, Result},
@@ -42,6 +42,8 @@ pub struct Deferral<'a> {
     pub gradients: View,
     /// Memory for the weights that a turn predicts, of [`deferral_nbytes`]; None: none does.
     pub predicted: Option<View>,
+    /// For channels that are stepped on the device; None: none is.
+    pub selection: Option<Selection<'a>>,
 }
 
 /// Bytes of host memory for gradients that wait for their turns, and for predicted weights, of
@@ -56,6 +58,14 @@ pub fn deferral_nbytes(
 ) -> Result<(usize, usize)> {
     let groups = Groups::new(&Segments::new(numels), dtypes, interval)?;
     Ok((groups.shares() * groups.share_nbytes, groups.share_nbytes))
+}
+
+/// The groups that the segments of an engine are dealt into.
+///
+/// # Errors
+/// As [`deferral_nbytes`].
+pub(super) fn groups_of(segments: &Segments, dtypes: &[Dtype], interval: usize) -> Result<Groups> {
+    Groups::new(segments, dtypes, interval)
 }
 
 /// Where a segment's gradient is within the shares of its group.
@@ -151,7 +161,7 @@ impl Ring {
     /// # Errors
     /// As [`deferral_nbytes`], and for memory of another size.
     pub(super) fn new(segments: &Segments, deferral: &Deferral<'_>) -> Result<Self> {
-        let Deferral { interval, dtypes, gradients, predicted } = *deferral;
+        let Deferral { interval, dtypes, gradients, predicted, .. } = *deferral;
         let groups = Groups::new(segments, dtypes, interval)?;
         let shares = groups.shares();
         let expect = |name: &str, view: View, numel: usize| {

@@ -25,7 +25,10 @@ mod _core {
     #[pymodule_export]
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]
-    use super::select::{better_axis, captured, channel_sq_norms, top_k, top_k_within};
+    use super::select::{
+        PySelectable, better_axis, captured, channel_sq_norms, py_selection_nbytes, top_k,
+        top_k_within,
+    };
     #[pymodule_export]
     use super::tensor::PyTensorView;
 

@@ -13,13 +13,16 @@ use pyo3::{prelude::*, types::PyDict};
 use super::{
     adam::{PyAdamTensor, PyHyper},
     host::PyBuffer,
+    select::PySelectable,
     tensor::{PyTensorView, dtype_named},
 };
 use crate::{
     device::Stream,
     error::{Error, Result},
     host::pool::{Pool, PoolConfig},
-    offload::{Deferral, Engine, Lent, Owners, Shape, Update, deferral_nbytes},
+    offload::{
+        Change, Deferral, Engine, Lent, OnDevice, Owners, Selection, Shape, Update, deferral_nbytes,
+    },
     simd::isa::Isa,
     stream::{element::Dtype, view::View},
 };
@@ -46,6 +49,12 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     dtypes: of each tensor's gradient and weight.
 ///     gradients: memory for gradients, of `deferral_nbytes`.
 ///     predicted: memory for weights that run ahead, of `deferral_nbytes`; None: none does.
+///     row_lens: for channels that are stepped on the device, of each tensor the elements of a row;
+///         0: it is no matrix. If given, the arguments below are too.
+///     fraction: which share of the rows or columns of a segment is selected, 0 to 1.
+///     selection: address of device memory of `selection_nbytes`, and what keeps it alive; the
+///         engine holds that.
+///     staging: host memory of `selection_nbytes`.
 ///
 /// Raises:
 ///     ValueError: for another device, or a bad number of threads or generations.
@@ -54,6 +63,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 pub(super) struct PyOffloadEngine {
     /// It holds Python objects, which it never drops on a thread of its own: `drop_returned` does.
     engine: Engine,
+    /// What keeps the device memory of selected channels alive. Dropped after the engine.
+    _selection_owner: Option<Py<PyAny>>,
     /// What is pinned. Freed after the engine, the field above, which waits for all copies and
     /// unpins it.
     buffers: Mutex<Vec<Py<PyBuffer>>>,
@@ -81,7 +92,7 @@ pub(super) fn py_deferral_nbytes(
     deferral_nbytes(&numels, &dtypes_named(dtypes)?, interval)
 }
 
-fn dtypes_named(names: Vec<String>) -> Result<Vec<Dtype>> {
+pub(super) fn dtypes_named(names: Vec<String>) -> Result<Vec<Dtype>> {
     names.iter().map(|name| dtype_named(name)).collect()
 }
 
@@ -139,7 +150,7 @@ impl PyOffloadEngine {
     #[new]
     #[pyo3(signature = (
         device, numels, *, threads=None, generations=1, interval=None, dtypes=None, gradients=None,
-        predicted=None
+        predicted=None, row_lens=None, fraction=0.0, selection=None, staging=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
@@ -152,10 +163,25 @@ impl PyOffloadEngine {
         dtypes: Option<Vec<String>>,
         gradients: Option<Py<PyBuffer>>,
         predicted: Option<Py<PyBuffer>>,
+        row_lens: Option<Vec<usize>>,
+        fraction: f64,
+        selection: Option<(u64, Py<PyAny>)>,
+        staging: Option<Py<PyBuffer>>,
     ) -> Result<Self> {
         let dtypes = dtypes_named(dtypes.unwrap_or_default())?;
         let whole = |buffer: &Py<PyBuffer>| {
             View::new(buffer.get().address(), Dtype::Uint8, buffer.get().nbytes())
+        };
+        let selected = match (&row_lens, &selection, &staging) {
+            (Some(row_lens), Some((device, _)), Some(buffer)) => {
+                Some(Selection { row_lens, fraction, device: *device, staging: whole(buffer)? })
+            }
+            (None, None, None) => None,
+            _ => {
+                return Err(Error::value(
+                    "only some of row_lens, selection and staging are given, expected all or none",
+                ));
+            }
         };
         let deferral = match (interval, &gradients) {
             (Some(interval), Some(buffer)) => Some(Deferral {
@@ -163,6 +189,7 @@ impl PyOffloadEngine {
                 dtypes: &dtypes,
                 gradients: whole(buffer)?,
                 predicted: predicted.as_ref().map(whole).transpose()?,
+                selection: selected,
             }),
             (None, None) => None,
             _ => return Err(Error::value("only one of interval and gradients is given")),
@@ -178,8 +205,9 @@ impl PyOffloadEngine {
             let shape = Shape { numels: &numels, generations, deferral };
             Engine::new(device, shape, pool, Isa::detect()?)
         })?;
-        let engine = Self { engine, buffers: Mutex::default() };
-        for buffer in gradients.into_iter().chain(predicted) {
+        let owner = selection.map(|(_, owner)| owner);
+        let engine = Self { engine, _selection_owner: owner, buffers: Mutex::default() };
+        for buffer in gradients.into_iter().chain(predicted).chain(staging) {
             engine.pin(py, buffer)?;
         }
         Ok(engine)
@@ -332,6 +360,11 @@ impl PyOffloadEngine {
     ///         `take_deferred`, wait for their turns, and the weights of a turn run ahead by so
     ///         many updates along the momentum.
     ///     at_once: whether each is stepped now, also where the step is deferred; None: none is.
+    ///     grads: addresses of their gradients on the device, whole and contiguous: those of
+    ///         selected channels are stepped there, on `stream`. None: no channel is selected.
+    ///     selected: selections that begin when this step is over, of segments whose turn it is
+    ///         (`next_group`), or of any where it is whole: the number of the segment, whether
+    ///         channels are columns, and the channels within its rows, ascending.
     ///     owners: what keeps all that memory alive, on both sides; the engine holds it until the
     ///         step has ended, uploads and all.
     ///     stream: the stream that uses the weights.
@@ -341,7 +374,8 @@ impl PyOffloadEngine {
     ///         engine's; for a gradient that was taken to other memory; while a step is running.
     ///     OSError: where the device has failed.
     #[pyo3(signature = (
-        indices, tensors, *, weights, steps, hypers, owners, deferred=None, at_once=None, stream=0
+        indices, tensors, *, weights, steps, hypers, owners, deferred=None, at_once=None,
+        grads=None, selected=None, stream=0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn submit(
@@ -355,6 +389,8 @@ impl PyOffloadEngine {
         owners: Vec<Py<PyAny>>,
         deferred: Option<f32>,
         at_once: Option<Vec<bool>>,
+        grads: Option<Vec<u64>>,
+        selected: Option<Vec<(usize, bool, Vec<u32>)>>,
         stream: u64,
     ) -> Result<()> {
         self.drop_returned(py);
@@ -371,18 +407,27 @@ impl PyOffloadEngine {
             hyper: hypers[place].0,
         };
         let updates: Vec<_> = (0..indices.len()).map(update).collect();
+        let grads = grads.unwrap_or_default();
+        let change = |(segment, by_columns, indices)| Change { segment, by_columns, indices };
+        let changes = selected.unwrap_or_default().into_iter().map(change).collect();
         let mut owners = Some(owners_of(owners));
         // SAFETY: the caller vouches that the owners own the memory, and for its use and the
         // stream, as documented.
         py.detach(|| unsafe {
-            let (owners, stream) = (&mut owners, stream_of(stream));
-            match deferred {
-                None => self.engine.submit(&updates, owners, stream),
-                Some(predicted_updates) => {
-                    self.engine.submit_deferred(predicted_updates, &updates, owners, stream)
-                }
-            }
+            let work = OnDevice { grads: &grads, changes };
+            self.engine.submit_with(deferred, &updates, work, &mut owners, stream_of(stream))
         })
+    }
+
+    /// The segments of which channels may be selected.
+    fn selectable(&self) -> Vec<PySelectable> {
+        self.engine.selectable().map(PySelectable::from).collect()
+    }
+
+    /// The group of segments whose turn comes with the next deferred step. Waits for a step that
+    /// runs.
+    fn next_group(&self, py: Python<'_>) -> usize {
+        py.detach(|| self.engine.next_group())
     }
 
     /// Starts a step of all that deferred steps have left pending, after what `stream` holds now,

@@ -1,14 +1,15 @@
-//! Which channels of gradients matter.
+//! Which channels of gradients matter, and of which tensors some may be selected.
 
 use pyo3::prelude::*;
 
-use super::{host::PyPool, tensor::PyTensorView};
+use super::{host::PyPool, offload::dtypes_named, tensor::PyTensorView};
 use crate::{
     error::{Error, Result},
     grads::{
         channels::{self, Matrix},
         top_k::{self as selection, Axis, Channels},
     },
+    offload::{Selectable, selection_nbytes},
     simd::isa::Isa,
     stream::{
         element::Dtype,
@@ -202,4 +203,67 @@ pub(super) fn better_axis(
         Axis::Rows => "rows",
         Axis::Columns => "columns",
     })
+}
+
+/// Bytes that an engine needs for channels that are stepped on the device.
+///
+/// Args:
+///     numels: elements of each tensor, in forward order.
+///     dtypes: of each tensor's gradient and weight.
+///     interval: as of `deferral_nbytes`.
+///     row_lens: elements of a row of each; 0: it is no matrix.
+///     fraction: which share of the rows or columns of a segment is selected, 0 to 1.
+///
+/// Returns:
+///     of device memory, and of host memory.
+///
+/// Raises:
+///     ValueError: for an interval or a fraction out of range.
+#[pyfunction]
+#[pyo3(name = "selection_nbytes", signature = (numels, dtypes, interval, row_lens, fraction))]
+pub(super) fn py_selection_nbytes(
+    numels: Vec<usize>,
+    dtypes: Vec<String>,
+    interval: usize,
+    row_lens: Vec<usize>,
+    fraction: f64,
+) -> Result<(usize, usize)> {
+    selection_nbytes(&numels, &dtypes_named(dtypes)?, interval, &row_lens, fraction)
+}
+
+/// A segment of which channels may be selected.
+#[pyclass(name = "Selectable", module = "stepwell._core", frozen, get_all, skip_from_py_object)]
+#[derive(Clone)]
+pub(super) struct PySelectable {
+    /// Which tensor of the engine.
+    tensor: usize,
+    /// Which segment of the engine.
+    segment: usize,
+    /// Which group it has its turns with.
+    group: usize,
+    /// The element of the tensor that its rows begin with.
+    first: usize,
+    /// How many rows.
+    rows: usize,
+    /// Elements of a row.
+    row_len: usize,
+    /// How many rows may be selected.
+    row_count: usize,
+    /// How many columns may.
+    column_count: usize,
+}
+
+impl From<Selectable> for PySelectable {
+    fn from(one: Selectable) -> Self {
+        Self {
+            tensor: one.tensor,
+            segment: one.segment,
+            group: one.group,
+            first: one.first,
+            rows: one.rows,
+            row_len: one.row_len,
+            row_count: one.row_count,
+            column_count: one.column_count,
+        }
+    }
 }

@@ -102,6 +102,12 @@ impl Layout {
         Self { numel: Chunk { tensor: 0, index }.range(self.numel).len(), ..*self }
     }
 
+    /// The layout of a run of `numel` of its elements, where every part has one entry per element.
+    #[must_use]
+    pub fn elements(&self, numel: usize) -> Self {
+        Self { numel, ..*self }
+    }
+
     /// The entries of the field's part that belong to chunk `index`.
     #[must_use]
     pub fn chunk_range(&self, field: &Field, index: usize) -> Range<usize> {

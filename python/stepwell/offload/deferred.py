@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Deferred", "deferral_nbytes"]
+__all__ = ["Deferred", "deferral_nbytes", "row_lens", "selection_nbytes"]
 
 _INTERVAL_MAX = 8
 
@@ -56,11 +56,27 @@ class Deferred:
     """So many steps of a parameter are exact before the first that is deferred: where a model
     learns fast, a weight that is a step old costs most."""
 
+    fraction: float = 0.0
+    """Which share of each matrix is not deferred but stepped on the device, at once, in every
+    step: 0 to 1. Of what lies of a matrix in one segment (4 Mi elements) that share of the rows, or
+    of the columns, is selected: those with the largest gradients, of the axis that captures more.
+    A parameter of more than two dimensions is a matrix of its first one and the rest. Parameters of
+    one dimension with at most 64 Ki elements (norms, biases) are selected whole. A row that crosses
+    the border of two segments is not. 1 selects everything. Takes 12 bytes of device memory per
+    selected parameter, and needs `moments="fp32"`."""
+
+    reselect: int = 16
+    """After how many steps the channels of a segment are chosen anew, in its next turn."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.interval <= _INTERVAL_MAX:
             raise ValueError(f"`interval` is `{self.interval}`, expected 1 to {_INTERVAL_MAX}")
         if self.warmup_steps < 0:
             raise ValueError(f"`warmup_steps` is `{self.warmup_steps}`, expected 0 or more")
+        if not 0 <= self.fraction <= 1:
+            raise ValueError(f"`fraction` is `{self.fraction}`, expected 0 to 1")
+        if self.reselect < 1:
+            raise ValueError(f"`reselect` is `{self.reselect}`, expected 1 or more")
 
     @property
     def predicted_updates(self) -> float:
@@ -77,3 +93,27 @@ def deferral_nbytes(params: Iterable[torch.Tensor], deferred: Deferred) -> tuple
         deferred.interval,
     )
     return gradients, predicted if deferred.predict else 0
+
+
+def row_lens(params: Iterable[torch.Tensor]) -> list[int]:
+    """For each parameter the elements of a row of its matrix; 0: it is none."""
+    pieces = [local(param) for param in params]
+    return [
+        piece.numel() // piece.shape[0] if piece.dim() > 1 and piece.numel() else 0
+        for piece in pieces
+    ]
+
+
+def selection_nbytes(params: Iterable[torch.Tensor], deferred: Deferred) -> tuple[int, int]:
+    """Bytes of device memory, and of pinned host memory, for channels that are selected."""
+    if not deferred.fraction:
+        return 0, 0
+    params = list(params)
+    pieces = [local(param) for param in params]
+    return _core.selection_nbytes(
+        [piece.numel() for piece in pieces],
+        [name_of(piece.dtype) for piece in pieces],
+        deferred.interval,
+        row_lens(params),
+        deferred.fraction,
+    )

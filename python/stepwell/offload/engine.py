@@ -22,14 +22,16 @@ import torch
 from stepwell import _core
 from stepwell._sharding import local
 from stepwell._tensors import name_of
-from stepwell.offload.deferred import deferral_nbytes
+from stepwell.offload.deferred import deferral_nbytes, row_lens, selection_nbytes
+from stepwell.offload.selection import Selector
 from stepwell.offload.under_way import as_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from stepwell._operand import BoundUpdate
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.selection import Selected
     from stepwell.offload.twins import Twins
 
 __all__ = ["Engine", "current_stream", "device_name"]
@@ -88,10 +90,24 @@ class Engine:
         self._buffers = twins.buffers
         numels = [local(param).numel() for param in self._indices]
         self._deferred = deferred
+        self.selector: Selector | None = None
+        """Chooses the channels that are stepped on the device; None: none is."""
+        self.selected_bytes = 0
+        """Device memory for their state."""
         if deferred is None:
             self._core = _core.OffloadEngine(device_name(device), numels, threads=threads)
         else:
             gradients, predicted = deferral_nbytes(self._indices, deferred)
+            selection: dict[str, Any] = {}
+            if deferred.fraction:
+                self.selected_bytes, staging = selection_nbytes(self._indices, deferred)
+                memory = torch.empty(self.selected_bytes, dtype=torch.uint8, device=device)
+                selection = {
+                    "row_lens": row_lens(self._indices),
+                    "fraction": deferred.fraction,
+                    "selection": (memory.data_ptr(), memory.untyped_storage()),
+                    "staging": _core.Buffer(staging),
+                }
             self._core = _core.OffloadEngine(
                 device_name(device),
                 numels,
@@ -101,7 +117,11 @@ class Engine:
                 dtypes=[name_of(local(param).dtype) for param in self._indices],
                 gradients=_core.Buffer(gradients),
                 predicted=_core.Buffer(predicted) if deferred.predict else None,
+                **selection,
             )
+            if selection:
+                segments, params = self._core.selectable(), list(self._indices)
+                self.selector = Selector(segments, params, deferred.reselect, device)
         self._is_settling = False
         # The storages of weights between deferred steps, in a list for the finalizer's sake.
         self._held: list[dict[torch.Tensor, torch.UntypedStorage]] = [{}]
@@ -176,6 +196,8 @@ class Engine:
         updates: Sequence[BoundUpdate],
         grad_scale: float,
         at_once: Collection[torch.Tensor] | None = None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        selected: Sequence[Selected] = (),
     ) -> list[partial[Any]]:
         """The calls that start the step of bound updates, to be made one directly after the other.
 
@@ -188,6 +210,9 @@ class Engine:
             at_once: the step is deferred, but for these parameters: with their updates all that
                 is pending of them is applied. None: it is not deferred, and applies all that is
                 pending.
+            grads: the gradients on the device, each contiguous; selected channels are stepped
+                there with them.
+            selected: the selections that begin with the step.
         """
         # Parameters of one group have one object.
         by_id = {id(each.update.hyper): each.update.hyper for each in updates}
@@ -213,6 +238,9 @@ class Engine:
                 "deferred": self._deferred.predicted_updates,
                 "at_once": [update.param in at_once for update, _ in stepped],
             }
+        if self.selector is not None and grads is not None:
+            deferral["grads"] = [local(grads[update.param]).data_ptr() for update, _ in stepped]
+            deferral["selected"] = selected
         submit = partial(
             self._core.submit,
             [self._indices[update.param] for update, _ in stepped],
@@ -263,6 +291,8 @@ class Engine:
 
     def _settle(self) -> None:
         self.is_settled = True
+        if self.selector is not None:
+            self.selector.reset()
         if not self._behind:
             return
         self._wait_for_submit_stream()
@@ -301,6 +331,10 @@ class Engine:
         if self._held[0]:
             self.synchronize()
             self._held[0] = {}
+
+    def next_group(self) -> int:
+        """The group of segments whose turn comes with the next deferred step."""
+        return self._core.next_group()
 
     def release(self) -> None:
         """Lets go of the gradients of the step that was submitted.

@@ -17,8 +17,8 @@ import torch
 from stepwell import _state
 from stepwell._sharding import local
 from stepwell._tensors import Written, check_param
-from stepwell.offload.budget import announce
-from stepwell.offload.deferred import deferral_nbytes
+from stepwell.offload.budget import GIB, announce
+from stepwell.offload.deferred import deferral_nbytes, selection_nbytes
 from stepwell.offload.fingerprints import FingerprintStatus
 from stepwell.offload.twins import Twins
 
@@ -93,6 +93,9 @@ class HostSide:
             held = self.twins.pinned_bytes
             held += sum(map(_state.nbytes_of, chain(states.values(), self._fresh.values())))
             limit = self._bytes_max - held
+        on_device, _ = self._selection_nbytes(params)
+        if on_device:
+            _LOGGER.info("%.2f GiB of device memory for selected channels", on_device / GIB)
         announce(
             sum(local(param).numel() for param in params),
             state=sum(
@@ -106,7 +109,14 @@ class HostSide:
         """What an engine over all parameters and `params` takes for deferred updates."""
         if self._deferred is None:
             return 0
-        return sum(deferral_nbytes([*self.twins, *params], self._deferred))
+        of_gradients = sum(deferral_nbytes([*self.twins, *params], self._deferred))
+        return of_gradients + self._selection_nbytes(params)[1]
+
+    def _selection_nbytes(self, params: Sequence[torch.Tensor]) -> tuple[int, int]:
+        """What such an engine takes for selected channels, on the device and on the host."""
+        if self._deferred is None:
+            return 0, 0
+        return selection_nbytes([*self.twins, *params], self._deferred)
 
     def admit(
         self,
@@ -172,8 +182,11 @@ class HostSide:
 
     def reread(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
-    ) -> None:
-        """Copies to the host those of `params` that other code has written on the device."""
+    ) -> bool:
+        """Copies to the host those of `params` that other code has written on the device.
+
+        Returns whether there was one.
+        """
         if stale := self.twins.stale(params):
             _LOGGER.debug(
                 "%d parameters may have been written since the last step, and are read again",
@@ -183,6 +196,7 @@ class HostSide:
             # First: Ctrl-C may come before the copies have ended.
             self.fingerprints.mark_unverified(stale)
             self.twins.refresh(stale)
+        return bool(stale)
 
     def take_fingerprints(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]

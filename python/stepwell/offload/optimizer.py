@@ -27,7 +27,7 @@ from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
@@ -172,6 +172,11 @@ class OffloadAdamW(AdamW):
             raise ValueError(
                 "`deferred` is given and `accumulate` is `host`, expected device. "
                 "hint: no_sync() or accumulation_steps"
+            )
+        if deferred is not None and deferred.fraction and moments != "fp32":
+            raise ValueError(
+                f"`deferred.fraction` is `{deferred.fraction}` and `moments` is `{moments}`, "
+                "expected fp32: coded moments would be rounded whenever channels are selected anew"
             )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
@@ -396,10 +401,15 @@ class OffloadAdamW(AdamW):
             forwards that have waited for its weights. `bytes_downloaded`, `bytes_uploaded`.
             `background`: waiting for the step before, which is to be over. `oldest_age`: how many
             steps ago the oldest gradient was computed that is deferred.
+        With `deferred.fraction`: `selected_share`: which share of the squared norms the selected
+            channels had when they were chosen; `selected_bytes`: device memory for their state.
         """
         if self._engine is None:
             return {}
         timing = {**self._seconds, "gate": self._engine.seconds_waited, **self._engine.timing()}
+        if self._engine.selector is not None:
+            timing["selected_share"] = self._engine.selector.share
+            timing["selected_bytes"] = self._engine.selected_bytes
         bytes_downloaded = self._collector.bytes_downloaded
         if bytes_downloaded is not None:
             timing["bytes_downloaded"] = bytes_downloaded
@@ -549,7 +559,7 @@ class OffloadAdamW(AdamW):
         facts = Facts(has_error=has_error)
         if not has_error:
             self._refuse_lost_writes()
-            self._host.reread(params, self.state)
+            self._score(params, grads, updates, is_written=self._host.reread(params, self.state))
             collector = self._collector
             norm = gradient_norm(params, grads, collector.place, read=collector.read)
             norm *= inverse_scale
@@ -568,8 +578,45 @@ class OffloadAdamW(AdamW):
         # After the norm, which would come down behind them; the step begins with the first that is
         # there.
         self._collector.take_missing(params, grads, self._opened_engine())
-        self._apply(updates, inverse_scale * self._clip_coefficient(norm))
+        grad_scale = inverse_scale * self._clip_coefficient(norm)
+        self._apply(updates, grad_scale, dict(zip(params, grads, strict=True)))
         return True
+
+    def _score(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        updates: Sequence[Update],
+        *,
+        is_written: bool,
+    ) -> None:
+        """Scores channels of which some may be selected; the norm that comes next is waited for.
+
+        Args:
+            params: the parameters of the step.
+            grads: their gradients.
+            updates: their updates.
+            is_written: whether other code has written one of them.
+        """
+        deferred = self._deferred
+        if deferred is None or not deferred.fraction or not updates:
+            return
+        engine = self._opened_engine()
+        if engine.selector is None:
+            return
+        if is_written:
+            # The device may have the state of some of it.
+            engine.is_settled = True
+        if self._is_deferred(updates):
+            engine.selector.score(params, grads, engine.next_group())
+        elif (
+            self._gate is not None
+            and self._gate.is_open
+            and max(update.step for update in updates) >= deferred.warmup_steps
+        ):
+            engine.selector.score(params, grads, None)
+        else:
+            engine.selector.score([], [], None)
 
     def _refuse_lost_writes(self) -> None:
         """Raises ValueError where a parameter was written that updates are deferred of."""
@@ -581,9 +628,17 @@ class OffloadAdamW(AdamW):
         self, updates: Sequence[Update], exposed: Collection[torch.Tensor]
     ) -> set[torch.Tensor] | None:
         """The parameters that a deferred step updates at once; None: the step is exact."""
+        gate = self._gate
+        if gate is None or not self._is_deferred(updates):
+            return None
+        # The step waits for the weights of these, since no forward is known to.
+        return set(gate.not_covered([update.param for update in updates], exposed))
+
+    def _is_deferred(self, updates: Sequence[Update]) -> bool:
+        """Whether the step with these updates is deferred."""
         deferred, gate = self._deferred, self._gate
         if deferred is None or not updates:
-            return None
+            return False
         if gate is None or not gate.is_open or gate.guard.was_compiled:
             if not self._has_warned_of_exact_steps:
                 self._has_warned_of_exact_steps = True
@@ -591,13 +646,10 @@ class OffloadAdamW(AdamW):
                     "updates are not deferred, and every step is exact: forwards cannot be seen "
                     "(torch.compile, DTensor, a CUDA graph, or parameters in no module)"
                 )
-            return None
+            return False
         # Also after a drain: so that a run that is resumed from there has the same bits.
         is_first = self._engine is None or self._engine.is_settled
-        if is_first or max(update.step for update in updates) <= deferred.warmup_steps:
-            return None
-        # The step waits for the weights of these, since no forward is known to.
-        return set(gate.not_covered([update.param for update in updates], exposed))
+        return not is_first and max(update.step for update in updates) > deferred.warmup_steps
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
@@ -627,7 +679,12 @@ class OffloadAdamW(AdamW):
     def _is_exclusive(self, param: torch.Tensor) -> bool:
         return not self._host.fingerprints.is_unverified(param)
 
-    def _apply(self, updates: list[Update], grad_scale: float) -> None:
+    def _apply(
+        self,
+        updates: list[Update],
+        grad_scale: float,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
         for update in updates:
             if update.operand.is_moved and update.operand.state is not None:
                 # The step goes on in the background, and works on the state itself.
@@ -652,8 +709,12 @@ class OffloadAdamW(AdamW):
             shared.update(self._exposed(landing))
             before.append(partial(gate.open, landing, shared))
         at_once = None if shared.intersection(others) else self._at_once(updates, shared)
+        selected = []
+        if engine.selector is not None:
+            selected = engine.selector.choose(at_once)
+            engine.selector.drop(at_once or ())
         submitted = [
-            *engine.submission(bound_updates, grad_scale, at_once),
+            *engine.submission(bound_updates, grad_scale, at_once, grads, selected),
             partial(setattr, self, "_is_unreleased", True),
         ]
         if others:

@@ -1,0 +1,175 @@
+"""Which channels are stepped on the device at once, and when that changes.
+
+A channel is a row or a column of what lies of a matrix in one segment of the engine. The device has
+the state of the channels that are selected, and steps them in every step; the rest is deferred
+(`deferred`). What is selected changes in an exact step, and in turns of its segment.
+
+Scores are squared norms of the gradient of that very step. They are reduced on the device, for the
+segments whose selection is due, and come to the host with the norm of all gradients, which the step
+waits for in any case: no wait of its own, and nothing but scores crosses the bus.
+
+Cost: the segments that are due, `1 / reselect` of the model per step, are read twice more on the
+device; their channels are ranked on the host, in linear time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from stepwell import _core
+from stepwell._sharding import local
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+__all__ = ["Selected", "Selector"]
+
+Selected: TypeAlias = "tuple[int, bool, list[int]]"
+"""The number of a segment, whether its channels are columns, and the channels, ascending."""
+
+
+class _Scored(NamedTuple):
+    """A segment whose selection is due."""
+
+    segment: _core.Selectable
+    begin: int
+    """Where its scores begin: those of its rows, then those of its columns. Only the first of them
+    where all of it is selected."""
+
+
+class Selector:
+    """Chooses channels of the tensors of an engine.
+
+    Args:
+        segments: those of which channels may be selected.
+        params: the parameters of the engine, in its order.
+        reselect: after how many steps a selection is due.
+        device: where the parameters are.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[_core.Selectable],
+        params: Sequence[torch.Tensor],
+        reselect: int,
+        device: torch.device,
+    ) -> None:
+        self._segments = segments
+        self._params = params
+        self._reselect = reselect
+        self._step = 0
+        # For each segment the step that selected channels of it.
+        self._selected_at: dict[int, int] = {}
+        # Squared norms, of the chosen channels and of all, of the last choice.
+        self._captured: dict[int, tuple[float, float]] = {}
+        self._due: list[_Scored] = []
+        most = sum(one.rows + one.row_len for one in segments if not _is_whole(one))
+        # The device writes it, and the thread reads it behind a wait of its own.
+        self._scores = torch.zeros(most, device="cpu", pin_memory=device.type == "cuda")
+
+    @property
+    def share(self) -> float:
+        """What the chosen channels had of the squared norms that they were chosen by, 0 to 1."""
+        sums = self._captured.values()
+        chosen, total = sum(chosen for chosen, _ in sums), sum(total for _, total in sums)
+        return chosen / total if total > 0 else 0.0
+
+    def reset(self) -> None:
+        """Nothing is selected any more."""
+        self._selected_at = {}
+        self._captured = {}
+
+    def score(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], group: int | None
+    ) -> None:
+        """Reduces the gradients of what is due, on the device. Scores are there after a wait.
+
+        Args:
+            params: the parameters of the step.
+            grads: their gradients, each contiguous.
+            group: whose turn it is; None: all segments are due, since the step is exact.
+        """
+        grad_of = dict(zip(params, grads, strict=True))
+        self._due = []
+        norms: list[torch.Tensor] = []
+        begin = 0
+        for one in self._segments:
+            grad = grad_of.get(self._params[one.tensor])
+            if grad is None or not (group is None or self._is_due(one, group)):
+                continue
+            self._due.append(_Scored(one, begin))
+            if _is_whole(one):
+                continue
+            end = one.first + one.rows * one.row_len
+            block = local(grad).detach().view(-1)[one.first : end].view(one.rows, one.row_len)
+            norms += [
+                torch.linalg.vector_norm(block, dim=dim, dtype=torch.float32) for dim in (1, 0)
+            ]
+            begin += one.rows + one.row_len
+        if norms:
+            self._scores[:begin].copy_(torch.cat(norms), non_blocking=True)
+
+    def _is_due(self, one: _core.Selectable, group: int) -> bool:
+        selected_at = self._selected_at.get(one.segment)
+        return one.group == group and (
+            selected_at is None or self._step - selected_at >= self._reselect
+        )
+
+    def choose(self, at_once: Collection[torch.Tensor] | None) -> list[Selected]:
+        """The selections that begin with the step, whose scores have come.
+
+        Args:
+            at_once: parameters that the deferred step updates at once; None: it is exact.
+        """
+        if at_once is None:
+            self.reset()
+        chosen: list[Selected] = []
+        for one, begin in self._due:
+            if at_once is not None and self._params[one.tensor] in at_once:
+                self._forget(one.segment)
+                continue
+            chosen.append((one.segment, *self._channels(one, begin)))
+            self._selected_at[one.segment] = self._step
+        self._due = []
+        self._step += 1
+        return chosen
+
+    def _channels(self, one: _core.Selectable, begin: int) -> tuple[bool, list[int]]:
+        if _is_whole(one):
+            return False, list(range(one.rows))
+        squares = self._scores[begin : begin + one.rows + one.row_len].double().square()
+        rows, columns = squares[: one.rows], squares[one.rows :]
+        found = []
+        for scores, count in ((rows, one.row_count), (columns, one.column_count)):
+            channels = _core.top_k(_view(scores), count)
+            found.append((float(scores[channels].sum()), channels))
+        # Rows where both capture the same: they are contiguous.
+        by_columns = not one.row_count or found[1][0] > found[0][0]
+        captured, channels = found[by_columns]
+        total = float(rows.sum())
+        if math.isfinite(total):
+            self._captured[one.segment] = captured, total
+        return by_columns, channels
+
+    def drop(self, params: Iterable[torch.Tensor]) -> None:
+        """The engine has ended what was selected of these."""
+        dropped = set(params)
+        for one in self._segments:
+            if self._params[one.tensor] in dropped:
+                self._forget(one.segment)
+
+    def _forget(self, segment: int) -> None:
+        self._selected_at.pop(segment, None)
+        self._captured.pop(segment, None)
+
+
+def _view(scores: torch.Tensor) -> _core.TensorView:
+    return _core.TensorView(address=scores.data_ptr(), dtype="float64", numel=scores.numel())
+
+
+def _is_whole(one: _core.Selectable) -> bool:
+    """Whether all of it is selected, so that nothing is to be chosen."""
+    return one.row_count == one.rows

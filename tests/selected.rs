@@ -1,0 +1,473 @@
+//! Selected channels: the device steps them in every job, with the bits that the host gives them,
+//! and nothing is lost or applied twice when the selection changes.
+
+mod battery;
+mod on_device;
+
+use std::{collections::HashMap, sync::Arc};
+
+use battery::{Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
+use on_device::{OnDevice, Resumed, SOON, STREAM, bytes, drain, finish, numels};
+use stepwell::{
+    Error,
+    adam::{
+        Hyper, Step,
+        selected::{self, ChannelState, Shape as Channels, WeightKind},
+        tensor::AdamTensor,
+    },
+    device::{Lane, host::HostDevice},
+    offload::{
+        Change, Deferral, Engine, OnDevice as Work, SEGMENT_LEN, Selectable, Selection, Shape,
+        Update, deferral_nbytes, selection_nbytes,
+    },
+    stream::{element::Dtype, view::View},
+    tier::ram::Ram,
+};
+
+/// Rows that cross the border of two segments, small matrices, one row, a vector, and nothing.
+const KINDS: [(ParamKind, Dtype, usize, usize); 7] = [
+    (ParamKind::Split, Dtype::BFloat16, 4200, 1001),
+    (ParamKind::Float32, Dtype::Float32, 300, 77),
+    (ParamKind::Shadowed, Dtype::Float16, 130, 40),
+    (ParamKind::Split, Dtype::BFloat16, 0, 0),
+    (ParamKind::Split, Dtype::BFloat16, 9, 2000),
+    (ParamKind::Float32, Dtype::Float32, 1, 3),
+    (ParamKind::Split, Dtype::BFloat16, 77, 0),
+];
+
+fn tensors() -> Vec<OnDevice> {
+    let one = |(seed, (param, grad, rows, row_len)): (usize, (ParamKind, Dtype, usize, usize))| {
+        let layout = Layout::new(param, MomentsKind::Float32, grad);
+        let numel = rows * row_len.max(1);
+        let mut held = Held::random(layout, numel, 0, Spread::Ordinary, seed as u64);
+        held.key = seed as u64;
+        let mut one = OnDevice::new(held);
+        one.weight = bytes(one.held.tensor().weight());
+        one
+    };
+    KINDS.into_iter().enumerate().map(one).collect()
+}
+
+fn row_lens() -> Vec<usize> {
+    KINDS.iter().map(|(.., row_len)| *row_len).collect()
+}
+
+/// An engine with its memory. Fields are dropped in this order.
+struct Selecting {
+    engine: Engine,
+    host: Arc<HostDevice>,
+    guarded: [Guarded; 4],
+}
+
+fn selecting(all: &mut [OnDevice], interval: usize, fraction: f64) -> Selecting {
+    let numels = numels(all);
+    let dtypes: Vec<_> = all.iter_mut().map(|one| one.held.tensor().weight().dtype()).collect();
+    let row_lens = row_lens();
+    let (gradients, predicted) = deferral_nbytes(&numels, &dtypes, interval).expect("sizes");
+    let (device, staging) =
+        selection_nbytes(&numels, &dtypes, interval, &row_lens, fraction).expect("sizes");
+    let mut guarded = [gradients, predicted, device, staging]
+        .map(|nbytes| Guarded::zeros(Dtype::Uint8, nbytes, 0));
+    let [gradients, predicted, device, staging] = guarded.each_mut().map(Guarded::view);
+    let selection =
+        Selection { row_lens: &row_lens, fraction, device: device.address() as u64, staging };
+    let deferral = Deferral {
+        interval,
+        dtypes: &dtypes,
+        gradients,
+        predicted: Some(predicted),
+        selection: Some(selection),
+    };
+    let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
+    let host = Arc::new(HostDevice::new(Engine::events(shape)).expect("a device"));
+    let tier = Arc::new(Ram);
+    let device: Arc<HostDevice> = Arc::clone(&host);
+    let engine = Engine::on(device, shape, tier, pool_of(3), widest()).expect("an engine");
+    Selecting { engine, host, guarded }
+}
+
+fn draw(all: &mut [OnDevice], expected: &mut [Held], seed: u64) {
+    for (index, (one, expected)) in all.iter_mut().zip(expected).enumerate() {
+        let mut draw = Draw::new(seed << 8 | index as u64);
+        let values: [f32; 251] = std::array::from_fn(|_| draw.normal() as f32);
+        expected.set_grad(|at| values[at % values.len()]);
+        one.grad = bytes(expected.grad.view());
+    }
+}
+
+fn hyper_of(step: u64) -> Hyper {
+    Hyper {
+        lr: 1e-2 / (step as f64),
+        weight_decay: 0.1,
+        decoupled: !step.is_multiple_of(3),
+        maximize: step.is_multiple_of(5),
+        grad_scale: 1.0 / (1.0 + step as f64),
+        ..Hyper::default()
+    }
+}
+
+/// Distinct numbers below `end`, ascending.
+fn some(draw: &mut Draw, count: usize, end: usize) -> Vec<u32> {
+    let mut all: Vec<u32> = (0..end as u32).collect();
+    for place in 0..count {
+        let other = place + draw.below(end - place);
+        all.swap(place, other);
+    }
+    all.truncate(count);
+    all.sort_unstable();
+    all
+}
+
+fn change_of(draw: &mut Draw, one: &Selectable) -> Change {
+    let by_columns = one.row_count == 0 || one.column_count > 0 && draw.below(2) == 0;
+    let (count, end) =
+        if by_columns { (one.column_count, one.row_len) } else { (one.row_count, one.rows) };
+    Change { segment: one.segment, by_columns, indices: some(draw, count, end) }
+}
+
+/// The elements of a tensor that are selected.
+fn elements(one: &Selectable, change: &Change) -> Vec<usize> {
+    let of = |&channel: &u32| -> Vec<usize> {
+        let channel = channel as usize;
+        let place = |at: usize| match change.by_columns {
+            true => at * one.row_len + channel,
+            false => channel * one.row_len + at,
+        };
+        let len = if change.by_columns { one.rows } else { one.row_len };
+        (0..len).map(|at| one.first + place(at)).collect()
+    };
+    change.indices.iter().flat_map(of).collect()
+}
+
+/// What a test knows of the selections of an engine.
+#[derive(Default)]
+struct Known {
+    /// By segment; whether it was stepped on the device.
+    held: HashMap<usize, (Selectable, Change, bool)>,
+}
+
+impl Known {
+    /// The device has the last weights of all that it steps.
+    fn assert_current(&self, all: &[OnDevice], expected: &mut [Held], what: &str) {
+        for (one, change, is_stepped) in self.held.values() {
+            if !is_stepped {
+                continue;
+            }
+            let weight = bytes(expected[one.tensor].tensor().weight());
+            let size = weight.len() / expected[one.tensor].numel;
+            for at in elements(one, change) {
+                let range = at * size..(at + 1) * size;
+                assert!(
+                    all[one.tensor].weight[range.clone()] == weight[range],
+                    "{what}: element {at} of tensor {}, {change:?}",
+                    one.tensor
+                );
+            }
+        }
+    }
+}
+
+/// Its gradient is the engine's.
+fn without_grad(mut tensor: AdamTensor) -> AdamTensor {
+    tensor.grad = None;
+    tensor
+}
+
+fn submit(
+    engine: &Engine,
+    all: &mut [OnDevice],
+    deferred: Option<f32>,
+    (count, hyper): (u64, Hyper),
+    has: impl Fn(usize) -> Option<bool>,
+    changes: Vec<Change>,
+) -> Result<(), Error> {
+    let with_grad: Vec<usize> = (0..all.len()).filter(|&index| has(index).is_some()).collect();
+    let source = |one: &OnDevice| one.grad.as_ptr().expose_provenance() as u64;
+    let gradients: Vec<_> = with_grad.iter().map(|&index| (index, source(&all[index]))).collect();
+    let updates: Vec<Update> = with_grad
+        .iter()
+        .map(|&index| {
+            let update = all[index].update(index, count, hyper);
+            let tensor = without_grad(update.tensor);
+            Update { tensor, is_at_once: has(index) == Some(true), ..update }
+        })
+        .collect();
+    let grads: Vec<u64> = gradients.iter().map(|(_, source)| *source).collect();
+    // SAFETY: the tensors outlive the engine.
+    unsafe {
+        assert!(engine.take_deferred(&gradients, &mut None, STREAM, SOON)?, "there is no room");
+        let work = Work { grads: &grads, changes };
+        engine.submit_with(deferred, &updates, work, &mut None, STREAM)
+    }
+}
+
+fn assert_stepped(all: &mut [OnDevice], expected: &mut [Held], what: &str) {
+    for (one, expected) in all.iter_mut().zip(expected) {
+        one.held.set_grad(|at| expected.grad.value(at));
+        one.held.assert_same(expected, &format!("{:?}, {what}", expected.layout));
+        one.assert_uploaded();
+    }
+}
+
+/// Steps with selections, tensors without gradients, and settles as they come.
+fn any_run(seed: u64, interval: usize, fraction: f64) {
+    let what = format!("seed {seed}, every {interval}, {fraction}");
+    let mut all = tensors();
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let selecting = selecting(&mut all, interval, fraction);
+    let engine = &selecting.engine;
+    let selectable: Vec<Selectable> = engine.selectable().collect();
+    let mut draw_of = Draw::new(seed);
+    let mut known = Known::default();
+    for step in 1..=11_u64 {
+        draw(&mut all, &mut expected, seed << 16 | step);
+        let is_whole = step == 1 || draw_of.below(6) == 0;
+        // None: no gradient; whether it is stepped at once.
+        let mut has: Vec<Option<bool>> =
+            (0..all.len()).map(|_| (draw_of.below(4) > 0).then(|| draw_of.below(5) == 0)).collect();
+        // The longest gap: its turn comes without a gradient.
+        if (4..4 + interval as u64 + 1).contains(&step) {
+            has[0] = None;
+        }
+        let group = engine.next_group();
+        let may_change = |one: &&Selectable| {
+            has[one.tensor].is_some()
+                && (is_whole || one.group == group && has[one.tensor] == Some(false))
+        };
+        let mut changes = Vec::new();
+        for one in selectable.iter().filter(may_change) {
+            if draw_of.below(3) > 0 {
+                changes.push(change_of(&mut draw_of, one));
+            }
+        }
+        let deferred = (!is_whole).then_some(2.0);
+        let hyper = hyper_of(step);
+        submit(engine, &mut all, deferred, (step, hyper), |index| has[index], changes.clone())
+            .expect("a step");
+        for (index, one) in expected.iter_mut().enumerate() {
+            if has[index].is_some() {
+                one.step(widest(), step, &hyper);
+            }
+        }
+        for (one, _, is_stepped) in known.held.values_mut() {
+            *is_stepped |= has[one.tensor].is_some();
+        }
+        finish(engine);
+        known.held.retain(|_, (one, ..)| match has[one.tensor] {
+            _ if is_whole => false,
+            Some(is_at_once) => !is_at_once,
+            None => one.group != group,
+        });
+        known.assert_current(&all, &mut expected, &format!("{what}, step {step}"));
+        for change in changes {
+            let one = *selectable.iter().find(|one| one.segment == change.segment).expect("it");
+            known.held.insert(one.segment, (one, change, false));
+        }
+        if draw_of.below(9) == 0 {
+            engine.settle(STREAM).expect("a step that works");
+            finish(engine);
+            known.held.clear();
+            assert_stepped(&mut all, &mut expected, &format!("{what}, settled at {step}"));
+        }
+    }
+    engine.settle(STREAM).expect("a step that works");
+    finish(engine);
+    assert_stepped(&mut all, &mut expected, &what);
+    assert!(!engine.settle(STREAM).expect("nothing"), "there was something left");
+    for (guarded, name) in
+        selecting.guarded.iter().zip(["gradients", "predicted", "device", "host"])
+    {
+        guarded.assert_guards(name);
+    }
+}
+
+#[test]
+fn every_gradient_is_applied_once_whoever_steps_it() {
+    for (seed, interval, fraction) in [(1, 1, 0.1), (2, 4, 0.3), (3, 3, 1.0), (4, 5, 0.02)] {
+        any_run(seed, interval, fraction);
+    }
+}
+
+#[test]
+fn nothing_is_selectable_that_crosses_a_border_and_everything_with_all() {
+    let mut all = tensors();
+    let selecting = selecting(&mut all, 2, 0.1);
+    let found: Vec<_> = selecting
+        .engine
+        .selectable()
+        .map(|one| (one.tensor, one.first, one.rows, one.row_len, one.row_count, one.column_count))
+        .collect();
+    let rows = SEGMENT_LEN / 1001;
+    let expected = [
+        (0, 0, rows, 1001, rows / 10, 100),
+        (0, (rows + 1) * 1001, 4200 - rows - 1, 1001, 0, 100),
+        (1, 0, 300, 77, 30, 7),
+        (2, 0, 130, 40, 13, 4),
+        (4, 0, 9, 2000, 0, 200),
+        (6, 0, 1, 77, 1, 0),
+    ];
+    assert_eq!(found, expected);
+    drop(selecting);
+    let selecting = self::selecting(&mut all, 2, 1.0);
+    let numel: usize = selecting.engine.selectable().map(|one| one.rows * one.row_len).sum();
+    assert_eq!(numel, all.iter().map(|one| one.held.numel).sum::<usize>());
+}
+
+/// A state of its own in fp32, of channels of a block, beside the oracle's.
+#[test]
+fn a_step_of_channels_has_the_bits_of_a_step_of_their_tensor() {
+    let spreads = [Spread::Ordinary, Spread::Wide];
+    for (seed, (param, grad, rows, row_len)) in KINDS.into_iter().enumerate().skip(1) {
+        for (spread, by_columns) in spreads.into_iter().flat_map(|one| [(one, false), (one, true)])
+        {
+            if row_len == 0 {
+                continue;
+            }
+            let layout = Layout::new(param, MomentsKind::Float32, grad);
+            let mut held = Held::random(layout, rows * row_len, 0, spread, seed as u64);
+            // A parameter that the program has written is the pass's to see.
+            let master = held.read_master();
+            held.write_master(&master);
+            let mut draw = Draw::new(seed as u64);
+            let end = if by_columns { row_len } else { rows };
+            let indices = some(&mut draw, end.div_ceil(3), end);
+            let shape = Channels { rows, row_len, count: indices.len(), by_columns };
+            let mut memory = Guarded::zeros(Dtype::Uint8, shape.nbytes(), 0);
+            let (state, _) = ChannelState::within(memory.view(), &shape);
+            let before = held.moved(0);
+            let tensor = held.tensor();
+            let block = without_grad(tensor).without_fingerprints();
+            let channels = (&shape, indices.as_slice());
+            let (kind, hyper) =
+                (WeightKind::of(&tensor).expect("a kind"), hyper_of(1 + seed as u64));
+            let gradient: View = tensor.grad.expect("a gradient");
+            // SAFETY: all memory is the test's own.
+            unsafe { selected::read(widest(), &block, channels, &state) };
+            // SAFETY: as above.
+            unsafe { selected::write(widest(), &block, channels, &state) };
+            held.assert_untouched(&before, "there and back");
+            let mut expected = before.moved(0);
+            expected.step(widest(), 3, &hyper);
+            let step = Step::new(&hyper, 3);
+            let weight = block.weight();
+            // SAFETY: as above.
+            unsafe {
+                selected::step(widest(), &step, channels, kind, gradient, &state, weight);
+                selected::write(widest(), &block, channels, &state);
+            }
+            let what = format!("{layout:?}, {spread:?}, by columns: {by_columns}");
+            let is_selected = |at: usize| {
+                let channel = if by_columns { at % row_len } else { at / row_len };
+                indices.contains(&(channel as u32))
+            };
+            let pairs = held.buffers().zip(expected.buffers()).zip(before.buffers());
+            for (((name, ours), (_, stepped)), (_, before)) in pairs {
+                if name == "fingerprints" || name == "grad" {
+                    continue;
+                }
+                let size = ours.payload().len() / (rows * row_len);
+                for at in 0..rows * row_len {
+                    let range = at * size..(at + 1) * size;
+                    let theirs = if is_selected(at) { stepped } else { before };
+                    assert!(
+                        ours.payload()[range.clone()] == theirs.payload()[range],
+                        "{what}: {name}[{at}] is {} against {}",
+                        ours.value(at),
+                        theirs.value(at)
+                    );
+                }
+            }
+            memory.assert_guards("state");
+        }
+    }
+}
+
+/// A landing that is late does not overtake the weights of selected channels, and the next step
+/// waits for it.
+#[test]
+fn weights_of_selected_channels_outlast_a_late_landing() {
+    let mut all = tensors();
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let selecting = selecting(&mut all, 2, 0.2);
+    let engine = &selecting.engine;
+    let selectable: Vec<Selectable> = engine.selectable().collect();
+    let mut draw_of = Draw::new(7);
+    let mut known = Known::default();
+    for step in 1..=8_u64 {
+        draw(&mut all, &mut expected, step);
+        let changes: Vec<Change> = match step {
+            1 => selectable.iter().map(|one| change_of(&mut draw_of, one)).collect(),
+            _ => Vec::new(),
+        };
+        let (deferred, hyper) = ((step > 1).then_some(2.0), hyper_of(step));
+        let _resumed = Resumed(&selecting.host);
+        selecting.host.pause(Lane::Upload, true);
+        submit(engine, &mut all, deferred, (step, hyper), |_| Some(false), changes.clone())
+            .expect("a step");
+        expected.iter_mut().for_each(|one| one.step(widest(), step, &hyper));
+        for change in changes {
+            let one = *selectable.iter().find(|one| one.segment == change.segment).expect("it");
+            known.held.insert(one.segment, (one, change, false));
+        }
+        if step > 1 {
+            known.held.values_mut().for_each(|(_, _, is_stepped)| *is_stepped = true);
+            known.assert_current(&all, &mut expected, &format!("step {step}, before its landing"));
+        }
+        selecting.host.pause(Lane::Upload, false);
+        finish(engine);
+        known.assert_current(&all, &mut expected, &format!("step {step}"));
+    }
+    engine.settle(STREAM).expect("a step that works");
+    finish(engine);
+    assert_stepped(&mut all, &mut expected, "late");
+    drain(engine).expect("a device that works");
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_changes_nothing() {
+    let mut all = tensors();
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let selecting = selecting(&mut all, 2, 0.2);
+    let engine = &selecting.engine;
+    let selectable: Vec<Selectable> = engine.selectable().collect();
+    let mut draw_of = Draw::new(9);
+    let one = selectable.iter().find(|one| one.tensor == 1).expect("a matrix");
+    let good = change_of(&mut draw_of, one);
+    draw(&mut all, &mut expected, 1);
+    let mut refused = |change: Change, has: &dyn Fn(usize) -> Option<bool>| {
+        let error = submit(engine, &mut all, None, (1, hyper_of(1)), has, vec![change]);
+        let text = error.expect_err("must be refused").to_string();
+        on_device::discard(engine);
+        text
+    };
+    let all_have = |_: usize| Some(false);
+    let fewer = Change { indices: good.indices[1..].to_vec(), ..good.clone() };
+    assert!(refused(fewer, &all_have).contains("are selected"));
+    let mut twice = good.clone();
+    twice.indices[1] = twice.indices[0];
+    assert!(refused(twice, &all_have).contains("are selected"));
+    let mut outside = good.clone();
+    *outside.indices.last_mut().expect("one") = 1 << 20;
+    assert!(refused(outside, &all_have).contains("are selected"));
+    let nowhere = Change { segment: 1000, ..good.clone() };
+    assert!(refused(nowhere, &all_have).contains("segment `1000`"));
+    let without = |index: usize| (index != 1).then_some(false);
+    assert!(refused(good.clone(), &without).contains("are selected"));
+    submit(engine, &mut all, None, (1, hyper_of(1)), all_have, vec![good.clone()]).expect("a step");
+    finish(engine);
+    // The turn of another group.
+    let group = engine.next_group();
+    let other = selectable.iter().find(|one| one.group != group).expect("two groups");
+    let change = change_of(&mut draw_of, other);
+    let error = submit(engine, &mut all, Some(2.0), (2, hyper_of(2)), all_have, vec![change]);
+    assert!(error.expect_err("must be refused").to_string().contains("whose turn it is"));
+    expected.iter_mut().for_each(|one| one.step(widest(), 1, &hyper_of(1)));
+    assert_stepped(&mut all, &mut expected, "refused");
+    let numels = [10];
+    let sizes = |fraction, row_lens: &[usize]| {
+        selection_nbytes(&numels, &[Dtype::Float32], 1, row_lens, fraction)
+    };
+    assert!(sizes(1.5, &[5]).expect_err("refused").to_string().contains("fraction is `1.5`"));
+    assert!(sizes(0.5, &[]).expect_err("refused").to_string().contains("row_lens has `0`"));
+    assert_eq!(sizes(0.0, &[5]).expect("sizes"), (0, 0));
+}

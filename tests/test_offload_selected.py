@@ -1,0 +1,358 @@
+"""Selected channels: stepped on the device at once, with the bits that the host gives them."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from optim_cases import bits
+from stepwell import Deferred, OffloadAdamW
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+# The host is a device too: there copies are late as well.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WIDTH = 40
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+class Net(nn.Module):
+    """Matrices, a stack of them, norms and biases, in sizes that are multiples of nothing."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, 33)
+        self.norm = nn.LayerNorm(33)
+        self.conv = nn.Conv1d(1, 11, 3)
+        self.last = nn.Linear(31, 70, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(torch.tanh(self.first(x)))
+        out: torch.Tensor = self.last(self.conv(hidden[:, None]).mean(1))
+        return out
+
+
+def model_of(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    torch.manual_seed(0)
+    return Net().to(DEVICE, dtype)
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(8, WIDTH, generator=generator).to(DEVICE, dtype)
+    loss: torch.Tensor = model(x).float().square().mean()
+    return loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def drawn(param: torch.Tensor, step: int, index: int) -> torch.Tensor:
+    """A gradient that depends on no weight; in each step other rows and columns are large."""
+    generator = torch.Generator().manual_seed(100 * step + index)
+    grad = torch.randn(param.shape, generator=generator)
+    for dim, size in enumerate(param.shape):
+        shape = [1] * param.dim()
+        shape[dim] = size
+        grad *= torch.rand(shape, generator=generator).pow(3)
+    return grad.to(DEVICE, param.dtype)
+
+
+def step_with(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    has_grad: Callable[[int, int], bool] = lambda *_: True,
+) -> None:
+    # A forward and a backward, whose gradients are replaced.
+    loss_of(model, step).backward()
+    for index, param in enumerate(model.parameters()):
+        param.grad = drawn(param, step, index) if has_grad(step, index) else None
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def assert_same(
+    one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Module, torch.optim.Optimizer]
+) -> None:
+    """Weights, masters and moments are the same to the bit."""
+    for _, optimizer in (one, other):
+        optimizer.state_dict()
+    pairs = zip(one[0].named_parameters(), other[0].parameters(), strict=True)
+    for (name, param), expected in pairs:
+        assert torch.equal(bits(param), bits(expected)), name
+        state, expected_state = one[1].state[param], other[1].state[expected]
+        assert state.keys() == expected_state.keys()
+        for key, value in state.items():
+            assert torch.equal(bits(value), bits(expected_state[key])), f"{key} of {name}"
+
+
+def pair(
+    deferred: Deferred, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> list[tuple[nn.Module, OffloadAdamW]]:
+    """The same model, stepped as `deferred` says and exactly."""
+    model = model_of(dtype)
+    options = {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 1.0, **options}
+    found = []
+    for each, how in ((model, deferred), (copy.deepcopy(model), None)):
+        found.append((each, OffloadAdamW(each.parameters(), deferred=how, **options)))
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interval", [1, 3])
+@pytest.mark.parametrize("fraction", [0.1, 0.5])
+@pytest.mark.parametrize("reselect", [1, 4])
+def test_all_gradients_are_applied_once_whoever_steps(
+    dtype: torch.dtype, interval: int, fraction: float, reselect: int
+) -> None:
+    deferred = Deferred(interval=interval, fraction=fraction, reselect=reselect)
+    selected, exact = pair(deferred, dtype)
+    for step in range(1, 14):
+        for each in (selected, exact):
+            step_with(*each, step)
+        if step == 9:
+            selected[1].drain()
+    assert selected[1]._engine is not None and selected[1]._engine.behind
+    assert_same(selected, exact)
+
+
+def test_a_selected_row_has_every_update_in_the_next_forward() -> None:
+    """Without prediction, a weight is that of the last step where it is selected."""
+    deferred = Deferred(interval=4, fraction=0.25, reselect=100)
+    (model, optimizer), exact = pair(deferred)
+    weight = model.get_parameter("first.weight")
+    for step in range(1, 7):
+        step_with(model, optimizer, step)
+        step_with(*exact, step)
+    loss_of(model, 7)
+    assert optimizer._engine is not None and optimizer._engine.behind
+    # A forward in training lets the parameter be read.
+    now, expected = weight.detach(), exact[0].get_parameter("first.weight").detach()
+    rows, columns = (int((now == expected).all(dim).sum()) for dim in (1, 0))
+    assert optimizer._engine.behind
+    assert (rows, columns) in {(8, 0), (0, 10)}
+    bias = model.get_parameter("first.bias").detach()
+    assert torch.equal(bias, exact[0].get_parameter("first.bias").detach())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_everything_selected_is_an_exact_run(dtype: torch.dtype) -> None:
+    (model, optimizer), (exact_model, exact) = pair(Deferred(interval=4, fraction=1.0), dtype)
+    assert train(model, optimizer, range(20)) == train(exact_model, exact, range(20))
+    assert optimizer.timing["selected_bytes"] >= 12 * sum(p.numel() for p in model.parameters())
+    assert_same((model, optimizer), (exact_model, exact))
+
+
+def test_nothing_selected_takes_nothing_and_changes_nothing() -> None:
+    deferred = Deferred(interval=2, fraction=0.0)
+    (model, optimizer), _ = pair(deferred)
+    other = copy.deepcopy(model)
+    other_optimizer = OffloadAdamW(
+        other.parameters(), lr=1e-2, weight_decay=0.1, clip_norm=1.0, deferred=Deferred(interval=2)
+    )
+    assert train(model, optimizer, range(8)) == train(other, other_optimizer, range(8))
+    assert optimizer._engine is not None and optimizer._engine.selector is None
+    assert "selected_bytes" not in optimizer.timing
+
+
+LOOKS = ["eval", "state_dict", "access", "drain", "state", "copy"]
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_every_look_sees_all_updates(how: str) -> None:
+    deferred = Deferred(interval=4, fraction=0.3, reselect=4)
+    selected, exact = pair(deferred)
+    for step in range(1, 12):
+        step_with(*selected, step)
+        step_with(*exact, step)
+    model, optimizer = selected
+    if how == "eval":
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, 6)
+        model.train()
+    elif how == "state_dict":
+        model.state_dict()
+    elif how == "access":
+        assert next(model.parameters()).norm() > 0
+    elif how == "drain":
+        optimizer.drain()
+    elif how == "state":
+        assert optimizer.state
+    else:
+        copy.deepcopy(model)
+    assert optimizer._engine is not None and not optimizer._engine.behind
+    for param, expected in zip(model.parameters(), exact[0].parameters(), strict=True):
+        assert torch.equal(param, expected)
+    for step in range(12, 20):
+        step_with(*selected, step)
+        step_with(*exact, step)
+    assert_same(selected, exact)
+
+
+def test_resuming_has_the_bits_of_going_on_with_a_drain() -> None:
+    def fresh() -> tuple[nn.Module, OffloadAdamW]:
+        deferred = Deferred(interval=3, warmup_steps=2, fraction=0.3, reselect=5)
+        return pair(deferred)[0]
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(11))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    went_on = train(model, optimizer, range(11, 24))
+    resumed_model, resumed_optimizer = fresh()
+    # Steps of another training: its state is loaded over.
+    train(resumed_model, resumed_optimizer, range(50, 57))
+    resumed_model.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    assert train(resumed_model, resumed_optimizer, range(11, 24)) == went_on
+    assert_same((resumed_model, resumed_optimizer), (model, optimizer))
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_step_that_is_not_finite_is_dropped_for_all_channels(nonfinite: Any) -> None:
+    selected, exact = pair(Deferred(interval=3, fraction=0.3, reselect=2), nonfinite=nonfinite)
+    for step in range(1, 12):
+        for each in (selected, exact):
+            if step in {5, 8}:
+                loss_of(each[0], step).backward()
+                next(each[0].parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+                if nonfinite == "raise":
+                    with pytest.raises(ValueError, match="norm"):
+                        each[1].step()
+                else:
+                    each[1].step()
+                each[1].zero_grad()
+            else:
+                step_with(*each, step)
+    assert_same(selected, exact)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_parameters_may_miss_gradients(seed: int) -> None:
+    selected, exact = pair(Deferred(interval=1 + seed % 4, fraction=0.4, reselect=1 + 3 * seed))
+
+    def has_grad(step: int, index: int) -> bool:
+        # Some for longer than any turn takes to come round.
+        generator = torch.Generator().manual_seed(97 * seed + 31 * (step // 7) + index)
+        is_long = bool(torch.rand((), generator=generator) < 0.3)
+        generator.manual_seed(1000 * seed + 10 * step + index)
+        return not is_long and bool(torch.rand((), generator=generator) < 0.8)
+
+    for step in range(1, 40):
+        for each in (selected, exact):
+            step_with(*each, step, has_grad)
+    assert_same(selected, exact)
+
+
+def test_a_write_between_a_step_and_the_next_forward_counts() -> None:
+    (model, optimizer), _ = pair(Deferred(interval=2, fraction=0.5), lr=1e-9, weight_decay=0.0)
+    weight = model.get_parameter("first.weight")
+    # After the first, which is exact and selects, as well as after later ones.
+    for begin, count, value in ((0, 1, 0.75), (1, 5, 0.5), (6, 1, 0.25)):
+        train(model, optimizer, range(begin, begin + count))
+        with torch.no_grad():
+            weight.fill_(value)
+        train(model, optimizer, range(begin + count, begin + count + 1))
+        assert torch.allclose(weight.float().cpu(), torch.tensor(value), atol=1e-2)
+    train(model, optimizer, range(10, 14))
+    weight.data.fill_(0.125)
+    train(model, optimizer, range(14, 20))
+    assert torch.allclose(weight.float().cpu(), torch.tensor(0.125), atol=1e-2)
+
+
+def test_a_write_after_the_forward_that_follows_an_exact_step_counts() -> None:
+    """The device has masters of selected channels then, that no step has touched yet."""
+    (model, optimizer), _ = pair(Deferred(interval=2, fraction=0.5), lr=1e-9, weight_decay=0.0)
+    train(model, optimizer, range(1))
+    loss_of(model, 1).backward()
+    weight = model.get_parameter("last.weight")
+    with torch.no_grad():
+        weight.fill_(0.5)
+    optimizer.step()
+    train(model, optimizer, range(2, 7))
+    optimizer.drain()
+    assert torch.allclose(weight.float().cpu(), torch.tensor(0.5), atol=1e-2)
+
+
+def test_a_write_after_a_later_forward_is_refused() -> None:
+    (model, optimizer), _ = pair(Deferred(interval=2, fraction=0.5))
+    train(model, optimizer, range(5))
+    loss_of(model, 5).backward()
+    with torch.no_grad():
+        next(model.parameters()).clamp_(-0.01, 0.01)
+    with pytest.raises(ValueError, match="the writes are lost"):
+        optimizer.step()
+    for param in model.parameters():
+        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+    train(model, optimizer, range(6, 12))
+
+
+def test_gradients_of_several_backwards_are_summed() -> None:
+    selected, exact = pair(Deferred(interval=2, fraction=0.3, reselect=2), accumulation_steps=2)
+    for step in range(1, 9):
+        for model, optimizer in (selected, exact):
+            for part in range(2):
+                loss_of(model, 2 * step + part).backward()
+            # The same for both: gradients of the same weights.
+            for index, param in enumerate(model.parameters()):
+                param.grad = drawn(param, step, index)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(selected, exact)
+
+
+def test_parameters_may_be_added_frozen_and_thawed() -> None:
+    selected, exact = pair(Deferred(interval=3, fraction=0.3, reselect=3))
+    for step in range(1, 22):
+        for model, optimizer in (selected, exact):
+            first = next(model.parameters())
+            first.requires_grad_(not 5 <= step < 15)
+            step_with(model, optimizer, step, lambda step, index: index > 0 or not 5 <= step < 15)
+            if step == 8:
+                extra = nn.Linear(20, 20).to(DEVICE, torch.bfloat16)
+                optimizer.add_param_group({"params": list(extra.parameters())})
+    assert_same(selected, exact)
+
+
+def test_lr_and_clipping_may_change() -> None:
+    selected, exact = pair(Deferred(interval=4, fraction=0.2, reselect=8))
+    for step in range(1, 15):
+        for model, optimizer in (selected, exact):
+            optimizer.param_groups[0]["lr"] = 1e-2 / step
+            optimizer.clip_norm = 0.5 * step
+            step_with(model, optimizer, step)
+    assert_same(selected, exact)
+
+
+def test_what_is_captured_is_told() -> None:
+    (model, optimizer), _ = pair(Deferred(interval=2, fraction=0.25, reselect=2))
+    for step in range(1, 7):
+        step_with(model, optimizer, step)
+    timing = optimizer.timing
+    assert 0.25 < timing["selected_share"] < 1
+    assert timing["selected_bytes"] > 0
+
+
+def test_options_that_do_not_go_together_are_refused() -> None:
+    params = [nn.Parameter(torch.randn(50, 2, device=DEVICE))]
+    with pytest.raises(ValueError, match=r"`fraction` is `1\.5`"):
+        Deferred(fraction=1.5)
+    with pytest.raises(ValueError, match="`reselect` is `0`"):
+        Deferred(reselect=0)
+    with pytest.raises(ValueError, match="`moments` is `q8`"):
+        OffloadAdamW(params, moments="q8", deferred=Deferred(fraction=0.1))
+    OffloadAdamW(params, moments="q8", deferred=Deferred())
