@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES
+from stepwell import _core
 from stepwell.offload import collector, gradients
-from stepwell.offload.checksums import checksum, differences
+from stepwell.offload.checksums import checksum, differences, sums_of
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -405,3 +406,81 @@ def test_gradients_of_a_step_that_was_not_made_are_not_stepped(abandon, options)
                 net[3].weight.grad = None
             optimizer.step()
     assert_equal(ours, theirs)
+
+
+# ---- checksums by the engine ----
+
+
+def expected_sums(tensor):
+    """By Python's integers, as `Device::checksum` says."""
+    words = tensor.view(-1).view(torch.uint8).view(torch.int64).tolist()
+    sums = [0] * _core.CHECKSUM_SUMS
+    for at, word in enumerate(words):
+        product = word * (2 * at + 1) % 2**64
+        sums[at // 256 % _core.CHECKSUM_SUMS] += product ^ (product >> 32)
+    return [(each + 2**63) % 2**64 - 2**63 for each in sums]
+
+
+@pytest.fixture
+def engine():
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    return _core.OffloadEngine(device, [1], threads=1)
+
+
+def sums(engine, *tensors):
+    stream = torch.cuda.current_stream().cuda_stream if torch.cuda.is_available() else 0
+    return sums_of(engine, tensors, stream)
+
+
+@pytest.mark.parametrize("count", [4, 1024, 100_000, 3 * 256 * 256 * 4 + 1028])
+def test_the_engine_sums_words_by_their_places(engine, count):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    first = torch.randn(count).bfloat16()
+    second = torch.randint(-(2**31), 2**31, (count // 2,)).int()
+    second[0] = -1
+    found = sums(engine, first.to(device), second.to(device))
+    assert [each.tolist() for each in found] == [expected_sums(first), expected_sums(second)]
+
+
+def test_changes_and_swaps_change_the_engines_sums(engine):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensor = torch.randn(1 << 18, dtype=torch.float64, device=device)
+    before, length = tensor.clone(), 1 << 16
+    tensors = [
+        before,
+        -before,
+        before.flip(0),
+        torch.cat([before[length:], before[:length]]),
+        before.nextafter(before.new_tensor(9.0)),
+        before.index_fill(0, torch.tensor([77], device=device), 0.0),
+    ]
+    (expected, *others) = [each.tolist() for each in sums(engine, *tensors)]
+    assert sums(engine, tensor)[0].tolist() == expected
+    assert all(other != expected for other in others)
+
+
+def test_memory_that_is_not_of_words_is_refused(engine):
+    with pytest.raises(ValueError, match="expected whole words"):
+        engine.checksums([8], [12], 0)
+    with pytest.raises(ValueError, match="expected as many"):
+        engine.checksums([8], [], 0)
+
+
+@pytest.mark.parametrize("sizes", [(5, 7), (5, 1 << 15), (1 << 15,)])
+def test_gradients_of_any_size_that_change_cross_again(sizes):
+    params = [torch.nn.Parameter(torch.zeros(size).bfloat16()) for size in sizes]
+    optimizer = stepwell.OffloadAdamW(params, lr=0.1, accumulation_steps=1)
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    other = stepwell.OffloadAdamW(twins, lr=0.1)
+    for _ in range(3):
+        for tensors in (params, twins):
+            sum((each.float() * torch.arange(len(each))).sum() for each in tensors).backward()
+            for each in tensors:
+                each.grad.data.mul_(-0.5)
+        for each in (optimizer, other):
+            each.step()
+            each.zero_grad()
+    optimizer.synchronize()
+    other.synchronize()
+    for param, twin in zip(params, twins, strict=True):
+        assert torch.equal(param, twin)

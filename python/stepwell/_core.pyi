@@ -5,7 +5,12 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 from collections.abc import Sequence
 from typing import Any, Final, final
 
-__all__ = ["CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "Selectable", "StatePart", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "selection_nbytes", "stream_ceiling", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "Selectable", "StatePart", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "selection_nbytes", "stream_ceiling", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+
+CHECKSUM_SUMS: Final[int]
+"""
+How many sums the checksum of a tensor has.
+"""
 
 CHUNK_LEN: Final[int]
 """
@@ -180,6 +185,19 @@ class OffloadEngine:
     def busy(self, /) -> bool:
         """
         Whether a step is running on the host.
+        """
+    def checksums(self, /, addresses: Sequence[int], nbytes: Sequence[int], sums: int, *, stream: int = 0) -> None:
+        """
+        Writes checksums of memory of the device, in the order of `stream`.
+
+        Args:
+            addresses: where each memory begins, a multiple of 8.
+            nbytes: its size, a multiple of 8.
+            sums: where `CHECKSUM_SUMS` int64 for each are written, one after the other.
+
+        Raises:
+            ValueError: for other addresses or sizes.
+            OSError: where the device has no kernel for it, or has failed.
         """
     def discard(self, /) -> None:
         """

@@ -27,7 +27,7 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{Attached, Channels, Device, Lane, Mark, Stream};
+use super::{Attached, CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream};
 use crate::{
     adam::{Step, selected::WeightKind},
     error::{Error, Result},
@@ -35,6 +35,9 @@ use crate::{
 
 /// The kernels of selected channels, as the driver wants its text: with a 0 behind it.
 const CHANNELS_PTX: &str = concat!(include_str!("channels.ptx"), "\0");
+
+/// The kernel of checksums, likewise.
+const CHECKSUMS_PTX: &str = concat!(include_str!("checksums.ptx"), "\0");
 
 /// Threads of a block of a kernel, and the most blocks: threads take several elements then.
 const BLOCK_THREADS: u32 = 256;
@@ -49,6 +52,28 @@ pub struct CudaDevice {
     events: Vec<Handle<sys::CUevent>>,
     marks: Mutex<Marks>,
     kernels: OnceLock<Kernels>,
+    checksum: Mutex<Option<Checksum>>,
+}
+
+/// The kernel of `checksums.ptx`, compiled.
+#[derive(Clone, Copy)]
+struct Checksum {
+    module: Handle<sys::CUmodule>,
+    function: Handle<sys::CUfunction>,
+}
+
+impl Checksum {
+    /// Compiles it, in the current context.
+    fn load() -> Result<Self> {
+        let compile = failed("compile the kernel of checksums");
+        // SAFETY: the text ends with a 0, and outlives the call.
+        let module = unsafe { result::module::load_data(CHECKSUMS_PTX.as_ptr().cast()) };
+        let module = module.map_err(compile)?;
+        // SAFETY: the module was given out by the driver, and is loaded.
+        let function = unsafe { result::module::get_function(module, c"checksum".to_owned()) };
+        let function = function.map_err(failed("find the kernel of checksums"))?;
+        Ok(Self { module: Handle(module), function: Handle(function) })
+    }
 }
 
 /// The kernels of `channels.ptx`, compiled.
@@ -204,6 +229,7 @@ impl CudaDevice {
             events: Vec::with_capacity(events),
             marks: Mutex::default(),
             kernels: OnceLock::new(),
+            checksum: Mutex::default(),
         };
         made.fill(events)?;
         Ok(made)
@@ -236,6 +262,14 @@ impl CudaDevice {
         self.kernels.get().ok_or_else(|| {
             Error::value("the device steps no channels yet, expected it to be prepared for them")
         })
+    }
+
+    fn checksum(&self) -> Result<Checksum> {
+        let mut loaded = self.checksum.lock().unwrap_or_else(PoisonError::into_inner);
+        match *loaded {
+            Some(known) => Ok(known),
+            None => Ok(*loaded.insert(Checksum::load()?)),
+        }
     }
 
     fn marks(&self) -> MutexGuard<'_, Marks> {
@@ -413,6 +447,32 @@ unsafe impl Device for CudaDevice {
         unsafe { Kernels::launch(kernels.restore, channels.shape.numel(), stream, &mut params) }
     }
 
+    unsafe fn checksum(
+        &self,
+        stream: Stream,
+        words: u64,
+        num_words: usize,
+        sums: u64,
+    ) -> Result<()> {
+        let Checksum { function, .. } = self.checksum()?;
+        let (mut words, mut num_words, mut sums) = (words, num_words as u64, sums);
+        let mut params = [param(&mut words), param(&mut num_words), param(&mut sums)];
+        let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
+        // SAFETY: these are the parameters of `checksum` in `checksums.ptx`, in its order, and its
+        // grid; the caller vouches for the memory, and the maker of the stream that it is alive.
+        unsafe {
+            result::launch_kernel(
+                function.0,
+                (CHECKSUM_SUMS as u32, 1, 1),
+                (CHECKSUM_RUN as u32, 1, 1),
+                0,
+                stream,
+                &mut params,
+            )
+        }
+        .map_err(failed("launch the kernel of checksums"))
+    }
+
     unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<()> {
         const PORTABLE: u32 = 1;
         let host = std::ptr::with_exposed_provenance_mut(address);
@@ -433,7 +493,9 @@ impl Drop for CudaDevice {
         let marks = self.marks.get_mut().unwrap_or_else(PoisonError::into_inner);
         let events = self.events.drain(..).chain(marks.events.drain(..)).collect::<Vec<_>>();
         let lanes = std::mem::take(&mut self.lanes);
-        let kernels = self.kernels.take();
+        let kernels = self.kernels.take().map(|kernels| kernels.module);
+        let checksum = self.checksum.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let modules = kernels.into_iter().chain(checksum.map(|checksum| checksum.module));
         if let Ok(_attached) = Attached::to(self) {
             // SAFETY: nothing else has them; each is destroyed once. Failures mean that the context
             // is gone already.
@@ -444,8 +506,8 @@ impl Drop for CudaDevice {
                 for lane in lanes {
                     let _ = result::stream::destroy(lane.0);
                 }
-                if let Some(kernels) = kernels {
-                    let _ = result::module::unload(kernels.module.0);
+                for module in modules {
+                    let _ = result::module::unload(module.0);
                 }
             }
         }

@@ -11,7 +11,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use super::{Channels, Device, Lane, Mark, Stream};
+use super::{CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream};
 use crate::{
     adam::{
         Step,
@@ -132,6 +132,30 @@ unsafe impl Device for HostDevice {
     unsafe fn restore_weights(&self, channels: &Channels) -> Result<()> {
         Opened::new(channels)?;
         self.lane(Lane::Upload).shared.enqueue(Task::Restore(*channels));
+        Ok(())
+    }
+
+    unsafe fn checksum(
+        &self,
+        _stream: Stream,
+        words: u64,
+        num_words: usize,
+        sums: u64,
+    ) -> Result<()> {
+        let words: *const u64 = std::ptr::with_exposed_provenance(words as usize);
+        let sums: *mut [u64; CHECKSUM_SUMS] = std::ptr::with_exposed_provenance_mut(sums as usize);
+        // SAFETY: the caller vouches that both are alive, aligned, and not written otherwise.
+        let (words, sums) = unsafe { (std::slice::from_raw_parts(words, num_words), &mut *sums) };
+        sums.fill(0);
+        for (run, words) in words.chunks(CHECKSUM_RUN).enumerate() {
+            let odd = (0..).map(|at: u64| 2 * ((run * CHECKSUM_RUN) as u64 + at) + 1);
+            let sum = words.iter().zip(odd).fold(0u64, |sum, (word, odd)| {
+                let product = word.wrapping_mul(odd);
+                sum.wrapping_add(product ^ (product >> 32))
+            });
+            let total = &mut sums[run % CHECKSUM_SUMS];
+            *total = total.wrapping_add(sum);
+        }
         Ok(())
     }
 

@@ -31,6 +31,12 @@ use crate::{
     error::{Error, Result},
 };
 
+/// How many sums a checksum has.
+pub const CHECKSUM_SUMS: usize = 256;
+
+/// How many words that follow one another are of one sum.
+const CHECKSUM_RUN: usize = 256;
+
 /// A queue of copies in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {
@@ -179,6 +185,28 @@ pub unsafe trait Device: Send + Sync {
     /// As [`Device::copy`].
     unsafe fn restore_weights(&self, _channels: &Channels) -> Result<()> {
         Err(no_channels())
+    }
+
+    /// Writes the checksum of `num_words` 64-bit words at `words`, in the order of `stream`:
+    /// [`CHECKSUM_SUMS`] sums of 64 bits at `sums`. Of the word at `i`, x = word * (2 i + 1), and
+    /// x ^ (x >> 32) is added to the sum `i / CHECKSUM_RUN % CHECKSUM_SUMS`; all modulo 2^64. A word
+    /// that changes changes its sum. Words that change places nearly always do, and so do signs
+    /// that change: without the shift an even number of uppermost bits would add up to nothing.
+    ///
+    /// # Safety
+    /// Until it is done, all memory is alive, aligned to 8 bytes, and of the device; nothing else
+    /// writes what it reads or uses what it writes.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device cannot.
+    unsafe fn checksum(
+        &self,
+        _stream: Stream,
+        _words: u64,
+        _num_words: usize,
+        _sums: u64,
+    ) -> Result<()> {
+        Err(Error::os("no checksums", std::io::ErrorKind::Unsupported))
     }
 
     /// Pins a range of host memory, so that copies from and to it need no detour.

@@ -20,7 +20,7 @@ use super::{
     thread::start,
 };
 use crate::{
-    device::{Attached, Device, Lane, Stream},
+    device::{Attached, CHECKSUM_SUMS, Device, Lane, Stream},
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
@@ -405,6 +405,38 @@ impl Engine {
                 })
                 .for_each(|segment| landing.expect(segment..segment + 1));
         }
+    }
+
+    /// Writes the checksums of memory of the device, of [`CHECKSUM_SUMS`] 64-bit sums each, one
+    /// after the other to `sums`, in the order of `stream`; see [`Device::checksum`].
+    ///
+    /// # Safety
+    /// As [`Device::checksum`] asks of each.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for memory that is not of whole words; [`Error::Os`] where the device
+    /// cannot, or has no kernel for it.
+    pub unsafe fn checksums(
+        &self,
+        sources: &[(u64, usize)],
+        sums: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        self.check_process()?;
+        let device = &*self.shared.device;
+        let _attached = Attached::to(device)?;
+        let words = size_of::<u64>();
+        for (place, &(address, nbytes)) in sources.iter().enumerate() {
+            if address % words as u64 != 0 || nbytes % words != 0 {
+                return Err(Error::value(format!(
+                    "a checksum of `{nbytes}` bytes at `{address:#x}`, expected whole words of 8"
+                )));
+            }
+            let sums = sums + (place * CHECKSUM_SUMS * words) as u64;
+            // SAFETY: passed on from the caller.
+            unsafe { device.checksum(stream, address, nbytes / words, sums) }?;
+        }
+        Ok(())
     }
 
     /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a

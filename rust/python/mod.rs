@@ -35,6 +35,9 @@ mod _core {
     /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
     #[pymodule_export]
     const CHUNK_LEN: usize = crate::state::chunk::CHUNK_LEN;
+    /// How many sums the checksum of a tensor has.
+    #[pymodule_export]
+    const CHECKSUM_SUMS: usize = crate::device::CHECKSUM_SUMS;
     /// What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State
     /// dicts of another number are refused.
     #[pymodule_export]

@@ -476,6 +476,37 @@ impl PyOffloadEngine {
         released
     }
 
+    /// Writes checksums of memory of the device, in the order of `stream`.
+    ///
+    /// Args:
+    ///     addresses: where each memory begins, a multiple of 8.
+    ///     nbytes: its size, a multiple of 8.
+    ///     sums: where `CHECKSUM_SUMS` int64 for each are written, one after the other.
+    ///
+    /// Raises:
+    ///     ValueError: for other addresses or sizes.
+    ///     OSError: where the device has no kernel for it, or has failed.
+    #[pyo3(signature = (addresses, nbytes, sums, *, stream=0))]
+    fn checksums(
+        &self,
+        py: Python<'_>,
+        addresses: Vec<u64>,
+        nbytes: Vec<usize>,
+        sums: u64,
+        stream: u64,
+    ) -> Result<()> {
+        if addresses.len() != nbytes.len() {
+            return Err(Error::value(format!(
+                "`{}` addresses of `{}` sizes, expected as many",
+                addresses.len(),
+                nbytes.len()
+            )));
+        }
+        let sources = addresses.into_iter().zip(nbytes).collect::<Vec<_>>();
+        // SAFETY: Stepwell's Python holds the tensors of both until the stream has passed this.
+        py.detach(|| unsafe { self.engine.checksums(&sources, sums, stream_of(stream)) })
+    }
+
     /// `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only
     /// until they are enqueued.
     ///

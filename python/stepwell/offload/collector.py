@@ -171,8 +171,9 @@ class DeviceCollector(Collector):
             self._warn_of_outdated(1)
         if batch := copies.add(param, grad, current_stream(self._host.device)):
             with torch.no_grad():
-                idle_engine().take(list(batch), list(batch.values()))
-                copies.mark_copied(batch)
+                engine = idle_engine()
+                engine.take(list(batch), list(batch.values()))
+                copies.mark_copied(batch, engine.checksums)
 
     @override
     def gradients(

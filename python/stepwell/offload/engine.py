@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ import torch
 from stepwell import _core
 from stepwell._sharding import local
 from stepwell._tensors import name_of
+from stepwell.offload.checksums import are_whole_words, checksum, sums_of
 from stepwell.offload.deferred import deferral_nbytes, row_lens, selection_nbytes
 from stepwell.offload.selection import Selector
 from stepwell.offload.under_way import as_plain
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.selection import Selected
     from stepwell.offload.twins import Twins
+
+_LOGGER = logging.getLogger(__name__)
 
 __all__ = ["Engine", "current_stream", "device_name"]
 
@@ -123,6 +127,7 @@ class Engine:
                 segments, params = self._core.selectable(), list(self._indices)
                 self.selector = Selector(segments, params, deferred.reselect, device)
         self._is_settling = False
+        self._has_checksums = True
         # The storages of weights between deferred steps, in a list for the finalizer's sake.
         self._held: list[dict[torch.Tensor, torch.UntypedStorage]] = [{}]
         self.lock = threading.RLock()
@@ -182,6 +187,24 @@ class Engine:
             target_owners=self._buffers,
             stream=self._stream(),
         )
+
+    def checksums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The checksums of contiguous tensors on the device (see `checksums`), in their order.
+
+        In the order of the current stream. Those of tensors with equal sizes, and memory that
+        begins at equal places of a word, can be compared.
+        """
+        whole = [at for at, tensor in enumerate(tensors) if are_whole_words(tensor)]
+        sums: dict[int, torch.Tensor] = {}
+        if whole and self._has_checksums:
+            try:
+                found = sums_of(self._core, [tensors[at] for at in whole], self._stream())
+                sums = dict(zip(whole, found, strict=True))
+            except OSError as error:
+                # The driver has no compiler, say. A device that has failed says so again.
+                self._has_checksums = False
+                _LOGGER.warning("checksums of gradients take longer than they might: %s", error)
+        return [sums[at] if at in sums else checksum(tensor) for at, tensor in enumerate(tensors)]
 
     def discard(self) -> None:
         """Forgets the gradients taken since the last step: of a step that is skipped or refused.

@@ -19,11 +19,11 @@ import torch
 
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import check_memory, contiguous_hint, is_run
-from stepwell.offload.checksums import checksum, differences
+from stepwell.offload.checksums import differences
 from stepwell.offload.marker import GradMarker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from stepwell.offload.twins import Twin
 
@@ -39,6 +39,9 @@ __all__ = [
 
 Label: TypeAlias = "Callable[[torch.Tensor], str]"
 """What errors call a parameter."""
+
+Checksums: TypeAlias = "Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]"
+"""`Engine.checksums`."""
 
 BATCH_BYTES = 64 << 20
 """Of gradients that are copied by one call: a millisecond of the bus."""
@@ -59,6 +62,7 @@ class Gradients:
         self._waiting_stream = 0
         self._waiting_nbytes = 0
         self._copied: dict[torch.Tensor, _Copied] = {}
+        self._checksums: Checksums | None = None
         self.knows_last = accumulation_steps is not None
         """Whether the user says which backward is the last."""
 
@@ -101,11 +105,14 @@ class Gradients:
         self._waiting[param] = grad
         return batch
 
-    def mark_copied(self, batch: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def mark_copied(self, batch: Mapping[torch.Tensor, torch.Tensor], checksums: Checksums) -> None:
         """These gradients are copied as they are now, in the order of the current stream."""
-        self._copied.update(
-            (param, _Copied(grad, grad._version, checksum(grad))) for param, grad in batch.items()
-        )
+        self._checksums = checksums
+        for (param, grad), found in zip(
+            batch.items(), checksums(list(batch.values())), strict=True
+        ):
+            memory = grad.shape, grad.device, grad.data_ptr()
+            self._copied[param] = _Copied(grad, grad._version, memory, found)
 
     def is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether `grad` is on the host as it is now, as far as `read_with` has looked."""
@@ -120,18 +127,16 @@ class Gradients:
         copied = {
             param: each for param, each in self._copied.items() if self.is_copied(param, each.grad)
         }
-        now = {param: checksum(each.grad) for param, each in copied.items()}
-        # `grad.data = ...` may give it another size or device.
-        changed = {
-            param
-            for param, each in copied.items()
-            if (each.checksum.shape, each.checksum.device) != (now[param].shape, now[param].device)
-        }
-        compared = [param for param in copied if param not in changed and now[param].numel()]
+        # `grad.data = ...` gives it other memory.
+        changed = {param for param, each in copied.items() if not each.is_in_place}
+        compared = [
+            param for param in copied if param not in changed and copied[param].grad.numel()
+        ]
         value = scalar.view(1)
         if compared:
-            before = [copied[param].checksum for param in compared]
-            differ = differences(before, [now[param] for param in compared])
+            assert self._checksums is not None
+            now = self._checksums([copied[param].grad for param in compared])
+            differ = differences([copied[param].checksum for param in compared], now)
             value = torch.cat([value, differ.to(value)])
         number, *found = value.tolist()
         changed.update(param for param, differs in zip(compared, found, strict=True) if differs)
@@ -166,6 +171,7 @@ class Gradients:
         self._waiting = {}
         self._waiting_nbytes = 0
         self._copied = {}
+        self._checksums = None
 
 
 # No tensor has this version.
@@ -177,7 +183,14 @@ class _Copied(NamedTuple):
 
     grad: torch.Tensor
     version: int
+    memory: tuple[torch.Size, torch.device, int]
     checksum: torch.Tensor
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is where it was, in one run."""
+        grad = self.grad
+        return is_run(grad) and self.memory == (grad.shape, grad.device, grad.data_ptr())
 
 
 class OnGrad:
