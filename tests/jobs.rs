@@ -26,7 +26,7 @@ use stepwell::{
     offload::{SEGMENT_LEN, Timing, Update},
     state::chunk::{CHUNK_LEN, Chunk},
     stream::{element::Dtype, view::View},
-    tier::{Run, Tier},
+    tier::Tier,
 };
 
 // ---- what is lent ----
@@ -234,7 +234,7 @@ fn a_forked_child_is_refused_and_waits_for_nothing() {
 // ---- tiers ----
 
 #[test]
-fn a_tier_is_asked_for_each_run_in_order_and_once_for_the_commit() {
+fn a_tier_is_asked_for_each_chunk_in_order_and_once_for_the_commit() {
     let mut all = [split(SEGMENT_LEN + CHUNK_LEN + 5, 1), split(9, 2)];
     let mut expected: Vec<Held> =
         all.iter().map(|one| stepped(one, 1, &Hyper::default())).collect();
@@ -246,12 +246,11 @@ fn a_tier_is_asked_for_each_run_in_order_and_once_for_the_commit() {
     finish(&engine);
     let segment = SEGMENT_LEN / CHUNK_LEN;
     let runs = [(0, 0..segment), (0, segment..segment + 2), (1, 0..1)];
-    let mut sequence = Vec::new();
+    let mut sequence = vec![Asked::Begin(runs.to_vec())];
     for (tensor, chunks) in runs {
-        let run = Run { tensor, chunks: chunks.clone() };
-        sequence.push(Asked::Fetch(run.clone()));
-        sequence.extend(chunks.map(|index| Asked::Route(Chunk { tensor, index })));
-        sequence.push(Asked::Store(run));
+        for chunk in chunks.map(|index| Chunk { tensor, index }) {
+            sequence.extend([Asked::Fetch(chunk), Asked::Store(chunk)]);
+        }
     }
     sequence.push(Asked::Commit);
     assert_eq!(*tier.asked.lock().expect("no panic"), sequence);

@@ -22,16 +22,17 @@ except ImportError as error:
 connect()
 
 if TYPE_CHECKING:
-    from stepwell.offload import Deferred, OffloadAdamW
+    from stepwell.offload import Deferred, OffloadAdamW, Volume
     from stepwell.optim import Adam, AdamW
 
-__all__ = ["Adam", "AdamW", "Deferred", "OffloadAdamW", "__version__"]
+__all__ = ["Adam", "AdamW", "Deferred", "OffloadAdamW", "Volume", "__version__"]
 
 _EXPORTS = {
     "Adam": "optim",
     "AdamW": "optim",
     "Deferred": "offload",
     "OffloadAdamW": "offload",
+    "Volume": "offload",
 }
 _SUBMODULES = ("deepspeed", "offload", "optim")
 

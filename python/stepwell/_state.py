@@ -36,6 +36,7 @@ __all__ = [
     "new",
     "packed",
     "part_names",
+    "placed",
     "refreshed",
     "repair_step",
     "step_of",
@@ -105,12 +106,16 @@ def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor_on(_core.Buffer(nbytes)).view(dtype)
 
 
-def _part(param: torch.Tensor, part: _Part) -> torch.Tensor:
-    """A part of fresh state, all zeros."""
+Memory: TypeAlias = Callable[[int, torch.dtype], torch.Tensor]
+"""Gives memory for so many elements of a dtype, as a 1-D tensor."""
+
+
+def _part(param: torch.Tensor, part: _Part, memory: Memory = zeros) -> torch.Tensor:
+    """A part of fresh state, all zeros, unless `memory` gives other."""
     if part.length is None:
         piece = local(param)
-        return _like_part(param, part, zeros(piece.numel(), part.dtype).view(piece.shape))
-    return _like_part(param, part, zeros(part.length(longest_piece(param)), part.dtype))
+        return _like_part(param, part, memory(piece.numel(), part.dtype).view(piece.shape))
+    return _like_part(param, part, memory(part.length(longest_piece(param)), part.dtype))
 
 
 def _like_part(param: torch.Tensor, part: _Part, piece: torch.Tensor) -> torch.Tensor:
@@ -181,6 +186,15 @@ def new(param: torch.Tensor, moments: str) -> State:
     """State for a parameter that was never stepped."""
     parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
     return {"step": step_tensor(0), **{part.name: _part(param, part) for part in parts}}
+
+
+def placed(param: torch.Tensor, moments: str, memory: Memory) -> State:
+    """The parts of the state of `param`, without `step`, in `memory`; fingerprints are zeros."""
+    parts = (*_MOMENTS[moments], *_MASTERS[param.dtype])
+    return {
+        part.name: _part(param, part, zeros if part.name == FINGERPRINTS else memory)
+        for part in parts
+    }
 
 
 def step_tensor(step: int) -> torch.Tensor:

@@ -58,7 +58,7 @@ def ordinary_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def tensor_on(buffer: _core.Buffer) -> torch.Tensor:
+def tensor_on(buffer: _core.Buffer | _core.AddressSpace) -> torch.Tensor:
     """The bytes of `buffer`, which lives as long as the tensor or a view of it."""
     memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
     memory.owner = buffer  # type: ignore[attr-defined]  # torch's storage holds `memory`

@@ -20,6 +20,7 @@ from stepwell._state_dict import StateDicts
 from stepwell._tensors import Written, check_param, ordinary_tensors
 
 if TYPE_CHECKING:
+    from collections import defaultdict
     from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
@@ -181,6 +182,11 @@ class Adam(StateDicts):
             if param.requires_grad:
                 check_param(param, labels[param])
 
+    @property
+    def _states(self) -> defaultdict[torch.Tensor, _state.State]:
+        """`state`, for what only asks where its tensors are."""
+        return self.state
+
     def _labelled(self) -> Iterable[tuple[torch.Tensor, str]]:
         """Every parameter, with what errors call it."""
         for group_index, group in enumerate(self.param_groups):
@@ -205,7 +211,7 @@ class Adam(StateDicts):
             piece = local(self._host_side(param))
             if param.requires_grad and piece.is_cpu and piece.layout == torch.strided:
                 yield label, piece
-            for name, value in self.state.get(param, {}).items():
+            for name, value in self._states.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
                     yield f"`{name}` of {label}", local(value)
 

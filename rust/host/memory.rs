@@ -105,6 +105,63 @@ impl Buffer {
     }
 }
 
+/// Addresses that nothing is at, and that nothing else gets: a name for state that is not in host
+/// memory. An access to them is a fault. They take no memory, and none is accounted for.
+#[derive(Debug)]
+pub struct AddressSpace {
+    begin: NonNull<c_void>,
+    nbytes: usize,
+    len: usize,
+}
+
+// SAFETY: no memory is behind the addresses; they are the same on all threads, and may be unmapped
+// from any.
+unsafe impl Send for AddressSpace {}
+// SAFETY: as above.
+unsafe impl Sync for AddressSpace {}
+
+impl AddressSpace {
+    /// `nbytes` of them, from a page on.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where there are not so many; [`Error::Value`] for a size beyond all.
+    pub fn new(nbytes: usize) -> Result<Self> {
+        let Extent { len, .. } = Extent::new(nbytes, rustix::param::page_size())?;
+        let refused = |errno| {
+            Error::os(format!("cannot reserve `{nbytes}` addresses; hint: see `ulimit -v`"), errno)
+        };
+        // SAFETY: a new private mapping at an address of the kernel's choice touches nothing that
+        // exists.
+        let begin = unsafe {
+            rustix::mm::mmap_anonymous(
+                ptr::null_mut(),
+                len,
+                ProtFlags::empty(),
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        };
+        let begin = NonNull::new(begin.map_err(refused)?).ok_or_else(|| refused(Errno::NOMEM))?;
+        Ok(Self { begin, nbytes, len })
+    }
+
+    /// The first of them.
+    pub fn address(&self) -> usize {
+        self.begin.as_ptr().expose_provenance()
+    }
+
+    /// How many were asked for.
+    pub fn nbytes(&self) -> usize {
+        self.nbytes
+    }
+}
+
+impl Drop for AddressSpace {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, and nothing else unmaps it. Cannot fail for a whole mapping.
+        let _ = unsafe { rustix::mm::munmap(self.begin.as_ptr(), self.len) };
+    }
+}
+
 /// The most memory this process may lock, in bytes; `None` is unlimited. A privileged process
 /// (`CAP_IPC_LOCK`) is not bound by it.
 pub fn memlock_limit_bytes() -> Option<u64> {

@@ -16,7 +16,7 @@
 //! | generation | `generation.rs` | the gradients of one step: tickets, events, what was lent |
 //! | pending | `pending.rs` | gradients that no step has applied, weights that the device lacks |
 //! | schedule | `schedule.rs` | which segments have their turn in a job, and in which order |
-//! | tier | [`crate::tier`] | where a segment's state is: fetch, route, store, commit |
+//! | tier | [`crate::tier`] | where a chunk's state is: begin, fetch, store, commit |
 //! | landing | `landing.rs` | when new weights are written on the device; what waits for them |
 //! | selected | `selected.rs` | channels whose state is on the device, and its way there and back |
 //!

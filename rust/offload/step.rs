@@ -24,7 +24,7 @@ use crate::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
-    tier::{Run, Stored},
+    tier::{Planned, Stored},
 };
 
 /// Steps jobs. The turns of one are listed in memory that all have used.
@@ -183,6 +183,7 @@ impl Work for Stepper {
         let landed = self.land(job, &mut pending)?;
         drop(attached);
         self.list(job, &pending);
+        shared.announce(&pending, &self.turns)?;
         let pass = Pass {
             kind: job.kind,
             generation: job.generation,
@@ -314,7 +315,6 @@ impl Shared {
             .ok_or_else(|| Error::value(format!("tensor `{tensor}` was never stepped")))?;
         let chunk = Chunk { tensor, index };
         if !turn.is_ready.load(Ordering::Acquire) {
-            self.tier.fetch(&self.run_of(turn))?;
             let begin = Instant::now();
             if let Some(number) = pass.generation.filter(|_| pass.pending.is_arriving(segment)) {
                 self.generations[number].wait(segment, &self.downloads, &*self.device)?;
@@ -323,7 +323,7 @@ impl Shared {
             self.wait_for_landed(pass, turn)?;
             turn.is_ready.store(true, Ordering::Release);
         }
-        let state = self.tier.route(&update.tensor, chunk);
+        let state = self.tier.fetch(&update.tensor, chunk)?;
         let elements = chunk.range(self.segments.numel(tensor));
         let predicted = self.predicted(pass.kind, turn).map(|(view, ahead)| {
             let begin = self.segments.elements(tensor, segment).start;
@@ -347,10 +347,11 @@ impl Shared {
                 }
             }
         }
+        let stored = self.tier.store(&update.tensor, chunk)?;
         // Release hands this chunk's writes to the worker of the last one, which acquires all of
-        // them.
+        // them. A run has one tier, so what holds for its last chunk holds for all.
         if turn.chunks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
-            match self.tier.store(&self.run_of(turn))? {
+            match stored {
                 // What the host has of selected channels is written back first.
                 Stored::Final if turn.lands_now && !self.is_selected(segment) => {
                     self.upload(pass.pending.update(tensor).unwrap_or(update), segment, None)?;
@@ -400,9 +401,7 @@ impl Shared {
         let update = pending
             .stepped_as(tensor, segment)
             .ok_or_else(|| Error::value(format!("tensor `{tensor}` was never stepped")))?;
-        let first = self.tier.route(&update.tensor, Chunk { tensor, index: 0 }).param;
-        let home = update.tensor.param.address();
-        if first.from.address() == home && first.to.address() == home {
+        if self.tier.is_at_home(tensor) {
             return Ok(update.tensor);
         }
         Err(Error::value(format!(
@@ -426,8 +425,18 @@ impl Shared {
         self.segments.elements(turn.tensor, turn.segment).len() * size
     }
 
-    fn run_of(&self, turn: &Turn) -> Run {
-        Run { tensor: turn.tensor, chunks: self.segments.chunks(turn.tensor, turn.segment) }
+    /// Tells the tier what is stepped.
+    fn announce(&self, pending: &Pending, turns: &[Turn]) -> Result<()> {
+        self.tier.begin(&mut turns.iter().filter_map(|turn| {
+            let update = pending.stepped_as(turn.tensor, turn.segment)?;
+            Some(Planned {
+                tensor: turn.tensor,
+                begin: turn.first_chunk,
+                end: turn.first_chunk + (turn.end - turn.begin),
+                state: &update.tensor,
+                count: update.count,
+            })
+        }))
     }
 
     /// Enqueues the upload of a segment. Returns its bytes.

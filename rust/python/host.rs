@@ -9,7 +9,7 @@ use crate::{
     error::Result,
     host::{
         free_memory, io_uring,
-        memory::{self, Buffer, BufferConfig},
+        memory::{self, AddressSpace, Buffer, BufferConfig},
         pool::{self, Pool, PoolConfig},
         topology::{CoreKind, Topology},
     },
@@ -127,6 +127,37 @@ impl PyBuffer {
     #[getter]
     fn locked(&self) -> bool {
         self.0.locked()
+    }
+}
+
+/// Addresses that nothing is at, and that nothing else gets: for tensors that name state which is
+/// not in host memory. An access to them ends the process.
+///
+/// Args:
+///     nbytes: how many.
+///
+/// Raises:
+///     OSError: where there are not so many.
+#[pyclass(name = "AddressSpace", module = "stepwell._core", frozen)]
+pub(super) struct PyAddressSpace(AddressSpace);
+
+#[pymethods]
+impl PyAddressSpace {
+    #[new]
+    fn new(nbytes: usize) -> Result<Self> {
+        AddressSpace::new(nbytes).map(Self)
+    }
+
+    /// The first of them.
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.address()
+    }
+
+    /// How many were asked for.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.nbytes()
     }
 }
 

@@ -5,6 +5,7 @@ mod errors;
 mod host;
 mod offload;
 mod select;
+mod swap;
 mod tensor;
 
 use pyo3::prelude::*;
@@ -19,8 +20,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::host::{
-        PyBuffer, PyPool, build_info, connect, free_memory_bytes, num_chunks, stream_ceiling,
-        system_info,
+        PyAddressSpace, PyBuffer, PyPool, build_info, connect, free_memory_bytes, num_chunks,
+        stream_ceiling, system_info,
     };
     #[pymodule_export]
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
@@ -28,6 +29,10 @@ mod _core {
     use super::select::{
         PySelectable, better_axis, captured, channel_sq_norms, py_selection_nbytes, top_k,
         top_k_within,
+    };
+    #[pymodule_export]
+    use super::swap::{
+        PyMemberFile, PySwap, check_volume, list_members, remove_volume, swap_buffers_nbytes,
     };
     #[pymodule_export]
     use super::tensor::PyTensorView;

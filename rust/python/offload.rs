@@ -4,7 +4,7 @@
 //! that grow with the number of tensors. The engine beneath makes none.
 
 use std::{
-    sync::{Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
@@ -14,10 +14,11 @@ use super::{
     adam::{PyAdamTensor, PyHyper},
     host::PyBuffer,
     select::PySelectable,
+    swap::PySwap,
     tensor::{PyTensorView, dtype_named},
 };
 use crate::{
-    device::Stream,
+    device::{self, Stream},
     error::{Error, Result},
     host::pool::{Pool, PoolConfig},
     offload::{
@@ -25,6 +26,7 @@ use crate::{
     },
     simd::isa::Isa,
     stream::{element::Dtype, view::View},
+    tier::{Tier, ram::Ram, swap::Placed},
 };
 
 /// How long a wait keeps Python's signal handlers, such as Ctrl-C's, from running.
@@ -55,6 +57,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     selection: address of device memory of `selection_nbytes`, and what keeps it alive; the
 ///         engine holds that.
 ///     staging: host memory of `selection_nbytes`.
+///     swap: what has the state of some tensors; None: all state is in the tensors themselves.
+///     swapped: for each tensor, which of the swap's it is, or None.
 ///
 /// Raises:
 ///     ValueError: for another device, or a bad number of threads or generations.
@@ -68,6 +72,8 @@ pub(super) struct PyOffloadEngine {
     /// What is pinned. Freed after the engine, the field above, which waits for all copies and
     /// unpins it.
     buffers: Mutex<Vec<Py<PyBuffer>>>,
+    /// The engine uses it. Its places are taken as long as it lives.
+    _swap: Option<Py<PySwap>>,
 }
 
 /// Bytes of host memory that an engine needs for steps that are deferred.
@@ -150,7 +156,8 @@ impl PyOffloadEngine {
     #[new]
     #[pyo3(signature = (
         device, numels, *, threads=None, generations=1, interval=None, dtypes=None, gradients=None,
-        predicted=None, row_lens=None, fraction=0.0, selection=None, staging=None
+        predicted=None, row_lens=None, fraction=0.0, selection=None, staging=None, swap=None,
+        swapped=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
@@ -167,6 +174,8 @@ impl PyOffloadEngine {
         fraction: f64,
         selection: Option<(u64, Py<PyAny>)>,
         staging: Option<Py<PyBuffer>>,
+        swap: Option<Py<PySwap>>,
+        swapped: Option<Vec<Option<usize>>>,
     ) -> Result<Self> {
         let dtypes = dtypes_named(dtypes.unwrap_or_default())?;
         let whole = |buffer: &Py<PyBuffer>| {
@@ -194,6 +203,14 @@ impl PyOffloadEngine {
             (None, None) => None,
             _ => return Err(Error::value("only one of interval and gradients is given")),
         };
+        let tier: Arc<dyn Tier> = match &swap {
+            None => Arc::new(Ram),
+            Some(swap) => {
+                let swapped = swapped.unwrap_or_default();
+                check_lengths("numels and swapped", &[numels.len(), swapped.len()])?;
+                Arc::new(Placed::new(swap.get().swap()?, &swapped)?)
+            }
+        };
         let engine = py.detach(|| {
             let threads = match threads {
                 Some(threads) => threads,
@@ -203,10 +220,12 @@ impl PyOffloadEngine {
             let nice = if deferral.is_some() { BACKGROUND_NICE } else { 0 };
             let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None, nice })?;
             let shape = Shape { numels: &numels, generations, deferral };
-            Engine::new(device, shape, pool, Isa::detect()?)
+            let device = device::open(device, Engine::events(shape))?;
+            Engine::on(device, shape, tier, pool, Isa::detect()?)
         })?;
         let owner = selection.map(|(_, owner)| owner);
-        let engine = Self { engine, _selection_owner: owner, buffers: Mutex::default() };
+        let engine =
+            Self { engine, _selection_owner: owner, buffers: Mutex::default(), _swap: swap };
         for buffer in gradients.into_iter().chain(predicted).chain(staging) {
             engine.pin(py, buffer)?;
         }

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-/// Elements of a chunk: what a worker takes, what a fingerprint covers, later what one record
-/// holds.
+/// Elements of a chunk: what a worker takes, what a fingerprint covers, what one record of a
+/// volume holds.
 pub const CHUNK_LEN: usize = 1 << 16;
 
 /// Chunks of a parameter of `numel` elements; the last may be shorter.

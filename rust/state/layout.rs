@@ -15,7 +15,7 @@ use crate::{
     simd::prefetch::LINE_BYTES,
     state::{
         chunk::Chunk,
-        codecs::{MasterKind, MomentsKind},
+        codecs::{FINGERPRINTS, MasterKind, MomentsKind},
         part::{Part, check_numel},
     },
     stream::element::Dtype,
@@ -134,6 +134,23 @@ impl Layout {
             })
     }
 
+    /// Where a field begins in a record, in bytes. A record holds the state: the moments and the
+    /// master. None: the field stays beside it, in host memory: the parameter, the rounded weight,
+    /// and the fingerprints, of which one chunk has 4 B.
+    #[must_use]
+    pub fn record_offset(&self, field: &Field) -> Option<usize> {
+        let is_state = self.parts().any(|part| part.name == field.part.name);
+        let begin = self.fields().next().map_or(0, |param| param.end());
+        (is_state && field.part.name != FINGERPRINTS).then(|| field.offset - begin)
+    }
+
+    /// Bytes of a record.
+    #[must_use]
+    pub fn record_nbytes(&self) -> usize {
+        let end = |field: Field| Some(self.record_offset(&field)? + field.end() - field.offset);
+        self.fields().filter_map(end).max().unwrap_or(0)
+    }
+
     /// Bytes of a slot that holds all fields.
     #[must_use]
     pub fn slot_nbytes(&self) -> usize {
@@ -193,6 +210,22 @@ mod tests {
                 end = field.offset + field.nbytes();
             }
             assert!(layout.slot_nbytes() >= end && layout.slot_nbytes() < end + LINE_BYTES);
+        }
+    }
+
+    #[test]
+    fn records_hold_the_state_alone_without_gaps_of_a_line() {
+        for layout in layouts(CHUNK_LEN - 7) {
+            let mut end = 0;
+            for field in layout.fields() {
+                let stays = ["param", "weight_out", FINGERPRINTS].contains(&field.part.name);
+                let offset = layout.record_offset(&field);
+                assert_eq!(offset.is_none(), stays, "{field:?}");
+                let Some(offset) = offset else { continue };
+                assert_eq!(offset, end);
+                end = (offset + field.nbytes()).next_multiple_of(LINE_BYTES);
+            }
+            assert_eq!(layout.record_nbytes(), end);
         }
     }
 

@@ -1,25 +1,15 @@
 //! Tiers: where the state of chunks is between steps, and where a step of them is written.
 //!
-//! [`ram`] keeps it in the tensors themselves. A tier that keeps it elsewhere is a file beside it.
+//! [`ram`] keeps it in the tensors themselves, [`swap`] in the records of a volume.
 //! Slots and their index ([`slots`], [`revocable`]) are for tiers that step out of place.
-
-use std::ops::Range;
 
 use crate::{adam::tensor::AdamTensor, error::Result, state::chunk::Chunk, stream::view::Route};
 
 pub mod ram;
 pub mod revocable;
 pub mod slots;
+pub mod swap;
 pub mod volume;
-
-/// A run of chunks of one tensor: what is fetched and stored at once.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Run {
-    /// Which of the tier's tensors.
-    pub tensor: usize,
-    /// Which of its chunks.
-    pub chunks: Range<usize>,
-}
 
 /// When what was stored is what the state is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,42 +20,66 @@ pub enum Stored {
     WithCommit,
 }
 
+/// A run that a step is about to reach.
+#[derive(Clone, Copy, Debug)]
+pub struct Planned<'a> {
+    /// Which of the tier's tensors.
+    pub tensor: usize,
+    /// The first of the chunks that are stepped.
+    pub begin: usize,
+    /// Behind the last.
+    pub end: usize,
+    /// The tensor as it is stepped.
+    pub state: &'a AdamTensor,
+    /// The number of the update that its state has then, from 1.
+    pub count: u64,
+}
+
 /// What the engine asks of a tier. A step is one sequence of calls:
 ///
 /// ```text
-/// for each run, in the order of the step:
-///     fetch                  by the workers that come first
-///     route of each chunk    by any worker; the chunk is then stepped there
-///     store                  by the worker that has stepped the run's last chunk
-/// commit                     by one thread, when all runs are stored
+/// begin                      by one thread: what is stepped, in which order
+/// for each chunk, in about that order:
+///     fetch                  by the worker that steps it next
+///     store                  by the same worker, when it has
+/// commit                     by one thread, when all chunks are stored
 /// ```
 ///
 /// - TIER-1 The next step begins after the commit.
-/// - TIER-2 Where a call fails, the engine ends: no call follows, and what was not committed is
-///   void, but for what was [`Stored::Final`].
+/// - TIER-2 Where a call fails, the engine ends: no call follows but of workers that are in one,
+///   and what was not committed is void, but for what was [`Stored::Final`].
 /// - TIER-3 What a tier needs for this, buffers and all, it has from the beginning. A fetch that
 ///   finds no buffer free waits for a store.
+/// - TIER-4 Workers take chunks in the order of the step, and each stores what it has fetched
+///   before it fetches more. So a tier that gives its buffers out in that order has one for every
+///   chunk in the end.
 ///
 /// # Safety
-/// What the engine writes by these routes is disjoint: [`Tier::route`] gives, for a chunk of a
-/// tensor, that chunk of the tensor's own layout, in memory that is alive from the run's fetch to
-/// the commit and that no other chunk's route names.
+/// What the engine writes by these routes is disjoint: [`Tier::fetch`] gives, for a chunk of a
+/// tensor, that chunk of the tensor's own layout, in memory that is alive until its store has
+/// returned and that no other chunk's route names.
 pub unsafe trait Tier: Send + Sync {
-    /// Waits until the state of a run can be stepped. Several workers may ask for one run, at the
-    /// same time and again; none does after its store.
+    /// A step of these runs begins, and no other is under way.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the tier cannot be used.
+    fn begin(&self, runs: &mut dyn Iterator<Item = Planned<'_>>) -> Result<()>;
+
+    /// Waits until the state of a chunk of `tensor` can be stepped. Where the step reads it, and
+    /// where it writes it.
     ///
     /// # Errors
     /// [`crate::Error::Os`] where it cannot be had.
-    fn fetch(&self, run: &Run) -> Result<()>;
+    fn fetch(&self, tensor: &AdamTensor, chunk: Chunk) -> Result<AdamTensor<Route>>;
 
-    /// Where a step of a chunk of `tensor` reads and where it writes.
-    fn route(&self, tensor: &AdamTensor, chunk: Chunk) -> AdamTensor<Route>;
-
-    /// Takes the new state of a run, all chunks of which are stepped.
+    /// Takes the new state of a chunk.
     ///
     /// # Errors
     /// [`crate::Error::Os`] where it cannot be kept.
-    fn store(&self, run: &Run) -> Result<Stored>;
+    fn store(&self, tensor: &AdamTensor, chunk: Chunk) -> Result<Stored>;
+
+    /// Whether the state of a tensor is in the tensor itself between steps, always.
+    fn is_at_home(&self, tensor: usize) -> bool;
 
     /// Makes what was stored since the last commit the state, all of it or nothing.
     ///

@@ -1,6 +1,6 @@
 //! State in host memory, stepped in place: it is in the tensors themselves, always.
 
-use super::{Run, Stored, Tier};
+use super::{Planned, Stored, Tier};
 use crate::{
     adam::{batch::in_place, tensor::AdamTensor},
     error::Result,
@@ -15,16 +15,20 @@ pub struct Ram;
 // SAFETY: a chunk's route is the chunk of the tensor itself, whose memory the submit's caller
 // lends.
 unsafe impl Tier for Ram {
-    fn fetch(&self, _: &Run) -> Result<()> {
+    fn begin(&self, _: &mut dyn Iterator<Item = Planned<'_>>) -> Result<()> {
         Ok(())
     }
 
-    fn route(&self, tensor: &AdamTensor, chunk: Chunk) -> AdamTensor<Route> {
-        in_place(&tensor.chunk(chunk.index))
+    fn fetch(&self, tensor: &AdamTensor, chunk: Chunk) -> Result<AdamTensor<Route>> {
+        Ok(in_place(&tensor.chunk(chunk.index)))
     }
 
-    fn store(&self, _: &Run) -> Result<Stored> {
+    fn store(&self, _: &AdamTensor, _: Chunk) -> Result<Stored> {
         Ok(Stored::Final)
+    }
+
+    fn is_at_home(&self, _: usize) -> bool {
+        true
     }
 
     fn commit(&self) -> Result<()> {

@@ -1,4 +1,5 @@
 //! Drives that fail: what stands between a volume and the files of its members.
+#![allow(dead_code, reason = "every test file uses a part of it")]
 
 use std::{
     collections::BTreeMap,

@@ -1,8 +1,11 @@
 //! A tier that is watched.
 
-use std::sync::{
-    Condvar, Mutex,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Condvar, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use stepwell::{
@@ -10,7 +13,7 @@ use stepwell::{
     adam::tensor::AdamTensor,
     state::chunk::Chunk,
     stream::view::Route,
-    tier::{Run, Stored, Tier, ram::Ram},
+    tier::{Planned, Stored, Tier, ram::Ram},
 };
 
 use super::SOON;
@@ -28,9 +31,10 @@ pub(crate) struct Watched {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Asked {
-    Fetch(Run),
-    Route(Chunk),
-    Store(Run),
+    /// Of these chunks of these tensors.
+    Begin(Vec<(usize, Range<usize>)>),
+    Fetch(Chunk),
+    Store(Chunk),
     Commit,
 }
 
@@ -59,19 +63,26 @@ impl Watched {
 
 // SAFETY: it routes as `Ram`.
 unsafe impl Tier for Watched {
-    fn fetch(&self, run: &Run) -> Result<()> {
-        self.log(Asked::Fetch(run.clone()));
-        if !self.is_commit_held.load(Ordering::Relaxed) { self.wait() } else { Ok(()) }
+    fn begin(&self, runs: &mut dyn Iterator<Item = Planned<'_>>) -> Result<()> {
+        self.log(Asked::Begin(runs.map(|run| (run.tensor, run.begin..run.end)).collect()));
+        Ok(())
     }
 
-    fn route(&self, tensor: &AdamTensor, chunk: Chunk) -> AdamTensor<Route> {
-        self.log(Asked::Route(chunk));
-        Ram.route(tensor, chunk)
+    fn fetch(&self, tensor: &AdamTensor, chunk: Chunk) -> Result<AdamTensor<Route>> {
+        self.log(Asked::Fetch(chunk));
+        if !self.is_commit_held.load(Ordering::Relaxed) {
+            self.wait()?;
+        }
+        Ram.fetch(tensor, chunk)
     }
 
-    fn store(&self, run: &Run) -> Result<Stored> {
-        self.log(Asked::Store(run.clone()));
+    fn store(&self, _: &AdamTensor, chunk: Chunk) -> Result<Stored> {
+        self.log(Asked::Store(chunk));
         Ok(if self.commits_late { Stored::WithCommit } else { Stored::Final })
+    }
+
+    fn is_at_home(&self, _: usize) -> bool {
+        true
     }
 
     fn commit(&self) -> Result<()> {

@@ -11,7 +11,16 @@ from typing import Annotated
 import typer
 
 from stepwell import _core
-from stepwell.cli import bench_adam, bench_codec, bench_offload, bench_plot, demo, doctor, run
+from stepwell.cli import (
+    bench_adam,
+    bench_codec,
+    bench_offload,
+    bench_plot,
+    demo,
+    doctor,
+    run,
+    volume,
+)
 
 __all__ = ["app"]
 
@@ -27,6 +36,10 @@ bench = typer.Typer(
     name="bench", no_args_is_help=True, help="Measure speed and accuracy on this machine."
 )
 
+volumes = typer.Typer(
+    name="volume", no_args_is_help=True, help="Look after optimizer state on drives."
+)
+
 app.command()(doctor.doctor)
 # As for `python`: what follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
@@ -36,6 +49,10 @@ bench.command(name="adam")(bench_adam.bench_adam)
 bench.command(name="codec")(bench_codec.bench_codec)
 bench.command(name="offload")(bench_offload.bench_offload)
 bench.command(name="plot")(bench_plot.bench_plot)
+app.add_typer(volumes)
+volumes.command()(volume.ls)
+volumes.command()(volume.check)
+volumes.command()(volume.rm)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,5 +3,6 @@
 from stepwell.offload.deferred import Deferred
 from stepwell.offload.optimizer import OffloadAdamW
 from stepwell.offload.trainer import fold_clipping
+from stepwell.offload.volume import Volume
 
-__all__ = ["Deferred", "OffloadAdamW", "fold_clipping"]
+__all__ = ["Deferred", "OffloadAdamW", "Volume", "fold_clipping"]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from stepwell._operand import BoundUpdate
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.selection import Selected
+    from stepwell.offload.swapped import Swapped
     from stepwell.offload.twins import Twins
 
 _LOGGER = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Engine:
         twins: their host sides, which are pinned.
         threads: workers that step; None: one per physical core of this process but one.
         deferred: which updates are deferred; None: none is.
+        swapped: the state that is on a volume; None: none is.
 
     Raises:
         OSError: the device cannot be had, or refuses to pin.
@@ -86,6 +88,7 @@ class Engine:
         twins: Twins,
         threads: int | None,
         deferred: Deferred | None = None,
+        swapped: Swapped | None = None,
     ) -> None:
         self._device = device
         self._twins = twins
@@ -99,7 +102,14 @@ class Engine:
         self.selected_bytes = 0
         """Device memory for their state."""
         if deferred is None:
-            self._core = _core.OffloadEngine(device_name(device), numels, threads=threads)
+            swap = None if swapped is None else swapped.core
+            self._core = _core.OffloadEngine(
+                device_name(device),
+                numels,
+                threads=threads,
+                swap=swap,
+                swapped=None if swapped is None or swap is None else swapped.indices(self._indices),
+            )
         else:
             gradients, predicted = deferral_nbytes(self._indices, deferred)
             selection: dict[str, Any] = {}

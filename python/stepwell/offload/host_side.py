@@ -25,7 +25,9 @@ from stepwell.offload.twins import Twins
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.swapped import Swapped
 
 __all__ = ["HostSide"]
 
@@ -39,10 +41,15 @@ class HostSide:
         moments: how the moments are held.
         bytes_max: the most host memory that may be taken; None: what is free.
         deferred: which updates are deferred; None: none is.
+        swapped: has the state that does not fit into host memory; None: all is there.
     """
 
     def __init__(
-        self, moments: str, bytes_max: int | None, deferred: Deferred | None = None
+        self,
+        moments: str,
+        bytes_max: int | None,
+        deferred: Deferred | None = None,
+        swapped: Swapped | None = None,
     ) -> None:
         self.twins = Twins(have_gradients=deferred is None)
         self._deferred = deferred
@@ -52,6 +59,9 @@ class HostSide:
         self._moments = moments
         self._bytes_max = bytes_max
         self._fresh: dict[torch.Tensor, _state.State] = {}
+        self.swapped = swapped
+        # Where a volume has state, that is given a place when all parameters are known.
+        self._is_open = swapped is None
 
     def check(self, params: Sequence[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
         """Raises ValueError if `params`, which are new, could not be stepped.
@@ -91,15 +101,27 @@ class HostSide:
         limit = None
         if self._bytes_max is not None:
             held = self.twins.pinned_bytes
-            held += sum(map(_state.nbytes_of, chain(states.values(), self._fresh.values())))
+            for param, state in chain(states.items(), self._fresh.items()):
+                if self.swapped is None or not self.swapped.is_place(param, state):
+                    held += _state.nbytes_of(state)
+            if self.swapped is not None:
+                held += self.swapped.memory_bytes
             limit = self._bytes_max - held
+        if self._is_open and self.swapped is not None and self.swapped.commits:
+            raise ValueError(
+                "parameters are added to an optimizer whose volume commits its steps, expected all "
+                "of them from the beginning. hint: parameters that thaw later need requires_grad "
+                "when the optimizer is made, or Volume(..., durability='none')"
+            )
         on_device, _ = self._selection_nbytes(params)
         if on_device:
             _LOGGER.info("%.2f GiB of device memory for selected channels", on_device / GIB)
         announce(
             sum(local(param).numel() for param in params),
             state=sum(
-                _state.nbytes(param, self._moments) for param in params if not states.get(param)
+                _state.nbytes(param, self._moments)
+                for param in params
+                if self._is_open and not states.get(param)
             ),
             pinned=self.twins.nbytes(params) + self._deferral_nbytes(params),
             limit=limit,
@@ -135,7 +157,7 @@ class HostSide:
             fresh = {
                 param: _state.new(self.twins.weight(param), self._moments)
                 for param in params
-                if not states.get(param)
+                if self._is_open and not states.get(param)
             }
         except BaseException:
             self.twins.remove(params)
@@ -144,6 +166,33 @@ class HostSide:
         self._fresh.update(fresh)
         # Trailing bits in loaded state may not be those of the weights.
         self.fingerprints.mark_unverified(param for param in params if states.get(param))
+
+    def open(self, owner: object, states: dict[torch.Tensor, _state.State]) -> None:
+        """Gives the state of all parameters its place, on the volume or in host memory.
+
+        Args:
+            owner: with it the volume ends.
+            states: those that the optimizer has: none; or what a resumed volume has, afterwards.
+
+        Raises:
+            ValueError: there is too little memory, or the volume is another model's.
+            OSError: a drive is full or cannot be used, or there is no memory.
+        """
+        swapped = self.swapped
+        if swapped is None:
+            return
+        weights = {param: self.twins.weight(param) for param in self.twins}
+        limit = None if self._bytes_max is None else self._bytes_max - self.twins.pinned_bytes
+        in_memory = swapped.open(owner, weights, limit)
+        self._is_open = True
+        self._fresh.update(
+            {param: _state.new(weights[param], self._moments) for param in in_memory}
+        )
+        self._fresh.update({param: swapped.fresh(param) for param in weights if param in swapped})
+        for param, state in swapped.resumed(weights).items():
+            local(param).copy_(local(weights[param]))
+            states[param] = state
+            self.drop_fresh([param])
 
     def let_go(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
@@ -163,6 +212,38 @@ class HostSide:
     def fresh_state(self, param: torch.Tensor) -> _state.State | None:
         """State that was set aside for `param`; None: it has been stepped, or loaded over."""
         return self._fresh.get(param)
+
+    def write_through(
+        self, updates: Iterable[Update]
+    ) -> list[tuple[torch.Tensor, _state.State, _state.State]]:
+        """Prepares a step that writes state in memory, loaded or looked at, to the volume.
+
+        The state gets a counter and fingerprints of its own: the tensors in memory are a snapshot.
+
+        Returns:
+            for each such parameter its state in memory, and what it is once the step is submitted.
+        """
+        swapped = self.swapped
+        if swapped is None:
+            return []
+        found = []
+        for update in updates:
+            param, operand = update.param, update.operand
+            if param not in swapped:
+                continue
+            state = operand.state or self._fresh.get(param)
+            if state is None:
+                # The user has deleted it.
+                state = _state.new(operand.param, self._moments)
+            elif swapped.is_place(param, state):
+                continue
+            else:
+                _state.repair_step(state, update.step - 1)
+                own = {name: state[name].clone() for name in swapped.kept_names(param)}
+                state = {**state, **own}
+            operand.state, operand.is_moved = state, True
+            found.append((param, state, swapped.placed(param, state)))
+        return found
 
     def drop_fresh(self, params: Iterable[torch.Tensor]) -> None:
         """The optimizer has state of `params` now."""

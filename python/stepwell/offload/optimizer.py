@@ -23,6 +23,7 @@ from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads, exposed
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import gradient_norm
+from stepwell.offload.swapped import Swapped
 from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.volume import Volume
 
 __all__ = ["OffloadAdamW"]
 
@@ -122,6 +124,9 @@ class OffloadAdamW(AdamW):
             between a step and the next forward do not: what is deferred is applied first. It needs
             forwards that can be seen (`gate="module"`, neither torch.compile nor DTensor): without,
             a warning says so and steps are exact.
+        tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
+            memory. Not with `deferred`. `state` and state dicts are then read from the drives into
+            memory, as a snapshot. Parameters that are added later have their state in host memory.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
 
@@ -154,6 +159,7 @@ class OffloadAdamW(AdamW):
         threads: int | None = None,
         host_bytes_max: int | None = None,
         deferred: Deferred | None = None,
+        tier: Volume | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
@@ -178,6 +184,11 @@ class OffloadAdamW(AdamW):
                 f"`deferred.fraction` is `{deferred.fraction}` and `moments` is `{moments}`, "
                 "expected fp32: coded moments would be rounded whenever channels are selected anew"
             )
+        if deferred is not None and tier is not None:
+            raise ValueError(
+                "`deferred` and `tier` are both given, expected one: deferred updates of state on "
+                "a volume are not there yet"
+            )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         self._deferred = deferred
@@ -187,7 +198,10 @@ class OffloadAdamW(AdamW):
         self._gate_mode: GateMode = gate
         self._accumulate: Accumulate = accumulate
         self._threads = threads
-        self._host = HostSide(moments, host_bytes_max, deferred)
+        swapped = None if tier is None else Swapped(tier, moments, threads)
+        self._host = HostSide(moments, host_bytes_max, deferred, swapped)
+        # State that the step under way has written to the volume, as it was and as it is.
+        self._swapping: list[list[tuple[torch.Tensor, _state.State, _state.State]]] = [[]]
         self._twins = self._host.twins
         self._collector: Collector = (
             HostCollector(self._host)
@@ -214,6 +228,8 @@ class OffloadAdamW(AdamW):
             foreach=foreach,
             fused=fused,
         )
+        with torch.no_grad():
+            self._host.open(self, self._states)
 
     @property
     def clip_norm(self) -> float | None:
@@ -241,11 +257,11 @@ class OffloadAdamW(AdamW):
             labels = dict(self._labelled())
             self._host.check(new, labels)
             self._collector.check(new, labels)
-            self._host.announce(new, self.state)
+            self._host.announce(new, self._states)
             # It is made for a fixed list of parameters.
             self._close_engine()
             self._collector.prepare(local(new[0]).device)
-            self._host.admit(new, self.state)
+            self._host.admit(new, self._states)
         self._hook()
 
     def _let_go(self) -> None:
@@ -257,7 +273,7 @@ class OffloadAdamW(AdamW):
         if params := [param for param in self._twins if param not in living]:
             # It has pinned the memory.
             self._close_engine()
-            self._host.let_go(params, self.state)
+            self._host.let_go(params, self._states)
             self._collector.let_go(params)
             for param in params:
                 self._bound.pop(param, None)
@@ -291,7 +307,12 @@ class OffloadAdamW(AdamW):
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
             engine = Engine(
-                self._host.device, self._twins, self._twins, self._threads, self._deferred
+                self._host.device,
+                self._twins,
+                self._twins,
+                self._threads,
+                self._deferred,
+                self._host.swapped,
             )
             gate = None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
@@ -325,16 +346,29 @@ class OffloadAdamW(AdamW):
     @property
     def state(self) -> defaultdict[torch.Tensor, _state.State]:
         """State by parameter, as torch's optimizers have it, after the last step is complete."""
+        states = self._states
+        if self._host.swapped is not None and not self._is_stepping:
+            self._host.swapped.read(states)
+        return states
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
+        self.__dict__["state"] = state
+
+    @property
+    def _states(self) -> defaultdict[torch.Tensor, _state.State]:
+        """As `state`. What is on a volume is not read."""
         if self._engine is not None and not self._is_stepping:
             self._engine.settle()
             if self._engine.busy:
                 self._finish()
         found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
+        for param, before, state in self._swapping[0]:
+            if found.get(param) is before:
+                found[param] = state
+        # Ctrl-C before this does no harm: what is replaced is replaced once.
+        self._swapping[0] = []
         return found
-
-    @state.setter
-    def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
-        self.__dict__["state"] = state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Waits only for copies of gradients that no step has taken."""
@@ -391,6 +425,17 @@ class OffloadAdamW(AdamW):
         self._twins.forget(self._twins)
 
     @property
+    def committed_steps(self) -> int | None:
+        """How many steps of this optimizer are on its volume, to be gone on from after a crash.
+
+        With those of the runs that it has resumed. None: it has no volume that commits.
+        """
+        swapped = self._host.swapped
+        if swapped is None or swapped.core is None or not swapped.commits:
+            return None
+        return swapped.core.step or 0
+
+    @property
     def timing(self) -> dict[str, float]:
         """What the last step took, in seconds, and the bytes that crossed the bus.
 
@@ -400,7 +445,8 @@ class OffloadAdamW(AdamW):
             `step`: its first chunk to its last, within it `gradients`: waiting for them. `gate`:
             forwards that have waited for its weights. `bytes_downloaded`, `bytes_uploaded`.
             `background`: waiting for the step before, which is to be over. `oldest_age`: how many
-            steps ago the oldest gradient was computed that is deferred.
+            steps ago the oldest gradient was computed that is deferred. `bytes_read`,
+            `bytes_written`: with a volume, what its drives have moved since it was made.
         With `deferred.fraction`: `selected_share`: which share of the squared norms the selected
             channels had when they were chosen; `selected_bytes`: device memory for their state.
         """
@@ -413,6 +459,8 @@ class OffloadAdamW(AdamW):
         bytes_downloaded = self._collector.bytes_downloaded
         if bytes_downloaded is not None:
             timing["bytes_downloaded"] = bytes_downloaded
+        if self._host.swapped is not None and self._host.swapped.core is not None:
+            timing["bytes_read"], timing["bytes_written"] = self._host.swapped.core.bytes_moved
         return timing
 
     # ---- gradients ----
@@ -689,6 +737,7 @@ class OffloadAdamW(AdamW):
             if update.operand.is_moved and update.operand.state is not None:
                 # The step goes on in the background, and works on the state itself.
                 _state.make_dense(update.operand.param, update.operand.state, self._moments)
+        swapping = self._host.write_through(updates)
         bound_updates = self._bind(updates)
         params = [update.param for update in updates]
         engine = self._opened_engine()
@@ -716,6 +765,7 @@ class OffloadAdamW(AdamW):
         submitted = [
             *engine.submission(bound_updates, grad_scale, at_once, grads, selected),
             partial(setattr, self, "_is_unreleased", True),
+            partial(self._swapping.__setitem__, 0, swapping),
         ]
         if others:
             torch.autograd.graph.increment_version(others)
@@ -748,7 +798,7 @@ class OffloadAdamW(AdamW):
         Its tensors are in host memory.
         """
         self.synchronize()
-        self._host.take_fingerprints(self._twins, self.state)
+        self._host.take_fingerprints(self._twins, self._states)
         return super().state_dict()
 
     def decoded_state_dict(self) -> StateDict:
@@ -765,7 +815,7 @@ class OffloadAdamW(AdamW):
         """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
         self.synchronize()
         self._follow_groups()
-        self._host.take_fingerprints(self._twins, self.state)
+        self._host.take_fingerprints(self._twins, self._states)
         self._host.note_load(has_state=bool(state_dict["state"]))
         super().load_state_dict(state_dict)
 

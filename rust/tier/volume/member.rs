@@ -147,7 +147,7 @@ impl Member {
             if let Some(holder) = &holder {
                 return Err(Error::os(
                     format!("{named} is used by {holder}; hint: one job at a time uses a volume"),
-                    error,
+                    Errno::BUSY,
                 ));
             }
             if begin.elapsed() >= timeout {

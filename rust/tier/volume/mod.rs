@@ -153,6 +153,32 @@ impl Volume {
         lock(&self.ledger).step()
     }
 
+    /// Whether a record was written, also by a write that failed.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a record that there is not.
+    pub fn is_written(&self, record: usize) -> Result<bool> {
+        lock(&self.ledger).is_written(record)
+    }
+
+    /// Bytes of all buffers.
+    #[must_use]
+    pub fn buffers_nbytes(&self) -> usize {
+        self.buffers.all().map(|(_, nbytes)| nbytes).sum()
+    }
+
+    /// Whether the files stay when it is closed or dropped, from now on.
+    pub fn set_keep(&mut self, keep: bool) {
+        self.keep = keep;
+    }
+
+    /// Removes the files now, unless they are kept: for a process that ends without dropping it.
+    pub fn remove_files(&self) {
+        if !self.keep && self.pid == std::process::id() {
+            self.members.iter().for_each(Member::remove);
+        }
+    }
+
     /// Whether io_uring moves the bytes.
     #[must_use]
     pub fn has_rings(&self) -> bool {
@@ -285,7 +311,8 @@ impl Volume {
         }
     }
 
-    fn no_answer(&self) -> Error {
+    /// What a wait of `io_timeout` ends with.
+    pub(crate) fn no_answer(&self) -> Error {
         let paths: Vec<String> =
             self.about.paths.iter().map(|path| path.display().to_string()).collect();
         Error::os(

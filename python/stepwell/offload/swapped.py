@@ -1,0 +1,330 @@
+"""State that is on a volume: which parameters' it is, what stands for it, and how it is read.
+
+In the optimizer's state a tensor that is on the volume is a *place*: a tensor at addresses that
+nothing is at, which only names what the core has. No code outside of a step meets one: whoever asks
+for `state` gets tensors in memory, with copies of what the volume has (`Swapped.read`). The step
+after that goes on from those tensors, and the places stand for the state again. So a state dict is
+a snapshot, and what is written to `state`, or loaded, counts.
+
+Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell import _core, _state
+from stepwell._sharding import is_dtensor, local
+from stepwell._tensors import tensor_on, view
+from stepwell.offload.budget import GIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from stepwell.offload.volume import Volume
+
+__all__ = ["Swapped"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# Of every place: that of the core's slots.
+_ALIGN_BYTES = 64
+
+_BUFFERS_BYTES_MAX = 1 << 30
+
+# Without `host_bytes_max`, of the memory that is free: other parts of the program need some too.
+_FREE_SHARE = 0.75
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+class _Places:
+    """Addresses for the state of parameters, given out one after the other."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.addresses = _core.AddressSpace(max(nbytes, 1))
+        self._memory = tensor_on(self.addresses)
+        self._begin = 0
+
+    def __call__(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        begin, end = self._begin, self._begin + numel * dtype.itemsize
+        self._begin = _aligned(end)
+        return self._memory[begin:end].view(dtype)
+
+
+class Swapped:
+    """The state of some parameters, on a volume.
+
+    Args:
+        volume: what the user has said of it.
+        moments: how the moments are held.
+        threads: workers that step; None: as the engine chooses.
+    """
+
+    def __init__(self, volume: Volume, moments: str, threads: int | None) -> None:
+        self.volume = volume
+        self._moments = moments
+        self._threads = threads
+        self._core: _core.Swap | None = None
+        self._indices: dict[torch.Tensor, int] = {}
+        # For each parameter the places of its state, and of itself.
+        self._places: dict[torch.Tensor, _state.State] = {}
+        self._weights: dict[torch.Tensor, torch.Tensor] = {}
+
+    @property
+    def core(self) -> _core.Swap | None:
+        """What the engine steps; None: all state fits into memory, or none was placed yet."""
+        return self._core
+
+    @property
+    def commits(self) -> bool:
+        """Whether a crash leaves the last step."""
+        return self.volume.durability == "commit"
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of host memory that the volume takes: buffers, and state that fits there."""
+        return 0 if self._core is None else self._core.ram_nbytes + self._core.buffers_nbytes
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        return param in self._indices
+
+    def indices(self, params: Iterable[torch.Tensor]) -> list[int | None]:
+        """Which of the core's tensors the parameters are."""
+        return [self._indices.get(param) for param in params]
+
+    # ---- the beginning ----
+
+    def open(
+        self, owner: object, weights: Mapping[torch.Tensor, torch.Tensor], host_bytes: int | None
+    ) -> list[torch.Tensor]:
+        """Makes the volume, or finds it again, for as much state as does not fit into memory.
+
+        Args:
+            owner: with it, or with the program, the volume ends.
+            weights: of all parameters, in the order in which the forward uses them, their host
+                sides.
+            host_bytes: for state and buffers; None: three quarters of what is free.
+
+        Returns:
+            the parameters whose state is in memory of their own.
+
+        Raises:
+            ValueError: there is not even the memory for buffers; the volume is another model's.
+            OSError: a drive is full, or cannot be used.
+        """
+        params = [param for param in weights if local(param).numel()]
+        if any(is_dtensor(param) for param in params):
+            raise ValueError(
+                "`tier` is given with DTensor parameters, expected plain ones. hint: DeepSpeed's "
+                "ZeRO or FSDP2 with the state in host memory"
+            )
+        if host_bytes is None:
+            free = _core.free_memory_bytes()
+            host_bytes = 0 if free is None else int(free * _FREE_SHARE)
+        sizes = {param: _state.nbytes(weights[param], self._moments) for param in params}
+        if sum(sizes.values()) <= host_bytes and not self.commits:
+            _LOGGER.info("all state fits into host memory, and no volume is made")
+            return list(weights)
+        self._place(params, weights)
+        tensors = [self._tensor(param, self._places[param]) for param in params]
+        most = min(host_bytes // 2, _BUFFERS_BYTES_MAX)
+        buffers = _core.swap_buffers_nbytes(
+            self._folders(),
+            tensors,
+            durability=self.volume.durability,
+            buffers_nbytes_max=most,
+            workers=self._threads,
+        )
+        left = host_bytes - buffers
+        if left < 0:
+            raise ValueError(
+                f"the buffers of a volume take `{buffers}` bytes of host memory, `{host_bytes}` "
+                "are left of `host_bytes_max`, expected more"
+            )
+        in_memory = [] if self.commits else _first_fit(params, sizes, left)
+        left -= sum(sizes[param] for param in in_memory)
+        for param in in_memory:
+            del self._places[param], self._weights[param]
+        swapped = list(self._places)
+        self._indices = {param: index for index, param in enumerate(swapped)}
+        self._core = core = self._make(swapped, left, most)
+        weakref.finalize(owner, core.close)
+        on_volume = sum(sizes[param] for param in swapped) - core.ram_nbytes
+        _LOGGER.info(
+            "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
+            "in host memory",
+            core.name,
+            (on_volume if not self.commits else sum(sizes.values())) / GIB,
+            len(self.volume.paths),
+            core.ram_nbytes / GIB,
+            core.buffers_nbytes / GIB,
+        )
+        return [param for param in weights if param not in self._indices]
+
+    def _place(
+        self, params: Sequence[torch.Tensor], weights: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        nbytes = 0
+
+        def count(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal nbytes
+            nbytes += _aligned(numel * dtype.itemsize)
+            return torch.empty(numel, dtype=dtype, device="meta")
+
+        def place(memory: Any) -> None:
+            for param in params:
+                weight = local(weights[param])
+                self._weights[param] = memory(weight.numel(), weight.dtype)
+                self._places[param] = _state.placed(weights[param], self._moments, memory)
+
+        place(count)
+        places = _Places(nbytes)
+        place(places)
+        self._addresses = places.addresses
+
+    def _tensor(self, param: torch.Tensor, state: _state.State) -> _core.AdamTensor:
+        runs = {
+            name: local(state[name]) for name in self._places[param] if name != _state.FINGERPRINTS
+        }
+        return _state.adam_tensor(self._weights[param], runs)
+
+    def _folders(self) -> list[str]:
+        return [os.fspath(path) for path in self.volume.paths]
+
+    def _make(
+        self, params: Sequence[torch.Tensor], ram_nbytes: int, buffers_nbytes_max: int
+    ) -> _core.Swap:
+        volume = self.volume
+        name = volume.name
+        if name is not None and torch.distributed.is_initialized():
+            name = f"{name}-{torch.distributed.get_rank()}"
+        return _core.Swap(
+            self._folders(),
+            [self._tensor(param, self._places[param]) for param in params],
+            addresses=self._addresses,
+            name=name,
+            weights=list(volume.weights),
+            stripe_bytes=volume.stripe_bytes,
+            durability=volume.durability,
+            keep=volume.is_kept,
+            resume=volume.resume,
+            ram_nbytes=ram_nbytes,
+            buffers_nbytes_max=buffers_nbytes_max,
+            workers=self._threads,
+            io_engine=volume.io_engine,
+            queue_depth=volume.queue_depth,
+            io_timeout=volume.io_timeout,
+        )
+
+    def resumed(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, Any]:
+        """State of the parameters that a resumed volume has; `weights` are overwritten.
+
+        Raises:
+            OSError: a drive cannot be read.
+        """
+        counts = None if self._core is None else self._core.counts
+        states: dict[torch.Tensor, Any] = {}
+        for param, count in zip(self._indices, counts or (), strict=counts is not None):
+            if count:
+                assert self._core is not None
+                weight = weights[param]
+                self._core.read_weights(self._indices[param], view(local(weight)))
+                states[param] = state = self.fresh(param)
+                state["step"] = _state.step_tensor(count)
+                _state.take_fingerprints(weight, state, self._moments)
+        return states
+
+    # ---- state ----
+
+    def fresh(self, param: torch.Tensor) -> _state.State:
+        """The places of the state of `param`, as a state that was never stepped."""
+        return {"step": _state.step_tensor(0), **self._places[param]}
+
+    def is_place(self, param: torch.Tensor, state: _state.State) -> bool:
+        """Whether `state`, of `param`, is on the volume."""
+        places = self._places.get(param)
+        return (
+            bool(places)
+            and bool(state)
+            and all(
+                state.get(name) is place
+                for name, place in (places or {}).items()
+                if name != _state.FINGERPRINTS
+            )
+        )
+
+    def kept_names(self, param: torch.Tensor) -> list[str]:
+        """What of the state of `param` stays in memory."""
+        return ["step", *({_state.FINGERPRINTS} & self._places[param].keys())]
+
+    def placed(self, param: torch.Tensor, state: _state.State) -> _state.State:
+        """`state`, of `param`, once a step has written it to the volume."""
+        places = self._places[param]
+        names = places.keys() - {_state.FINGERPRINTS}
+        return {**state, **{name: places[name] for name in names}}
+
+    def read(self, states: dict[torch.Tensor, _state.State]) -> None:
+        """Replaces places in `states` by memory with what the volume has.
+
+        Raises:
+            ValueError: there is no memory for it; nothing was changed.
+            OSError: a drive cannot be read.
+        """
+        found = [param for param, state in states.items() if self.is_place(param, state)]
+        if not found:
+            return
+        assert self._core is not None
+        nbytes = sum(_nbytes(self._places[param]) for param in found)
+        free = _core.free_memory_bytes()
+        if free is not None and nbytes > free:
+            raise ValueError(
+                f"state on the volume takes `{nbytes}` bytes of host memory as tensors, `{free}` "
+                "are free. hint: a volume with durability='commit' and a name is a checkpoint by "
+                "itself (keep=True, resume=True)"
+            )
+        _LOGGER.info("%.2f GiB of host memory for state that is read from the volume", nbytes / GIB)
+        for param in found:
+            memory = {
+                name: _memory_like(place)
+                for name, place in self._places[param].items()
+                if name != _state.FINGERPRINTS
+            }
+            state = {**states[param], **memory}
+            self._core.read(self._indices[param], self._tensor(param, state))
+            states[param] = state
+
+
+def _first_fit(
+    params: Sequence[torch.Tensor], sizes: Mapping[torch.Tensor, int], nbytes: int
+) -> list[torch.Tensor]:
+    """Those of `params` whose state goes into memory of `nbytes`.
+
+    First small ones, of which a record would be mostly padding; then the first of the others, with
+    which steps begin.
+    """
+    found = []
+    for is_small in (True, False):
+        for param in params:
+            if (local(param).numel() < _core.CHUNK_LEN) is not is_small:
+                continue
+            if sizes[param] > nbytes:
+                break
+            nbytes -= sizes[param]
+            found.append(param)
+    return found
+
+
+def _memory_like(place: torch.Tensor) -> torch.Tensor:
+    return _state.zeros(place.numel(), place.dtype).view(place.shape)
+
+
+def _nbytes(places: _state.State) -> int:
+    return sum(place.nbytes for name, place in places.items() if name != _state.FINGERPRINTS)

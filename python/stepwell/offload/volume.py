@@ -1,0 +1,98 @@
+"""What a user says of a volume: the folders, one on each drive, that state is kept in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+__all__ = ["Durability", "Volume"]
+
+Durability: TypeAlias = Literal["commit", "none"]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """State of `OffloadAdamW` on drives: `OffloadAdamW(..., tier=Volume(["/mnt/a", "/mnt/b"]))`.
+
+    Host memory is used first (`host_bytes_max`); what does not fit there is read from the drives
+    and written back in every step. `docs/volume.md` has what it costs, and what is guaranteed.
+
+    Raises:
+        ValueError: an option that cannot work.
+    """
+
+    paths: Sequence[str | os.PathLike[str]]
+    """A folder on each drive. The files are made there."""
+
+    _: KW_ONLY
+
+    durability: Durability = "commit"
+    """What is left after a crash. "commit": each step ends with a commit, and a volume that is
+    resumed is at the last one, whole. It takes twice the space, and the weights are written too.
+    "none": steps are written in place, and nothing is left when the process ends."""
+
+    keep: bool | None = None
+    """Whether the files stay when the program or the optimizer ends. After a kill, those of
+    durability "commit" stay in any case. None: they do where the volume has a name."""
+
+    resume: bool = False
+    """Whether to go on from the volume of that name: the optimizer begins with its state, and
+    writes its weights to the parameters."""
+
+    name: str | None = None
+    """The name of the volume, and of its files. None: one that no other job has. Of several ranks
+    each adds its number."""
+
+    weights: Sequence[int] = ()
+    """The bandwidth of each drive, in any unit: a drive gets bytes in proportion to it. Empty: all
+    are alike."""
+
+    stripe_bytes: int = 1 << 20
+    """The most bytes of a record that lie together on one drive."""
+
+    queue_depth: int = 32
+    """Reads and writes that each drive is given at once."""
+
+    io_engine: Literal["auto", "io_uring", "positional"] = "auto"
+    """What moves the bytes. "auto": io_uring where the kernel offers it, else positional calls,
+    with a warning."""
+
+    io_timeout: float = 60.0
+    """Seconds that a drive may take to answer."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.paths, (str, os.PathLike)):
+            raise ValueError(  # noqa: TRY004
+                f"`paths` is `{os.fspath(self.paths)}`, expected a list of folders. "
+                f"hint: Volume([{os.fspath(self.paths)!r}])"
+            )
+        if not self.paths:
+            raise ValueError("`paths` is empty, expected a folder on each drive")
+        for path in self.paths:
+            if not Path(path).is_dir():
+                raise ValueError(f"`paths` has `{os.fspath(path)}`, expected a folder that exists")
+        if self.durability not in ("commit", "none"):
+            raise ValueError(f"`durability` is `{self.durability}`, expected commit or none")
+        if self.durability == "none" and (self.keep or self.resume):
+            option = "keep" if self.keep else "resume"
+            raise ValueError(
+                f"`{option}` is given and `durability` is `none`, which leaves nothing behind, "
+                "expected commit"
+            )
+        if self.resume and self.name is None:
+            raise ValueError("`resume` is given and `name` is not, expected which volume it is")
+        if self.weights and len(self.weights) != len(self.paths):
+            raise ValueError(
+                f"`weights` has `{len(self.weights)}` entries, expected one for each of "
+                f"{len(self.paths)} paths"
+            )
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the files stay at the end."""
+        if self.durability == "none":
+            return False
+        return self.name is not None if self.keep is None else self.keep

@@ -1,0 +1,411 @@
+//! State on a volume, and volumes as people look at them.
+
+use std::{
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use pyo3::prelude::*;
+
+use super::{adam::PyAdamTensor, host::PyAddressSpace, tensor::PyTensorView};
+use crate::{
+    error::{Error, Result},
+    host::pool::Pool,
+    tier::{
+        swap::{Config, Swap},
+        volume::{
+            Durability, EngineKind, Location, Options, Volume,
+            found::{self, Found},
+            unique_name,
+        },
+    },
+};
+
+/// How long a thread that has to look for signals leaves them alone.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
+
+/// The state of some parameters, on a volume and in host memory of its own.
+///
+/// Args:
+///     folders: one for each member of the volume.
+///     places: the parameters; their state is at addresses of `addresses`.
+///     addresses: what the places are made of.
+///     name: of the volume; if None, one that no other job has.
+///     weights: the bandwidth of each member; empty: all are alike.
+///     stripe_bytes: the most bytes of a record that lie together on one member.
+///     durability: "commit", a crash leaves the last committed step whole; or "none".
+///     keep: whether the files stay.
+///     resume: whether the volume is there already.
+///     ram_nbytes: host memory for the state of the first chunks.
+///     buffers_nbytes_max: the most host memory for what is on its way.
+///     workers: how many step.
+///     io_engine: "auto", "io_uring" or "positional".
+///     queue_depth: operations that each drive is given at once.
+///     io_timeout: seconds that a drive may take to answer.
+///
+/// Raises:
+///     ValueError: for arguments that cannot work, or a volume of other parameters.
+///     OSError: where a drive is full, or a member is missing, used or damaged.
+#[pyclass(name = "Swap", module = "stepwell._core", frozen)]
+pub(super) struct PySwap {
+    /// None: it was closed.
+    swap: Mutex<Option<Arc<Swap>>>,
+    counts: Option<Vec<u64>>,
+    /// No other memory gets the addresses of the places.
+    _addresses: Py<PyAddressSpace>,
+}
+
+impl PySwap {
+    pub(super) fn swap(&self) -> Result<Arc<Swap>> {
+        let swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner);
+        swap.clone().ok_or_else(|| {
+            Error::value("the volume of an optimizer is used after it was closed, expected before")
+        })
+    }
+}
+
+fn durability_named(name: &str) -> Result<Durability> {
+    match name {
+        "commit" => Ok(Durability::Commit),
+        "none" => Ok(Durability::None),
+        _ => Err(Error::value(format!("durability is `{name}`, expected commit or none"))),
+    }
+}
+
+fn engine_named(name: &str) -> Result<EngineKind> {
+    match name {
+        "auto" => Ok(EngineKind::Auto),
+        "io_uring" => Ok(EngineKind::IoUring),
+        "positional" => Ok(EngineKind::Positional),
+        _ => Err(Error::value(format!(
+            "io_engine is `{name}`, expected auto, io_uring or positional"
+        ))),
+    }
+}
+
+fn seconds(name: &str, seconds: f64) -> Result<Duration> {
+    Duration::try_from_secs_f64(seconds)
+        .map_err(|_| Error::value(format!("{name} is `{seconds}`, expected seconds from 0 on")))
+}
+
+#[pymethods]
+impl PySwap {
+    #[new]
+    #[pyo3(signature = (
+        folders, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=1 << 20,
+        durability="commit", keep=false, resume=false, ram_nbytes=0,
+        buffers_nbytes_max=1 << 30, workers=None, io_engine="auto", queue_depth=32,
+        io_timeout=60.0
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+    fn new(
+        py: Python<'_>,
+        folders: Vec<PathBuf>,
+        places: Vec<PyRef<'_, PyAdamTensor>>,
+        addresses: Py<PyAddressSpace>,
+        name: Option<String>,
+        weights: Vec<u32>,
+        stripe_bytes: usize,
+        durability: &str,
+        keep: bool,
+        resume: bool,
+        ram_nbytes: usize,
+        buffers_nbytes_max: usize,
+        workers: Option<usize>,
+        io_engine: &str,
+        queue_depth: usize,
+        io_timeout: f64,
+    ) -> PyResult<Self> {
+        let places: Vec<_> = places.iter().map(|place| place.0).collect();
+        let io_timeout = seconds("io_timeout", io_timeout)?;
+        let location = Location { name: name.map_or_else(unique_name, Ok)?, folders };
+        let options = Options {
+            engine: engine_named(io_engine)?,
+            queue_depth,
+            keep,
+            io_timeout,
+            // Signals are looked for in between.
+            lock_timeout: SIGNAL_INTERVAL,
+            ..Options::default()
+        };
+        let pool = py.detach(Pool::global)?;
+        let config = Config {
+            location,
+            weights,
+            stripe_bytes,
+            durability: durability_named(durability)?,
+            ram_nbytes,
+            buffers_nbytes_max,
+            workers: workers.unwrap_or_else(|| pool.threads()),
+            options,
+        };
+        let (swap, counts) = if resume {
+            let mut waited = Duration::ZERO;
+            loop {
+                match py.detach(|| Swap::open(&config, &places, pool)) {
+                    Ok((swap, counts)) => break (swap, Some(counts)),
+                    // What a killed process had submitted is still landing.
+                    Err(Error::Os { source, .. }) if waited < io_timeout && is_locked(&source) => {
+                        waited += SIGNAL_INTERVAL;
+                        py.check_signals()?;
+                    }
+                    Err(error) => return Err(error.into()),
+                }
+            }
+        } else {
+            (py.detach(|| Swap::create(&config, &places, pool))?, None)
+        };
+        Ok(Self { swap: Mutex::new(Some(Arc::new(swap))), counts, _addresses: addresses })
+    }
+
+    /// Of a volume that was resumed: how many updates each parameter has seen. None: it is new.
+    #[getter]
+    fn counts(&self) -> Option<Vec<u64>> {
+        self.counts.clone()
+    }
+
+    /// The volume's name.
+    #[getter]
+    fn name(&self) -> Result<String> {
+        Ok(self.swap()?.volume().name().to_owned())
+    }
+
+    /// The files of its members.
+    #[getter]
+    fn paths(&self) -> Result<Vec<PathBuf>> {
+        Ok(self.swap()?.volume().paths().to_vec())
+    }
+
+    /// How many steps were committed; None: none was.
+    #[getter]
+    fn step(&self) -> Result<Option<u64>> {
+        Ok(self.swap()?.volume().step())
+    }
+
+    /// Bytes of host memory for the state of the first chunks.
+    #[getter]
+    fn ram_nbytes(&self) -> Result<usize> {
+        Ok(self.swap()?.memory_nbytes().0)
+    }
+
+    /// Bytes of host memory for what is on its way.
+    #[getter]
+    fn buffers_nbytes(&self) -> Result<usize> {
+        Ok(self.swap()?.memory_nbytes().1)
+    }
+
+    /// Bytes that were read from the drives, and written, since it was made.
+    #[getter]
+    fn bytes_moved(&self) -> Result<(u64, u64)> {
+        Ok(self.swap()?.volume().bytes_moved())
+    }
+
+    /// Whether io_uring moves the bytes.
+    #[getter]
+    fn has_rings(&self) -> Result<bool> {
+        Ok(self.swap()?.volume().has_rings())
+    }
+
+    /// Whether the page cache is bypassed on every member.
+    #[getter]
+    fn is_direct(&self) -> Result<bool> {
+        Ok(self.swap()?.volume().is_direct())
+    }
+
+    /// Copies the state of a parameter to memory, as it is after the last step. Not while one runs.
+    ///
+    /// Args:
+    ///     tensor: which of the places.
+    ///     to: the parameter with memory for its state; its fingerprints are left alone.
+    ///
+    /// Raises:
+    ///     ValueError: for another layout, or while a step runs.
+    ///     OSError: where a drive fails.
+    fn read(&self, py: Python<'_>, tensor: usize, to: &PyAdamTensor) -> PyResult<()> {
+        let (swap, to) = (self.swap()?, to.0);
+        let is_interrupted = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            // SAFETY: the caller vouches for the memory during this call (see TensorView), and the
+            // thread ends within it.
+            let reading = scope.spawn(|| unsafe { swap.read(tensor, &to, &is_interrupted) });
+            while !reading.is_finished() {
+                py.detach(|| std::thread::park_timeout(LOOK_INTERVAL));
+                if let Err(signal) = py.check_signals() {
+                    is_interrupted.store(true, Ordering::Relaxed);
+                    let _ = py.detach(|| reading.join());
+                    return Err(signal);
+                }
+            }
+            match reading.join() {
+                Ok(read) => Ok(read.map(|_| ())?),
+                Err(_) => Err(Error::value("the thread that reads a volume has panicked").into()),
+            }
+        })
+    }
+
+    /// Copies the weights of a parameter's last committed step to memory, where it was stepped.
+    ///
+    /// Args:
+    ///     tensor: which of the places.
+    ///     to: memory for the weight.
+    ///
+    /// Raises:
+    ///     ValueError: for another dtype or size, or without durability "commit".
+    ///     OSError: where a drive fails.
+    fn read_weights(&self, py: Python<'_>, tensor: usize, to: &PyTensorView) -> Result<()> {
+        let (swap, to) = (self.swap()?, to.0);
+        // SAFETY: the caller vouches for the memory during this call (see TensorView).
+        py.detach(|| unsafe { swap.read_weights(tensor, to) })
+    }
+
+    /// Removes the files, unless they are kept, and uses them no more.
+    fn close(&self, py: Python<'_>) {
+        let swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| {
+            if let Some(swap) = swap {
+                swap.volume().remove_files();
+            }
+        });
+    }
+}
+
+/// How often a read looks for signals.
+const LOOK_INTERVAL: Duration = Duration::from_millis(2);
+
+fn is_locked(error: &std::io::Error) -> bool {
+    error.kind() == std::io::ErrorKind::WouldBlock
+}
+
+/// Bytes of the buffers of a swap, at most; the arguments are its own.
+///
+/// Raises:
+///     ValueError: for another durability.
+#[pyfunction]
+#[pyo3(signature = (folders, places, *, durability="commit", buffers_nbytes_max=1 << 30,
+    workers=None))]
+pub(super) fn swap_buffers_nbytes(
+    folders: Vec<PathBuf>,
+    places: Vec<PyRef<'_, PyAdamTensor>>,
+    durability: &str,
+    buffers_nbytes_max: usize,
+    workers: Option<usize>,
+) -> Result<usize> {
+    let places: Vec<_> = places.iter().map(|place| place.0).collect();
+    let config = Config {
+        location: Location { name: String::new(), folders },
+        weights: Vec::new(),
+        stripe_bytes: 0,
+        durability: durability_named(durability)?,
+        ram_nbytes: 0,
+        buffers_nbytes_max,
+        workers: workers.map_or_else(|| Pool::global().map(Pool::threads), Ok)?,
+        options: Options::default(),
+    };
+    Ok(config.buffers_nbytes(&places))
+}
+
+/// A file of a volume's member, as it was found.
+#[pyclass(name = "MemberFile", module = "stepwell._core", frozen)]
+pub(super) struct PyMemberFile(Found);
+
+#[pymethods]
+impl PyMemberFile {
+    /// Where it is.
+    #[getter]
+    fn path(&self) -> PathBuf {
+        self.0.path.clone()
+    }
+
+    /// The name of its volume.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// The number of the member.
+    #[getter]
+    fn member(&self) -> usize {
+        self.0.member
+    }
+
+    /// Bytes of the file.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.0.nbytes
+    }
+
+    /// The process that uses it, if it can be seen.
+    #[getter]
+    fn holder(&self) -> Option<&str> {
+        self.0.holder.as_deref()
+    }
+
+    /// How many members the volume has; None: the file has no header that is whole.
+    #[getter]
+    fn num_members(&self) -> Option<usize> {
+        self.0.contents.as_ref().map(|contents| contents.num_members)
+    }
+
+    /// How many records the volume has; None: the file has no header that is whole.
+    #[getter]
+    fn num_records(&self) -> Option<u64> {
+        self.0.contents.as_ref().map(|contents| contents.num_records)
+    }
+}
+
+/// The files of volumes' members in a folder, by name. Takes no lock.
+///
+/// Raises:
+///     OSError: where the folder cannot be read.
+#[pyfunction]
+#[pyo3(signature = (folder))]
+pub(super) fn list_members(py: Python<'_>, folder: PathBuf) -> Result<Vec<PyMemberFile>> {
+    py.detach(|| found::list(&folder)).map(|all| all.into_iter().map(PyMemberFile).collect())
+}
+
+/// Removes the files of a volume that no process uses.
+///
+/// Raises:
+///     ValueError: for a name that a volume cannot have.
+///     OSError: where a process uses it, or none of its files is there.
+#[pyfunction]
+#[pyo3(signature = (name, folders))]
+pub(super) fn remove_volume(py: Python<'_>, name: String, folders: Vec<PathBuf>) -> Result<()> {
+    py.detach(|| found::remove(&Location { name, folders }, SIGNAL_INTERVAL))
+}
+
+/// Reads every record of a volume that no process uses.
+///
+/// Returns:
+///     the committed step, how many records there are, and what is wrong, one text each.
+///
+/// Raises:
+///     ValueError: for a name that a volume cannot have.
+///     OSError: where a process uses it, or a member is missing or damaged.
+#[pyfunction]
+#[pyo3(signature = (name, folders))]
+pub(super) fn check_volume(
+    py: Python<'_>,
+    name: String,
+    folders: Vec<PathBuf>,
+) -> PyResult<(Option<u64>, usize, Vec<String>)> {
+    let options = Options { keep: true, lock_timeout: SIGNAL_INTERVAL, ..Options::default() };
+    let volume =
+        py.detach(|| Volume::open(&Location { name, folders }, &options, Pool::global()?))?;
+    let mut wrong = Vec::new();
+    let records = volume.num_records();
+    for begin in (0..records).step_by(RECORDS_BETWEEN_LOOKS) {
+        let end = (begin + RECORDS_BETWEEN_LOOKS).min(records);
+        let found = py.detach(|| volume.check(begin..end))?;
+        wrong.extend(found.iter().map(ToString::to_string));
+        py.check_signals()?;
+    }
+    Ok((volume.step(), records, wrong))
+}
+
+/// How many records are checked before signals are looked for.
+const RECORDS_BETWEEN_LOOKS: usize = 256;

@@ -1,0 +1,73 @@
+//! The catalog: the record that says what the others are of, and how often each tensor was stepped.
+//!
+//! ```text
+//! magic (8 B) | state format u32 | tensors u32 | numel u64, count u64, kind (32 B) of each |
+//! ```
+//!
+//! Integers are little-endian. The volume has a checksum of it, and its own version.
+
+use super::chunks::Held;
+use crate::state::{STATE_FORMAT, codecs::MasterKind, layout::Layout};
+
+const MAGIC: &[u8; 8] = b"swstates";
+const HEAD_BYTES: usize = 16;
+const KIND_BYTES: usize = 32;
+const TENSOR_BYTES: usize = 16 + KIND_BYTES;
+
+/// Bytes of the catalog of so many tensors.
+pub(super) fn nbytes(tensors: usize) -> usize {
+    HEAD_BYTES + tensors * TENSOR_BYTES
+}
+
+/// What a layout is, beside its size, for people: parameter, master, moments.
+fn kind(layout: &Layout) -> [u8; KIND_BYTES] {
+    let master = match layout.master {
+        MasterKind::Float32 => "itself",
+        // Fingerprints are not on the volume.
+        MasterKind::Split { .. } => "split",
+        MasterKind::Shadowed => "shadowed",
+        MasterKind::Plain16 => "none",
+    };
+    let text = [layout.param.name(), master, layout.moments.name()].join(" ");
+    let mut kind = [0; KIND_BYTES];
+    kind.iter_mut().zip(text.bytes()).for_each(|(place, byte)| *place = byte);
+    kind
+}
+
+/// Writes it to the beginning of `bytes`.
+pub(super) fn encode(tensors: &[Held], counts: &[u64], bytes: &mut [u8]) {
+    let (head, rest) = bytes.split_at_mut(HEAD_BYTES);
+    head.copy_from_slice(&head_of(tensors));
+    let each = rest.chunks_exact_mut(TENSOR_BYTES);
+    for ((held, count), place) in tensors.iter().zip(counts).zip(each) {
+        let layout = held.place.layout();
+        place[..8].copy_from_slice(&(layout.numel() as u64).to_le_bytes());
+        place[8..16].copy_from_slice(&count.to_le_bytes());
+        place[16..].copy_from_slice(&kind(layout));
+    }
+}
+
+fn head_of(tensors: &[Held]) -> [u8; HEAD_BYTES] {
+    let mut head = [0; HEAD_BYTES];
+    head[..8].copy_from_slice(MAGIC);
+    head[8..12].copy_from_slice(&STATE_FORMAT.to_le_bytes());
+    head[12..].copy_from_slice(&(tensors.len() as u32).to_le_bytes());
+    head
+}
+
+/// The count of updates of each tensor; None: it is the catalog of others.
+pub(super) fn decode(tensors: &[Held], bytes: &[u8]) -> Option<Vec<u64>> {
+    let (head, rest) = bytes.split_at_checked(HEAD_BYTES)?;
+    if head != head_of(tensors) || rest.len() < tensors.len() * TENSOR_BYTES {
+        return None;
+    }
+    let each = tensors.iter().zip(rest.chunks_exact(TENSOR_BYTES));
+    each.map(|(held, bytes)| {
+        let layout = held.place.layout();
+        let is_same =
+            bytes[..8] == (layout.numel() as u64).to_le_bytes() && bytes[16..] == kind(layout);
+        let count = u64::from_le_bytes(bytes[8..16].try_into().ok()?);
+        is_same.then_some(count)
+    })
+    .collect()
+}

@@ -1,0 +1,172 @@
+//! Which chunks a swap has, where each one's state is, and which records are its.
+//!
+//! Chunks are numbered through, tensor after tensor. The first ones are in host memory. Records are
+//! numbered alike: with [`Durability::None`] those of the other chunks' state; with
+//! [`Durability::Commit`] the state of all chunks, then their weights, then the catalog.
+
+use super::{super::volume::Durability, catalog};
+use crate::{
+    adam::tensor::AdamTensor,
+    error::{Error, Result},
+    state::{chunk::num_chunks, layout::Layout},
+};
+
+/// One tensor.
+#[derive(Debug)]
+pub(super) struct Held {
+    /// Its state, at addresses that nothing is at.
+    pub(super) place: AdamTensor,
+    /// The number of its first chunk.
+    pub(super) first: usize,
+}
+
+impl Held {
+    /// Whether the tensor names the place, and no other memory.
+    pub(super) fn is_placed(&self, tensor: &AdamTensor) -> bool {
+        tensor.moments()[0] == self.place.moments()[0]
+    }
+
+    /// Checks that a tensor has the state that this has, all of it in one place.
+    pub(super) fn check(&self, tensor: &AdamTensor) -> Result<()> {
+        let [given, expected] =
+            [tensor, &self.place].map(|one| *one.without_fingerprints().layout());
+        if given != expected {
+            return Err(Error::value(format!(
+                "a tensor has the layout `{given:?}`, expected {expected:?}, as when its volume \
+                 was made"
+            )));
+        }
+        let is_placed = self.is_placed(tensor);
+        let [tensor, place] = [*tensor, self.place].map(AdamTensor::without_fingerprints);
+        let given = tensor.moments().iter().chain(tensor.master());
+        let own = place.moments().iter().chain(place.master());
+        if given.zip(own).any(|(given, own)| (given == own) != is_placed) {
+            return Err(Error::value(
+                "some of the state of a tensor is on its volume, expected all or nothing\nhint: \
+                 replace all tensors of a parameter's state, or none",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Chunks {
+    tensors: Box<[Held]>,
+    /// For each chunk in host memory where its state begins there, and one more for the end.
+    ram_offsets: Box<[usize]>,
+    count: usize,
+    durability: Durability,
+}
+
+impl Chunks {
+    /// Of tensors at these places; as many of the first chunks are in host memory as have room in
+    /// `ram_nbytes`.
+    pub(super) fn new(places: &[AdamTensor], ram_nbytes: usize, durability: Durability) -> Self {
+        let mut count = 0;
+        let mut tensors = Vec::with_capacity(places.len());
+        let mut ram_offsets = vec![0];
+        let mut is_full = false;
+        for place in places {
+            let layout = *place.without_fingerprints().layout();
+            tensors.push(Held { place: *place, first: count });
+            let num = num_chunks(layout.numel());
+            count += num;
+            for index in 0..num {
+                let end = ram_offsets[ram_offsets.len() - 1] + layout.chunk(index).record_nbytes();
+                is_full |= end > ram_nbytes;
+                if is_full {
+                    break;
+                }
+                ram_offsets.push(end);
+            }
+        }
+        Self { tensors: tensors.into(), ram_offsets: ram_offsets.into(), count, durability }
+    }
+
+    pub(super) fn tensors(&self) -> &[Held] {
+        &self.tensors
+    }
+
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
+    /// How many are in host memory.
+    pub(super) fn in_ram(&self) -> usize {
+        self.ram_offsets.len() - 1
+    }
+
+    pub(super) fn is_in_ram(&self, number: usize) -> bool {
+        number < self.in_ram()
+    }
+
+    /// Where its state is in host memory; None: it is on the volume.
+    pub(super) fn ram_offset(&self, number: usize) -> Option<usize> {
+        self.is_in_ram(number).then(|| self.ram_offsets[number])
+    }
+
+    /// Bytes of host memory for state.
+    pub(super) fn ram_nbytes(&self) -> usize {
+        self.ram_offsets[self.in_ram()]
+    }
+
+    /// The tensor of a chunk, and which of its chunks it is.
+    pub(super) fn of(&self, number: usize) -> (&Held, usize) {
+        // Tensors without elements have the same first chunk as the one behind them.
+        let tensor = self.tensors.partition_point(|held| held.first <= number) - 1;
+        (&self.tensors[tensor], number - self.tensors[tensor].first)
+    }
+
+    fn layout(&self, number: usize) -> Layout {
+        let (held, index) = self.of(number);
+        held.place.without_fingerprints().layout().chunk(index)
+    }
+
+    /// Bytes of a chunk's state.
+    pub(super) fn state_nbytes(&self, number: usize) -> usize {
+        self.layout(number).record_nbytes()
+    }
+
+    /// Bytes of a chunk's weight.
+    pub(super) fn weight_nbytes(&self, number: usize) -> usize {
+        let layout = self.layout(number);
+        layout.numel() * layout.param.size()
+    }
+
+    /// The record of a chunk's state; None: it has none.
+    pub(super) fn record(&self, number: usize) -> Option<usize> {
+        match self.durability {
+            Durability::Commit => Some(number),
+            Durability::None => number.checked_sub(self.in_ram()),
+        }
+    }
+
+    /// The record of a chunk's weight; None: it has none.
+    pub(super) fn weight_record(&self, number: usize) -> Option<usize> {
+        (self.durability == Durability::Commit).then_some(self.count + number)
+    }
+
+    /// The record of the catalog, with [`Durability::Commit`].
+    pub(super) fn catalog_record(&self) -> usize {
+        2 * self.count
+    }
+
+    /// Bytes of each record.
+    pub(super) fn record_nbytes(&self) -> Vec<usize> {
+        let numbers = 0..self.count;
+        match self.durability {
+            Durability::None => {
+                numbers.skip(self.in_ram()).map(|number| self.state_nbytes(number)).collect()
+            }
+            Durability::Commit => numbers
+                .clone()
+                .map(|number| self.state_nbytes(number))
+                .chain(numbers.map(|number| self.weight_nbytes(number)))
+                .chain([catalog::nbytes(self.tensors.len())])
+                .collect(),
+        }
+    }
+}

@@ -1,0 +1,231 @@
+//! State that is copied out of a swap, between steps: for state dicts, and when it is opened again.
+
+use std::{
+    collections::VecDeque,
+    ops::Range,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use super::{Swap, catalog};
+use crate::{
+    adam::tensor::AdamTensor,
+    error::{Error, Result},
+    state::chunk::{CHUNK_LEN, Chunk},
+    stream::view::View,
+    tier::volume::{RecordBuffer, Ticket},
+};
+
+/// Records that are in flight at once, and buffers for them.
+const IN_FLIGHT: usize = 32;
+
+impl Swap {
+    /// Copies the state of a tensor to the memory that `to` names, as it is after the last step.
+    /// Ends early, with `false`, when `is_interrupted` is set.
+    ///
+    /// # Safety
+    /// The memory of the parts of `to`, but for its fingerprints, is alive, and nothing else uses
+    /// it.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a tensor that there is not, or of another layout, or during a step;
+    /// [`Error::Os`] where the volume cannot be read.
+    pub unsafe fn read(
+        &self,
+        tensor: usize,
+        to: &AdamTensor,
+        is_interrupted: &AtomicBool,
+    ) -> Result<bool> {
+        let held = self.chunks.tensors().get(tensor).ok_or_else(|| {
+            let all = self.chunks.tensors().len();
+            Error::value(format!("tensor `{tensor}`, expected one of the volume's {all}"))
+        })?;
+        held.check(to)?;
+        if held.is_placed(to) {
+            return Err(Error::value("state is to be copied to its own place, expected memory"));
+        }
+        self.pipeline().check_idle()?;
+        let numbers = held.first..held.first + to.layout().numel().div_ceil(CHUNK_LEN);
+        let copy = |number: usize, from: Option<usize>| {
+            let chunk = to.chunk(number - held.first);
+            let layout = *chunk.layout();
+            chunk.map(|field, to| {
+                if let Some(offset) = layout.record_offset(&field) {
+                    // SAFETY: the caller vouches for `to`, of which each chunk is copied once;
+                    // what it is copied from is this chunk's in a buffer, or in the swap's own
+                    // memory, which nothing writes between steps.
+                    unsafe {
+                        match from {
+                            Some(address) => to.at(address + offset).copy_to(to),
+                            None => zero(to),
+                        }
+                    }
+                }
+            });
+        };
+        self.each(numbers, is_interrupted, copy)
+    }
+
+    /// Reads what is on the volume of these chunks, and calls `copy` with the number of each and
+    /// where its state is; None: it was never stepped.
+    fn each(
+        &self,
+        numbers: Range<usize>,
+        is_interrupted: &AtomicBool,
+        copy: impl Fn(usize, Option<usize>),
+    ) -> Result<bool> {
+        let mut reads: VecDeque<(usize, Ticket)> = VecDeque::new();
+        let end_first = |reads: &mut VecDeque<(usize, Ticket)>| -> Result<()> {
+            if let Some((number, ticket)) = reads.pop_front() {
+                let buffer = self.end_of(ticket)?;
+                copy(number, Some(buffer.as_ptr().expose_provenance()));
+            }
+            Ok(())
+        };
+        for number in numbers {
+            if is_interrupted.load(Ordering::Relaxed) {
+                return Ok(false);
+            }
+            if let Some(offset) = self.chunks.ram_offset(number) {
+                copy(number, Some(self.ram.as_ptr().expose_provenance() + offset));
+                continue;
+            }
+            if !self.pipeline().has_state(number) {
+                copy(number, None);
+                continue;
+            }
+            let buffer = loop {
+                if reads.len() < IN_FLIGHT
+                    && let Some(buffer) = self.free_buffer()
+                {
+                    break buffer;
+                }
+                if reads.is_empty() {
+                    return Err(Error::value("all buffers of a volume are in use between steps"));
+                }
+                end_first(&mut reads)?;
+            };
+            let record = self.chunks.record(number).unwrap_or_else(|| unreachable!("not in RAM"));
+            reads.push_back((number, self.volume.read(record, buffer)?));
+        }
+        while !reads.is_empty() {
+            end_first(&mut reads)?;
+        }
+        Ok(true)
+    }
+
+    fn free_buffer(&self) -> Option<RecordBuffer> {
+        let spare = self.pipeline().spare.pop();
+        spare.or_else(|| self.volume.buffer(Duration::ZERO))
+    }
+
+    // ---- what a commit holds beside state ----
+
+    /// Writes the catalog, for the commit of `step`.
+    pub(super) fn write_catalog(&self, step: u64) -> Result<()> {
+        let mut buffer = self.buffer()?;
+        let counts = self.pipeline().counts().to_vec();
+        catalog::encode(self.chunks.tensors(), &counts, buffer.as_mut_slice());
+        self.end_of(self.volume.write(self.chunks.catalog_record(), step, buffer)?)?;
+        Ok(())
+    }
+
+    /// Reads the catalog of the committed step; the count of updates of each tensor.
+    pub(super) fn read_catalog(&self) -> Result<Vec<u64>> {
+        let name = self.volume.name();
+        let Some(step) = self.volume.step() else {
+            return Err(Error::value(format!(
+                "volume `{name}` has no committed step, expected one to go on from\nhint: begin \
+                 anew, without resume"
+            )));
+        };
+        let expected = self.chunks.record_nbytes();
+        let is_same = self.volume.num_records() == expected.len()
+            && expected.iter().enumerate().all(|(record, &nbytes)| {
+                self.volume.record_nbytes(record).is_ok_and(|found| found == nbytes)
+            });
+        let other = || {
+            Error::value(format!(
+                "volume `{name}` has the state of other parameters, or other moments, expected \
+                 those of this optimizer, in their order"
+            ))
+        };
+        if !is_same {
+            return Err(other());
+        }
+        let buffer =
+            self.end_of(self.volume.read(self.chunks.catalog_record(), self.buffer()?)?)?;
+        let counts = catalog::decode(self.chunks.tensors(), buffer.as_slice()).ok_or_else(other)?;
+        self.pipeline().resume(step, &counts);
+        Ok(counts)
+    }
+
+    fn buffer(&self) -> Result<RecordBuffer> {
+        self.volume.buffer(self.io_timeout).ok_or_else(|| self.volume.no_answer())
+    }
+
+    /// Finds which chunks have state, and reads that of those in host memory.
+    pub(super) fn find_state(&self) -> Result<()> {
+        for number in 0..self.chunks.count() {
+            let Some(record) = self.chunks.record(number) else { continue };
+            if !self.volume.is_written(record)? {
+                continue;
+            }
+            self.pipeline().set_has_state(number);
+            if let Some(offset) = self.chunks.ram_offset(number) {
+                let buffer = self.end_of(self.volume.read(record, self.buffer()?)?)?;
+                let nbytes = self.chunks.state_nbytes(number);
+                assert!(offset + nbytes <= self.ram.nbytes());
+                // SAFETY: within the swap's own memory, which nothing else uses before it is made.
+                unsafe {
+                    let to = self.ram.as_ptr().add(offset);
+                    std::ptr::copy_nonoverlapping(buffer.as_ptr(), to, nbytes);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the weights of a tensor's last committed step to `to`, where it was ever stepped.
+    ///
+    /// # Safety
+    /// As [`Swap::read`].
+    ///
+    /// # Errors
+    /// As [`Swap::read`]; [`Error::Value`] where commits hold no weights.
+    pub unsafe fn read_weights(&self, tensor: usize, to: View) -> Result<()> {
+        let Some(held) = self.chunks.tensors().get(tensor) else {
+            return Err(Error::value(format!("tensor `{tensor}` is not the volume's")));
+        };
+        let layout = *held.place.layout();
+        to.expect("the weight", &[layout.param], layout.numel())?;
+        self.pipeline().check_idle()?;
+        for index in 0..layout.numel().div_ceil(CHUNK_LEN) {
+            let Some(record) = self.chunks.weight_record(held.first + index) else {
+                return Err(Error::value(
+                    "weights are asked for, expected a volume with durability commit",
+                ));
+            };
+            if !self.volume.is_written(record)? {
+                continue;
+            }
+            let buffer = self.end_of(self.volume.read(record, self.buffer()?)?)?;
+            let chunk = Chunk { tensor, index }.range(layout.numel());
+            let part = to.part(chunk);
+            // SAFETY: the caller vouches for `to`; the buffer is this thread's, with a record of
+            // as many bytes.
+            unsafe { part.at(buffer.as_ptr().expose_provenance()).copy_to(part) };
+        }
+        Ok(())
+    }
+}
+
+/// Fills a view with zeros.
+///
+/// # Safety
+/// Its memory is alive, and nothing else uses it.
+pub(super) unsafe fn zero(view: View) {
+    let begin = std::ptr::with_exposed_provenance_mut::<u8>(view.address());
+    // SAFETY: passed on from the caller; zeros are values of every dtype.
+    unsafe { begin.write_bytes(0, view.nbytes()) };
+}

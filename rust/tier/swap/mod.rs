@@ -1,0 +1,509 @@
+//! State on a volume: each chunk's is read into a buffer, stepped there, and written back.
+//!
+//! A [`Swap`] has the state of a list of tensors. Of each chunk it is a record of its [`Volume`],
+//! or in host memory of its own: as many of the first chunks as the memory has room for. Weights,
+//! 16-bit copies and fingerprints stay where the engine has them, in host memory.
+//!
+//! ```text
+//!             order of the step -->
+//! volume      | read | read | read |                 | write | write |
+//! buffers            ahead of the workers      step      behind them
+//! host memory                                  step, in place
+//! ```
+//!
+//! A tensor that is stepped names either its *place*, addresses that nothing is at, or memory that
+//! state was loaded to. From a place, the step goes on from what the swap has. From memory it goes
+//! on from that, and is written to the swap: so state that is loaded comes here with its first
+//! step, and costs no read.
+//!
+//! - SWAP-1 Buffers are given to chunks in the order of the step, those that are not read
+//!   included. With TIER-4 there is one for every chunk in the end, however few there are.
+//! - SWAP-2 What is stepped is in a buffer that the swap holds from the fetch to the store. It is
+//!   the request's until the write has ended.
+//! - SWAP-3 The first failure is the last: every call after it fails. With [`Durability::Commit`]
+//!   the volume is at its last committed step then.
+//! - SWAP-4 A chunk that no step has written reads as zeros: state that was never stepped.
+//! - SWAP-5 With [`Durability::Commit`] a commit holds all that the next step goes on from: the
+//!   state of every chunk that was ever stepped, also of those in host memory, their weights, and
+//!   the count of updates of each tensor (`catalog.rs`).
+//!
+//! Cost per parameter and step: the bytes of its state, read once and written once (bf16 with
+//! moments in fp32: 10 + 10 B; in q8: 4.1 + 4.1 B), of a chunk in host memory nothing. With
+//! [`Durability::Commit`] the weight is written as well (2 B), and state in host memory is written
+//! and not read. Memory: the buffers, whose number [`Swap::create`] chooses, and 80 B per chunk.
+//!
+//! The order of chunks is the forward's in every step. Where it alternates, what is left in the
+//! buffers of one step begins the next: at most the buffers' share of the state, a few per cent,
+//! and the first weights of every second forward would be the last to land.
+
+mod catalog;
+mod chunks;
+mod copying;
+mod pipeline;
+
+use std::{
+    fmt,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use self::{
+    chunks::{Chunks, Held},
+    copying::zero,
+    pipeline::Pipeline,
+};
+use super::{
+    Planned, Stored, Tier,
+    volume::{Durability, Location, Options, RecordBuffer, Shape, Ticket, Volume},
+};
+use crate::{
+    adam::{batch::in_place, tensor::AdamTensor},
+    error::{Error, Result},
+    host::{
+        memory::{Buffer, BufferConfig},
+        pool::Pool,
+    },
+    state::chunk::Chunk,
+    stream::{cursor::publish, view::Route},
+};
+
+/// How long a wait lasts before it looks whether another thread has failed.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Bytes that each drive has in flight, each way: what keeps a fast one busy while the workers
+/// turn to the next records.
+const IN_FLIGHT_BYTES: usize = 8 << 20;
+
+/// The largest block of a file system.
+const BLOCK_BYTES_MAX: usize = 64 << 10;
+
+/// How a swap is made.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Which volume.
+    pub location: Location,
+    /// The bandwidth of each member, in any unit; empty where all are alike.
+    pub weights: Vec<u32>,
+    /// The most bytes of a record that lie together on one member.
+    pub stripe_bytes: usize,
+    /// What a step is after a crash.
+    pub durability: Durability,
+    /// Bytes of host memory for the state of the first chunks.
+    pub ram_nbytes: usize,
+    /// The most bytes of buffers, unless a step could not go on with so few.
+    pub buffers_nbytes_max: usize,
+    /// Workers that step.
+    pub workers: usize,
+    /// How the volume is used; the number of buffers is chosen here.
+    pub options: Options,
+}
+
+/// See the [module](self).
+pub struct Swap {
+    volume: Volume,
+    durability: Durability,
+    chunks: Chunks,
+    /// The state of the chunks that are in host memory.
+    ram: Buffer,
+    pipeline: Mutex<Pipeline>,
+    /// A chunk was stored, or something has failed.
+    changed: Condvar,
+    io_timeout: Duration,
+}
+
+impl fmt::Debug for Swap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (all, in_ram) = (self.chunks.count(), self.chunks.in_ram());
+        write!(f, "Swap({:?}, {all} chunks, {in_ram} in host memory)", self.volume)
+    }
+}
+
+impl Swap {
+    /// Makes one for tensors of these places, all state zero, and takes its space. What the places
+    /// say of memory is never read or written.
+    ///
+    /// # Errors
+    /// As [`Volume::create`]; [`Error::Value`] for tensors without elements.
+    pub fn create(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<Self> {
+        let chunks = Chunks::new(places, config.ram_nbytes, config.durability);
+        let shape = Shape {
+            weights: config.weights.clone(),
+            stripe_bytes: config.stripe_bytes,
+            durability: config.durability,
+            ..Shape::new(chunks.record_nbytes())
+        };
+        if shape.record_nbytes.is_empty() {
+            return Err(Error::value("a volume is made for no state, expected some"));
+        }
+        let volume = Volume::create(&config.location, &shape, &config.options(&chunks), pool)?;
+        Self::of(volume, config, chunks, pool)
+    }
+
+    /// Opens one that was kept, or left by a process that has ended, at its last committed step;
+    /// the count of updates of each tensor. What is in host memory is read.
+    ///
+    /// # Errors
+    /// As [`Volume::open`]; [`Error::Value`] where it was made for other tensors, or has no
+    /// committed step.
+    pub fn open(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<(Self, Vec<u64>)> {
+        let chunks = Chunks::new(places, config.ram_nbytes, Durability::Commit);
+        // Whatever is wrong with it, it is not removed.
+        let options = Options { keep: true, ..config.options(&chunks) };
+        let volume = Volume::open(&config.location, &options, pool)?;
+        let mut swap = Self::of(volume, config, chunks, pool)?;
+        let counts = swap.read_catalog()?;
+        swap.find_state()?;
+        swap.volume.set_keep(config.options.keep);
+        Ok((swap, counts))
+    }
+
+    fn of(volume: Volume, config: &Config, chunks: Chunks, pool: &Pool) -> Result<Self> {
+        Ok(Self {
+            ram: Buffer::new(chunks.ram_nbytes(), &BufferConfig::default(), pool)?,
+            pipeline: Mutex::new(Pipeline::new(chunks.count(), chunks.tensors().len())),
+            changed: Condvar::new(),
+            durability: config.durability,
+            io_timeout: config.options.io_timeout,
+            chunks,
+            volume,
+        })
+    }
+
+    /// Its volume.
+    #[must_use]
+    pub fn volume(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// Bytes of host memory: for the state of the first chunks, and for buffers.
+    #[must_use]
+    pub fn memory_nbytes(&self) -> (usize, usize) {
+        (self.chunks.ram_nbytes(), self.volume.buffers_nbytes())
+    }
+
+    fn pipeline(&self) -> MutexGuard<'_, Pipeline> {
+        self.pipeline.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// `done`, and if it is a failure, the last thing that is done.
+    fn or_fail<T>(&self, done: Result<T>) -> Result<T> {
+        if let Err(error) = &done {
+            self.pipeline().fail(error);
+            self.changed.notify_all();
+        }
+        done
+    }
+
+    /// Waits for a read or write to end.
+    fn end_of(&self, mut ticket: Ticket) -> Result<RecordBuffer> {
+        let mut waited = Duration::ZERO;
+        loop {
+            if let Some(buffer) = ticket.wait(LOOK_INTERVAL)? {
+                return Ok(buffer);
+            }
+            waited += LOOK_INTERVAL;
+            if waited >= self.io_timeout {
+                return Err(self.volume.no_answer());
+            }
+        }
+    }
+
+    // ---- a step ----
+
+    fn begin(&self, runs: &mut dyn Iterator<Item = Planned<'_>>) -> Result<()> {
+        let mut pipeline = self.pipeline();
+        pipeline.check()?;
+        pipeline.begin();
+        for run in runs {
+            let held = &self.chunks.tensors()[run.tensor];
+            held.check(run.state)?;
+            let is_placed = held.is_placed(run.state);
+            pipeline.set_tensor(run.tensor, run.count);
+            for number in held.first + run.begin..held.first + run.end {
+                if self.chunks.record(number).is_some() {
+                    let is_read =
+                        is_placed && !self.chunks.is_in_ram(number) && pipeline.has_state(number);
+                    pipeline.plan(number, is_read);
+                }
+            }
+        }
+        let pumped = self.pump(&mut pipeline);
+        drop(pipeline);
+        self.or_fail(pumped)
+    }
+
+    /// Gives buffers to the next chunks, and begins to read them, as far as buffers are free.
+    fn pump(&self, pipeline: &mut Pipeline) -> Result<()> {
+        pipeline.check()?;
+        while let Some(ticket) = pipeline.pop_written() {
+            // It is over: its buffer is free when it is dropped.
+            self.end_of(ticket)?;
+        }
+        while let Some((number, is_read)) = pipeline.next() {
+            let needed = match self.durability {
+                Durability::None => 1,
+                Durability::Commit => 2,
+            };
+            while pipeline.spare.len() < needed {
+                let Some(buffer) = self.volume.buffer(Duration::ZERO) else { return Ok(()) };
+                pipeline.spare.push(buffer);
+            }
+            let weight = if needed == 2 { pipeline.spare.pop() } else { None };
+            let Some(state) = pipeline.spare.pop() else { return Ok(()) };
+            let record =
+                self.chunks.record(number).unwrap_or_else(|| unreachable!("it is planned"));
+            if is_read {
+                pipeline.reading(number, self.volume.read(record, state)?, weight);
+            } else {
+                pipeline.given(number, state, weight);
+            }
+        }
+        Ok(())
+    }
+
+    fn fetch(&self, held: &Held, tensor: &AdamTensor, chunk: Chunk) -> Result<AdamTensor<Route>> {
+        let number = held.first + chunk.index;
+        let memory =
+            if self.chunks.record(number).is_none() { None } else { Some(self.buffer_of(number)?) };
+        let address = self.chunks.ram_offset(number).map_or_else(
+            || memory.unwrap_or_else(|| unreachable!("it is in host memory or has a record")),
+            |offset| self.ram.as_ptr().expose_provenance() + offset,
+        );
+        let is_placed = held.is_placed(tensor);
+        let state = tensor.chunk(chunk.index);
+        let layout = *state.layout();
+        let mut routes = in_place(&state);
+        let mut is_fresh = false;
+        if is_placed && !self.chunks.is_in_ram(number) {
+            is_fresh = !self.pipeline().has_state(number);
+        }
+        routes = routes.map(|field, route| match layout.record_offset(&field) {
+            None => route,
+            Some(offset) => {
+                let to = route.to.at(address + offset);
+                if is_fresh {
+                    // SAFETY: the buffer is this chunk's, and only this worker uses it.
+                    unsafe { zero(to) };
+                }
+                Route { from: if is_placed { to } else { route.from }, to }
+            }
+        });
+        Ok(routes)
+    }
+
+    /// Where the buffer of a chunk's state is, when its state is there.
+    fn buffer_of(&self, number: usize) -> Result<usize> {
+        let found = self.wait_for_buffer(number);
+        self.or_fail(found)
+    }
+
+    fn wait_for_buffer(&self, number: usize) -> Result<usize> {
+        let mut pipeline = self.pipeline();
+        loop {
+            self.pump(&mut pipeline)?;
+            if let Some(ticket) = pipeline.take_reading(number) {
+                drop(pipeline);
+                let buffer = self.end_of(ticket)?;
+                return Ok(self.pipeline().read(number, buffer));
+            }
+            if let Some(address) = pipeline.address(number) {
+                return Ok(address);
+            }
+            // The buffers are in writes, or with other workers.
+            if let Some(ticket) = pipeline.pop_oldest_write() {
+                drop(pipeline);
+                drop(self.end_of(ticket)?);
+                pipeline = self.pipeline();
+            } else {
+                (pipeline, _) = self
+                    .changed
+                    .wait_timeout(pipeline, LOOK_INTERVAL)
+                    .unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    fn store(&self, held: &Held, tensor: &AdamTensor, chunk: Chunk) -> Result<Stored> {
+        // Where it came from other memory, stores have bypassed the cache.
+        publish();
+        let number = held.first + chunk.index;
+        if self.chunks.record(number).is_some() {
+            let written = self.write(number, tensor, chunk);
+            self.or_fail(written)?;
+        }
+        Ok(match self.durability {
+            Durability::None => Stored::Final,
+            Durability::Commit => Stored::WithCommit,
+        })
+    }
+
+    fn write(&self, number: usize, tensor: &AdamTensor, chunk: Chunk) -> Result<()> {
+        let mut pipeline = self.pipeline();
+        let step = pipeline.step();
+        let (mut state, weight) = pipeline.take_given(number)?;
+        drop(pipeline);
+        if let Some(offset) = self.chunks.ram_offset(number) {
+            let nbytes = self.chunks.state_nbytes(number);
+            state.as_mut_slice()[..nbytes].copy_from_slice(self.ram_slice(offset, nbytes));
+        }
+        let record = self.chunks.record(number).unwrap_or_else(|| unreachable!("it has a buffer"));
+        let state = self.volume.write(record, step, state)?;
+        let weight = match (weight, self.chunks.weight_record(number)) {
+            (Some(buffer), Some(record)) => {
+                let weight = tensor.param.part(chunk.range(tensor.param.numel()));
+                let copy = weight.at(buffer.as_ptr().expose_provenance());
+                // SAFETY: the engine has stepped this chunk on this thread, and nothing else uses
+                // it before its store has returned; the buffer is this thread's alone, and has
+                // room for the record.
+                unsafe { weight.copy_to(copy) };
+                Some(self.volume.write(record, step, buffer)?)
+            }
+            _ => None,
+        };
+        let mut pipeline = self.pipeline();
+        pipeline.stored(number, [Some(state), weight]);
+        self.pump(&mut pipeline)?;
+        drop(pipeline);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn commit(&self) -> Result<()> {
+        let committed = self.make_step();
+        self.or_fail(committed)
+    }
+
+    fn make_step(&self) -> Result<()> {
+        loop {
+            let mut pipeline = self.pipeline();
+            pipeline.check()?;
+            let Some(ticket) = pipeline.pop_oldest_write() else { break };
+            drop(pipeline);
+            drop(self.end_of(ticket)?);
+        }
+        let mut pipeline = self.pipeline();
+        if !pipeline.is_any_written() {
+            return Ok(());
+        }
+        let step = pipeline.step();
+        pipeline.spare.clear();
+        drop(pipeline);
+        if self.durability == Durability::Commit {
+            self.write_catalog(step)?;
+        }
+        self.volume.commit(step)?;
+        self.pipeline().committed();
+        Ok(())
+    }
+
+    /// The state of a chunk in host memory.
+    fn ram_slice(&self, offset: usize, nbytes: usize) -> &[u8] {
+        assert!(offset + nbytes <= self.ram.nbytes());
+        // SAFETY: within the buffer, initialised and mapped as long as it. The caller is the worker
+        // that has stepped the chunk, or comes between steps: nothing writes it meanwhile.
+        unsafe { std::slice::from_raw_parts(self.ram.as_ptr().add(offset), nbytes) }
+    }
+}
+
+impl Config {
+    fn options(&self, chunks: &Chunks) -> Options {
+        let num_buffers = self.num_buffers(&chunks.record_nbytes()).0;
+        Options { num_buffers, ..self.options.clone() }
+    }
+
+    /// How many buffers of the largest of these records keep drives and workers busy, and the bytes
+    /// of each, at most.
+    fn num_buffers(&self, sizes: &[usize]) -> (usize, usize) {
+        let largest = sizes.iter().copied().max().unwrap_or(0);
+        // A trailer beside each, in whole blocks: those of a file system may be larger than a page.
+        let stored = (largest + 64).next_multiple_of(BLOCK_BYTES_MAX);
+        let per_chunk = match self.durability {
+            Durability::None => 1,
+            Durability::Commit => 2,
+        };
+        let in_flight = 2 * self.location.folders.len() * IN_FLIGHT_BYTES.div_ceil(stored);
+        let wanted = (in_flight + 2 * per_chunk * self.workers)
+            // Those that are written, and those that are read ahead.
+            .min(2 * sizes.len())
+            .min(self.buffers_nbytes_max / stored)
+            .min(usize::from(u16::MAX));
+        (wanted.max(per_chunk), stored)
+    }
+
+    /// Bytes of the buffers of a swap of these places, at most.
+    #[must_use]
+    pub fn buffers_nbytes(&self, places: &[AdamTensor]) -> usize {
+        let (num, nbytes) =
+            self.num_buffers(&Chunks::new(places, 0, self.durability).record_nbytes());
+        num * nbytes
+    }
+}
+
+/// The tier of an engine: a swap for some of its tensors, memory for the others.
+#[derive(Clone, Debug)]
+pub struct Placed {
+    swap: Arc<Swap>,
+    /// For each tensor of the engine, which of the swap's it is.
+    of: Box<[Option<usize>]>,
+}
+
+impl Placed {
+    /// One in which tensor `i` of the engine is tensor `of[i]` of the swap; None: its state is in
+    /// the tensor itself.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a tensor that the swap does not have, or has been given twice.
+    pub fn new(swap: Arc<Swap>, of: &[Option<usize>]) -> Result<Self> {
+        let mut is_named = vec![false; swap.chunks.tensors().len()];
+        for &tensor in of.iter().flatten() {
+            let is_new =
+                is_named.get_mut(tensor).is_some_and(|named| !std::mem::replace(named, true));
+            if !is_new {
+                return Err(Error::value(format!(
+                    "tensor `{tensor}` of a swap, expected one of its {}, each once",
+                    is_named.len()
+                )));
+            }
+        }
+        Ok(Self { swap, of: of.into() })
+    }
+
+    fn held(&self, tensor: usize) -> Option<&Held> {
+        let number = self.of.get(tensor).copied().flatten()?;
+        self.swap.chunks.tensors().get(number)
+    }
+}
+
+// SAFETY: a chunk's route is the chunk of the tensor itself, whose memory the submit's caller
+// lends; or its own range of the swap's host memory; or its own buffer, which the swap holds from
+// the fetch to the store (SWAP-2).
+unsafe impl Tier for Placed {
+    fn begin(&self, runs: &mut dyn Iterator<Item = Planned<'_>>) -> Result<()> {
+        self.swap.begin(&mut runs.filter_map(|run| {
+            let tensor = self.of.get(run.tensor).copied().flatten()?;
+            Some(Planned { tensor, ..run })
+        }))
+    }
+
+    fn fetch(&self, tensor: &AdamTensor, chunk: Chunk) -> Result<AdamTensor<Route>> {
+        match self.held(chunk.tensor) {
+            None => Ok(in_place(&tensor.chunk(chunk.index))),
+            Some(held) => self.swap.fetch(held, tensor, chunk),
+        }
+    }
+
+    fn store(&self, tensor: &AdamTensor, chunk: Chunk) -> Result<Stored> {
+        match self.held(chunk.tensor) {
+            None => Ok(Stored::Final),
+            Some(held) => self.swap.store(held, tensor, chunk),
+        }
+    }
+
+    fn is_at_home(&self, tensor: usize) -> bool {
+        self.held(tensor).is_none()
+    }
+
+    fn commit(&self) -> Result<()> {
+        self.swap.commit()
+    }
+}

@@ -1,0 +1,396 @@
+//! Swaps: steps on a volume have the bits of steps in memory, with as few buffers as can be, and
+//! what a drive does wrong ends the engine before anything is uploaded.
+
+mod battery;
+mod drives;
+mod on_device;
+
+use std::{
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
+
+use battery::{Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
+use drives::{Call, Drives, Effect};
+use on_device::{
+    Call as DeviceCall, Gated, OnDevice, SOON, STREAM, engine_with, finish, host_device, split,
+    stepped, take,
+};
+use rustix::io::Errno;
+use stepwell::{
+    Error, Result,
+    adam::{Hyper, tensor::AdamTensor},
+    device::{Device, Lane},
+    host::memory::AddressSpace,
+    offload::{Engine, Update},
+    state::chunk::CHUNK_LEN,
+    stream::element::Dtype,
+    tier::{
+        Tier,
+        swap::{Config, Placed, Swap},
+        volume::{Durability, EngineKind, Location, Options},
+    },
+};
+use tempfile::TempDir;
+
+/// Of more than one chunk, of exactly one, of a few elements.
+const NUMELS: [usize; 4] = [3 * CHUNK_LEN + 77, CHUNK_LEN, 9, 2 * CHUNK_LEN - 1];
+
+/// Tensors whose state is on a volume, and what they have to be.
+struct Rig {
+    all: Vec<OnDevice>,
+    expected: Vec<Held>,
+    /// Where the state of each is said to be.
+    places: Vec<AddressSpace>,
+    folders: TempDir,
+    config: Config,
+    count: u64,
+}
+
+fn hyper() -> Hyper {
+    Hyper { lr: 1e-3, weight_decay: 0.1, ..Hyper::default() }
+}
+
+impl Rig {
+    fn new(all: Vec<OnDevice>, durability: Durability) -> Self {
+        let folders = tempfile::tempdir().expect("a folder");
+        let paths: Vec<_> = (0..2).map(|member| folders.path().join(member.to_string())).collect();
+        paths.iter().for_each(|path| std::fs::create_dir(path).expect("a folder"));
+        let space = |one: &OnDevice| {
+            AddressSpace::new(one.held.moved(0).tensor().layout().slot_nbytes()).expect("addresses")
+        };
+        let config = Config {
+            location: Location { name: "v".to_owned(), folders: paths },
+            weights: Vec::new(),
+            stripe_bytes: 64 << 10,
+            durability,
+            ram_nbytes: 0,
+            buffers_nbytes_max: usize::MAX,
+            workers: 3,
+            options: Options { io_timeout: SOON, ..Options::default() },
+        };
+        Self {
+            expected: all.iter().map(|one| one.held.moved(0)).collect(),
+            places: all.iter().map(space).collect(),
+            all,
+            folders,
+            config,
+            count: 0,
+        }
+    }
+
+    fn of_split(durability: Durability) -> Self {
+        let all = NUMELS.iter().enumerate().map(|(seed, &numel)| split(numel, seed as u64));
+        Self::new(all.collect(), durability)
+    }
+
+    fn faulty(durability: Durability) -> (Self, Arc<Drives>) {
+        let drives = Drives::new();
+        let mut rig = Self::of_split(durability);
+        rig.config.options.between = drives.between();
+        (rig, drives)
+    }
+
+    fn places(&mut self) -> Vec<AdamTensor> {
+        let each = self.all.iter_mut().zip(&self.places);
+        each.map(|(one, space)| {
+            one.held.tensor().map(|field, view| view.at(space.address() + field.offset))
+        })
+        .collect()
+    }
+
+    fn create(&mut self) -> Result<Arc<Swap>> {
+        let places = self.places();
+        Swap::create(&self.config, &places, &pool_of(2)).map(Arc::new)
+    }
+
+    fn open(&mut self) -> Result<(Arc<Swap>, Vec<u64>)> {
+        let places = self.places();
+        let (swap, counts) = Swap::open(&self.config, &places, &pool_of(2))?;
+        Ok((Arc::new(swap), counts))
+    }
+
+    fn engine(&self, device: Arc<dyn Device>, swap: &Arc<Swap>) -> Engine {
+        let of: Vec<_> = (0..self.all.len()).map(Some).collect();
+        let tier = Placed::new(Arc::clone(swap), &of).expect("a tier");
+        engine_with(device, &self.all, 1, Arc::new(tier) as Arc<dyn Tier>, self.config.workers)
+    }
+
+    /// Submits the next step: of state in memory the first time, then of what is on the volume.
+    fn submit(&mut self, engine: &Engine) {
+        self.count += 1;
+        take(engine, &mut self.all).expect("gradients");
+        let (count, places) = (self.count, &self.places);
+        let update = |(index, one): (usize, &mut OnDevice)| {
+            let mut update: Update = one.update(index, count, hyper());
+            if count > 1 {
+                let layout = *update.tensor.layout();
+                update.tensor =
+                    update.tensor.map(|field, view| match layout.record_offset(&field) {
+                        None => view,
+                        Some(_) => view.at(places[index].address() + field.offset),
+                    });
+            }
+            update
+        };
+        let updates: Vec<_> = self.all.iter_mut().enumerate().map(update).collect();
+        // SAFETY: the tensors outlive the step, which every test waits for or drops the engine for.
+        unsafe { engine.submit(&updates, &mut None, STREAM) }.expect("a step");
+    }
+
+    fn expect_step(&mut self) {
+        for (one, expected) in self.all.iter().zip(&mut self.expected) {
+            if self.count == 1 {
+                *expected = stepped(one, 1, &hyper());
+            } else {
+                expected.step(widest(), self.count, &hyper());
+            }
+        }
+    }
+
+    fn step(&mut self, engine: &Engine) {
+        if self.count == 0 {
+            // Before the engine writes the weights.
+            self.count = 1;
+            self.expect_step();
+            self.count = 0;
+            self.submit(engine);
+        } else {
+            self.submit(engine);
+            self.expect_step();
+        }
+        finish(engine);
+    }
+
+    /// The weights, the device's copies, and the state that the swap has.
+    fn assert_as_expected(&mut self, swap: &Swap, what: &str) {
+        let never = AtomicBool::new(false);
+        for (index, (one, expected)) in self.all.iter_mut().zip(&mut self.expected).enumerate() {
+            one.assert_uploaded();
+            let to = one.held.tensor();
+            // SAFETY: the tensor is held, and no step runs.
+            assert!(unsafe { swap.read(index, &to, &never) }.expect("state"));
+            one.held.assert_same(expected, what);
+        }
+    }
+}
+
+/// Of other masters: `tests/test_offload_volume.py`.
+#[test]
+fn steps_have_the_bits_of_steps_in_memory_with_every_codec() {
+    for moments in [MomentsKind::Float32, MomentsKind::Bf16, MomentsKind::Q8] {
+        for durability in [Durability::None, Durability::Commit] {
+            let layout = Layout::new(ParamKind::Split, moments, Dtype::BFloat16);
+            let one = |(seed, &numel): (usize, &usize)| {
+                OnDevice::new(Held::random(layout, numel, 0, Spread::Ordinary, seed as u64))
+            };
+            let mut rig = Rig::new(NUMELS.iter().enumerate().map(one).collect(), durability);
+            let swap = rig.create().expect("a swap");
+            let engine = rig.engine(host_device(&rig.all), &swap);
+            for _ in 0..3 {
+                rig.step(&engine);
+            }
+            rig.assert_as_expected(&swap, "three steps");
+        }
+    }
+}
+
+/// SWAP-1: more workers than buffers, and chunks that are not read between those that are.
+#[test]
+fn with_the_fewest_buffers_every_step_ends() {
+    for durability in [Durability::None, Durability::Commit] {
+        for ram_nbytes in [0, 1 << 20] {
+            let mut rig = Rig::of_split(durability);
+            rig.config.buffers_nbytes_max = 0;
+            rig.config.workers = 4;
+            rig.config.ram_nbytes = ram_nbytes;
+            let swap = rig.create().expect("a swap");
+            let (ram, buffers) = swap.memory_nbytes();
+            assert!(ram <= ram_nbytes && buffers < 2 << 20, "{ram} and {buffers} bytes");
+            let engine = rig.engine(host_device(&rig.all), &swap);
+            for _ in 0..4 {
+                rig.step(&engine);
+            }
+            rig.assert_as_expected(&swap, "four steps");
+        }
+    }
+}
+
+#[test]
+fn state_that_no_step_has_written_reads_as_zeros() {
+    let mut rig = Rig::of_split(Durability::None);
+    let swap = rig.create().expect("a swap");
+    let to = rig.all[0].held.tensor();
+    // SAFETY: the tensor is held.
+    assert!(unsafe { swap.read(0, &to, &AtomicBool::new(false)) }.expect("state"));
+    for (name, view) in to.written().filter(|(name, _)| !["param", "fingerprints"].contains(name)) {
+        assert!(on_device::bytes(view).iter().all(|&byte| byte == 0), "{name}");
+    }
+    // SAFETY: as above.
+    let read = unsafe { swap.read(0, &to, &AtomicBool::new(true)) };
+    assert!(!read.expect("state"), "it is interrupted");
+}
+
+#[test]
+fn a_commit_is_found_again_with_counts_and_weights() {
+    let mut rig = Rig::of_split(Durability::Commit);
+    rig.config.options.keep = true;
+    rig.config.ram_nbytes = 1 << 20;
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    rig.step(&engine);
+    drop((engine, swap));
+    rig.config.ram_nbytes = 2 << 20;
+    let (swap, counts) = rig.open().expect("the volume");
+    assert_eq!(counts, [2; 4]);
+    for (index, one) in rig.all.iter_mut().enumerate() {
+        let param = one.held.tensor().param;
+        let before = on_device::bytes(param);
+        // SAFETY: the tensor is held, and no step runs.
+        unsafe {
+            zero(param);
+            swap.read_weights(index, param).expect("weights");
+        }
+        assert!(on_device::bytes(param) == before);
+    }
+    rig.assert_as_expected(&swap, "opened again");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    rig.assert_as_expected(&swap, "a step after that");
+}
+
+/// # Safety
+/// The memory is alive, and nothing else uses it.
+unsafe fn zero(view: stepwell::stream::view::View) {
+    let begin = std::ptr::with_exposed_provenance_mut::<u8>(view.address());
+    // SAFETY: passed on from the caller.
+    unsafe { begin.write_bytes(0, view.nbytes()) };
+}
+
+#[test]
+fn another_volume_is_refused_and_stays() {
+    let mut rig = Rig::of_split(Durability::Commit);
+    rig.config.options.keep = true;
+    let swap = rig.create().expect("a swap");
+    drop(swap);
+    rig.config.options.keep = false;
+    let error = rig.open().expect_err("no step");
+    assert!(error.to_string().contains("has no committed step"), "{error}");
+    rig.config.options.keep = true;
+    std::fs::remove_dir_all(rig.folders.path().join("0")).expect("removed");
+    std::fs::remove_dir_all(rig.folders.path().join("1")).expect("removed");
+    for member in 0..2 {
+        std::fs::create_dir(rig.folders.path().join(member.to_string())).expect("a folder");
+    }
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    drop((engine, swap));
+    rig.config.options.keep = false;
+    let mut other = Rig::new(vec![split(5, 1)], Durability::Commit);
+    other.config = rig.config.clone();
+    let error = other.open().expect_err("of others");
+    assert!(error.to_string().contains("other parameters"), "{error}");
+    rig.open().expect("it is still there");
+}
+
+/// A step that a fault ends: its error, and what was uploaded in it.
+fn failed_step(rig: &mut Rig, device: &Arc<Gated>, engine: &Engine) -> (Error, usize) {
+    device.calls.lock().expect("no panic").clear();
+    rig.submit(engine);
+    let error = engine.finish(STREAM, SOON).expect_err("a step that a fault ends");
+    let is_upload = |call: &DeviceCall| matches!(call, DeviceCall::Copy(Lane::Upload, _));
+    let calls = device.calls.lock().expect("no panic");
+    (error, calls.iter().filter(|(_, call)| is_upload(call)).count())
+}
+
+#[test]
+fn a_drive_that_fails_ends_the_engine_and_nothing_is_uploaded() {
+    let io = Effect::Fails(Errno::IO);
+    for (call, effect, said) in [
+        (Call::Read, io, "cannot read record"),
+        (Call::Write, io, "cannot write record"),
+        (Call::Sync, io, "cannot sync"),
+        (Call::Write, Effect::Fails(Errno::NOSPC), "cannot write record"),
+        (Call::Read, Effect::Flips(100), "checksum"),
+        (Call::Read, Effect::Short(0), "truncated"),
+    ] {
+        let (mut rig, drives) = Rig::faulty(Durability::Commit);
+        rig.config.options.keep = true;
+        let device = Arc::new(Gated::new(&rig.all));
+        let swap = rig.create().expect("a swap");
+        let engine = rig.engine(Arc::clone(&device) as Arc<dyn Device>, &swap);
+        rig.step(&engine);
+        drives.fault(1, call, 0, effect);
+        let (error, uploads) = failed_step(&mut rig, &device, &engine);
+        let text = error.to_string();
+        assert!(text.contains("member `1`") && text.contains(said), "{call:?}: {text}");
+        assert_eq!(uploads, 0, "{call:?}");
+        // Every call after it says so.
+        assert!(engine.finish(STREAM, SOON).is_err());
+        drop((engine, swap));
+        drives.repair();
+        let (swap, counts) = rig.open().expect("the committed step");
+        assert_eq!(counts, [1; 4], "{call:?}");
+        let never = AtomicBool::new(false);
+        for (index, one) in rig.all.iter_mut().enumerate() {
+            let mut held = one.held.moved(0);
+            let to = held.tensor();
+            // SAFETY: the tensor is held, and no step runs.
+            unsafe {
+                assert!(swap.read(index, &to, &never).expect("state"));
+                swap.read_weights(index, to.param).expect("weights");
+            }
+            let expected = rig.expected[index].tensor();
+            for ((name, found), (_, expected)) in to.written().zip(expected.written()) {
+                let is_same = on_device::bytes(found) == on_device::bytes(expected);
+                assert!(name == "fingerprints" || is_same, "{call:?}: {name} of tensor {index}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_drive_that_does_not_answer_is_given_up() {
+    let (mut rig, drives) = Rig::faulty(Durability::None);
+    rig.config.options.io_timeout = Duration::from_millis(300);
+    let device = Arc::new(Gated::new(&rig.all));
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(Arc::clone(&device) as Arc<dyn Device>, &swap);
+    rig.step(&engine);
+    drives.fault(0, Call::Read, 1, Effect::Hangs);
+    let (error, _) = failed_step(&mut rig, &device, &engine);
+    assert!(error.to_string().contains("have not answered for"), "{error}");
+    drives.release();
+}
+
+#[test]
+fn a_full_drive_is_an_error_when_the_swap_is_made() {
+    let (mut rig, drives) = Rig::faulty(Durability::None);
+    drives.fault(1, Call::Allocate, 0, Effect::Fails(Errno::NOSPC));
+    let error = rig.create().expect_err("no space");
+    assert!(error.to_string().contains("member `1`"), "{error}");
+    let files = |member: &str| std::fs::read_dir(rig.folders.path().join(member)).expect("one");
+    assert_eq!(files("0").count() + files("1").count(), 0);
+}
+
+#[test]
+fn a_tensor_that_is_half_on_the_volume_is_refused() {
+    let mut rig = Rig::of_split(Durability::None);
+    rig.config.options.engine = EngineKind::Positional;
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    let begin = rig.places[0].address();
+    take(&engine, &mut rig.all).expect("gradients");
+    let mut update = rig.all[0].update(0, 2, hyper());
+    update.tensor = update.tensor.map(|field, view| match field.part.name {
+        "exp_avg" => view.at(begin + field.offset),
+        _ => view,
+    });
+    // SAFETY: the tensors outlive the step, which is waited for.
+    unsafe { engine.submit(&[update], &mut None, STREAM) }.expect("a step");
+    let error = engine.finish(STREAM, SOON).expect_err("half");
+    assert!(error.to_string().contains("all or nothing"), "{error}");
+}

@@ -1,0 +1,385 @@
+"""State on a volume: the same bits as in host memory, whatever fits there, and what ends a step."""
+
+import copy
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import stepwell
+import torch
+from offload_cases import assert_equal, train
+from optim_cases import LAYOUT_IDS, LAYOUTS, bits
+from stepwell import _state
+
+# Chunks have 65,536 elements: these are some, and a part of one.
+SIZES = (7, 500, 501, 601, 3)
+
+
+def net_of(dtype=torch.float32, seed=1):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(*sizes) for sizes in pairwise(SIZES)]
+    return torch.nn.Sequential(layers[0], torch.nn.Tanh(), *layers[1:]).to(dtype)
+
+
+def pinned_bytes(net):
+    return 2 * sum(-(-param.nbytes // 64) * 64 for param in net.parameters() if param.requires_grad)
+
+
+def folders(tmp_path, num=2):
+    found = [tmp_path / f"drive{index}" for index in range(num)]
+    for folder in found:
+        folder.mkdir(exist_ok=True)
+    return found
+
+
+def on_volume(net, tmp_path, *, host_bytes=3 << 20, threads=2, num=2, lr=1e-2, **options):
+    """An optimizer whose state is on a volume, but for `host_bytes`, buffers included."""
+    volume = {name: options.pop(name) for name in VOLUME_OPTIONS if name in options}
+    return stepwell.OffloadAdamW(
+        net.named_parameters(),
+        lr=lr,
+        threads=threads,
+        host_bytes_max=pinned_bytes(net) + host_bytes,
+        tier=stepwell.Volume(folders(tmp_path, num), **volume),
+        **options,
+    )
+
+
+VOLUME_OPTIONS = ("durability", "keep", "resume", "name", "io_engine", "weights", "stripe_bytes")
+
+
+def pair(tmp_path, dtype=torch.float32, net=None, **options):
+    """A model with its state on a volume, and the same with it in host memory."""
+    net = net_of(dtype) if net is None else net
+    twin = copy.deepcopy(net)
+    plain = {
+        name: value
+        for name, value in options.items()
+        if name not in (*VOLUME_OPTIONS, "host_bytes", "num")
+    }
+    reference = stepwell.OffloadAdamW(twin.named_parameters(), **{"lr": 1e-2, **plain})
+    return (net, on_volume(net, tmp_path, **options)), (twin, reference)
+
+
+def files(tmp_path):
+    return sorted(path.name for path in tmp_path.glob("drive*/*"))
+
+
+@pytest.mark.parametrize(
+    ("durability", "host_bytes"), [("none", 1800 << 10), ("commit", 3800 << 10)]
+)
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+def test_training_has_the_bits_of_training_in_memory(
+    tmp_path, dtype, moments, host_bytes, durability
+):
+    ours, theirs = pair(
+        tmp_path,
+        dtype,
+        moments=moments,
+        host_bytes=host_bytes,
+        durability=durability,
+        clip_norm=1.0,
+    )
+    core = ours[1]._host.swapped.core
+    if core is None:
+        pytest.skip("all of it fits into memory")
+    assert train(*ours, 3) == train(*theirs, 3)
+    assert_equal(ours, theirs)
+    # It was looked at: the next step goes on from what was read.
+    assert train(*ours, 3, first=3) == train(*theirs, 3, first=3)
+    _, written = core.bytes_moved
+    assert written > 0
+    assert_equal(ours, theirs)
+    assert train(*ours, 1, first=6) == train(*theirs, 1, first=6)
+    ours[1].synchronize()
+    # Where all of it is in memory, it is written and not read.
+    state = sum(_state.nbytes(param, moments) for param in ours[0].parameters())
+    assert (core.bytes_moved[0] > 0) == (core.ram_nbytes < state)
+    assert core.bytes_moved[1] > written
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"io_engine": "positional"},
+        {"threads": 1, "num": 1},
+        {"weights": [3, 1], "stripe_bytes": 8192},
+        {"accumulate": "host"},
+        {"gate": "step"},
+        {"accumulation_steps": 1},
+    ],
+    ids=str,
+)
+def test_options_change_no_bits(tmp_path, options):
+    ours, theirs = pair(tmp_path, torch.bfloat16, durability="none", **options)
+    assert train(*ours, 4) == train(*theirs, 4)
+    assert_equal(ours, theirs)
+
+
+def test_a_state_dict_is_a_snapshot_and_resumes_exactly(tmp_path):
+    (net, optimizer), (twin, reference) = pair(tmp_path, torch.bfloat16, moments="q8")
+    train(net, optimizer, 3)
+    train(twin, reference, 3)
+    saved = optimizer.state_dict()
+    frozen = copy.deepcopy(saved)
+    weights = copy.deepcopy(net.state_dict())
+    train(net, optimizer, 2, first=3)
+    for index, state in frozen["state"].items():
+        for name, value in state.items():
+            assert torch.equal(bits(saved["state"][index][name]), bits(value)), name
+    # Back to it, here and in memory.
+    net.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    train(twin, reference, 0)
+    assert_equal((net, optimizer), (twin, reference))
+    assert train(net, optimizer, 3, first=3) == train(twin, reference, 3, first=3)
+    assert_equal((net, optimizer), (twin, reference))
+    other = net_of(torch.bfloat16, seed=5)
+    in_memory = stepwell.OffloadAdamW(other.named_parameters(), lr=0.5, moments="q8")
+    other.load_state_dict(net.state_dict())
+    in_memory.load_state_dict(optimizer.state_dict())
+    assert train(other, in_memory, 2, first=6) == train(twin, reference, 2, first=6)
+
+
+def test_what_is_written_to_the_state_counts(tmp_path):
+    ours, theirs = pair(tmp_path, durability="none")
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 2)
+        for param in net.parameters():
+            optimizer.state[param]["exp_avg"].mul_(0.5)
+        train(net, optimizer, 1, first=2)
+        del optimizer.state[net[2].weight]
+        train(net, optimizer, 2, first=3)
+    assert_equal(ours, theirs)
+
+
+def test_parameters_without_gradient_stay_as_they_are(tmp_path):
+    ours, theirs = pair(tmp_path, torch.bfloat16)
+    for net, optimizer in (ours, theirs):
+        for step in range(5):
+            net[2].requires_grad_(step not in (0, 2, 3))
+            train(net, optimizer, 1, first=step)
+    assert_equal(ours, theirs)
+
+
+def test_a_step_that_is_skipped_leaves_the_volume_alone(tmp_path):
+    ours, theirs = pair(tmp_path)
+    train(*ours, 2)
+    train(*theirs, 2)
+    net, optimizer = ours
+    optimizer.synchronize()
+    before = optimizer._host.swapped.core.bytes_moved
+    for param in net.parameters():
+        param.grad = torch.full_like(param, float("nan"))
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert optimizer._host.swapped.core.bytes_moved == before
+    for group in theirs[1].param_groups:
+        group["skipped_steps"] = 1
+    assert train(*ours, 2, first=2) == train(*theirs, 2, first=2)
+    assert_equal(ours, theirs)
+
+
+def test_parameters_that_are_added_or_thaw_later(tmp_path):
+    net = net_of()
+    net[3].requires_grad_(False)
+    ours, theirs = pair(tmp_path, net=net, durability="none", host_bytes=1500 << 10)
+    with pytest.raises(ValueError, match="host_bytes_max"):
+        ours[1].add_param_group({"params": [("big", torch.nn.Parameter(torch.zeros(1 << 20)))]})
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 2)
+        net[3].bias.requires_grad_(True)
+        added = torch.nn.Parameter(torch.zeros(3))
+        optimizer.add_param_group({"params": [("added", added)], "lr": 0.1})
+        train(net, optimizer, 2, first=2)
+    assert_equal(ours, theirs)
+    commits = on_volume(net_of(), tmp_path)
+    with pytest.raises(ValueError, match="commits its steps"):
+        commits.add_param_group({"params": [("late", torch.nn.Parameter(torch.zeros(3)))]})
+
+
+def test_parameters_that_go_and_come_back_keep_their_state(tmp_path):
+    ours, theirs = pair(tmp_path, torch.bfloat16, durability="none")
+    # Memory of what has gone is pinned on, and counts.
+    ours[1]._host._bytes_max = None
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 2)
+        group = optimizer.param_groups[0]
+        param = net[3].weight
+        place = next(index for index, one in enumerate(group["params"]) if one is param)
+        del group["params"][place]
+        train(net, optimizer, 1, first=2)
+        group["params"].insert(place, param)
+        train(net, optimizer, 2, first=3)
+    for param, expected in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        assert torch.equal(param, expected)
+
+
+def test_two_optimizers_and_the_files_of_each(tmp_path):
+    first, theirs = pair(tmp_path)
+    second, _ = pair(tmp_path)
+    assert len(files(tmp_path)) == 4
+    assert train(*first, 2) == train(*second, 2) == train(*theirs, 2)
+    del first
+    gc.collect()
+    assert len(files(tmp_path)) == 2
+    name = second[1]._host.swapped.core.name
+    with pytest.raises(OSError, match=name):
+        on_volume(net_of(), tmp_path, name=name, keep=False)
+    del second
+    gc.collect()
+    assert not files(tmp_path)
+
+
+# ---- commits ----
+
+
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+def test_a_resumed_volume_is_as_if_never_stopped(tmp_path, dtype, moments):
+    options = {"moments": moments, "name": "run", "clip_norm": 1.0}
+    (net, optimizer), theirs = pair(tmp_path, dtype, **options)
+    train(net, optimizer, 3)
+    train(*theirs, 3)
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+    assert len(files(tmp_path)) == 2
+    net = net_of(dtype, seed=9)
+    # Another share of it fits into memory.
+    optimizer = on_volume(net, tmp_path, resume=True, host_bytes=5 << 20, **options)
+    assert optimizer.committed_steps == 3
+    assert_equal((net, optimizer), theirs)
+    del optimizer
+    gc.collect()
+    net = net_of(dtype, seed=9)
+    optimizer = on_volume(net, tmp_path, resume=True, host_bytes=2 << 20, **options)
+    assert train(net, optimizer, 3, first=3) == train(*theirs, 3, first=3)
+    assert_equal((net, optimizer), theirs)
+
+
+def test_the_volume_of_another_model_is_refused(tmp_path):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run")
+    train(net, optimizer, 1)
+    with pytest.raises(OSError, match="is used by"):
+        on_volume(net_of(), tmp_path, name="run", resume=True)
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+    with pytest.raises(ValueError, match="other parameters"):
+        on_volume(net_of(torch.bfloat16), tmp_path, name="run", resume=True)
+    with pytest.raises(ValueError, match="other parameters"):
+        on_volume(net_of(), tmp_path, name="run", resume=True, moments="q8")
+    with pytest.raises(OSError, match="missing"):
+        on_volume(net_of(), tmp_path, name="walk", resume=True)
+    assert len(files(tmp_path)) == 2
+
+
+KILLED = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import pathlib, torch
+    from test_offload_volume import net_of, on_volume
+    from offload_cases import train
+    net = net_of(torch.bfloat16)
+    optimizer = on_volume(net, pathlib.Path({path!r}), name="run", num=2)
+    for step in range(1000):
+        train(net, optimizer, 1, first=step)
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, steps):
+    program = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), path=str(tmp_path))
+    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(steps):
+            assert job.stdout.readline()
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.wait(60)
+        job.stdout.close()
+    net = net_of(torch.bfloat16, seed=9)
+    optimizer = on_volume(net, tmp_path, name="run", resume=True)
+    twin = net_of(torch.bfloat16)
+    reference = stepwell.OffloadAdamW(twin.named_parameters(), lr=1e-2)
+    done = int(optimizer.state[net[0].weight]["step"])
+    assert done >= steps - 1
+    train(twin, reference, done)
+    assert_equal((net, optimizer), (twin, reference))
+    assert train(net, optimizer, 2, first=done) == train(twin, reference, 2, first=done)
+
+
+# ---- failures ----
+
+
+def truncate(tmp_path, nbytes):
+    for path in tmp_path.glob("drive1/*"):
+        os.truncate(path, nbytes)
+
+
+def test_a_read_that_fails_ends_the_optimizer_and_uploads_nothing(tmp_path):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path)
+    train(net, optimizer, 1)
+    optimizer.synchronize()
+    weights = copy.deepcopy(net.state_dict())
+    truncate(tmp_path, 1 << 18)
+    with pytest.raises(OSError, match=r"(?s)member `1`.*drive1"):
+        train(net, optimizer, 2, first=1)
+        optimizer.synchronize()
+    for look in (lambda one: one.state_dict(), lambda one: one.state, lambda one: one.step()):
+        with pytest.raises(OSError, match="member `1`"):
+            look(optimizer)
+    del optimizer
+    gc.collect()
+    for name, param in net.named_parameters():
+        assert torch.equal(param.detach().as_subclass(torch.Tensor), weights[name]), name
+
+
+@pytest.mark.root
+def test_a_full_drive_is_an_error_at_the_beginning(tmp_path):
+    drive = folders(tmp_path)[1]
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", drive], check=True)
+    try:
+        with pytest.raises(OSError, match="member `1`") as error:
+            on_volume(net_of(), tmp_path)
+        assert error.value.errno == 28
+        assert not files(tmp_path)
+    finally:
+        subprocess.run(["umount", drive], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"paths": "/tmp"}, "a list of folders"),
+        ({"paths": []}, "is empty"),
+        ({"paths": ["/nowhere"]}, "a folder that exists"),
+        ({"paths": ["/tmp"], "durability": "full"}, "commit or none"),
+        ({"paths": ["/tmp"], "durability": "none", "keep": True}, "expected commit"),
+        ({"paths": ["/tmp"], "resume": True}, "`name` is not"),
+        ({"paths": ["/tmp"], "weights": [1, 2]}, "one for each"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        stepwell.Volume(**options)
+
+
+def test_what_does_not_go_with_a_volume_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`deferred` and `tier`"):
+        on_volume(net_of(), tmp_path, deferred=stepwell.Deferred())
+    with pytest.raises(ValueError, match="buffers of a volume"):
+        on_volume(net_of(), tmp_path, host_bytes=1000)
+    with pytest.raises(ValueError, match="positional"):
+        on_volume(net_of(), tmp_path, io_engine="fast")
+    assert not files(tmp_path)
