@@ -18,7 +18,7 @@ use on_device::{
 use stepwell::{
     adam::Hyper,
     device::{Device, Lane},
-    offload::{Engine, Shape},
+    offload::{Engine, IN_FLIGHT, Shape},
     simd::isa::Isa,
     state::chunk::CHUNK_LEN,
     stream::{element::Dtype, view::View},
@@ -169,7 +169,7 @@ fn discarding_waits_for_the_copies_and_returns_what_was_lent() {
     assert_eq!(engine.discard().expect("nothing to discard"), None);
     device.pause(Lane::Download, true);
     // More than the device is given at once: the event behind them is not recorded yet.
-    let gradients: Vec<_> = (0..20).map(|_| all[0].gradient(0)).collect();
+    let gradients: Vec<_> = (0..IN_FLIGHT + 4).map(|_| all[0].gradient(0)).collect();
     let (mut first, dropped) = lent();
     // SAFETY: all memory outlives the copies, which are waited for.
     unsafe {
@@ -206,7 +206,7 @@ fn what_is_taken_after_a_discard_that_was_not_waited_for_is_stepped() {
     let (_, source, host) = all[0].gradient(0);
     device.pause(Lane::Download, true);
     // More than the device is given at once: the event behind them is not recorded yet.
-    for _ in 0..20 {
+    for _ in 0..IN_FLIGHT + 4 {
         // SAFETY: all memory outlives the copies, which are waited for.
         unsafe { take_these(&engine, &[(0, part_of(&abandoned, host).0, host)]) }.expect("one");
     }

@@ -22,9 +22,9 @@ use crate::{
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
-/// Copies that are with the device at once. Few enough that its queue, of a thousand or so, is never
-/// full; enough for the segments of a large embedding, whose gradient is the last: the step waits
-/// until all copies are handed over.
+/// Copies that are with the device at once. Few enough that its queue, of a thousand or so, is
+/// never full; enough for the segments of a large embedding, whose gradient is the last: the step
+/// waits until all copies are handed over.
 pub const IN_FLIGHT: usize = if cfg!(feature = "shuttle") { 8 } else { 64 };
 
 /// An entry of the queue.

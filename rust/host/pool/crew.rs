@@ -390,7 +390,7 @@ mod tests {
 
     #[test]
     fn rounds_cover_every_index_once() {
-        let (mut crew, _) = Crew::start(&[0, 0, 0]).expect("three workers");
+        let (mut crew, _) = Crew::start(&[0, 0, 0], 0).expect("three workers");
         let counts: Vec<AtomicU32> = (0..100).map(|_| AtomicU32::new(0)).collect();
         for round_tasks_max in [1, 7, 99, 100, 101] {
             let payload = crew.run_in_rounds(100, round_tasks_max, Balance::Steal, &|i| {
