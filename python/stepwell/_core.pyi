@@ -3,9 +3,11 @@ The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 """
 
 from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "Buffer", "GradStats", "Hyper", "OffloadEngine", "Pool", "Selectable", "StatePart", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "selection_nbytes", "stream_ceiling", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "AddressSpace", "Buffer", "GradStats", "Hyper", "MemberFile", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -61,6 +63,30 @@ class AdamTensor:
     def numel(self, /) -> int:
         """
         Number of elements.
+        """
+
+@final
+class AddressSpace:
+    """
+    Addresses that nothing is at, and that nothing else gets: for tensors that name state which is
+    not in host memory. An access to them ends the process.
+
+    Args:
+        nbytes: how many.
+
+    Raises:
+        OSError: where there are not so many.
+    """
+    def __new__(cls, /, nbytes: int) -> AddressSpace: ...
+    @property
+    def address(self, /) -> int:
+        """
+        The first of them.
+        """
+    @property
+    def nbytes(self, /) -> int:
+        """
+        How many were asked for.
         """
 
 @final
@@ -148,6 +174,47 @@ class Hyper:
     def __new__(cls, /, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, bias_correction: bool = True, maximize: bool = False, grad_scale: float = 1.0) -> Hyper: ...
 
 @final
+class MemberFile:
+    """
+    A file of a volume's member, as it was found.
+    """
+    @property
+    def holder(self, /) -> str | None:
+        """
+        The process that uses it, if it can be seen.
+        """
+    @property
+    def member(self, /) -> int:
+        """
+        The number of the member.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        The name of its volume.
+        """
+    @property
+    def nbytes(self, /) -> int:
+        """
+        Bytes of the file.
+        """
+    @property
+    def num_members(self, /) -> int | None:
+        """
+        How many members the volume has; None: the file has no header that is whole.
+        """
+    @property
+    def num_records(self, /) -> int | None:
+        """
+        How many records the volume has; None: the file has no header that is whole.
+        """
+    @property
+    def path(self, /) -> Path:
+        """
+        Where it is.
+        """
+
+@final
 class OffloadEngine:
     """
     Steps Adam over host memory in the background, while gradients come down from a device and
@@ -175,12 +242,14 @@ class OffloadEngine:
         selection: address of device memory of `selection_nbytes`, and what keeps it alive; the
             engine holds that.
         staging: host memory of `selection_nbytes`.
+        swap: what has the state of some tensors; None: all state is in the tensors themselves.
+        swapped: for each tensor, which of the swap's it is, or None.
 
     Raises:
         ValueError: for another device, or a bad number of threads or generations.
         OSError: where there is no such device.
     """
-    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, selection: tuple[int, Any] | None = None, staging: Buffer | None = None) -> OffloadEngine: ...
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, selection: tuple[int, Any] | None = None, staging: Buffer | None = None, swap: Swap | None = None, swapped: Sequence[int | None] | None = None) -> OffloadEngine: ...
     @property
     def busy(self, /) -> bool:
         """
@@ -471,6 +540,107 @@ class StatePart:
         """
 
 @final
+class Swap:
+    """
+    The state of some parameters, on a volume and in host memory of its own.
+
+    Args:
+        folders: one for each member of the volume.
+        places: the parameters; their state is at addresses of `addresses`.
+        addresses: what the places are made of.
+        name: of the volume; if None, one that no other job has.
+        weights: the bandwidth of each member; empty: all are alike.
+        stripe_bytes: the most bytes of a record that lie together on one member.
+        durability: "commit", a crash leaves the last committed step whole; or "none".
+        keep: whether the files stay.
+        resume: whether the volume is there already.
+        ram_nbytes: host memory for the state of the first chunks.
+        buffers_nbytes_max: the most host memory for what is on its way.
+        workers: how many step.
+        io_engine: "auto", "io_uring" or "positional".
+        queue_depth: operations that each drive is given at once.
+        io_timeout: seconds that a drive may take to answer.
+
+    Raises:
+        ValueError: for arguments that cannot work, or a volume of other parameters.
+        OSError: where a drive is full, or a member is missing, used or damaged.
+    """
+    def __new__(cls, /, folders: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = 32, io_timeout: float = 60.0) -> Swap: ...
+    @property
+    def buffers_nbytes(self, /) -> int:
+        """
+        Bytes of host memory for what is on its way.
+        """
+    @property
+    def bytes_moved(self, /) -> tuple[int, int]:
+        """
+        Bytes that were read from the drives, and written, since it was made.
+        """
+    def close(self, /) -> None:
+        """
+        Removes the files, unless they are kept, and uses them no more.
+        """
+    @property
+    def counts(self, /) -> list[int] | None:
+        """
+        Of a volume that was resumed: how many updates each parameter has seen. None: it is new.
+        """
+    @property
+    def has_rings(self, /) -> bool:
+        """
+        Whether io_uring moves the bytes.
+        """
+    @property
+    def is_direct(self, /) -> bool:
+        """
+        Whether the page cache is bypassed on every member.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        The volume's name.
+        """
+    @property
+    def paths(self, /) -> list[Path]:
+        """
+        The files of its members.
+        """
+    @property
+    def ram_nbytes(self, /) -> int:
+        """
+        Bytes of host memory for the state of the first chunks.
+        """
+    def read(self, /, tensor: int, to: AdamTensor) -> None:
+        """
+        Copies the state of a parameter to memory, as it is after the last step. Not while one runs.
+
+        Args:
+            tensor: which of the places.
+            to: the parameter with memory for its state; its fingerprints are left alone.
+
+        Raises:
+            ValueError: for another layout, or while a step runs.
+            OSError: where a drive fails.
+        """
+    def read_weights(self, /, tensor: int, to: TensorView) -> None:
+        """
+        Copies the weights of a parameter's last committed step to memory, where it was stepped.
+
+        Args:
+            tensor: which of the places.
+            to: memory for the weight.
+
+        Raises:
+            ValueError: for another dtype or size, or without durability "commit".
+            OSError: where a drive fails.
+        """
+    @property
+    def step(self, /) -> int | None:
+        """
+        How many steps were committed; None: none was.
+        """
+
+@final
 class TensorView:
     """
     A dense run of `numel` elements of `dtype` at `address`.
@@ -590,6 +760,18 @@ def channel_sq_norms(grads: Sequence[TensorView], *, columns: Sequence[int], row
         ValueError: with nothing written, for views of another dtype or size, or that overlap.
     """
 
+def check_volume(name: str, folders: Sequence[str | PathLike[str]]) -> tuple[int | None, int, list[str]]:
+    """
+    Reads every record of a volume that no process uses.
+
+    Returns:
+        the committed step, how many records there are, and what is wrong, one text each.
+
+    Raises:
+        ValueError: for a name that a volume cannot have.
+        OSError: where a process uses it, or a member is missing or damaged.
+    """
+
 def connect() -> None:
     """
     Sends the core's log records to Python's `logging`, under "stepwell", and remembers this
@@ -625,6 +807,14 @@ def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | N
 
     Raises:
         ValueError: for a dtype that gradients do not have.
+    """
+
+def list_members(folder: str | PathLike[str]) -> list[MemberFile]:
+    """
+    The files of volumes' members in a folder, by name. Takes no lock.
+
+    Raises:
+        OSError: where the folder cannot be read.
     """
 
 def master_parts(dtype: str) -> list[StatePart]:
@@ -663,6 +853,15 @@ def read_state(tensor: AdamTensor, *, master: TensorView | None = None, exp_avg:
             other.
     """
 
+def remove_volume(name: str, folders: Sequence[str | PathLike[str]]) -> None:
+    """
+    Removes the files of a volume that no process uses.
+
+    Raises:
+        ValueError: for a name that a volume cannot have.
+        OSError: where a process uses it, or none of its files is there.
+    """
+
 def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int, row_lens: Sequence[int], fraction: float) -> tuple[int, int]:
     """
     Bytes that an engine needs for channels that are stepped on the device.
@@ -697,6 +896,14 @@ def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: S
     Raises:
         ValueError: for no elements or no streams.
         OSError: where there is no memory for them.
+    """
+
+def swap_buffers_nbytes(folders: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, durability: str = "commit", buffers_nbytes_max: int = ..., workers: int | None = None) -> int:
+    """
+    Bytes of the buffers of a swap, at most; the arguments are its own.
+
+    Raises:
+        ValueError: for another durability.
     """
 
 def system_info() -> "dict[str, object]":
