@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from transformers import LlamaConfig
 
+    from stepwell.offload.volume import Durability
+
 __all__ = ["CASES", "SIZES", "Workload"]
 
 SIZES: dict[str, dict[str, int]] = {
@@ -67,6 +69,8 @@ class Workload:
     """Of the weights and of the samples."""
     text: str | None
     """A file to train on; None: the standard library of Python. A token is a byte."""
+    drives: tuple[str, ...] = ()
+    """A folder on each drive, for cases with a volume."""
 
     def config(self) -> LlamaConfig:
         """The model's."""
@@ -157,11 +161,21 @@ def _torch(workload: Workload, model: torch.nn.Module) -> Run:
 
 
 def _stepwell(
-    moments: str, gate: str = "module", told: bool = True, interval: int | None = None
+    moments: str,
+    gate: str = "module",
+    told: bool = True,
+    interval: int | None = None,
+    durability: Durability | None = None,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
-        from stepwell.offload import Deferred, OffloadAdamW
+        from stepwell.offload import Deferred, OffloadAdamW, Volume
 
+        tier = host_bytes_max = None
+        if durability is not None:
+            tier = Volume(workload.drives, durability=durability)
+            pinned = 2 * sum(-(-param.nbytes // 64) * 64 for param in model.parameters())
+            # No state fits in beside the buffers, or little.
+            host_bytes_max = pinned + _BUFFERS_BYTES
         optimizer = OffloadAdamW(
             model.named_parameters(),
             lr=_LR,
@@ -173,6 +187,8 @@ def _stepwell(
             gate=gate,  # type: ignore[arg-type]
             accumulation_steps=workload.accumulation if told else None,
             deferred=None if interval is None else Deferred(interval=interval),
+            tier=tier,
+            host_bytes_max=host_bytes_max,
         )
 
         def step() -> float | None:
@@ -191,6 +207,7 @@ def _stepwell(
     return prepare
 
 
+_BUFFERS_BYTES = 256 << 20
 _BUCKET = int(2e8)
 _ON_CPU = {"device": "cpu", "pin_memory": True}
 _ZERO_2 = {"stage": 2, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
@@ -291,6 +308,10 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell q8, deferred=1": _stepwell("q8", interval=1),
     "stepwell q8, deferred=2": _stepwell("q8", interval=2),
     "stepwell q8, deferred=4": _stepwell("q8", interval=4),
+    "stepwell volume": _stepwell("fp32", durability="commit"),
+    "stepwell volume q8": _stepwell("q8", durability="commit"),
+    "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
+    "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
     "deepspeed": _deepspeed(register=False),
     "deepspeed on stepwell": _deepspeed(register=True),
     "deepspeed on stepwell, accumulate=device": _deepspeed(
@@ -399,6 +420,12 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     result |= _train(workload, device, run)
     # ZeRO-3 leaves nothing in a parameter itself.
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
+    moved = run.breakdown()
+    if "bytes_read" in moved:
+        updates = (workload.steps + workload.warm_up_steps) * numel
+        result["drive_bytes_per_param"] = [
+            moved[key] / updates for key in ("bytes_read", "bytes_written")
+        ]
     return result | {
         "num_params": numel,
         "prepare_seconds": prepared,

@@ -38,6 +38,10 @@ CASES = (
     "stepwell q8, deferred=1",
     "stepwell q8, deferred=2",
     "stepwell q8, deferred=4",
+    "stepwell volume",
+    "stepwell volume q8",
+    "stepwell volume, durability=none",
+    "stepwell volume q8, durability=none",
     "deepspeed",
     "deepspeed on stepwell",
     "deepspeed on stepwell, accumulate=device",
@@ -78,7 +82,16 @@ def bench_offload(
         typer.Option(
             "--case",
             help=f"Only this case; may be given more than once. One of: {'; '.join(CASES)}.",
-            show_default="those without a comma",
+            show_default="those without a comma; those with a volume where --drive is given",
+        ),
+    ] = None,
+    drives: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--drive",
+            exists=True,
+            file_okay=False,
+            help="A folder on a drive, for the cases with a volume; once for each drive.",
         ),
     ] = None,
     text: Annotated[
@@ -105,6 +118,8 @@ def bench_offload(
     - `stepwell, untold`: `accumulation_steps` is not given.
     - `stepwell, deferred=4`: updates are deferred, and every fourth step of a part of the model is
       its turn. Other numbers of steps, and q8 moments, likewise.
+    - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
+      host memory as can be; `durability=none`: without commits. q8 moments likewise.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
@@ -128,7 +143,11 @@ def bench_offload(
         raise typer.BadParameter(
             f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json"
         )
-    names: list[str] = only or [name for name in CASES if "," not in name]
+    names: list[str] = only or [
+        name for name in CASES if "," not in name and (drives or "volume" not in name)
+    ]
+    if not drives and (without := [name for name in names if "volume" in name]):
+        raise typer.BadParameter(f"--case is `{without[0]}`, expected --drive with it")
     if unknown := [name for name in names if name not in CASES]:
         raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(CASES)}")
     workload = Workload(
@@ -141,6 +160,7 @@ def bench_offload(
         clip_norm=clip_norm,
         seed=seed,
         text=str(text.resolve()) if text else None,
+        drives=tuple(str(drive.resolve()) for drive in drives or ()),
     )
     report: dict[str, Any] = {**circumstances(), "plan": asdict(workload), **_ceilings()}
     console.print(
@@ -310,6 +330,13 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         )
     console.print()
     console.print(table)
+    for case in done:
+        if moved := case.get("drive_bytes_per_param"):
+            console.print(
+                f"{case['name']}: {moved[0]:.2f} B read and {moved[1]:.2f} B written on drives per "
+                "parameter and step",
+                highlight=False,
+            )
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
