@@ -106,7 +106,7 @@ fingerprints: $(VENV)/.installed ## digests of DeepSpeed's methods, from its sou
 	$(BIN)/python tests/versions/fingerprints.py
 
 # The crew, the fork gate and the engine's queues, with the locks and threads of a model checker in
-# place of the standard library's (rust/sync.rs): thousands of orders per test.
+# place of the standard library's (rust/sync/): thousands of orders per test.
 shuttle: ## the tests of the threads under a model checker
 	cargo test -q --locked --features shuttle --lib -- ::model:: $(ARGS)
 
@@ -116,8 +116,8 @@ shuttle: ## the tests of the threads under a model checker
 sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=4 \
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
   cargo test -q --locked --profile checked --target $(X86_64) --target-dir target/$(1)-sanitizer
-ASAN_TESTS := downloads generations jobs memory offload slots volume
-TSAN_TESTS := downloads generations jobs offload
+ASAN_TESTS := deferred downloads generations jobs memory offload slots volume
+TSAN_TESTS := deferred downloads generations jobs offload
 
 asan-lib: ## the library's own tests under the address sanitizer
 	$(call sanitize,address) --lib $(ARGS)
@@ -126,6 +126,7 @@ asan: ## those and the Rust tests of memory (minutes to compile)
 	$(call sanitize,address) --lib $(addprefix --test ,$(ASAN_TESTS)) $(ARGS)
 
 # What it cannot know of the standard library is suppressed.
+tsan: export RUSTFLAGS += --cfg thread_sanitizer
 tsan: export TSAN_OPTIONS ?= suppressions=$(CURDIR)/tests/tsan-suppressions.txt
 tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compile)
 	$(call sanitize,thread) --features baseline-only \

@@ -459,20 +459,111 @@ fn a_predicted_weight_without_further_gradients_becomes_the_weight() {
 }
 
 #[test]
+fn ages_and_bytes_are_those_of_the_job() {
+    for (interval, ages) in [(1, [0; 4]), (3, [0, 1, 1, 1])] {
+        let mut all = tensors(MomentsKind::Float32);
+        let mut expected = copies(&all);
+        let deferred = deferred_on(host, &mut all, interval);
+        let engine = &deferred.engine;
+        let taken: usize = all.iter().map(|one| one.grad.len()).sum();
+        let mut landed = Vec::new();
+        for (count, age) in (1..).zip(ages) {
+            draw(&mut all, &mut expected, count);
+            take(engine, &all, |_| true).expect("gradients");
+            let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+            submit(engine, &updates, Some(0.0)).expect("a step");
+            finish(engine);
+            let timing = engine.timing();
+            assert_eq!((timing.oldest_age, timing.bytes_downloaded), (age, taken as u64));
+            landed.push(timing.bytes_uploaded);
+        }
+        // What has had its turn lands with the next job, so each group in turn.
+        let whole: u64 = all.iter().map(|one| one.weight.len() as u64).sum();
+        assert_eq!(landed[0], 0);
+        assert_eq!(landed[1..=interval].iter().sum::<u64>(), whole);
+        assert!(landed[1..].iter().all(|&nbytes| nbytes > 0), "{landed:?}");
+        settle(engine);
+        let timing = engine.timing();
+        assert_eq!((timing.oldest_age, timing.bytes_downloaded), (0, 0));
+        assert_eq!(timing.bytes_uploaded, whole);
+    }
+}
+
+#[test]
+fn state_may_move_only_when_its_weight_has_landed() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected = copies(&all);
+    let deferred = deferred_on(host, &mut all, 1);
+    let engine = &deferred.engine;
+    let mut draw_and_take = |all: &mut [OnDevice], count| {
+        draw(all, &mut expected, count);
+        take(engine, all, |_| true).expect("gradients");
+        expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+    };
+    draw_and_take(&mut all, 1);
+    let first = updates(&mut all, |_| 1, hyper_of(1), |_| true);
+    submit(engine, &first, Some(0.0)).expect("a step");
+    finish(engine);
+    // No gradient is pending, and the device lacks the weight.
+    draw_and_take(&mut all, 2);
+    let mut elsewhere: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let mut second = updates(&mut all, |_| 2, hyper_of(2), |_| true);
+    for (update, held) in second.iter_mut().zip(&mut elsewhere) {
+        update.tensor = without_grad(held.tensor());
+    }
+    let message = submit(engine, &second, Some(0.0)).expect_err("must be refused").to_string();
+    assert!(message.contains("another state"), "{message}");
+    settle(engine);
+    submit(engine, &second, Some(0.0)).expect("a step");
+    settle(engine);
+    for (one, held) in all.iter_mut().zip(elsewhere) {
+        one.held = held;
+    }
+    assert_stepped(&mut all, &mut expected, "elsewhere");
+}
+
+#[test]
 fn memory_that_does_not_fit_is_refused() {
     let numels = [10];
-    let refused = |interval, dtypes: &[Dtype], nbytes: usize| {
-        let mut memory = Guarded::zeros(Dtype::Uint8, nbytes, 0);
-        let gradients: View = memory.view();
-        let deferral = Deferral { interval, dtypes, gradients, predicted: None, selection: None };
+    let mut memory = Guarded::zeros(Dtype::Uint8, 1024, 0);
+    let memory: View = memory.view();
+    let refused = |interval, dtypes: &[Dtype], gradients, predicted| {
+        let deferral = Deferral { interval, dtypes, gradients, predicted, selection: None };
         let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
         let made = Engine::on(host(64), shape, Arc::new(Ram), pool_of(1), widest());
         made.err().expect("must be refused").to_string()
     };
-    let nbytes = deferral_nbytes(&numels, &[Dtype::BFloat16], 2).expect("an interval").0;
-    assert_eq!(nbytes, (3 + 2) * 64, "shares of one place each");
-    assert!(refused(2, &[Dtype::BFloat16], nbytes - 4).contains("gradients has"));
-    assert!(refused(2, &[], nbytes).contains("dtypes"));
-    assert!(refused(0, &[Dtype::BFloat16], nbytes).contains("interval is `0`"));
-    assert!(refused(9, &[Dtype::BFloat16], nbytes).contains("interval is `9`"));
+    let one = [Dtype::BFloat16];
+    assert_eq!(
+        deferral_nbytes(&numels, &one, 2).expect("an interval"),
+        ((3 + 2) * 64, 64),
+        "shares of one place each"
+    );
+    let fits = memory.part(0..(3 + 2) * 64);
+    let is_refused = |gradients, predicted, message| {
+        let found = refused(2, &one, gradients, predicted);
+        assert!(found.contains(message), "{found}");
+    };
+    is_refused(memory.part(0..(3 + 2) * 64 - 4), None, "gradients has");
+    is_refused(memory.part(4..(3 + 2) * 64 + 4), None, "the address of gradients is");
+    is_refused(fits, Some(memory.part(512..512 + 60)), "predicted has");
+    is_refused(fits, Some(memory.part(516..516 + 64)), "the address of predicted is");
+    assert!(refused(2, &[], fits, None).contains("dtypes"));
+    assert!(refused(0, &one, fits, None).contains("interval is `0`"));
+    assert!(refused(9, &one, fits, None).contains("interval is `9`"));
+}
+
+#[test]
+fn groups_are_of_about_one_size() {
+    let numels = [100, 10, 40];
+    let dtypes = [Dtype::BFloat16, Dtype::Float32, Dtype::Float32];
+    // 256 bytes, 64 and 192, with what aligns them.
+    for (interval, of_gradients, of_group) in
+        [(1, 2 * 512, 512), (2, 5 * 256, 256), (3, 9 * 256, 256)]
+    {
+        assert_eq!(
+            deferral_nbytes(&numels, &dtypes, interval).expect("an interval"),
+            (of_gradients, of_group)
+        );
+    }
 }

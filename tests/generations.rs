@@ -11,9 +11,9 @@ use std::sync::{
 
 use battery::Held;
 use on_device::{
-    Gated, Resumed, SOON, STREAM, WATCHED, bytes, count, discard, drain, engine_on, engine_with,
-    finish, host_device, lent, negated, split, stepped, submit, take, take_parts, take_these,
-    tier::Watched, wait_until,
+    Call, Gated, Resumed, SOON, STREAM, WATCHED, bytes, count, discard, drain, engine_on,
+    engine_with, finish, host_device, lent, negated, split, stepped, submit, take, take_parts,
+    take_these, tier::Watched, wait_until,
 };
 use stepwell::{
     adam::Hyper,
@@ -251,7 +251,9 @@ fn one_generation_is_filled_while_the_other_is_stepped() {
     let hyper = Hyper::default();
     let mut expected: Vec<Held> = all.iter().map(|one| stepped(one, 1, &hyper)).collect();
     let tier = Arc::new(Watched::default());
-    let engine = engine_with(host_device(&all), &all, 2, Arc::clone(&tier) as Arc<dyn Tier>, 2);
+    let device = Arc::new(Gated::new(&all));
+    let on = Arc::clone(&device) as Arc<dyn Device>;
+    let engine = engine_with(on, &all, 2, Arc::clone(&tier) as Arc<dyn Tier>, 2);
     tier.hold(true);
     take(&engine, &mut all).expect("gradients");
     submit(&engine, &mut all, 1, hyper).expect("a step");
@@ -267,8 +269,18 @@ fn one_generation_is_filled_while_the_other_is_stepped() {
     }
     // SAFETY: all memory outlives the steps, which are waited for.
     unsafe { take_these(&engine, &gradients) }.expect("the other generation is free");
+    // What is recorded after the last copy is behind it.
+    wait_until(|| {
+        let calls = device.calls.lock().expect("no panic");
+        let is_copy = |call: Call| matches!(call, Call::Copy(Lane::Download, _));
+        let is_record = |call: Call| matches!(call, Call::Record(Lane::Download, _));
+        let mut latest = calls.iter().rev().take_while(|(_, call)| !is_copy(*call));
+        calls.iter().filter(|(_, call)| is_copy(*call)).count() == 2 * gradients.len()
+            && latest.any(|(_, call)| is_record(*call))
+    });
+    device.host.drain().expect("copies that work");
     for (&(_, _, host), source) in gradients.iter().zip(&seconds) {
-        wait_until(|| bytes(host) == *source);
+        assert!(bytes(host) == *source, "the second generation is there");
     }
     assert!(engine.is_busy(), "the first step is held");
     let refused = submit(&engine, &mut all, 2, hyper).expect_err("one step at a time");

@@ -5,7 +5,7 @@
 use std::{
     collections::VecDeque,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
     thread::{self, JoinHandle},
@@ -20,6 +20,7 @@ use crate::{
     error::{Error, Result},
     simd::isa::Isa,
     stream::{element::Dtype, view::View},
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
 };
 
 /// See the [module](self).

@@ -2,12 +2,19 @@
 //! the host, and devices that fail or are watched.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
+#[cfg(thread_sanitizer)]
+#[path = "../../rust/sync/sanitized.rs"]
+mod locks;
+#[cfg(not(thread_sanitizer))]
+mod locks {
+    pub(crate) use std::sync::{Condvar, Mutex};
+}
 pub(crate) mod tier;
 
 use std::{
     collections::HashMap,
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -23,6 +30,8 @@ use stepwell::{
     stream::{element::Dtype, view::View},
     tier::{Tier, ram::Ram},
 };
+
+use locks::Mutex;
 
 use super::battery::{Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
 

@@ -2,10 +2,7 @@
 
 use std::{
     ops::Range,
-    sync::{
-        Condvar, Mutex,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::atomic::{AtomicBool, Ordering},
 };
 
 use stepwell::{
@@ -16,7 +13,10 @@ use stepwell::{
     tier::{Planned, Stored, Tier, ram::Ram},
 };
 
-use super::SOON;
+use super::{
+    SOON,
+    locks::{Condvar, Mutex},
+};
 
 /// Keeps state in the tensors, as [`Ram`], but may hold fetches back, and may make what is stored
 /// final with the commit only. It logs what is asked of it.

@@ -8,13 +8,23 @@
 //!
 //! What the model does not have: timeouts (a wait with one never times out), and orders that only
 //! weakly ordered atomics show.
+//!
+//! Where `make tsan` compiles, locks tell the thread sanitizer what they order.
 
 #[cfg(not(feature = "shuttle"))]
 pub(crate) use std::{
     hint,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic, mpsc},
+    sync::{Arc, PoisonError, atomic, mpsc},
     thread, thread_local,
 };
+
+#[cfg(not(any(feature = "shuttle", thread_sanitizer)))]
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+
+#[cfg(all(not(feature = "shuttle"), thread_sanitizer))]
+mod sanitized;
+#[cfg(all(not(feature = "shuttle"), thread_sanitizer))]
+pub(crate) use sanitized::{Condvar, Mutex, MutexGuard};
 
 #[cfg(feature = "shuttle")]
 pub(crate) use shuttle::{
