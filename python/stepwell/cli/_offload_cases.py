@@ -166,6 +166,7 @@ def _stepwell(
     told: bool = True,
     interval: int | None = None,
     durability: Durability | None = None,
+    fraction: float = 0.0,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
         from stepwell.offload import Deferred, OffloadAdamW, Volume
@@ -186,7 +187,7 @@ def _stepwell(
             moments=moments,  # type: ignore[arg-type]
             gate=gate,  # type: ignore[arg-type]
             accumulation_steps=workload.accumulation if told else None,
-            deferred=None if interval is None else Deferred(interval=interval),
+            deferred=None if interval is None else Deferred(interval=interval, fraction=fraction),
             tier=tier,
             host_bytes_max=host_bytes_max,
         )
@@ -305,6 +306,7 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell, deferred=1": _stepwell("fp32", interval=1),
     "stepwell, deferred=2": _stepwell("fp32", interval=2),
     "stepwell, deferred=4": _stepwell("fp32", interval=4),
+    "stepwell, deferred=4, fraction=0.1": _stepwell("fp32", interval=4, fraction=0.1),
     "stepwell q8, deferred=1": _stepwell("q8", interval=1),
     "stepwell q8, deferred=2": _stepwell("q8", interval=2),
     "stepwell q8, deferred=4": _stepwell("q8", interval=4),

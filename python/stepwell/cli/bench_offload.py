@@ -35,6 +35,7 @@ CASES = (
     "stepwell, deferred=1",
     "stepwell, deferred=2",
     "stepwell, deferred=4",
+    "stepwell, deferred=4, fraction=0.1",
     "stepwell q8, deferred=1",
     "stepwell q8, deferred=2",
     "stepwell q8, deferred=4",
@@ -117,7 +118,8 @@ def bench_offload(
     - `stepwell, gate=step`: the next forward waits for all weights at once.
     - `stepwell, untold`: `accumulation_steps` is not given.
     - `stepwell, deferred=4`: updates are deferred, and every fourth step of a part of the model is
-      its turn. Other numbers of steps, and q8 moments, likewise.
+      its turn. Other numbers of steps, and q8 moments, likewise. `fraction=0.1`: a tenth of the
+      rows or columns is stepped at once, on the GPU.
     - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
       host memory as can be; `durability=none`: without commits. q8 moments likewise.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
