@@ -383,3 +383,30 @@ def test_what_does_not_go_with_a_volume_is_refused(tmp_path):
     with pytest.raises(ValueError, match="positional"):
         on_volume(net_of(), tmp_path, io_engine="fast")
     assert not files(tmp_path)
+
+
+def test_ctrl_c_ends_a_look_at_the_state_and_harms_nothing(tmp_path):
+    ours, theirs = pair(tmp_path, durability="none", host_bytes=1800 << 10)
+    train(*ours, 1)
+    train(*theirs, 1)
+    optimizer = ours[1]
+    optimizer.synchronize()
+    interrupted = 0
+    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for attempt in range(1, 40):
+            # All of it is read again each time.
+            states = dict(optimizer._states)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, attempt * 1e-4)
+                optimizer._host.swapped.read(states)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert interrupted
+    assert_equal(ours, theirs)
+    assert train(*ours, 1, first=1) == train(*theirs, 1, first=1)
+    assert_equal(ours, theirs)

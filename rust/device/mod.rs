@@ -189,9 +189,10 @@ pub unsafe trait Device: Send + Sync {
 
     /// Writes the checksum of `num_words` 64-bit words at `words`, in the order of `stream`:
     /// [`CHECKSUM_SUMS`] sums of 64 bits at `sums`. Of the word at `i`, x = word * (2 i + 1), and
-    /// x ^ (x >> 32) is added to the sum `i / CHECKSUM_RUN % CHECKSUM_SUMS`; all modulo 2^64. A word
-    /// that changes changes its sum. Words that change places nearly always do, and so do signs
-    /// that change: without the shift an even number of uppermost bits would add up to nothing.
+    /// x ^ (x >> 32) is added to the sum `i / CHECKSUM_RUN % CHECKSUM_SUMS`; all modulo 2^64. A
+    /// word that changes changes its sum. Words that change places nearly always do, and so do
+    /// signs that change: without the shift an even number of uppermost bits would add up to
+    /// nothing.
     ///
     /// # Safety
     /// Until it is done, all memory is alive, aligned to 8 bytes, and of the device; nothing else
