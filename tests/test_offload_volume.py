@@ -168,6 +168,20 @@ def test_parameters_without_gradient_stay_as_they_are(tmp_path):
     assert_equal(ours, theirs)
 
 
+def test_loaded_state_that_no_commit_has_is_told(tmp_path, caplog):
+    net, optimizer = pair(tmp_path)[0]
+    train(net, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    net[3].requires_grad_(False)
+    with caplog.at_level("WARNING", logger="stepwell"):
+        train(net, optimizer, 1, first=1)
+        assert "state of 2 parameters without a gradient is in memory" in caplog.text
+        net[3].requires_grad_(True)
+        caplog.clear()
+        train(net, optimizer, 2, first=2)
+        assert not caplog.text
+
+
 def test_a_step_that_is_skipped_leaves_the_volume_alone(tmp_path):
     ours, theirs = pair(tmp_path)
     train(*ours, 2)

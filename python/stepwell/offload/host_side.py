@@ -214,11 +214,15 @@ class HostSide:
         return self._fresh.get(param)
 
     def write_through(
-        self, updates: Iterable[Update]
+        self, updates: Sequence[Update], states: Mapping[torch.Tensor, _state.State]
     ) -> list[tuple[torch.Tensor, _state.State, _state.State]]:
         """Prepares a step that writes state in memory, loaded or looked at, to the volume.
 
         The state gets a counter and fingerprints of its own: the tensors in memory are a snapshot.
+
+        Args:
+            updates: of the step.
+            states: those that the optimizer has.
 
         Returns:
             for each such parameter its state in memory, and what it is once the step is submitted.
@@ -243,6 +247,20 @@ class HostSide:
                 state = {**state, **own}
             operand.state, operand.is_moved = state, True
             found.append((param, state, swapped.placed(param, state)))
+        if found and swapped.commits:
+            stepped = {update.param for update in updates}
+            left = [
+                param
+                for param, state in states.items()
+                if param in swapped and param not in stepped and not swapped.is_place(param, state)
+            ]
+            if left:
+                _LOGGER.warning(
+                    "the state of %d parameters without a gradient is in memory, loaded or looked "
+                    "at, and what was changed of it is on the volume from their next step on; a "
+                    "crash before that loses it",
+                    len(left),
+                )
         return found
 
     def drop_fresh(self, params: Iterable[torch.Tensor]) -> None:

@@ -737,7 +737,7 @@ class OffloadAdamW(AdamW):
             if update.operand.is_moved and update.operand.state is not None:
                 # The step goes on in the background, and works on the state itself.
                 _state.make_dense(update.operand.param, update.operand.state, self._moments)
-        swapping = self._host.write_through(updates)
+        swapping = self._host.write_through(updates, self._states)
         bound_updates = self._bind(updates)
         params = [update.param for update in updates]
         engine = self._opened_engine()
