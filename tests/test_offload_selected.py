@@ -149,6 +149,153 @@ def test_a_selected_row_has_every_update_in_the_next_forward() -> None:
     assert torch.equal(bias, exact[0].get_parameter("first.bias").detach())
 
 
+class Recorded:
+    """The selections that an optimizer hands to its engine, as they are in place."""
+
+    def __init__(self, optimizer: OffloadAdamW) -> None:
+        assert optimizer._engine is not None and optimizer._engine.selector is not None
+        self.segments = {one.segment: one for one in optimizer._engine._core.selectable()}
+        self.params = list(optimizer._engine._indices)
+        self.held: dict[int, tuple[bool, list[int]]] = {}
+        selector, choose = optimizer._engine.selector, optimizer._engine.selector.choose
+        self.next: dict[int, tuple[bool, list[int]]] = {}
+
+        def recording(at_once: Any) -> Any:
+            chosen = choose(at_once)
+            self.next = {segment: (axis, channels) for segment, axis, channels in chosen}
+            return chosen
+
+        selector.choose = recording  # type: ignore[method-assign]
+
+    def selected(self, param: torch.Tensor) -> torch.Tensor:
+        """Which elements of `param` the device steps."""
+        mask = torch.zeros(param.numel(), dtype=torch.bool)
+        for number, (by_columns, channels) in self.held.items():
+            one = self.segments[number]
+            if self.params[one.tensor] is param:
+                block = mask[one.first : one.first + one.rows * one.row_len]
+                block = block.view(one.rows, one.row_len)
+                if by_columns:
+                    block[:, channels] = True
+                else:
+                    block[channels] = True
+        return mask.view(param.shape)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_what_a_forward_reads_is_current_where_selected_and_bounded_elsewhere(
+    interval: int,
+) -> None:
+    """Elementwise: how many updates a weight lacks. Gradients do not depend on weights."""
+    deferred = Deferred(interval=interval, fraction=0.2, reselect=3, predict=False)
+    (model, optimizer), exact = pair(deferred)
+    # Exact: before the first, no forward was seen.
+    for step in (1, 2):
+        step_with(model, optimizer, step)
+        step_with(*exact, step)
+    params, expected = list(model.parameters()), list(exact[0].parameters())
+    history = [[param.detach().cpu().clone()] for param in expected]
+    recorded = Recorded(optimizer)
+    num_current, num_moved = 0, 0
+    for step in range(3, 27):
+        step_with(model, optimizer, step)
+        step_with(*exact, step)
+        # Neither waits: a forward in training has read them.
+        loss_of(model, 0)
+        assert optimizer._engine is not None and optimizer._engine.behind
+        for index, (param, newest) in enumerate(zip(params, expected, strict=True)):
+            history[index].append(newest.detach().cpu().clone())
+            weight = param.detach().cpu()
+            lag = torch.full(param.shape, 99)
+            for age, then in enumerate(reversed(history[index])):
+                lag[(weight == then) & (lag == 99)] = age
+            assert int(lag.max()) <= interval, f"step {step}, parameter {index}"
+            is_selected = recorded.selected(param)
+            assert not lag[is_selected].any(), f"step {step}, parameter {index}"
+            num_current += int(is_selected.sum())
+        before = dict(recorded.held)
+        recorded.held.update(recorded.next)
+        num_moved += sum(before.get(key, now) != now for key, now in recorded.held.items())
+    # The first selections are those of the exact step, which is not recorded.
+    assert num_current > 1000 and num_moved > 5
+    assert_same((model, optimizer), exact)
+
+
+EXTREMES = (0.0, -0.0, 1e-45, -1e-40, 1.1754942e-38, 6e-8, 6.1e-5, 65504.0, 1e18, -3e38, 3.38e38)
+
+
+def extreme(param: torch.Tensor, seed: int) -> torch.Tensor:
+    """Finite values of all magnitudes, some of them special."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(param.shape, generator=generator)
+    values *= 10.0 ** torch.randint(-44, 38, param.shape, generator=generator)
+    at = torch.randint(0, values.numel(), (values.numel() // 6 + 1,), generator=generator)
+    which = torch.randint(0, len(EXTREMES), (len(at),), generator=generator)
+    values.view(-1)[at] = torch.tensor(EXTREMES)[which]
+    most = torch.finfo(param.dtype).max
+    return values.clamp(-most, most).nan_to_num().to(DEVICE, param.dtype)
+
+
+def assert_same_but_nans(
+    one: tuple[nn.Module, OffloadAdamW], other: tuple[nn.Module, OffloadAdamW]
+) -> None:
+    for _, optimizer in (one, other):
+        optimizer.state_dict()
+    for param, expected in zip(one[0].parameters(), other[0].parameters(), strict=True):
+        known = ~(param.isnan() & expected.isnan()).cpu()
+        states = one[1].state[param], other[1].state[expected]
+        found = [(param, expected), *((states[0][key], states[1][key]) for key in states[0])]
+        for ours, theirs in found:
+            if ours.shape == param.shape:
+                is_nan = ours.isnan() & theirs.isnan()
+                differ = (bits(ours) != bits(theirs)).cpu().view(param.shape) & known
+                assert not (differ & ~is_nan.cpu()).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.filterwarnings("ignore")
+def test_extreme_values_have_the_bits_of_an_exact_run(dtype: torch.dtype, fraction: float) -> None:
+    selected, exact = pair(Deferred(interval=2, fraction=fraction), dtype, clip_norm=None)
+    for model, _ in (selected, exact):
+        with torch.no_grad():
+            for index, param in enumerate(model.parameters()):
+                param.copy_(extreme(param, index))
+    for step in range(1, 7):
+        for model, optimizer in (selected, exact):
+            loss_of(model, step).backward()
+            for index, param in enumerate(model.parameters()):
+                param.grad = extreme(param, 100 * step + index)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_but_nans(selected, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_the_kernel_of_a_gpu_has_the_bits_of_the_host(dtype: torch.dtype, fraction: float) -> None:
+    """Of several segments: rows cross their borders, and a launch has more than one block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1531, 3001), nn.LayerNorm(3001)).to("cuda", dtype)
+    found = []
+    for each, how in (
+        (model, Deferred(interval=3, fraction=fraction, reselect=3)),
+        (copy.deepcopy(model), None),
+    ):
+        optimizer = OffloadAdamW(each.parameters(), lr=1e-2, weight_decay=0.1, deferred=how)
+        for step in range(1, 9):
+            x = torch.zeros(2, 1531, device="cuda", dtype=dtype)
+            each(x).sum().backward()
+            for index, param in enumerate(each.parameters()):
+                make = extreme if step % 2 else lambda param, seed: drawn(param, seed, 0)
+                param.grad = make(param, 100 * step + index).to("cuda")
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((each, optimizer))
+    assert_same_but_nans(found[0], found[1])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_everything_selected_is_an_exact_run(dtype: torch.dtype) -> None:
     (model, optimizer), (exact_model, exact) = pair(Deferred(interval=4, fraction=1.0), dtype)

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "AddressSpace", "Buffer", "GradStats", "Hyper", "MemberFile", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "AddressSpace", "Buffer", "GradStats", "Hyper", "MemberFile", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -770,6 +770,26 @@ def check_volume(name: str, folders: Sequence[str | PathLike[str]]) -> tuple[int
     Raises:
         ValueError: for a name that a volume cannot have.
         OSError: where a process uses it, or a member is missing or damaged.
+    """
+
+def choose_channels(norms: TensorView, extents: Sequence[tuple[int, int, int, int]]) -> list[tuple[bool, list[int], float, float]]:
+    """
+    Of each matrix the rows or columns with the largest norms; the GIL is released.
+
+    Of the axis whose chosen channels capture more; rows where both capture the same, or no column
+    may be chosen. Of equal norms the one with the lowest index comes first, a NaN after all
+    numbers. Takes linear time.
+
+    Args:
+        norms: a float32 view: for each matrix the norms of its rows, then those of its columns.
+        extents: for each matrix its rows and columns, and how many of each may be chosen.
+
+    Returns:
+        for each matrix whether channels are columns, the chosen ones, ascending, their squared norm
+        and that of the whole matrix.
+
+    Raises:
+        ValueError: for another dtype or size, or more channels than there are.
     """
 
 def connect() -> None:

@@ -11,7 +11,7 @@ use crate::{
     simd::isa::Isa,
     state::{
         Master, Moments,
-        chunk::{Chunk, num_chunks},
+        chunk::Chunk,
         codecs::{
             MasterVisitor, MomentsKind, MomentsVisitor, visit_moments, visit_plain16_moments,
         },
@@ -132,31 +132,22 @@ pub unsafe fn write_state(
 /// # Errors
 /// [`crate::Error::Value`] for a tensor without fingerprints.
 pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> Result<()> {
-    if tensor.fingerprints().is_none() {
+    let Some(fingerprints) = tensor.fingerprints() else {
         return Err(Error::value(
             "the tensor has no fingerprints, expected a bfloat16 parameter with them",
         ));
-    }
-    pool.run(num_chunks(tensor.param.numel()), &|task| {
+    };
+    let chunks = Chunk::all([tensor.param.numel()].into_iter());
+    pool.run(chunks.len(), &|task| {
+        let chunk = chunks[task];
         // SAFETY: the caller vouches for the memory; chunks are disjoint.
-        unsafe { take_fingerprint(isa, tensor, task) };
+        unsafe {
+            let high = tensor.param.slice::<Bf16>(chunk.range(tensor.param.numel()));
+            fingerprints.slice_mut::<i32>(task..task + 1)[0] =
+                isa.run(Fingerprint(high)).cast_signed();
+        }
     });
     Ok(())
-}
-
-/// Takes the fingerprint of a chunk of a tensor, where it has them.
-///
-/// # Safety
-/// The memory of the chunk is alive, and nothing else uses its fingerprint or writes its parameter.
-pub(crate) unsafe fn take_fingerprint(isa: Isa, tensor: &AdamTensor, index: usize) {
-    let Some(fingerprints) = tensor.fingerprints() else { return };
-    let range = Chunk { tensor: 0, index }.range(tensor.param.numel());
-    // SAFETY: passed on from the caller.
-    unsafe {
-        let high = tensor.param.slice::<Bf16>(range);
-        fingerprints.slice_mut::<i32>(index..index + 1)[0] =
-            isa.run(Fingerprint(high)).cast_signed();
-    }
 }
 
 pub(super) struct ReadInto<'a> {
@@ -172,9 +163,9 @@ impl MasterVisitor for ReadInto<'_> {
     }
 }
 
-pub(super) struct WriteFrom<'a> {
-    pub(super) isa: Isa,
-    pub(super) from: Source<'a, f32>,
+struct WriteFrom<'a> {
+    isa: Isa,
+    from: Source<'a, f32>,
 }
 
 impl MasterVisitor for WriteFrom<'_> {
@@ -200,11 +191,11 @@ impl MomentsVisitor for ReadMomentsInto<'_> {
     }
 }
 
-pub(super) struct WriteMomentsFrom<'a> {
-    pub(super) isa: Isa,
-    pub(super) exp_avg: Source<'a, f32>,
-    pub(super) exp_avg_sq: Source<'a, f32>,
-    pub(super) dither: Dither,
+struct WriteMomentsFrom<'a> {
+    isa: Isa,
+    exp_avg: Source<'a, f32>,
+    exp_avg_sq: Source<'a, f32>,
+    dither: Dither,
 }
 
 impl MomentsVisitor for WriteMomentsFrom<'_> {

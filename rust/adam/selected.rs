@@ -1,5 +1,5 @@
-//! Selected channels: rows or columns of a block of a matrix, whose fp32 state is kept apart from
-//! the tensor's own.
+//! Selected channels: rows or columns of a block of a matrix, which a copy of their state in fp32
+//! steps ahead of the tensor's own.
 //!
 //! A *block* is whole rows of a matrix, one after the other in memory. Its selected channels have a
 //! state of their own: master, `exp_avg` and `exp_avg_sq` in fp32 ([`ChannelState`]), packed:
@@ -12,15 +12,15 @@
 //! - SEL-1 A step of them ([`step`]) has the bits that a step of the tensor would have given them.
 //!   It is [`super::kernel`] that steps them, and the weights are rounded as the tensor's master
 //!   rounds them. On a GPU `rust/device/channels.ptx` has the same operations in the same order.
-//! - SEL-2 [`read`] and [`write`](fn@write) move the state between the tensor and the channels as
-//!   bits (but for NaNs, of which a split master has one). So both need fp32 moments.
+//! - SEL-2 The copy begins with the bits of the tensor's state ([`read`]). That takes fp32 moments:
+//!   coded ones are rounded by the steps of the tensor, and the copy would part from them.
 //!
 //! Cost per selected parameter: a step moves 24 B of state, and gradient and weight.
 
 use super::{
     Step,
     batch::{in_place, with_master},
-    exchange::{ReadInto, ReadMomentsInto, WriteFrom, WriteMomentsFrom, with_moments},
+    exchange::{ReadInto, ReadMomentsInto, with_moments},
     kernel::update,
     tensor::AdamTensor,
 };
@@ -70,7 +70,7 @@ impl WeightKind {
         if layout.moments != MomentsKind::Float32 {
             return Err(Error::value(format!(
                 "channels are selected of a tensor whose moments are `{}`, expected fp32: coded \
-                 ones would be rounded whenever the selection changes",
+                 ones are rounded by the host's steps, and the device's would be others",
                 layout.moments.name()
             )));
         }
@@ -373,49 +373,6 @@ pub unsafe fn read(
     shape.pieces(indices, &mut each);
 }
 
-/// Writes the state of selected channels into that of their block, and the weights that go with it;
-/// all else of the block stays. `block` is as for [`read`].
-///
-/// # Safety
-/// As [`step`].
-///
-/// # Panics
-/// As [`read`].
-pub unsafe fn write(
-    isa: Isa,
-    block: &AdamTensor,
-    (shape, indices): (&Shape, &[u32]),
-    from: &ChannelState,
-) {
-    let mut window = Window::default();
-    // SAFETY: passed on from the caller.
-    let mut each = |at: usize, len: usize, places: Places<'_>| unsafe {
-        let from = [from.master, from.exp_avg, from.exp_avg_sq];
-        match places {
-            Places::Run(begin) => {
-                for (to, from) in window.values.iter_mut().zip(&from) {
-                    to[..len].copy_from_slice(from.slice::<f32>(at..at + len));
-                }
-                window.store(isa, &block.elements(begin..begin + len), len);
-            }
-            Places::Picked(row, columns) => {
-                in_windows(columns, shape.row_len, |first, window_len, picked| {
-                    let part = block.elements(row + first..row + first + window_len);
-                    window.load(isa, &part, window_len);
-                    for (to, from) in window.values.iter_mut().zip(&from) {
-                        let from = from.slice::<f32>(at + picked.start..at + picked.end);
-                        for (&from, &column) in from.iter().zip(&columns[picked.clone()]) {
-                            to[column as usize - first] = from;
-                        }
-                    }
-                    window.store(isa, &part, window_len);
-                });
-            }
-        }
-    };
-    shape.pieces(indices, &mut each);
-}
-
 /// Calls `each` with the parts of a row that hold some of these ascending columns: where a part
 /// begins, its elements, and which of the columns it holds.
 fn in_windows(
@@ -455,21 +412,6 @@ impl Window {
         unsafe {
             with_master(isa, &route, ReadInto { isa, to: master });
             with_moments(&route, ReadMomentsInto { isa, exp_avg, exp_avg_sq });
-        }
-    }
-
-    /// # Safety
-    /// As [`step`].
-    unsafe fn store(&self, isa: Isa, part: &AdamTensor, len: usize) {
-        let [master, exp_avg, exp_avg_sq] =
-            self.values.each_ref().map(|values| Source::new(&values[..len]));
-        // fp32 moments draw on no noise.
-        let dither = Dither::new(0, 0, 0);
-        let route = in_place(part);
-        // SAFETY: passed on from the caller.
-        unsafe {
-            with_master(isa, &route, WriteFrom { isa, from: master });
-            with_moments(&route, WriteMomentsFrom { isa, exp_avg, exp_avg_sq, dither });
         }
     }
 }

@@ -163,3 +163,43 @@ pub fn better_axis(rows: &[f64], columns: &[f64], share: f64) -> Result<Axis> {
     let [rows, columns] = [captured(rows, share)?, captured(columns, share)?];
     Ok(if columns > rows { Axis::Columns } else { Axis::Rows })
 }
+
+/// Channels that are chosen of a matrix, and what they capture.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Chosen {
+    /// What they are.
+    pub axis: Axis,
+    /// Their indices, ascending.
+    pub channels: Vec<usize>,
+    /// Their squared norm.
+    pub captured: f64,
+    /// That of the whole matrix.
+    pub total: f64,
+}
+
+/// The rows or the columns with the largest norms, as many as given of each: of the axis whose
+/// chosen channels capture more, rows where both capture the same or no column may be chosen.
+///
+/// # Errors
+/// [`Error::Value`] for more than there are.
+pub fn choose(
+    row_norms: &[f32],
+    column_norms: &[f32],
+    row_count: usize,
+    column_count: usize,
+) -> Result<Chosen> {
+    let squares = |norms: &[f32]| -> Vec<f64> {
+        norms.iter().map(|&norm| f64::from(norm) * f64::from(norm)).collect()
+    };
+    let [rows, columns] = [squares(row_norms), squares(column_norms)];
+    let total = rows.iter().sum();
+    let of = |axis, scores: &[f64], count| -> Result<Chosen> {
+        let channels = top_k(scores, count)?;
+        let captured = channels.iter().map(|&channel| scores[channel]).sum();
+        Ok(Chosen { axis, channels, captured, total })
+    };
+    let by_rows = of(Axis::Rows, &rows, row_count)?;
+    let by_columns = of(Axis::Columns, &columns, column_count)?;
+    let is_by_columns = row_count == 0 || by_columns.captured > by_rows.captured;
+    Ok(if is_by_columns && column_count > 0 { by_columns } else { by_rows })
+}

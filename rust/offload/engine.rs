@@ -20,7 +20,7 @@ use super::{
     thread::start,
 };
 use crate::{
-    device::{Attached, CHECKSUM_SUMS, Device, Lane, Stream},
+    device::{Attached, CHECKSUM_SUMS, Device, Stream},
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
@@ -273,8 +273,7 @@ impl Engine {
             None => check_targets(updates, generation)?,
         }
         let pending = self.shared.pending();
-        let is_dirty = |segment| selected.is_some_and(|selected| selected.is_dirty(segment));
-        pending.check(segments, updates, is_dirty)?;
+        pending.check(segments, updates)?;
         let checks = &next.checks;
         if let Some(selected) = selected {
             selected.check(segments, updates, &work, |one| {
@@ -292,14 +291,16 @@ impl Engine {
         generation.seal(downloads)?;
         if let Some(selected) = selected {
             if kind == Kind::Whole {
-                selected.drop_clean();
+                selected.drop_all();
+            }
+            for update in updates.iter().filter(|update| update.is_at_once) {
+                selected.drop_of(segments.of(update.index));
             }
             landing.order_stream_after_all(stream)?;
             // SAFETY: the caller vouches for weights, gradients and the stream, which comes after
             // the landings of the job before.
             let stepped = unsafe { selected.step(&**device, segments, updates, work, stream) };
             stepped.inspect_err(|error| jobs.fail(error))?;
-            self.order_write_backs(stream).inspect_err(|error| jobs.fail(error))?;
         }
         landing.order_after(stream).inspect_err(|error| {
             if selected.is_some() {
@@ -334,27 +335,18 @@ impl Engine {
         let _next = self.next();
         jobs.check_idle()?;
         let pending = self.shared.pending();
-        let selected = self.shared.selected.as_ref();
-        if !pending.is_any() && !selected.is_some_and(Selected::is_any_dirty) {
+        if !pending.is_any() {
             return Ok(false);
         }
         let _attached = Attached::to(&**device)?;
-        if let Some(selected) = selected {
-            selected.drop_clean();
-            self.order_write_backs(stream)?;
-        }
         landing.order_after(stream)?;
+        if let Some(selected) = &self.shared.selected {
+            selected.drop_all();
+        }
         self.expect(Kind::Whole, &[], &pending, |_| false);
         drop(pending);
         jobs.submit(None, Kind::Whole, &[], None, 0);
         Ok(true)
-    }
-
-    /// State that is written back from now on comes after what `stream` holds now, which has
-    /// stepped it.
-    fn order_write_backs(&self, stream: Stream) -> Result<()> {
-        let device = &self.shared.device;
-        device.order_lane_after(Lane::Download, device.mark(stream)?)
     }
 
     /// The segments of which channels may be selected; none without a [`Selection`].
@@ -397,12 +389,7 @@ impl Engine {
             }
         } else {
             (0..segments.count())
-                .filter(|&segment| {
-                    let is_dirty = |selected: &Selected| selected.is_dirty(segment);
-                    pending.is_pending(segment)
-                        || pending.is_behind(segment)
-                        || self.shared.selected.as_ref().is_some_and(is_dirty)
-                })
+                .filter(|&segment| pending.is_pending(segment) || pending.is_behind(segment))
                 .for_each(|segment| landing.expect(segment..segment + 1));
         }
     }

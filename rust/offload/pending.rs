@@ -94,21 +94,14 @@ impl Pending {
 
     /// Checks that what is pending can be stepped with the states that these updates name.
     ///
-    /// `is_on_device`: whether a segment has state that is written back to what the last named.
-    ///
     /// # Errors
     /// [`Error::Value`] where it cannot.
-    pub(super) fn check(
-        &self,
-        segments: &Segments,
-        updates: &[Update],
-        is_on_device: impl Fn(usize) -> bool,
-    ) -> Result<()> {
+    pub(super) fn check(&self, segments: &Segments, updates: &[Update]) -> Result<()> {
         for update in updates {
             let Some((_, last)) = &self.updates[update.index] else { continue };
             let is_pending = segments
                 .of(update.index)
-                .any(|one| self.is_pending(one) || self.is_behind(one) || is_on_device(one));
+                .any(|segment| self.is_pending(segment) || self.is_behind(segment));
             // Not every step has to look at them.
             let [now, before] = [update, last].map(|one| one.tensor.without_fingerprints());
             let is_same = now.written().eq(before.written());

@@ -8,7 +8,7 @@ use super::{
     pending::{Entry, Landing, Pending},
     ring::INTERVAL_MAX,
     schedule::{Turn, list_all, list_group},
-    selected::{Moving, Returning, Selected},
+    selected::{Picking, Selected},
 };
 use crate::{
     adam::{
@@ -33,21 +33,13 @@ pub(super) struct Stepper {
     turns: Vec<Turn>,
     /// What has landed with the job.
     landed: Vec<Landing>,
-    /// Segments whose selection ends with the job.
-    returning: Vec<Returning>,
 }
 
 impl Stepper {
     pub(super) fn new(shared: Arc<Shared>) -> Self {
         let count = shared.segments.count();
         let landings = if shared.ring.is_some() { count } else { 0 };
-        let returning = if shared.selected.is_some() { count } else { 0 };
-        Self {
-            shared,
-            turns: Vec::with_capacity(count),
-            landed: Vec::with_capacity(landings),
-            returning: Vec::with_capacity(returning),
-        }
+        Self { shared, turns: Vec::with_capacity(count), landed: Vec::with_capacity(landings) }
     }
 
     fn list(&mut self, job: &Job, pending: &Pending) {
@@ -87,11 +79,8 @@ impl Stepper {
             Kind::Whole => {
                 for tensor in 0..segments.tensors() {
                     let own = |segment| Landing { tensor, segment, predicted: None };
-                    // What the host has of selected channels is written back first.
                     let behind = segments.of(tensor).filter(|&segment| {
-                        pending.is_behind(segment)
-                            && !pending.is_pending(segment)
-                            && !self.shared.is_selected(segment)
+                        pending.is_behind(segment) && !pending.is_pending(segment)
                     });
                     self.landed.extend(behind.map(own));
                 }
@@ -107,66 +96,6 @@ impl Stepper {
         }
         jobs.notify();
         Ok(nbytes)
-    }
-
-    /// Writes back what is no longer selected, lands what was held up by that, and picks up what is
-    /// selected anew; the pass is over. Returns the bytes that came, and that went.
-    fn exchange(&mut self, job: &Job, pending: &mut Pending) -> Result<[u64; 2]> {
-        let shared = &*self.shared;
-        let (Some(selected), Some(ring)) = (&shared.selected, &shared.ring) else {
-            return Ok([0, 0]);
-        };
-        let changes = selected.take_changes();
-        self.returning.clear();
-        let group = pending.turn() % ring.groups.count();
-        for tensor in 0..shared.segments.tensors() {
-            let is_in_job = pending.is_in_job(tensor);
-            let is_at_once =
-                is_in_job && pending.update(tensor).is_some_and(|update| update.is_at_once);
-            let lands_now = job.kind == Kind::Whole || is_at_once;
-            for segment in shared.segments.of(tensor).filter(|&one| selected.is_held(one)) {
-                let has_turn = ring.groups.of(segment) == group;
-                let is_exchanged = changes.iter().any(|change| change.segment == segment);
-                if lands_now || has_turn && (!is_in_job || is_exchanged) {
-                    let turn = self.turns.iter().find(|turn| turn.segment == segment);
-                    let predicted = turn.and_then(|turn| shared.predicted(job.kind, turn));
-                    let predicted = predicted.map(|(view, _)| view);
-                    self.returning.push(Returning { tensor, segment, predicted, lands_now });
-                }
-            }
-        }
-        if self.returning.is_empty() && changes.is_empty() {
-            return Ok([0, 0]);
-        }
-        let _attached = Attached::to(&*shared.device)?;
-        let moving = Moving {
-            device: &*shared.device,
-            segments: &shared.segments,
-            groups: &ring.groups,
-            pool: &shared.pool,
-            isa: shared.isa,
-            tensor_of: &|tensor, segment| shared.home_of(pending, tensor, segment),
-            wait_for_landing: &|segment| shared.landing.wait_for(segment),
-        };
-        // SAFETY: the pass is over, and what landed is waited for; submit's caller vouches for the
-        // memory, which is lent as long as a segment is selected (SELD-4).
-        let written_back = unsafe { selected.write_back(&moving, &self.returning)? };
-        let mut sent = 0;
-        for one in self.returning.iter().filter(|one| one.lands_now) {
-            if let Some(update) = pending.update(one.tensor) {
-                let nbytes = shared.upload(update, one.segment, None)?;
-                // That of a turn is counted with the others.
-                let is_turn = self.turns.iter().any(|turn| turn.segment == one.segment);
-                sent += if is_turn { 0 } else { nbytes };
-            }
-        }
-        shared.jobs.notify();
-        // SAFETY: as above; weights that go up are read on both sides.
-        sent += unsafe { selected.pick_up(&moving, changes)? };
-        for one in self.returning.iter().filter(|one| one.lands_now) {
-            pending.is_landing_now(one.segment);
-        }
-        Ok([written_back, sent])
     }
 }
 
@@ -191,7 +120,7 @@ impl Work for Stepper {
             landed: &self.landed,
         };
         let gradients = shared.step(&pass, &self.turns)?;
-        let [written_back, picked_up] = self.exchange(job, &mut pending)?;
+        let picked_up = shared.pick_up(&pending)?;
         let is_uploaded = |tensor| pending.update(tensor).is_some_and(|one| one.weight.is_some());
         let now = self.turns.iter().filter(|turn| turn.lands_now && is_uploaded(turn.tensor));
         let nbytes: usize = now.map(|turn| shared.weight_nbytes(&pending, turn)).sum();
@@ -217,7 +146,7 @@ impl Work for Stepper {
             step: begin.elapsed(),
             gradients,
             oldest_age,
-            bytes_downloaded: downloaded + written_back,
+            bytes_downloaded: downloaded,
             bytes_uploaded: landed + nbytes as u64 + picked_up,
         })
     }
@@ -352,8 +281,7 @@ impl Shared {
         // them. A run has one tier, so what holds for its last chunk holds for all.
         if turn.chunks_left.fetch_sub(1, Ordering::AcqRel) == 1 {
             match stored {
-                // What the host has of selected channels is written back first.
-                Stored::Final if turn.lands_now && !self.is_selected(segment) => {
+                Stored::Final if turn.lands_now => {
                     self.upload(pass.pending.update(tensor).unwrap_or(update), segment, None)?;
                     self.jobs.notify();
                 }
@@ -391,15 +319,31 @@ impl Shared {
         }
     }
 
-    /// Whether the device has the state of channels of a segment.
-    fn is_selected(&self, segment: usize) -> bool {
-        self.selected.as_ref().is_some_and(|selected| selected.is_held(segment))
+    /// Sends the state of channels that are selected anew to the device; the pass is over. Returns
+    /// how many bytes.
+    fn pick_up(&self, pending: &Pending) -> Result<u64> {
+        let Some(selected) = &self.selected else { return Ok(0) };
+        let changes = selected.take_changes();
+        if changes.is_empty() {
+            return Ok(0);
+        }
+        let _attached = Attached::to(&*self.device)?;
+        let tensor_of = |tensor| self.home_of(pending, tensor);
+        let picking = Picking {
+            device: &*self.device,
+            pool: &self.pool,
+            isa: self.isa,
+            tensor_of: &tensor_of,
+        };
+        // SAFETY: the pass is over, and nothing writes the state of its segments until the next;
+        // submit's caller vouches for the memory, and what was lent for it is held.
+        unsafe { selected.pick_up(&picking, changes) }
     }
 
-    /// A tensor as a segment of it was stepped, where the tier has its state in the tensor itself.
-    fn home_of(&self, pending: &Pending, tensor: usize, segment: usize) -> Result<AdamTensor> {
+    /// A tensor, where the tier has its state in the tensor itself.
+    fn home_of(&self, pending: &Pending, tensor: usize) -> Result<AdamTensor> {
         let update = pending
-            .stepped_as(tensor, segment)
+            .update(tensor)
             .ok_or_else(|| Error::value(format!("tensor `{tensor}` was never stepped")))?;
         if self.tier.is_at_home(tensor) {
             return Ok(update.tensor);

@@ -27,8 +27,8 @@ mod _core {
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]
     use super::select::{
-        PySelectable, better_axis, captured, channel_sq_norms, py_selection_nbytes, top_k,
-        top_k_within,
+        PySelectable, better_axis, captured, channel_sq_norms, choose_channels,
+        py_selection_nbytes, top_k, top_k_within,
     };
     #[pymodule_export]
     use super::swap::{

@@ -205,6 +205,52 @@ pub(super) fn better_axis(
     })
 }
 
+/// A matrix of which channels are chosen: how many rows it has, and columns, and how many of each
+/// may be chosen.
+type Extent = (usize, usize, usize, usize);
+
+/// What is chosen: whether channels are columns, which ones, their squared norm, and that of all.
+type ChosenOf = (bool, Vec<usize>, f64, f64);
+
+/// Of each matrix the rows or columns with the largest norms; the GIL is released.
+///
+/// Of the axis whose chosen channels capture more; rows where both capture the same, or no column
+/// may be chosen. Of equal norms the one with the lowest index comes first, a NaN after all
+/// numbers. Takes linear time.
+///
+/// Args:
+///     norms: a float32 view: for each matrix the norms of its rows, then those of its columns.
+///     extents: for each matrix its rows and columns, and how many of each may be chosen.
+///
+/// Returns:
+///     for each matrix whether channels are columns, the chosen ones, ascending, their squared norm
+///     and that of the whole matrix.
+///
+/// Raises:
+///     ValueError: for another dtype or size, or more channels than there are.
+#[pyfunction]
+pub(super) fn choose_channels(
+    py: Python<'_>,
+    norms: &PyTensorView,
+    extents: Vec<Extent>,
+) -> Result<Vec<ChosenOf>> {
+    let view = norms.0;
+    let numel = extents.iter().map(|(rows, columns, ..)| rows + columns).sum();
+    view.expect("norms", &[Dtype::Float32], numel)?;
+    py.detach(|| {
+        // SAFETY: as in `channel_sq_norms`.
+        let mut left = unsafe { view.slice::<f32>(0..numel) };
+        let choose = |(rows, columns, row_count, column_count): Extent| {
+            let (of_rows, rest) = left.split_at(rows);
+            let (of_columns, rest) = rest.split_at(columns);
+            left = rest;
+            let found = selection::choose(of_rows, of_columns, row_count, column_count)?;
+            Ok((found.axis == Axis::Columns, found.channels, found.captured, found.total))
+        };
+        extents.into_iter().map(choose).collect()
+    })
+}
+
 /// Bytes that an engine needs for channels that are stepped on the device.
 ///
 /// Args:

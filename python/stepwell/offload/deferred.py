@@ -57,8 +57,8 @@ class Deferred:
     learns fast, a weight that is a step old costs most."""
 
     fraction: float = 0.0
-    """Which share of each matrix is not deferred but stepped on the device, at once, in every
-    step: 0 to 1. Of what lies of a matrix in one segment (4 Mi elements) that share of the rows, or
+    """Which share of each matrix the device steps at once, in every step, ahead of the host: 0 to
+    1. Of what lies of a matrix in one segment (4 Mi elements) that share of the rows, or
     of the columns, is selected: those with the largest gradients, of the axis that captures more.
     A parameter of more than two dimensions is a matrix of its first one and the rest. Parameters of
     one dimension with at most 64 Ki elements (norms, biases) are selected whole. A row that crosses

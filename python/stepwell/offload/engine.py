@@ -113,8 +113,8 @@ class Engine:
         else:
             gradients, predicted = deferral_nbytes(self._indices, deferred)
             selection: dict[str, Any] = {}
-            if deferred.fraction:
-                self.selected_bytes, staging = selection_nbytes(self._indices, deferred)
+            self.selected_bytes, staging = selection_nbytes(self._indices, deferred)
+            if self.selected_bytes:
                 memory = torch.empty(self.selected_bytes, dtype=torch.uint8, device=device)
                 selection = {
                     "row_lens": row_lens(self._indices),

@@ -281,10 +281,10 @@ class HostSide:
 
     def reread(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
-    ) -> bool:
+    ) -> list[torch.Tensor]:
         """Copies to the host those of `params` that other code has written on the device.
 
-        Returns whether there was one.
+        Returns them.
         """
         if stale := self.twins.stale(params):
             _LOGGER.debug(
@@ -295,7 +295,7 @@ class HostSide:
             # First: Ctrl-C may come before the copies have ended.
             self.fingerprints.mark_unverified(stale)
             self.twins.refresh(stale)
-        return bool(stale)
+        return stale
 
     def take_fingerprints(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]

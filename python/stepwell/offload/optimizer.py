@@ -182,7 +182,7 @@ class OffloadAdamW(AdamW):
         if deferred is not None and deferred.fraction and moments != "fp32":
             raise ValueError(
                 f"`deferred.fraction` is `{deferred.fraction}` and `moments` is `{moments}`, "
-                "expected fp32: coded moments would be rounded whenever channels are selected anew"
+                "expected fp32: the host rounds coded moments, and the device would have others"
             )
         if deferred is not None and tier is not None:
             raise ValueError(
@@ -607,7 +607,7 @@ class OffloadAdamW(AdamW):
         facts = Facts(has_error=has_error)
         if not has_error:
             self._refuse_lost_writes()
-            self._score(params, grads, updates, is_written=self._host.reread(params, self.state))
+            self._score(params, grads, updates, self._host.reread(params, self.state))
             collector = self._collector
             norm = gradient_norm(params, grads, collector.place, read=collector.read)
             norm *= inverse_scale
@@ -626,8 +626,9 @@ class OffloadAdamW(AdamW):
         # After the norm, which would come down behind them; the step begins with the first that is
         # there.
         self._collector.take_missing(params, grads, self._opened_engine())
-        grad_scale = inverse_scale * self._clip_coefficient(norm)
-        self._apply(updates, grad_scale, dict(zip(params, grads, strict=True)))
+        selects = self._engine is not None and self._engine.selector is not None
+        on_device = dict(zip(params, grads, strict=True)) if selects else None
+        self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
         return True
 
     def _score(
@@ -635,8 +636,7 @@ class OffloadAdamW(AdamW):
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         updates: Sequence[Update],
-        *,
-        is_written: bool,
+        written: Sequence[torch.Tensor],
     ) -> None:
         """Scores channels of which some may be selected; the norm that comes next is waited for.
 
@@ -644,7 +644,7 @@ class OffloadAdamW(AdamW):
             params: the parameters of the step.
             grads: their gradients.
             updates: their updates.
-            is_written: whether other code has written one of them.
+            written: those that other code has written.
         """
         deferred = self._deferred
         if deferred is None or not deferred.fraction or not updates:
@@ -652,8 +652,8 @@ class OffloadAdamW(AdamW):
         engine = self._opened_engine()
         if engine.selector is None:
             return
-        if is_written:
-            # The device may have the state of some of it.
+        if engine.selector.holds(written):
+            # The device has copies of what they were. An exact step drops those.
             engine.is_settled = True
         if self._is_deferred(updates):
             engine.selector.score(params, grads, engine.next_group())

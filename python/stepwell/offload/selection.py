@@ -1,8 +1,9 @@
 """Which channels are stepped on the device at once, and when that changes.
 
 A channel is a row or a column of what lies of a matrix in one segment of the engine. The device has
-the state of the channels that are selected, and steps them in every step; the rest is deferred
-(`deferred`). What is selected changes in an exact step, and in turns of its segment.
+a copy of the state of the channels that are selected, and steps it in every step, ahead of the host
+(`rust/offload/selected.rs`). What is selected changes in an exact step, and in turns of its
+segment.
 
 Scores are squared norms of the gradient of that very step. They are reduced on the device, for the
 segments whose selection is due, and come to the host with the norm of all gradients, which the step
@@ -15,12 +16,13 @@ device; their channels are ranked on the host, in linear time.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from stepwell import _core
 from stepwell._sharding import local
+from stepwell._tensors import view
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -29,15 +31,6 @@ __all__ = ["Selected", "Selector"]
 
 Selected: TypeAlias = "tuple[int, bool, list[int]]"
 """The number of a segment, whether its channels are columns, and the channels, ascending."""
-
-
-class _Scored(NamedTuple):
-    """A segment whose selection is due."""
-
-    segment: _core.Selectable
-    begin: int
-    """Where its scores begin: those of its rows, then those of its columns. Only the first of them
-    where all of it is selected."""
 
 
 class Selector:
@@ -65,10 +58,10 @@ class Selector:
         self._selected_at: dict[int, int] = {}
         # Squared norms, of the chosen channels and of all, of the last choice.
         self._captured: dict[int, tuple[float, float]] = {}
-        self._due: list[_Scored] = []
+        self._due: list[_core.Selectable] = []
         most = sum(one.rows + one.row_len for one in segments if not _is_whole(one))
         # The device writes it, and the thread reads it behind a wait of its own.
-        self._scores = torch.zeros(most, device="cpu", pin_memory=device.type == "cuda")
+        self._norms = torch.zeros(most, device="cpu", pin_memory=device.type == "cuda")
 
     @property
     def share(self) -> float:
@@ -95,12 +88,11 @@ class Selector:
         grad_of = dict(zip(params, grads, strict=True))
         self._due = []
         norms: list[torch.Tensor] = []
-        begin = 0
         for one in self._segments:
             grad = grad_of.get(self._params[one.tensor])
             if grad is None or not (group is None or self._is_due(one, group)):
                 continue
-            self._due.append(_Scored(one, begin))
+            self._due.append(one)
             if _is_whole(one):
                 continue
             end = one.first + one.rows * one.row_len
@@ -108,9 +100,9 @@ class Selector:
             norms += [
                 torch.linalg.vector_norm(block, dim=dim, dtype=torch.float32) for dim in (1, 0)
             ]
-            begin += one.rows + one.row_len
         if norms:
-            self._scores[:begin].copy_(torch.cat(norms), non_blocking=True)
+            found = torch.cat(norms)
+            self._norms[: len(found)].copy_(found, non_blocking=True)
 
     def _is_due(self, one: _core.Selectable, group: int) -> bool:
         selected_at = self._selected_at.get(one.segment)
@@ -126,33 +118,41 @@ class Selector:
         """
         if at_once is None:
             self.reset()
+        found = self._channels()
         chosen: list[Selected] = []
-        for one, begin in self._due:
+        for one in self._due:
             if at_once is not None and self._params[one.tensor] in at_once:
                 self._forget(one.segment)
                 continue
-            chosen.append((one.segment, *self._channels(one, begin)))
+            chosen.append((one.segment, *found.get(one.segment, (False, list(range(one.rows))))))
             self._selected_at[one.segment] = self._step
         self._due = []
         self._step += 1
         return chosen
 
-    def _channels(self, one: _core.Selectable, begin: int) -> tuple[bool, list[int]]:
-        if _is_whole(one):
-            return False, list(range(one.rows))
-        squares = self._scores[begin : begin + one.rows + one.row_len].double().square()
-        rows, columns = squares[: one.rows], squares[one.rows :]
-        found = []
-        for scores, count in ((rows, one.row_count), (columns, one.column_count)):
-            channels = _core.top_k(_view(scores), count)
-            found.append((float(scores[channels].sum()), channels))
-        # Rows where both capture the same: they are contiguous.
-        by_columns = not one.row_count or found[1][0] > found[0][0]
-        captured, channels = found[by_columns]
-        total = float(rows.sum())
-        if math.isfinite(total):
-            self._captured[one.segment] = captured, total
-        return by_columns, channels
+    def _channels(self) -> dict[int, tuple[bool, list[int]]]:
+        """For the number of each segment that is due whether columns are chosen, and which.
+
+        Not of those that are selected whole.
+        """
+        scored = [one for one in self._due if not _is_whole(one)]
+        extents = [(one.rows, one.row_len, one.row_count, one.column_count) for one in scored]
+        norms = self._norms[: sum(rows + row_len for rows, row_len, *_ in extents)]
+        channels = {}
+        chosen = _core.choose_channels(view(norms), extents)
+        for one, (by_columns, found, captured, total) in zip(scored, chosen, strict=True):
+            channels[one.segment] = by_columns, found
+            if math.isfinite(total):
+                self._captured[one.segment] = captured, total
+        return channels
+
+    def holds(self, params: Collection[torch.Tensor]) -> bool:
+        """Whether channels of any of these are selected."""
+        known = set(params)
+        return bool(known) and any(
+            one.segment in self._selected_at and self._params[one.tensor] in known
+            for one in self._segments
+        )
 
     def drop(self, params: Iterable[torch.Tensor]) -> None:
         """The engine has ended what was selected of these."""
@@ -164,10 +164,6 @@ class Selector:
     def _forget(self, segment: int) -> None:
         self._selected_at.pop(segment, None)
         self._captured.pop(segment, None)
-
-
-def _view(scores: torch.Tensor) -> _core.TensorView:
-    return _core.TensorView(address=scores.data_ptr(), dtype="float64", numel=scores.numel())
 
 
 def _is_whole(one: _core.Selectable) -> bool:
