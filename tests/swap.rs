@@ -64,6 +64,7 @@ impl Rig {
             weights: Vec::new(),
             stripe_bytes: 64 << 10,
             durability,
+            identity: 0,
             ram_nbytes: 0,
             buffers_nbytes_max: usize::MAX,
             workers: 3,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -424,3 +425,87 @@ def test_ctrl_c_ends_a_look_at_the_state_and_harms_nothing(tmp_path):
     assert_equal(ours, theirs)
     assert train(*ours, 1, first=1) == train(*theirs, 1, first=1)
     assert_equal(ours, theirs)
+
+
+def test_the_state_may_be_kept_over_steps(tmp_path):
+    (net, optimizer), (twin, reference) = pair(tmp_path, durability="none")
+    states = optimizer.state
+    items = None
+    for step in range(3):
+        train(net, optimizer, 1, first=step)
+        train(twin, reference, 1, first=step)
+        if items is not None:
+            # Of the step before.
+            assert all(torch.isfinite(state["exp_avg"]).all() for _, state in items)
+        items = optimizer.state.items()
+    for param, other in zip(net.parameters(), twin.parameters(), strict=True):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(states[param][name], reference.state[other][name])
+    assert set(states) == set(net.parameters()) and len(dict(states)) == len(states)
+    optimizer.state = optimizer.state
+    train(net, optimizer, 1, first=3)
+    train(twin, reference, 1, first=3)
+    assert_equal((net, optimizer), (twin, reference))
+
+
+def test_another_thread_may_look_at_the_state(tmp_path):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, durability="none")
+    train(net, optimizer, 1, first=0)
+    is_over, seen = threading.Event(), []
+
+    def look():
+        while not is_over.is_set():
+            seen.append(optimizer.state[net[2].weight]["exp_avg"].isfinite().all().item())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        for step in range(1, 6):
+            train(net, optimizer, 1, first=step)
+    finally:
+        is_over.set()
+        thread.join(timeout=60)
+    assert not thread.is_alive() and seen and all(seen)
+
+
+@pytest.mark.parametrize("change", ["order", "shape"])
+def test_a_volume_of_other_names_or_shapes_is_refused(tmp_path, change):
+    def model(shape=(300, 400)):
+        torch.manual_seed(0)
+        return torch.nn.ModuleDict(
+            {name: torch.nn.Linear(shape[1], shape[0], bias=False) for name in "ab"}
+        )
+
+    def made(named, **options):
+        return stepwell.OffloadAdamW(
+            named, tier=stepwell.Volume(folders(tmp_path), name="v", **options)
+        )
+
+    net = model()
+    optimizer = made(net.named_parameters(), keep=True)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+    other = model((400, 300)) if change == "shape" else model()
+    named = list(other.named_parameters())
+    with pytest.raises(ValueError, match="with their names and shapes"):
+        made(named[::-1] if change == "order" else named, resume=True)
+    made(net.named_parameters(), resume=True)
+
+
+def test_weights_that_no_commit_has_are_told(tmp_path, caplog):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, durability="commit")
+    train(net, optimizer, 1, first=0)
+    net[0].weight.requires_grad_(False)
+    with torch.no_grad():
+        net[0].weight.zero_()
+    train(net, optimizer, 1, first=1)
+    assert "were written by the program (said once)" in caplog.text
+    optimizer.state.clear()
+    train(net, optimizer, 1, first=2)
+    assert "or was deleted" in caplog.text

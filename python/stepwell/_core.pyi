@@ -565,7 +565,7 @@ class Swap:
         ValueError: for arguments that cannot work, or a volume of other parameters.
         OSError: where a drive is full, or a member is missing, used or damaged.
     """
-    def __new__(cls, /, folders: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = 32, io_timeout: float = 60.0) -> Swap: ...
+    def __new__(cls, /, folders: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, identity: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = 32, io_timeout: float = 60.0) -> Swap: ...
     @property
     def buffers_nbytes(self, /) -> int:
         """

@@ -97,7 +97,7 @@ impl PySwap {
     #[new]
     #[pyo3(signature = (
         folders, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=1 << 20,
-        durability="commit", keep=false, resume=false, ram_nbytes=0,
+        durability="commit", keep=false, resume=false, identity=0, ram_nbytes=0,
         buffers_nbytes_max=1 << 30, workers=None, io_engine="auto", queue_depth=32,
         io_timeout=60.0
     ))]
@@ -113,6 +113,7 @@ impl PySwap {
         durability: &str,
         keep: bool,
         resume: bool,
+        identity: u64,
         ram_nbytes: usize,
         buffers_nbytes_max: usize,
         workers: Option<usize>,
@@ -138,6 +139,7 @@ impl PySwap {
             weights,
             stripe_bytes,
             durability: durability_named(durability)?,
+            identity,
             ram_nbytes,
             buffers_nbytes_max,
             workers: workers.unwrap_or_else(|| pool.threads()),
@@ -300,6 +302,7 @@ pub(super) fn swap_buffers_nbytes(
         weights: Vec::new(),
         stripe_bytes: 0,
         durability: durability_named(durability)?,
+        identity: 0,
         ram_nbytes: 0,
         buffers_nbytes_max,
         workers: workers.map_or_else(|| Pool::global().map(Pool::threads), Ok)?,

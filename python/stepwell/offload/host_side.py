@@ -23,7 +23,7 @@ from stepwell.offload.fingerprints import FingerprintStatus
 from stepwell.offload.twins import Twins
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
@@ -62,6 +62,7 @@ class HostSide:
         self.swapped = swapped
         # Where a volume has state, that is given a place when all parameters are known.
         self._is_open = swapped is None
+        self._has_warned_of_weights = False
 
     def check(self, params: Sequence[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
         """Raises ValueError if `params`, which are new, could not be stepped.
@@ -167,12 +168,18 @@ class HostSide:
         # Trailing bits in loaded state may not be those of the weights.
         self.fingerprints.mark_unverified(param for param in params if states.get(param))
 
-    def open(self, owner: object, states: dict[torch.Tensor, _state.State]) -> None:
+    def open(
+        self,
+        owner: object,
+        states: dict[torch.Tensor, _state.State],
+        names: Mapping[torch.Tensor, str],
+    ) -> None:
         """Gives the state of all parameters its place, on the volume or in host memory.
 
         Args:
             owner: with it the volume ends.
             states: those that the optimizer has: none; or what a resumed volume has, afterwards.
+            names: of parameters that have one, also in the run that a volume is resumed from.
 
         Raises:
             ValueError: there is too little memory, or the volume is another model's.
@@ -183,7 +190,7 @@ class HostSide:
             return
         weights = {param: self.twins.weight(param) for param in self.twins}
         limit = None if self._bytes_max is None else self._bytes_max - self.twins.pinned_bytes
-        in_memory = swapped.open(owner, weights, limit)
+        in_memory = swapped.open(owner, weights, limit, names)
         self._is_open = True
         self._fresh.update(
             {param: _state.new(weights[param], self._moments) for param in in_memory}
@@ -247,21 +254,39 @@ class HostSide:
                 state = {**state, **own}
             operand.state, operand.is_moved = state, True
             found.append((param, state, swapped.placed(param, state)))
-        if found and swapped.commits:
-            stepped = {update.param for update in updates}
-            left = [
-                param
-                for param, state in states.items()
-                if param in swapped and param not in stepped and not swapped.is_place(param, state)
-            ]
-            if left:
-                _LOGGER.warning(
-                    "the state of %d parameters without a gradient is in memory, loaded or looked "
-                    "at, and what was changed of it is on the volume from their next step on; a "
-                    "crash before that loses it",
-                    len(left),
-                )
+        if swapped.commits:
+            self._tell_of_uncommitted({update.param for update in updates}, states)
         return found
+
+    def _tell_of_uncommitted(
+        self, stepped: Collection[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
+    ) -> None:
+        """Warns where the program has changed what only a parameter's own step would commit."""
+        swapped = self.swapped
+        assert swapped is not None
+        others = [param for param in self.twins if param in swapped and param not in stepped]
+        in_memory = [
+            param
+            for param in others
+            if param not in self._fresh
+            and not (param in states and swapped.is_place(param, states[param]))
+        ]
+        if in_memory:
+            _LOGGER.warning(
+                "the state of %d parameters without a gradient is in memory, loaded or looked at, "
+                "or was deleted, and what was changed of it is on the volume from their next step "
+                "on; a crash before that loses it",
+                len(in_memory),
+            )
+        written = self.twins.stale(others)
+        if written and not self._has_warned_of_weights:
+            self._has_warned_of_weights = True
+            _LOGGER.warning(
+                "%d parameters without a gradient were written by the program (said once); their "
+                "weights are on the volume from their next step on, so a run that is resumed "
+                "before has those of their last step",
+                len(written),
+            )
 
     def drop_fresh(self, params: Iterable[torch.Tensor]) -> None:
         """The optimizer has state of `params` now."""

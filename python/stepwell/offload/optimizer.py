@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
+import threading
 import time
 import weakref
 from functools import partial
@@ -23,7 +25,7 @@ from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads, exposed
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import gradient_norm
-from stepwell.offload.swapped import Swapped
+from stepwell.offload.swapped import StateInMemory, Swapped
 from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
@@ -193,8 +195,9 @@ class OffloadAdamW(AdamW):
         self.grad_norm: float | None = None
         self._deferred = deferred
         self._has_warned_of_exact_steps = False
-        # While a step is decided and submitted, `state` does not settle what is deferred.
-        self._is_stepping = False
+        # While a step is decided and submitted, `state` does not settle what is deferred, on the
+        # thread that does so.
+        self._stepping_on: int | None = None
         self._gate_mode: GateMode = gate
         self._accumulate: Accumulate = accumulate
         self._threads = threads
@@ -229,7 +232,14 @@ class OffloadAdamW(AdamW):
             fused=fused,
         )
         with torch.no_grad():
-            self._host.open(self, self._states)
+            self._host.open(self, self._states, self._names())
+
+    def _names(self) -> dict[torch.Tensor, str]:
+        names = [
+            zip(each["params"], each.get("param_names", ()), strict=False)
+            for each in self.param_groups
+        ]
+        return dict(itertools.chain.from_iterable(names))
 
     @property
     def clip_norm(self) -> float | None:
@@ -344,24 +354,34 @@ class OffloadAdamW(AdamW):
         self._collector.reset()
 
     @property
+    def _is_stepping(self) -> bool:
+        return self._stepping_on == threading.get_ident()
+
+    @property
     def state(self) -> defaultdict[torch.Tensor, _state.State]:
         """State by parameter, as torch's optimizers have it, after the last step is complete."""
-        states = self._states
-        if self._host.swapped is not None and not self._is_stepping:
-            self._host.swapped.read(states)
-        return states
+        return self._states if self._host.swapped is None else StateInMemory(self._read_states)
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
-        self.__dict__["state"] = state
+        self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
+
+    def _read_states(self) -> defaultdict[torch.Tensor, _state.State]:
+        """As `_states`. What is on a volume is read into memory, but for the step's own thread."""
+        with contextlib.nullcontext() if self._engine is None else self._engine.lock:
+            states = self._states
+            if self._host.swapped is not None and not self._is_stepping:
+                self._host.swapped.read(states)
+            return states
 
     @property
     def _states(self) -> defaultdict[torch.Tensor, _state.State]:
         """As `state`. What is on a volume is not read."""
         if self._engine is not None and not self._is_stepping:
-            self._engine.settle()
-            if self._engine.busy:
-                self._finish()
+            with self._engine.lock:
+                self._engine.settle()
+                if self._engine.busy:
+                    self._finish()
         found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
         for param, before, state in self._swapping[0]:
             if found.get(param) is before:
@@ -514,7 +534,7 @@ class OffloadAdamW(AdamW):
         background = time.perf_counter() - begin
         self._release()
         begin = time.perf_counter()
-        self._is_stepping = True
+        self._stepping_on = threading.get_ident()
         try:
             is_begun = self._begin_step()
             if is_begun:
@@ -528,7 +548,7 @@ class OffloadAdamW(AdamW):
             self._leave_step()
             raise
         finally:
-            self._is_stepping = False
+            self._stepping_on = None
             self._collector.reset()
         self._seconds["background"] = background
         if not is_begun:

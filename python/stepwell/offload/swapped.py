@@ -11,9 +11,12 @@ Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memo
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import logging
 import os
 import weakref
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +27,11 @@ from stepwell._tensors import tensor_on, view
 from stepwell.offload.budget import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from stepwell.offload.volume import Volume
 
-__all__ = ["Swapped"]
+__all__ = ["StateInMemory", "Swapped"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -57,6 +60,110 @@ class _Places:
         begin, end = self._begin, self._begin + numel * dtype.itemsize
         self._begin = _aligned(end)
         return self._memory[begin:end].view(dtype)
+
+
+class StateInMemory(defaultdict[torch.Tensor, _state.State]):
+    """The state of an optimizer with a volume, as code outside of a step sees it.
+
+    It has no entries of its own. Each call goes to the optimizer's state as it is then, of which
+    what is on the volume has been read into memory. So it may be kept over steps.
+
+    Args:
+        states: gives that state.
+    """
+
+    def __init__(self, states: Callable[[], defaultdict[torch.Tensor, _state.State]]) -> None:
+        super().__init__(dict)
+        self._states = states
+
+    def __getitem__(self, param: torch.Tensor) -> _state.State:
+        return self._states()[param]
+
+    def __setitem__(self, param: torch.Tensor, state: _state.State) -> None:
+        self._states()[param] = state
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        del self._states()[param]
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._states()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._states())
+
+    def __reversed__(self) -> Iterator[torch.Tensor]:
+        return reversed(self._states())
+
+    def __len__(self) -> int:
+        return len(self._states())
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self._states()) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __repr__(self) -> str:
+        return repr(self._states())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> Any:
+        return self._states().copy()
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._states(), memo)
+
+    def __reduce__(self) -> Any:
+        return self._states().__reduce__()
+
+    def __or__(self, other: Any) -> Any:
+        return self._states() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._states()
+
+    def __ior__(self, other: Any) -> Any:
+        self._states().update(other)
+        return self
+
+    def get(self, param: torch.Tensor, default: Any = None) -> Any:
+        """As dict's."""
+        return self._states().get(param, default)
+
+    def keys(self) -> Any:
+        """As those of a copy: a view of dict's may be kept, and would see places later."""
+        return dict(self._states()).keys()
+
+    def values(self) -> Any:
+        """Likewise."""
+        return dict(self._states()).values()
+
+    def items(self) -> Any:
+        """Likewise."""
+        return dict(self._states()).items()
+
+    def pop(self, *args: Any) -> Any:
+        """As dict's."""
+        return self._states().pop(*args)
+
+    def popitem(self) -> Any:
+        """As dict's."""
+        return self._states().popitem()
+
+    def setdefault(self, param: torch.Tensor, default: Any = None) -> Any:
+        """As dict's."""
+        return self._states().setdefault(param, default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As dict's."""
+        self._states().update(*args, **kwargs)
+
+    def clear(self) -> None:
+        """As dict's."""
+        self._states().clear()
 
 
 class Swapped:
@@ -103,7 +210,11 @@ class Swapped:
     # ---- the beginning ----
 
     def open(
-        self, owner: object, weights: Mapping[torch.Tensor, torch.Tensor], host_bytes: int | None
+        self,
+        owner: object,
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        host_bytes: int | None,
+        names: Mapping[torch.Tensor, str],
     ) -> list[torch.Tensor]:
         """Makes the volume, or finds it again, for as much state as does not fit into memory.
 
@@ -112,6 +223,7 @@ class Swapped:
             weights: of all parameters, in the order in which the forward uses them, their host
                 sides.
             host_bytes: for state and buffers; None: three quarters of what is free.
+            names: of parameters that have one: a volume of other names or shapes is not resumed.
 
         Returns:
             the parameters whose state is in memory of their own.
@@ -155,7 +267,7 @@ class Swapped:
             del self._places[param], self._weights[param]
         swapped = list(self._places)
         self._indices = {param: index for index, param in enumerate(swapped)}
-        self._core = core = self._make(swapped, left, most)
+        self._core = core = self._make(swapped, left, most, names)
         weakref.finalize(owner, core.close)
         on_volume = sum(sizes[param] for param in swapped) - core.ram_nbytes
         _LOGGER.info(
@@ -200,7 +312,11 @@ class Swapped:
         return [os.fspath(path) for path in self.volume.paths]
 
     def _make(
-        self, params: Sequence[torch.Tensor], ram_nbytes: int, buffers_nbytes_max: int
+        self,
+        params: Sequence[torch.Tensor],
+        ram_nbytes: int,
+        buffers_nbytes_max: int,
+        names: Mapping[torch.Tensor, str],
     ) -> _core.Swap:
         volume = self.volume
         name = volume.name
@@ -216,6 +332,7 @@ class Swapped:
             durability=volume.durability,
             keep=volume.is_kept,
             resume=volume.resume,
+            identity=_identity(params, names),
             ram_nbytes=ram_nbytes,
             buffers_nbytes_max=buffers_nbytes_max,
             workers=self._threads,
@@ -300,6 +417,12 @@ class Swapped:
             state = {**states[param], **memory}
             self._core.read(self._indices[param], self._tensor(param, state))
             states[param] = state
+
+
+def _identity(params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
+    """What names and shapes say, in 64 bits."""
+    what = repr([(names.get(param), tuple(param.shape)) for param in params])
+    return int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little")
 
 
 def _first_fit(

@@ -22,7 +22,7 @@ fn check(body: impl Fn() + Send + Sync + Clone + 'static) {
 }
 
 fn crew(workers: usize) -> Crew {
-    Crew::start(&vec![0; workers]).expect("a crew").0
+    Crew::start(&vec![0; workers], 0).expect("a crew").0
 }
 
 fn counters(len: usize) -> Vec<AtomicUsize> {
@@ -146,6 +146,7 @@ fn callers_take_turns_around_a_fork() {
     check(|| {
         let pool = Arc::new(Pool {
             cpus: vec![0; 2],
+            nice: 0,
             crew: Mutex::new(None),
             warned: AtomicBool::new(false),
         });

@@ -1,16 +1,18 @@
 //! The catalog: the record that says what the others are of, and how often each tensor was stepped.
 //!
 //! ```text
-//! magic (8 B) | state format u32 | tensors u32 | numel u64, count u64, kind (32 B) of each |
+//! magic (8 B) | state format u32 | tensors u32 | identity u64 |
+//! numel u64, count u64, kind (32 B) of each |
 //! ```
 //!
+//! The identity is the caller's, of what the tensors are beside that: their names and shapes.
 //! Integers are little-endian. The volume has a checksum of it, and its own version.
 
 use super::chunks::Held;
 use crate::state::{STATE_FORMAT, codecs::MasterKind, layout::Layout};
 
 const MAGIC: &[u8; 8] = b"swstates";
-const HEAD_BYTES: usize = 16;
+const HEAD_BYTES: usize = 24;
 const KIND_BYTES: usize = 32;
 const TENSOR_BYTES: usize = 16 + KIND_BYTES;
 
@@ -35,9 +37,9 @@ fn kind(layout: &Layout) -> [u8; KIND_BYTES] {
 }
 
 /// Writes it to the beginning of `bytes`.
-pub(super) fn encode(tensors: &[Held], counts: &[u64], bytes: &mut [u8]) {
+pub(super) fn encode(tensors: &[Held], identity: u64, counts: &[u64], bytes: &mut [u8]) {
     let (head, rest) = bytes.split_at_mut(HEAD_BYTES);
-    head.copy_from_slice(&head_of(tensors));
+    head.copy_from_slice(&head_of(tensors, identity));
     let each = rest.chunks_exact_mut(TENSOR_BYTES);
     for ((held, count), place) in tensors.iter().zip(counts).zip(each) {
         let layout = held.place.layout();
@@ -47,18 +49,19 @@ pub(super) fn encode(tensors: &[Held], counts: &[u64], bytes: &mut [u8]) {
     }
 }
 
-fn head_of(tensors: &[Held]) -> [u8; HEAD_BYTES] {
+fn head_of(tensors: &[Held], identity: u64) -> [u8; HEAD_BYTES] {
     let mut head = [0; HEAD_BYTES];
     head[..8].copy_from_slice(MAGIC);
     head[8..12].copy_from_slice(&STATE_FORMAT.to_le_bytes());
-    head[12..].copy_from_slice(&(tensors.len() as u32).to_le_bytes());
+    head[12..16].copy_from_slice(&(tensors.len() as u32).to_le_bytes());
+    head[16..].copy_from_slice(&identity.to_le_bytes());
     head
 }
 
 /// The count of updates of each tensor; None: it is the catalog of others.
-pub(super) fn decode(tensors: &[Held], bytes: &[u8]) -> Option<Vec<u64>> {
+pub(super) fn decode(tensors: &[Held], identity: u64, bytes: &[u8]) -> Option<Vec<u64>> {
     let (head, rest) = bytes.split_at_checked(HEAD_BYTES)?;
-    if head != head_of(tensors) || rest.len() < tensors.len() * TENSOR_BYTES {
+    if head != head_of(tensors, identity) || rest.len() < tensors.len() * TENSOR_BYTES {
         return None;
     }
     let each = tensors.iter().zip(rest.chunks_exact(TENSOR_BYTES));

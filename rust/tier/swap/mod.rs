@@ -88,6 +88,8 @@ pub struct Config {
     pub stripe_bytes: usize,
     /// What a step is after a crash.
     pub durability: Durability,
+    /// Of what the tensors are, beside their sizes: a volume of another identity is not opened.
+    pub identity: u64,
     /// Bytes of host memory for the state of the first chunks.
     pub ram_nbytes: usize,
     /// The most bytes of buffers, unless a step could not go on with so few.
@@ -102,6 +104,7 @@ pub struct Config {
 pub struct Swap {
     volume: Volume,
     durability: Durability,
+    identity: u64,
     chunks: Chunks,
     /// The state of the chunks that are in host memory.
     ram: Buffer,
@@ -163,6 +166,7 @@ impl Swap {
             pipeline: Mutex::new(Pipeline::new(chunks.count(), chunks.tensors().len())),
             changed: Condvar::new(),
             durability: config.durability,
+            identity: config.identity,
             io_timeout: config.options.io_timeout,
             chunks,
             volume,
