@@ -360,7 +360,8 @@ class OffloadAdamW(AdamW):
     @property
     def state(self) -> defaultdict[torch.Tensor, _state.State]:
         """State by parameter, as torch's optimizers have it, after the last step is complete."""
-        return self._states if self._host.swapped is None else StateInMemory(self._read_states)
+        states = self._read_states()
+        return states if self._host.swapped is None else StateInMemory(self._read_states)
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
