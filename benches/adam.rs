@@ -195,7 +195,8 @@ fn split_tensor(
 fn slots(criterion: &mut Criterion) {
     let (_, len) = SIZES[1];
     let isa = Isa::available().last().expect("scalar is always there");
-    let pool = Pool::new(&PoolConfig { threads: Some(1), cpus: None, nice: 0 }).expect("a pool");
+    let pool =
+        Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool");
     let hyper = Hyper { lr: 1e-4, weight_decay: 0.01, grad_scale: 0.5, ..Hyper::default() };
     for (name, with_fingerprints) in
         [("split, fp32 moments", false), ("split with fingerprints, fp32 moments", true)]
@@ -242,8 +243,8 @@ fn through(criterion: &mut Criterion) {
     let isa = Isa::available().last().expect("scalar is always there");
     let pools = [("1 thread", Some(1), SIZES[1].1), ("all threads", None, 4 * SIZES[1].1)];
     for (threads, num_threads, len) in pools {
-        let pool =
-            Pool::new(&PoolConfig { threads: num_threads, cpus: None, nice: 0 }).expect("a pool");
+        let pool = Pool::new(&PoolConfig { threads: num_threads, ..PoolConfig::default() })
+            .expect("a pool");
         for moments in [MomentsKind::Float32, MomentsKind::Q8] {
             let (tensor, mut memory) = split_tensor(&pool, len, moments, false);
             let mut view = |dtype| view_of(&pool, &mut memory, dtype, len);
@@ -325,7 +326,8 @@ fn reads(criterion: &mut Criterion) {
 /// chosen of scores.
 fn select(criterion: &mut Criterion) {
     let isa = Isa::available().last().expect("scalar is always there");
-    let pool = Pool::new(&PoolConfig { threads: Some(1), cpus: None, nice: 0 }).expect("a pool");
+    let pool =
+        Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool");
     let (rows, columns) = (2048, 4096);
     let mut memory = Vec::new();
     for dtype in [Dtype::BFloat16, Dtype::Float16, Dtype::Float32] {

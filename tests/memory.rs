@@ -9,7 +9,7 @@ use stepwell::host::pool::{Pool, PoolConfig};
 const MIB: usize = 1 << 20;
 
 fn pool() -> Pool {
-    Pool::new(&PoolConfig { threads: Some(3), cpus: None, nice: 0 }).expect("pool")
+    Pool::new(&PoolConfig { threads: Some(3), ..PoolConfig::default() }).expect("pool")
 }
 
 fn buffer(nbytes: usize) -> Buffer {

@@ -44,7 +44,7 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
 }
 
 fn pool(threads: usize) -> Pool {
-    Pool::new(&PoolConfig { threads: Some(threads), cpus: None, nice: 0 }).expect("pool")
+    Pool::new(&PoolConfig { threads: Some(threads), ..PoolConfig::default() }).expect("pool")
 }
 
 fn counters(len: usize) -> Vec<AtomicU32> {
@@ -303,7 +303,7 @@ fn a_fork_while_jobs_run_sees_none_half_done() {
                 all_begun.wait();
                 while !stop.load(Ordering::Relaxed) {
                     drop(
-                        Pool::new(&PoolConfig { threads: Some(2), cpus: None, nice: 0 })
+                        Pool::new(&PoolConfig { threads: Some(2), ..PoolConfig::default() })
                             .expect("pool"),
                     );
                 }
@@ -452,8 +452,8 @@ fn a_mask_of_one_cpu_gives_one_worker() {
                 let pool = Pool::new(&PoolConfig::default()).expect("pool");
                 assert_eq!(pool.cpus(), [cpu]);
                 assert!(runs_each_once(&pool, &counters(100)));
-                let several =
-                    Pool::new(&PoolConfig { threads: Some(4), cpus: None, nice: 0 }).expect("pool");
+                let several = Pool::new(&PoolConfig { threads: Some(4), ..PoolConfig::default() })
+                    .expect("pool");
                 assert_eq!(several.cpus(), [cpu; 4]);
                 assert!(runs_each_once(&several, &counters(100)));
             })
@@ -468,7 +468,7 @@ fn a_list_of_cpus_is_taken_as_it_is() {
     within_time_limit(|| {
         let mut cpus = allowed_cpus();
         cpus.reverse();
-        let pool = Pool::new(&PoolConfig { threads: None, cpus: Some(cpus.clone()), nice: 0 })
+        let pool = Pool::new(&PoolConfig { cpus: Some(cpus.clone()), ..PoolConfig::default() })
             .expect("pool");
         assert_eq!(pool.cpus(), cpus);
         pool.run_on_each_worker(&|worker| assert_eq!(allowed_cpus(), [cpus[worker]]));

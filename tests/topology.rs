@@ -40,8 +40,13 @@ fn kinds(topology: &Topology) -> Vec<CoreKind> {
 }
 
 fn choose(topology: &Topology, allowed: &[usize], threads: Option<usize>) -> Vec<usize> {
-    choose_cpus(topology, allowed, &PoolConfig { threads, cpus: None, nice: 0 }, RankShare::WHOLE)
-        .expect("CPUs")
+    choose_cpus(
+        topology,
+        allowed,
+        &PoolConfig { threads, ..PoolConfig::default() },
+        RankShare::WHOLE,
+    )
+    .expect("CPUs")
 }
 
 /// Two nodes of two cores with two hardware threads each, numbered as servers do: siblings are 4

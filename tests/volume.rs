@@ -44,7 +44,7 @@ fn engines() -> [EngineKind; 2] {
 }
 
 fn pool() -> Pool {
-    Pool::new(&PoolConfig { threads: Some(1), cpus: None, nice: 0 }).expect("a pool")
+    Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool")
 }
 
 /// Folders for the members of a volume, on one drive.

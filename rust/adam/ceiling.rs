@@ -141,12 +141,12 @@ pub fn measure(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::pool::PoolConfig;
 
     #[test]
     fn every_stream_is_touched_and_nonsense_refused() {
         let pool =
-            Pool::new(&crate::host::pool::PoolConfig { threads: Some(1), cpus: None, nice: 0 })
-                .expect("a pool");
+            Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool");
         let streams = Streams { read_write: vec![4, 2], read: vec![1], write: vec![2] };
         for isa in Isa::available() {
             let time =
@@ -165,8 +165,7 @@ mod tests {
     #[test]
     fn a_size_that_wraps_around_is_refused() {
         let pool =
-            Pool::new(&crate::host::pool::PoolConfig { threads: Some(1), cpus: None, nice: 0 })
-                .expect("a pool");
+            Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool");
         // 2^17 elements of so many bytes are 2^17 bytes, if the product is cut off.
         let streams = Streams { write: vec![(1 << 47) + 1], ..Streams::default() };
         let refused = measure(&pool, Isa::SCALAR, 1 << 17, &streams, 0, 1);

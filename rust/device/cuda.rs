@@ -17,7 +17,7 @@
 //! detaching pops it, so the context that another library has made current is that again.
 
 use std::{
-    ffi::{CString, c_int, c_void},
+    ffi::{CStr, c_int, c_void},
     panic::catch_unwind,
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
@@ -34,10 +34,17 @@ use crate::{
 };
 
 /// The kernels of selected channels, as the driver wants its text: with a 0 behind it.
-const CHANNELS_PTX: &str = concat!(include_str!("channels.ptx"), "\0");
+const CHANNELS_PTX: &CStr = text(concat!(include_str!("channels.ptx"), "\0"));
 
 /// The kernel of checksums, likewise.
-const CHECKSUMS_PTX: &str = concat!(include_str!("checksums.ptx"), "\0");
+const CHECKSUMS_PTX: &CStr = text(concat!(include_str!("checksums.ptx"), "\0"));
+
+const fn text(with_nul: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(with_nul.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("a 0 ends the text, and nothing else"),
+    }
+}
 
 /// Threads of a block of a kernel, and the most blocks: threads take several elements then.
 const BLOCK_THREADS: u32 = 256;
@@ -55,30 +62,45 @@ pub struct CudaDevice {
     checksum: Mutex<Option<Checksum>>,
 }
 
-/// The kernel of `checksums.ptx`, compiled.
+/// The kernels of a text, compiled.
+#[derive(Clone, Copy)]
+struct Module(Handle<sys::CUmodule>);
+
+impl Module {
+    /// Compiles `text`, in the current context; `what` they are, for errors.
+    fn load(text: &'static CStr, what: &str) -> Result<Self> {
+        let compile = format!("compile {what}");
+        // SAFETY: the text ends with a 0, and outlives the call.
+        let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
+        module.map(|module| Self(Handle(module))).map_err(failed(&compile))
+    }
+
+    fn function(&self, name: &CStr) -> Result<Handle<sys::CUfunction>> {
+        let find = format!("find the kernel `{}`", name.to_string_lossy());
+        // SAFETY: the module was given out by the driver, and is loaded.
+        let found = unsafe { result::module::get_function(self.0.0, name.to_owned()) };
+        found.map(Handle).map_err(failed(&find))
+    }
+}
+
+/// The kernel of `checksums.ptx`.
 #[derive(Clone, Copy)]
 struct Checksum {
-    module: Handle<sys::CUmodule>,
+    module: Module,
     function: Handle<sys::CUfunction>,
 }
 
 impl Checksum {
     /// Compiles it, in the current context.
     fn load() -> Result<Self> {
-        let compile = failed("compile the kernel of checksums");
-        // SAFETY: the text ends with a 0, and outlives the call.
-        let module = unsafe { result::module::load_data(CHECKSUMS_PTX.as_ptr().cast()) };
-        let module = module.map_err(compile)?;
-        // SAFETY: the module was given out by the driver, and is loaded.
-        let function = unsafe { result::module::get_function(module, c"checksum".to_owned()) };
-        let function = function.map_err(failed("find the kernel of checksums"))?;
-        Ok(Self { module: Handle(module), function: Handle(function) })
+        let module = Module::load(CHECKSUMS_PTX, "the kernel of checksums")?;
+        Ok(Self { module, function: module.function(c"checksum")? })
     }
 }
 
-/// The kernels of `channels.ptx`, compiled.
+/// The kernels of `channels.ptx`.
 struct Kernels {
-    module: Handle<sys::CUmodule>,
+    module: Module,
     step: Handle<sys::CUfunction>,
     restore: Handle<sys::CUfunction>,
 }
@@ -86,21 +108,10 @@ struct Kernels {
 impl Kernels {
     /// Compiles them, in the current context.
     fn load() -> Result<Self> {
-        let compile = failed("compile the kernels of selected channels");
-        // SAFETY: the text ends with a 0, and outlives the call.
-        let module = unsafe { result::module::load_data(CHANNELS_PTX.as_ptr().cast()) };
-        let module = module.map_err(compile)?;
-        let function = |name: &str| {
-            let name = CString::new(name).unwrap_or_default();
-            // SAFETY: the module was given out by the driver, and is loaded.
-            let found = unsafe { result::module::get_function(module, name) };
-            found.map(Handle).map_err(failed("find a kernel of selected channels"))
-        };
-        Ok(Self {
-            module: Handle(module),
-            step: function("step_channels")?,
-            restore: function("restore_weights")?,
-        })
+        let module = Module::load(CHANNELS_PTX, "the kernels of selected channels")?;
+        let [step, restore] =
+            [c"step_channels", c"restore_weights"].map(|name| module.function(name));
+        Ok(Self { module, step: step?, restore: restore? })
     }
 
     /// Launches one over as many elements, with these parameters.
@@ -507,7 +518,7 @@ impl Drop for CudaDevice {
                     let _ = result::stream::destroy(lane.0);
                 }
                 for module in modules {
-                    let _ = result::module::unload(module.0);
+                    let _ = result::module::unload(module.0.0);
                 }
             }
         }

@@ -424,12 +424,12 @@ mod tests {
         let environment = read(&[("STEPWELL_THREADS", "3")]).expect("valid");
         assert_eq!(environment.complete(&PoolConfig::default()).threads, Some(3));
         assert_eq!(
-            environment.complete(&PoolConfig { threads: Some(2), cpus: None, nice: 0 }).threads,
+            environment.complete(&PoolConfig { threads: Some(2), ..PoolConfig::default() }).threads,
             Some(2)
         );
         assert_eq!(
             environment
-                .complete(&PoolConfig { threads: None, cpus: Some(vec![0]), nice: 0 })
+                .complete(&PoolConfig { cpus: Some(vec![0]), ..PoolConfig::default() })
                 .threads,
             None
         );

@@ -15,7 +15,7 @@ use super::{
     host::PyBuffer,
     select::PySelectable,
     swap::PySwap,
-    tensor::{PyTensorView, dtype_named},
+    tensor::{PyTensorView, dtypes_named},
 };
 use crate::{
     device::{self, Stream},
@@ -96,10 +96,6 @@ pub(super) fn py_deferral_nbytes(
     interval: usize,
 ) -> Result<(usize, usize)> {
     deferral_nbytes(&numels, &dtypes_named(dtypes)?, interval)
-}
-
-pub(super) fn dtypes_named(names: Vec<String>) -> Result<Vec<Dtype>> {
-    names.iter().map(|name| dtype_named(name)).collect()
 }
 
 /// Calls `wait` until it says that the end was reached; signal handlers run in between.

@@ -2,7 +2,10 @@
 
 use pyo3::prelude::*;
 
-use super::{host::PyPool, offload::dtypes_named, tensor::PyTensorView};
+use super::{
+    host::PyPool,
+    tensor::{PyTensorView, dtypes_named},
+};
 use crate::{
     error::{Error, Result},
     grads::{

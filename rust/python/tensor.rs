@@ -65,3 +65,8 @@ pub(super) fn dtype_named(name: &str) -> Result<Dtype> {
         Error::value(format!("dtype is `{name}`, expected one of {}", names.join(", ")))
     })
 }
+
+/// Those dtypes.
+pub(super) fn dtypes_named(names: Vec<String>) -> Result<Vec<Dtype>> {
+    names.iter().map(|name| dtype_named(name)).collect()
+}

@@ -51,9 +51,9 @@ pub(crate) fn pool_of(workers: usize) -> Pool {
     let cpus: Vec<usize> =
         (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu)).take(workers).collect();
     let config = if cpus.len() == workers {
-        PoolConfig { threads: None, cpus: Some(cpus), nice: 0 }
+        PoolConfig { cpus: Some(cpus), ..PoolConfig::default() }
     } else {
-        PoolConfig { threads: Some(workers), cpus: None, nice: 0 }
+        PoolConfig { threads: Some(workers), ..PoolConfig::default() }
     };
     Pool::new(&config).expect("a pool")
 }

@@ -1,9 +1,9 @@
 """Checksums of tensors on their device: whether a gradient is still what it was, without its copy.
 
-Of whole 64-bit words: `_core.CHECKSUM_SUMS` sums of words, each counted as often as its place says,
-by a kernel of the engine. Of other tensors: 1024 sums, each over a run, and the bytes that are left
-over; of small ones the bytes themselves. Bits are summed, so there is no rounding, and a NaN equals
-itself. Only a change that is made for it leaves every sum as it was.
+Of whole 64-bit words: `_core.CHECKSUM_SUMS` sums of words, each mixed with its place, by a kernel
+of the engine (`Device::checksum` has the formula). Of other tensors: 1024 sums, each over a run,
+and the bytes that are left over; of small ones the bytes themselves. Bits are summed, so there is
+no rounding, and a NaN equals itself. Only a change that is made for it leaves every sum as it was.
 
 Cost: one kernel and one read of the tensor; 2 KiB beside it until the comparison, or 64 of others.
 """

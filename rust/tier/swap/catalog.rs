@@ -8,7 +8,6 @@
 //! The identity is the caller's, of what the tensors are beside that: their names and shapes.
 //! Integers are little-endian. The volume has a checksum of it, and its own version.
 
-use super::chunks::Held;
 use crate::state::{STATE_FORMAT, codecs::MasterKind, layout::Layout};
 
 const MAGIC: &[u8; 8] = b"swstates";
@@ -37,36 +36,34 @@ fn kind(layout: &Layout) -> [u8; KIND_BYTES] {
 }
 
 /// Writes it to the beginning of `bytes`.
-pub(super) fn encode(tensors: &[Held], identity: u64, counts: &[u64], bytes: &mut [u8]) {
+pub(super) fn encode(layouts: &[Layout], identity: u64, counts: &[u64], bytes: &mut [u8]) {
     let (head, rest) = bytes.split_at_mut(HEAD_BYTES);
-    head.copy_from_slice(&head_of(tensors, identity));
+    head.copy_from_slice(&head_of(layouts.len(), identity));
     let each = rest.chunks_exact_mut(TENSOR_BYTES);
-    for ((held, count), place) in tensors.iter().zip(counts).zip(each) {
-        let layout = held.place.layout();
+    for ((layout, count), place) in layouts.iter().zip(counts).zip(each) {
         place[..8].copy_from_slice(&(layout.numel() as u64).to_le_bytes());
         place[8..16].copy_from_slice(&count.to_le_bytes());
         place[16..].copy_from_slice(&kind(layout));
     }
 }
 
-fn head_of(tensors: &[Held], identity: u64) -> [u8; HEAD_BYTES] {
+fn head_of(tensors: usize, identity: u64) -> [u8; HEAD_BYTES] {
     let mut head = [0; HEAD_BYTES];
     head[..8].copy_from_slice(MAGIC);
     head[8..12].copy_from_slice(&STATE_FORMAT.to_le_bytes());
-    head[12..16].copy_from_slice(&(tensors.len() as u32).to_le_bytes());
+    head[12..16].copy_from_slice(&(tensors as u32).to_le_bytes());
     head[16..].copy_from_slice(&identity.to_le_bytes());
     head
 }
 
 /// The count of updates of each tensor; None: it is the catalog of others.
-pub(super) fn decode(tensors: &[Held], identity: u64, bytes: &[u8]) -> Option<Vec<u64>> {
+pub(super) fn decode(layouts: &[Layout], identity: u64, bytes: &[u8]) -> Option<Vec<u64>> {
     let (head, rest) = bytes.split_at_checked(HEAD_BYTES)?;
-    if head != head_of(tensors, identity) || rest.len() < tensors.len() * TENSOR_BYTES {
+    if head != head_of(layouts.len(), identity) || rest.len() < layouts.len() * TENSOR_BYTES {
         return None;
     }
-    let each = tensors.iter().zip(rest.chunks_exact(TENSOR_BYTES));
-    each.map(|(held, bytes)| {
-        let layout = held.place.layout();
+    let each = layouts.iter().zip(rest.chunks_exact(TENSOR_BYTES));
+    each.map(|(layout, bytes)| {
         let is_same =
             bytes[..8] == (layout.numel() as u64).to_le_bytes() && bytes[16..] == kind(layout);
         let count = u64::from_le_bytes(bytes[8..16].try_into().ok()?);

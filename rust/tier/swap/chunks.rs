@@ -89,6 +89,11 @@ impl Chunks {
         &self.tensors
     }
 
+    /// The layouts of the tensors.
+    pub(super) fn layouts(&self) -> Vec<Layout> {
+        self.tensors.iter().map(|held| *held.place.layout()).collect()
+    }
+
     /// How many there are.
     pub(super) fn count(&self) -> usize {
         self.count

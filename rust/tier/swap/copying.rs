@@ -125,7 +125,7 @@ impl Swap {
     pub(super) fn write_catalog(&self, step: u64) -> Result<()> {
         let mut buffer = self.buffer()?;
         let counts = self.pipeline().counts().to_vec();
-        catalog::encode(self.chunks.tensors(), self.identity, &counts, buffer.as_mut_slice());
+        catalog::encode(&self.chunks.layouts(), self.identity, &counts, buffer.as_mut_slice());
         self.end_of(self.volume.write(self.chunks.catalog_record(), step, buffer)?)?;
         Ok(())
     }
@@ -155,7 +155,7 @@ impl Swap {
         }
         let buffer =
             self.end_of(self.volume.read(self.chunks.catalog_record(), self.buffer()?)?)?;
-        let counts = catalog::decode(self.chunks.tensors(), self.identity, buffer.as_slice());
+        let counts = catalog::decode(&self.chunks.layouts(), self.identity, buffer.as_slice());
         let counts = counts.ok_or_else(other)?;
         self.pipeline().resume(step, &counts);
         Ok(counts)
