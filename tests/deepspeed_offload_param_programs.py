@@ -219,7 +219,7 @@ def memory(result):
     twins = partitions_of.twins
     held = [
         *zero.fp32_partitioned_groups_flat,
-        *partitions_of.grads,
+        *partitions_of.gradients.grads,
         *twins,
         *(each[name] for each in state for name in ("exp_avg", "exp_avg_sq")),
     ]
@@ -234,7 +234,7 @@ def memory(result):
         ),
         "uploaded": zero.timing["bytes_uploaded"],
     }
-    grads = [weakref.ref(grad) for grad in partitions_of.grads]
+    grads = [weakref.ref(grad) for grad in partitions_of.gradients.grads]
     del partitions_of, held, twins, state
     engine.destroy()
     gc.collect()

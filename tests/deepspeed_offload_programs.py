@@ -99,7 +99,7 @@ def held(place, stage):
     counts = []
     for batch in vectors(3):
         engine.backward(squared(engine, batch))
-        sums = engine.optimizer._partitions._sums.values()
+        sums = engine.optimizer._partitions.gradients._sums.values()
         grads = (param.grad for param in engine.module.parameters())
         counts.append(sum(each.numel() for each in (*sums, *grads) if each is not None))
         engine.step()

@@ -6,7 +6,9 @@ A CPU has no such copies. Here an adder stands for them that adds nothing before
 import pytest
 import stepwell
 import torch
-from stepwell.deepspeed.zero import partitions as zero
+from stepwell.deepspeed.zero import gradients
+from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.partitions import Partition, Partitions
 from stepwell.offload import accumulation
 from stepwell.offload.reads import Reads
 
@@ -41,35 +43,35 @@ class Event:
 
 @pytest.fixture
 def partitions(monkeypatch):
-    monkeypatch.setattr(zero, "Adder", LateAdder)
+    monkeypatch.setattr(gradients, "Adder", LateAdder)
     master = torch.empty(0, dtype=torch.float32)
-    partition = zero.Partition(master, torch.ones(8), torch.float32, 0)
-    return zero.Partitions([partition], device=torch.device("cpu"), threads=1, is_pinned=False)
+    partition = Partition(master, torch.ones(8), torch.float32, 0)
+    return Partitions([partition], device=torch.device("cpu"), threads=1, is_pinned=False)
 
 
 def test_a_sum_that_is_dropped_does_not_land_on_what_comes_next(partitions):
-    fragment = zero.Fragment(0, 0, 8)
-    partitions.add_on_host(fragment, torch.ones(8))
-    partitions.drop_sums()
-    partitions.add(fragment, torch.full((8,), 2.0), is_owned=True)
-    partitions.send(fragment)
+    fragment = Fragment(0, 0, 8)
+    partitions.gradients.add_on_host(fragment, torch.ones(8))
+    partitions.gradients.drop_sums()
+    partitions.gradients.add(fragment, torch.full((8,), 2.0), is_owned=True)
+    partitions.gradients.send(fragment)
     partitions.arrive()
-    assert partitions.grads[0].tolist() == [2.0] * 8
+    assert partitions.gradients.grads[0].tolist() == [2.0] * 8
 
 
 def test_a_sum_that_is_dropped_is_stepped_as_zero(partitions):
-    partitions.add_on_host(zero.Fragment(0, 0, 4), torch.ones(4))
-    partitions.drop_sums()
-    partitions.add(zero.Fragment(0, 4, 4), torch.full((4,), 2.0), is_owned=True)
-    assert partitions.norm(lambda _: None) == 4.0
+    partitions.gradients.add_on_host(Fragment(0, 0, 4), torch.ones(4))
+    partitions.gradients.drop_sums()
+    partitions.gradients.add(Fragment(0, 4, 4), torch.full((4,), 2.0), is_owned=True)
+    assert partitions.gradients.norm(lambda _: None) == 4.0
     (grad,) = partitions.stepped_grads()
     partitions.arrive()
     assert grad.tolist() == [0.0] * 4 + [2.0] * 4
 
 
 def test_additions_have_ended_when_partitions_are_gone(partitions):
-    partitions.add_on_host(zero.Fragment(0, 0, 8), torch.ones(8))
-    adder = partitions._adder
+    partitions.gradients.add_on_host(Fragment(0, 0, 8), torch.ones(8))
+    adder = partitions.gradients._adder
     partitions._finalizer()
     assert not adder.pending
 

@@ -19,8 +19,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.operands import Operand
-    from stepwell.deepspeed.zero.partitions import Fragment
 
 __all__ = ["DeviceShare"]
 

@@ -16,7 +16,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from stepwell.deepspeed.zero.partitions import Fragment, Partitions
+    from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.partitions import Partitions
 
 __all__ = ["PersistentUploads", "Upload"]
 

@@ -36,9 +36,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
-    Fragment,
     FragmentUploads,
     Partition,
     Partitions,
@@ -260,13 +260,13 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._use_compact_grad_partition_buffer(group):
             rank = dist.get_rank(group=self.real_dp_process_group[group])
             total = self._get_compact_grad_partition_slice(group, rank, param_id, numel)
-            self._partitions.add(fragment, total, is_owned=True, is_total=True)
+            self._partitions.gradients.add(fragment, total, is_owned=True, is_total=True)
             if is_last:
-                self._partitions.send(fragment)
+                self._partitions.gradients.send(fragment)
         else:
             grad = self.get_param_gradient_attribute(param).detach().reshape(-1)
             # Reduced gradients lie in buckets.
-            self._partitions.collect(
+            self._partitions.gradients.collect(
                 fragment,
                 grad.narrow(0, source, numel),
                 is_owned=self._is_unreduced,
@@ -289,7 +289,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
             self._check_used()
-            norm = self._partitions.norm(self._add_up)
+            norm = self._partitions.gradients.norm(self._add_up)
             self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
             scale = float(self.loss_scale)
             is_checked = self.dtype != torch.bfloat16 or self.check_grad_overflow
@@ -335,7 +335,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if not self.is_gradient_accumulation_boundary():
             return global_norm(0.0, 1.0)
         self._check_used()
-        return global_norm(self._partitions.norm(self._add_up), 1.0)
+        return global_norm(self._partitions.gradients.norm(self._add_up), 1.0)
 
     def _check_used(self) -> None:
         """Raises AssertionError, as DeepSpeed, where every parameter should have a gradient."""
@@ -345,7 +345,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             param
             for params in self.params_in_partition
             for param in params
-            if not self._partitions.has_gradient(self._fragment(param))
+            if not self._partitions.gradients.has_gradient(self._fragment(param))
         ]
         if unused:
             names = ", ".join(f"`{self.param_names.get(param, '?')}`" for param in unused[:4])

@@ -37,9 +37,9 @@ from stepwell._tensors import tensor_on
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
+from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
-    Fragment,
     Partition,
     Partitions,
     PartitionWork,
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from stepwell.deepspeed.plan import Plan
+    from stepwell.deepspeed.zero.gradients import Gradients
     from stepwell.deepspeed.zero.operands import Operand
 
 __all__ = ["OffloadZeroOptimizerStage3"]
@@ -246,7 +247,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._backward.is_unended:
             set_to_none = True
             self._drop_gradients()
-        self._partitions.drop_sums()
+        self._partitions.gradients.drop_sums()
         self._share.drop()
         super().zero_grad(set_to_none)
 
@@ -299,7 +300,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 if fragment.group in self._share:
                     self._share.add(fragment, padded)
                 else:
-                    self._partitions.collect(fragment, padded, is_owned=is_owned, is_last=is_last)
+                    self._partitions.gradients.collect(
+                        fragment, padded, is_owned=is_owned, is_last=is_last
+                    )
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
@@ -308,9 +311,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         # The step sends what has not been sent.
         pass
 
-    def _holder(self, fragment: Fragment) -> DeviceShare | Partitions:
+    def _holder(self, fragment: Fragment) -> DeviceShare | Gradients:
         """What has the gradient of a fragment."""
-        return self._share if fragment.group in self._share else self._partitions
+        return self._share if fragment.group in self._share else self._partitions.gradients
 
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
@@ -374,7 +377,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._pre_step()
         self._partition_all_parameters()
         try:
-            norm, scale = self._partitions.norm(self._add_up), float(self.loss_scale)
+            norm, scale = self._partitions.gradients.norm(self._add_up), float(self.loss_scale)
             self.overflow = not math.isfinite(norm)
             if self._loss_scale_update_and_overflow_cleanup():
                 self._drop_gradients()
