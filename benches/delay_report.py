@@ -6,7 +6,7 @@ Without `--page` the tables are printed. With it they take the place of those be
 marks, and the picture beside the page is drawn (matplotlib: `pip install 'stepwell[plot]'`).
 
 Losses are of validation, but where a column says otherwise. A *gap* is the loss of a run less that
-of the exact run with the same seed: the mean over the seeds that both have.
+of the exact run with the same seed, from the same base: the mean over what both have.
 """
 
 from __future__ import annotations
@@ -53,10 +53,17 @@ class Run:
     """Size, task, lr."""
     seed: int
     """Runs with equal seeds had equal batches."""
+    base: float | None
+    """The loss of what it started from, which names that; None: from nothing."""
     delay: Delay | None
     """None: exact."""
     line: dict[str, Any]
     """All of it."""
+
+    @property
+    def pair(self) -> tuple[int, float | None]:
+        """What runs that are compared have in common."""
+        return self.seed, self.base
 
     @property
     def loss(self) -> float:
@@ -79,7 +86,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
             delay = None if case["delay"] is None else Delay(**case["delay"])
             setting = (case["size"], case["task"], case["lr"])
             if case["task"] != "base":
-                runs.append(Run(setting, case["seed"], delay, line))
+                runs.append(Run(setting, case["seed"], line.get("base"), delay, line))
     return runs
 
 
@@ -89,17 +96,22 @@ class Setting:
     def __init__(self, setting: tuple[str, str, float], runs: Iterable[Run]) -> None:
         self.size, self.task, self.lr = setting
         runs = [run for run in runs if run.setting == setting]
-        self.exact = {run.seed: run for run in runs if run.delay is None}
+        self.exact = {run.pair: run for run in runs if run.delay is None}
         self.deferred: dict[Delay, list[Run]] = {}
         for run in runs:
-            if run.delay is not None and run.seed in self.exact:
+            if run.delay is not None and run.pair in self.exact:
                 self.deferred.setdefault(run.delay, []).append(run)
 
     @property
     def spread(self) -> float | None:
-        """How far the losses of the exact runs are apart; None: there is one."""
-        losses = [run.loss for run in self.exact.values()]
-        return max(losses) - min(losses) if len(losses) > 1 else None
+        """How far exact runs from one base are apart, at most; None: no base has two."""
+        by_base: dict[float | None, list[float]] = {}
+        for run in self.exact.values():
+            by_base.setdefault(run.base, []).append(run.loss)
+        return max(
+            (max(losses) - min(losses) for losses in by_base.values() if len(losses) > 1),
+            default=None,
+        )
 
     @property
     def is_gentle(self) -> bool:
@@ -109,18 +121,18 @@ class Setting:
     def gap(self, delay: Delay) -> float:
         """How much higher the loss ends than that of exact steps."""
         runs = self.deferred[delay]
-        return statistics.fmean(run.loss - self.exact[run.seed].loss for run in runs)
+        return statistics.fmean(run.loss - self.exact[run.pair].loss for run in runs)
 
     def train_gap(self, delay: Delay) -> float:
         """The same of the training loss."""
         runs = self.deferred[delay]
-        return statistics.fmean(run.train_loss - self.exact[run.seed].train_loss for run in runs)
+        return statistics.fmean(run.train_loss - self.exact[run.pair].train_loss for run in runs)
 
     def exact_steps(self, delay: Delay) -> str:
         """How many exact steps reach the loss that runs end at."""
         steps = []
         for run in self.deferred[delay]:
-            exact = self.exact[run.seed]
+            exact = self.exact[run.pair]
             found = first_at_most(exact.line["validation_losses"], run.loss)
             if found is None:
                 return f"≥ {exact.line['validation_losses'][-1][0]}"
@@ -150,7 +162,11 @@ class Setting:
         losses = [run.loss for run in self.exact.values()]
         first = next(iter(self.exact.values()))
         steps = first.line["validation_losses"][-1][0]
-        spread = "" if self.spread is None else f"; they are {self.spread:.4f} apart"
+        spread = (
+            ""
+            if self.spread is None
+            else f"; those from one base are {self.spread:.4f} apart at most"
+        )
         exact = ", ".join(f"{loss:.4f}" for loss in losses)
         lines = [
             f"### {title(self)}",

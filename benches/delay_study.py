@@ -4,7 +4,9 @@
 
 Trains byte-level Llamas on one GPU. On a CPU only `--parts tiny` makes sense. A line is appended
 to the file for each run that ended; runs whose lines are there are left out, so a study that was
-cut is gone on with by the same command. `delay_report.py` makes the table and the plot of it.
+cut is gone on with by the same command. Fine-tuning then begins from a base that is trained again,
+and is not the same to the bit: lines name their base by its loss, and exact runs are repeated.
+`delay_report.py` makes the table and the plot of it.
 
 Needs torch alone. What is simulated is `delay_simulation.py`, which is tested against the engine.
 
@@ -509,6 +511,7 @@ class Runner:
             for line in (path.read_text().splitlines() if path.exists() else ())
         }
         self.bases: dict[str, list[torch.Tensor]] = {}
+        self.base_losses: dict[str, float] = {}
         # Streams come from a pool that goes round: two that are made late may be one.
         slots = max(size.slots for size in SIZES.values())
         self.streams: list[AbstractContextManager[Any]] = [
@@ -521,6 +524,15 @@ class Runner:
         """Cases of one size, in this order but for those whose base is not trained yet."""
         size = cases[0].size
         waiting = [case for case in cases if case.key not in self.done]
+        # Each process trains a base of its own, which exact runs have to share with what is held
+        # against them.
+        paired = {(case.lr, case.seed) for case in waiting if case.task == "tune"}
+        waiting = [
+            case
+            for case in cases
+            if case in waiting
+            or (case.task == "tune" and not case.delay and (case.lr, case.seed) in paired)
+        ]
         is_needed = any(case.task == "tune" for case in waiting) and size not in self.bases
         bases = [case for case in cases if case.task == "base" and case not in waiting]
         if is_needed:
@@ -568,8 +580,11 @@ class Runner:
     def _end(self, case: Case, ended: Ended) -> None:
         if case.task == "base":
             self.bases[case.size] = ended.masters
+            self.base_losses[case.size] = round(ended.line["validation_loss"], 6)
         self.seconds_per_step[case.size] = ended.line["seconds"] / case.steps
-        if case.key not in self.done:
+        if case.task == "tune":
+            ended.line["base"] = self.base_losses[case.size]
+        if case.key not in self.done or case.task == "tune":
             self.done.add(case.key)
             with self.path.open("a") as file:
                 file.write(json.dumps(ended.line) + "\n")

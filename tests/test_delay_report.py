@@ -65,6 +65,22 @@ def test_gaps_are_between_runs_of_one_seed(report: ModuleType, tmp_path: Path) -
     )
 
 
+def test_gaps_are_between_runs_from_one_base(report: ModuleType, tmp_path: Path) -> None:
+    case = {"task": "tune", "lr": 1e-5}
+    based = [
+        (1.0, line(report, 2.0, **case)),
+        (1.0, line(report, 2.3, seed=1, **case)),
+        (1.5, line(report, 3.0, **case)),
+        (1.5, line(report, 3.1, delay=report.Delay(), **case)),
+        # Of a base without an exact run.
+        (1.7, line(report, 9.0, delay=report.Delay(), **case)),
+    ]
+    lines = [json.dumps(json.loads(text) | {"base": base}) for base, text in based]
+    setting = setting_of(report, tmp_path, lines)
+    assert setting.gap(report.Delay()) == pytest.approx(0.1)
+    assert setting.spread == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize(("loss", "verdict"), [(2.05, "yes"), (2.15, "no")])
 def test_fine_tuning_is_held_against_the_spread_of_seeds(
     report: ModuleType, tmp_path: Path, loss: float, verdict: str

@@ -229,9 +229,9 @@ def extreme(param: torch.Tensor, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(param.shape, generator=generator)
     values *= 10.0 ** torch.randint(-44, 38, param.shape, generator=generator)
-    at = torch.randint(0, values.numel(), (values.numel() // 6 + 1,), generator=generator)
-    which = torch.randint(0, len(EXTREMES), (len(at),), generator=generator)
-    values.view(-1)[at] = torch.tensor(EXTREMES)[which]
+    which = torch.randint(0, len(EXTREMES), param.shape, generator=generator)
+    is_one = torch.rand(param.shape, generator=generator) < 1 / 6
+    values = torch.where(is_one, torch.tensor(EXTREMES)[which], values)
     most = torch.finfo(param.dtype).max
     return values.clamp(-most, most).nan_to_num().to(DEVICE, param.dtype)
 
