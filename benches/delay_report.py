@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import statistics
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,16 +163,14 @@ class Setting:
         losses = [run.loss for run in self.exact.values()]
         first = next(iter(self.exact.values()))
         steps = first.line["validation_losses"][-1][0]
-        spread = (
-            ""
-            if self.spread is None
-            else f"; those from one base are {self.spread:.4f} apart at most"
-        )
         exact = ", ".join(f"{loss:.4f}" for loss in losses)
+        words = f"{steps:,} steps. Validation loss of exact runs: {exact}"
+        if self.spread is not None:
+            words += f"; those from one base are {self.spread:.4f} apart at most"
         lines = [
             f"### {title(self)}",
             "",
-            f"{steps:,} steps. Validation loss of exact runs: {exact}{spread}.",
+            textwrap.fill(f"{words}.", 100),
             "",
             f"| {' | '.join(COLUMNS)} |",
             "|---" * len(COLUMNS) + "|",

@@ -8,13 +8,16 @@ use std::sync::{Arc, atomic::Ordering};
 
 use battery::{Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
 use on_device::{
-    Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, bytes, drain, finish, numels, witness,
+    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, bytes, drain, finish, numels, witness,
 };
 use stepwell::{
     Error,
     adam::{Hyper, tensor::AdamTensor},
     device::{Device, Lane, host::HostDevice},
-    offload::{Deferral, Engine, Owners, SEGMENT_LEN, Shape, Update, deferral_nbytes},
+    offload::{
+        Deferral, Engine, LANDINGS_IN_FLIGHT_MAX, Owners, SEGMENT_LEN, Shape, Update,
+        deferral_nbytes,
+    },
     state::chunk::CHUNK_LEN,
     stream::{element::Dtype, view::View},
     tier::ram::Ram,
@@ -300,6 +303,44 @@ fn gradients_of_the_next_step_are_taken_while_one_is_settled() {
         assert!(engine.finish(STREAM, SOON).expect("a step that works"));
         expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
     }
+    settle(engine);
+    assert_stepped(&mut all, &mut expected, "settled");
+}
+
+#[test]
+fn few_landings_are_with_the_device_at_once() {
+    let mut all: Vec<_> = (0..3 * LANDINGS_IN_FLIGHT_MAX as u64)
+        .map(|seed| {
+            let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
+            OnDevice::new(Held::random(layout, 100, 0, Spread::Ordinary, seed))
+        })
+        .collect();
+    let mut expected = copies(&all);
+    let gated = Arc::new(Gated::new(&all));
+    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let engine = &deferred.engine;
+    let _resumed = Resumed(&gated.host);
+    for count in 1..=2 {
+        draw(&mut all, &mut expected, count);
+        take(engine, &all, |_| true).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        gated.calls.lock().expect("no panic").clear();
+        gated.host.pause(Lane::Upload, count == 2);
+        submit(engine, &updates, Some(0.0)).expect("a step");
+        if count == 1 {
+            finish(engine);
+        }
+        expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+    }
+    let handed_over = || {
+        let calls = gated.calls.lock().expect("no panic");
+        calls.iter().filter(|(_, call)| matches!(call, Call::Copy(Lane::Upload, _))).count()
+    };
+    assert!(!engine.finish(STREAM, WATCHED).expect("a step that works"), "the uploads are late");
+    assert_eq!(handed_over(), LANDINGS_IN_FLIGHT_MAX);
+    gated.host.pause(Lane::Upload, false);
+    finish(engine);
+    assert_eq!(handed_over(), all.len());
     settle(engine);
     assert_stepped(&mut all, &mut expected, "settled");
 }

@@ -29,6 +29,7 @@
 //! | `checks.rs` | what can be wrong with a call |
 //! | `downloads.rs` | the queue of copies to the host, and the thread that hands them over |
 //! | `step.rs` | what workers do with a chunk |
+//! | `handover.rs` | how what lands is handed to the device |
 //! | `segment.rs` | the numbers of segments |
 //! | `ring.rs` | the memory for gradients that wait for their turns |
 //! | `selection.rs` | of which channels some may be selected, and where their state is |
@@ -106,6 +107,7 @@ mod downloads;
 mod engine;
 mod generation;
 mod gradients;
+mod handover;
 mod job;
 mod landing;
 #[cfg(all(test, feature = "shuttle"))]
@@ -123,6 +125,7 @@ mod thread;
 pub use downloads::IN_FLIGHT;
 pub use engine::{Engine, Shape};
 pub use gradients::Discarded;
+pub use handover::LANDINGS_IN_FLIGHT_MAX;
 pub use job::{Timing, Update};
 pub use owners::{Lent, Owners};
 pub use ring::{Deferral, INTERVAL_MAX, deferral_nbytes};

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::{
     engine::Shared,
+    handover::Handover,
     job::{Job, Kind, Timing, Update, Work},
     pending::{Entry, Landing, Pending},
     ring::INTERVAL_MAX,
@@ -53,11 +54,10 @@ impl Stepper {
         }
     }
 
-    /// Enqueues what lands before this job steps anything. Returns how many bytes.
-    fn land(&mut self, job: &Job, pending: &mut Pending) -> Result<u64> {
-        let Shared { segments, jobs, .. } = &*self.shared;
+    /// Lists what lands with this job.
+    fn land(&mut self, job: &Job, pending: &mut Pending) {
+        let Shared { segments, .. } = &*self.shared;
         self.landed.clear();
-        let mut nbytes = 0;
         match job.kind {
             Kind::Deferred { .. } => {
                 let is_at_once = |tensor| {
@@ -87,15 +87,10 @@ impl Stepper {
             }
         }
         pending.landed();
-        for &Landing { tensor, segment, predicted } in &self.landed {
-            if predicted.is_none() {
-                pending.is_landing_now(segment);
-            }
-            let Some(update) = pending.update(tensor) else { continue };
-            nbytes += self.shared.upload(update, segment, predicted)?;
+        for landing in self.landed.iter().filter(|landing| landing.predicted.is_none()) {
+            pending.is_landing_now(landing.segment);
         }
-        jobs.notify();
-        Ok(nbytes)
+        self.landed.retain(|landing| pending.update(landing.tensor).is_some());
     }
 }
 
@@ -103,23 +98,22 @@ impl Work for Stepper {
     fn step(&mut self, job: &Job) -> Result<Timing> {
         let shared = Arc::clone(&self.shared);
         let begin = Instant::now();
-        let attached = Attached::to(&*shared.device)?;
         let mut pending = shared.pending();
         pending.add(&shared.segments, job, shared.ring.as_ref())?;
         if let (Some(ring), Some(number)) = (&shared.ring, job.generation) {
             ring.keep(number);
         }
-        let landed = self.land(job, &mut pending)?;
-        drop(attached);
+        self.land(job, &mut pending);
         self.list(job, &pending);
         shared.announce(&pending, &self.turns)?;
         let pass = Pass {
             kind: job.kind,
             generation: job.generation,
             pending: &pending,
-            landed: &self.landed,
+            landings: Handover::new(&self.landed),
         };
         let gradients = shared.step(&pass, &self.turns)?;
+        let landed: u64 = self.landed.iter().map(|one| shared.landing_nbytes(&pending, one)).sum();
         let picked_up = shared.pick_up(&pending)?;
         let is_uploaded = |tensor| pending.update(tensor).is_some_and(|one| one.weight.is_some());
         let now = self.turns.iter().filter(|turn| turn.lands_now && is_uploaded(turn.tensor));
@@ -188,8 +182,8 @@ struct Pass<'a> {
     kind: Kind,
     generation: Option<usize>,
     pending: &'a Pending,
-    /// What landed before, whose memory the turns write again.
-    landed: &'a [Landing],
+    /// What lands with the job, whose memory the turns write again.
+    landings: Handover<'a>,
 }
 
 impl Shared {
@@ -200,8 +194,16 @@ impl Shared {
         let failed = AtomicBool::new(false);
         let failure = Mutex::new(None);
         let longest_wait_ns = AtomicU64::new(0);
+        let hand_over = || {
+            pass.landings.hand_over(&self.landing, |&Landing { tensor, segment, predicted }| {
+                if let Some(update) = pass.pending.update(tensor) {
+                    self.upload(update, segment, predicted)?;
+                    self.jobs.notify();
+                }
+                Ok(())
+            })
+        };
         let work = || -> Result<()> {
-            let _attached = Attached::to(&*self.device)?;
             let mut waited = Duration::ZERO;
             let mut left = turns;
             while !failed.load(Ordering::Relaxed) {
@@ -217,10 +219,24 @@ impl Shared {
             longest_wait_ns.fetch_max(waited.as_nanos() as u64, Ordering::Relaxed);
             Ok(())
         };
-        self.pool.run_on_each_worker(&|_| {
-            if let Err(error) = work() {
+        let note = |result: Result<()>| {
+            if let Err(error) = result {
                 failed.store(true, Ordering::Relaxed);
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+            }
+        };
+        self.pool.run_on_each_worker(&|worker| {
+            let closing = (worker == 0).then(|| pass.landings.closing());
+            match Attached::to(&*self.device) {
+                Ok(_attached) => {
+                    if closing.is_some() {
+                        note(hand_over());
+                    }
+                    // What is wrong is noted before others hear of it.
+                    drop(closing);
+                    note(work());
+                }
+                Err(error) => note(Err(error)),
             }
         });
         match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
@@ -291,19 +307,14 @@ impl Shared {
         Ok(())
     }
 
-    /// Waits until no upload reads the memory that the turn writes a weight to. Uploads end in
-    /// their order.
+    /// Waits until no upload reads the memory that the turn writes a weight to.
     fn wait_for_landed(&self, pass: &Pass<'_>, turn: &Turn) -> Result<()> {
         let written = self.predicted(pass.kind, turn).map(|(view, _)| view);
-        let overlaps = |landing: &&Landing| match (landing.predicted, written) {
+        pass.landings.wait_for_last(&self.landing, |landing| match (landing.predicted, written) {
             (Some(read), Some(written)) => read.address() < written.address() + written.nbytes(),
             (None, None) => landing.segment == turn.segment,
             _ => landing.segment == turn.segment && landing.predicted.is_none(),
-        };
-        match pass.landed.iter().rev().find(overlaps) {
-            Some(landing) => self.landing.wait_for(landing.segment),
-            None => Ok(()),
-        }
+        })
     }
 
     /// Where the predicted weight of a turn goes, and how far it runs ahead; None: no weight is
@@ -369,6 +380,17 @@ impl Shared {
         self.segments.elements(turn.tensor, turn.segment).len() * size
     }
 
+    /// Bytes of a landing that cross the bus.
+    fn landing_nbytes(&self, pending: &Pending, landing: &Landing) -> u64 {
+        pending.update(landing.tensor).filter(|update| update.weight.is_some()).map_or(
+            0,
+            |update| {
+                let numel = self.segments.elements(landing.tensor, landing.segment).len();
+                (numel * update.tensor.weight().dtype().size()) as u64
+            },
+        )
+    }
+
     /// Tells the tier what is stepped.
     fn announce(&self, pending: &Pending, turns: &[Turn]) -> Result<()> {
         self.tier.begin(&mut turns.iter().filter_map(|turn| {
@@ -383,17 +405,14 @@ impl Shared {
         }))
     }
 
-    /// Enqueues the upload of a segment. Returns its bytes.
-    fn upload(&self, update: &Update, segment: usize, predicted: Option<View>) -> Result<u64> {
+    /// Enqueues the upload of a segment.
+    fn upload(&self, update: &Update, segment: usize, predicted: Option<View>) -> Result<()> {
         // SAFETY: submit's caller vouches for both sides, and what was lent for them is held; all
         // chunks of the segment are stepped, and what writes its memory next waits for this.
         unsafe {
             let landing = |selected: &Selected| selected.landing(update, segment);
             let selected = self.selected.as_ref().map(landing).transpose()?.flatten();
-            self.landing.enqueue(&self.segments, update, segment, predicted, selected)?;
+            self.landing.enqueue(&self.segments, update, segment, predicted, selected)
         }
-        let size = update.tensor.weight().dtype().size();
-        let numel = self.segments.elements(update.index, segment).len();
-        Ok(if update.weight.is_some() { (numel * size) as u64 } else { 0 })
     }
 }

@@ -368,9 +368,13 @@ def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]
             run.finish()
             _sync(device)
             first_step_seconds = time.perf_counter() - marks[0]
-    run.finish()
+    # A forward waits for the step before. So each interval has one step's wait, the first that of
+    # the warm-up's last, and what the last step leaves is not of these steps.
     _sync(device)
     marks.append(time.perf_counter())
+    run.finish()
+    _sync(device)
+    drain_seconds = time.perf_counter() - marks[-1]
     seconds = [end - begin for begin, end in pairwise(marks)][workload.warm_up_steps :]
     known = breakdowns[workload.warm_up_steps :]
     return {
@@ -379,6 +383,7 @@ def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]
         "slowest_seconds": max(seconds),
         "all_seconds": seconds,
         "first_step_seconds": first_step_seconds,
+        "drain_seconds": drain_seconds,
         "breakdown": {
             key: statistics.median(each[key] for each in known)
             for key in known[-1]
