@@ -166,7 +166,10 @@ def program_zenflow(result, overlap):
         "full_warm_up_rounds": 2,
         "overlap_step": overlap,
     }
-    engine = initialize(perceptron(), configuration(dtype="bf16", zero={"zenflow": zenflow}))
+    config = configuration(dtype="bf16", zero={"zenflow": zenflow}, stepwell={"zenflow": False})
+    engine = initialize(perceptron(), config)
+    plan = engine.stepwell_plan
+    result["plan"] = plan.reasons, plan.warning
     result["losses"] = train(engine, vectors(24), squared)
     result["optimizer"] = type(engine.optimizer.optimizer).__name__
     process = getattr(engine.optimizer, "process", None)
@@ -217,6 +220,7 @@ def program_refusals(result):
                     "update_interval": 2,
                 }
             },
+            stepwell={"zenflow": False},
         ),
         "super_offload": configuration(optimizer="StepwellAdamW", stage=3),
         "nvme": configuration(optimizer="StepwellAdamW", stage=3),

@@ -27,7 +27,7 @@ use stepwell::{
 };
 
 /// Rows that cross the border of two segments, small matrices, one row, a vector, and nothing.
-const KINDS: [(ParamKind, Dtype, usize, usize); 7] = [
+const KINDS: [(ParamKind, Dtype, usize, usize); 9] = [
     (ParamKind::Split, Dtype::BFloat16, 4200, 1001),
     (ParamKind::Float32, Dtype::Float32, 300, 77),
     (ParamKind::Shadowed, Dtype::Float16, 130, 40),
@@ -35,6 +35,8 @@ const KINDS: [(ParamKind, Dtype, usize, usize); 7] = [
     (ParamKind::Split, Dtype::BFloat16, 9, 2000),
     (ParamKind::Float32, Dtype::Float32, 1, 3),
     (ParamKind::Split, Dtype::BFloat16, 77, 0),
+    (ParamKind::Float32WithBf16, Dtype::BFloat16, 30, 90),
+    (ParamKind::Float32WithF16, Dtype::Float16, 41, 20),
 ];
 
 fn tensors() -> Vec<OnDevice> {
@@ -306,6 +308,8 @@ fn nothing_is_selectable_that_crosses_a_border_and_everything_with_all() {
         (2, 0, 130, 40, 13, 4),
         (4, 0, 9, 2000, 0, 200),
         (6, 0, 1, 77, 1, 0),
+        (7, 0, 30, 90, 3, 9),
+        (8, 0, 41, 20, 4, 2),
     ];
     assert_eq!(found, expected);
     drop(selecting);
@@ -357,13 +361,14 @@ fn a_step_of_channels_has_the_bits_of_a_step_of_their_tensor() {
                 indices.contains(&(channel as u32))
             };
             // The weights of the block, and nothing else of it.
+            let written = if held.weight_out.is_some() { "weight_out" } else { "param" };
             for ((name, ours), ((_, stepped), (_, before))) in
                 held.buffers().zip(expected.buffers().zip(before.buffers()))
             {
                 let size = ours.payload().len() / (rows * row_len);
                 for at in (0..rows * row_len).filter(|_| name != "fingerprints") {
                     let range = at * size..(at + 1) * size;
-                    let is_stepped = name == "param" && is_selected(at);
+                    let is_stepped = name == written && is_selected(at);
                     let theirs = if is_stepped { stepped } else { before };
                     assert!(
                         ours.payload()[range.clone()] == theirs.payload()[range],

@@ -162,6 +162,8 @@ def test_fp16_with_dynamic_loss_scale(fp16, optimizer, stage, masters):
 def test_zenflow(tmp_path, overlap):
     result = deepspeed_run.run("zenflow", tmp_path, timeout=PROGRAM_TIMEOUT, overlap=overlap)
     assert result["optimizer"] == "ZenFlowCPUAdam"
+    reason = 'zero_optimization.zenflow is on: "zenflow" is false in the block `stepwell`'
+    assert result["plan"] == ((reason,), None)
     losses = torch.tensor(result["losses"])
     assert losses.isfinite().all()
     assert losses[-4:].mean() < losses[:4].mean()

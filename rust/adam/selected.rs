@@ -57,14 +57,16 @@ pub enum WeightKind {
     Split,
     /// fp16, rounded to nearest, ties to even.
     Float16,
+    /// bf16, rounded to nearest, ties to even: the copy beside an fp32 parameter.
+    BFloat16,
 }
 
 impl WeightKind {
     /// That of a tensor whose channels may be selected.
     ///
     /// # Errors
-    /// [`Error::Value`] for coded moments, which a move would round, and for masters that are not
-    /// those of a bf16, fp16 or fp32 parameter.
+    /// [`Error::Value`] for coded moments, which a move would round, and for a 16-bit parameter
+    /// without a master.
     pub fn of(tensor: &AdamTensor) -> Result<Self> {
         let layout = tensor.layout();
         if layout.moments != MomentsKind::Float32 {
@@ -76,6 +78,10 @@ impl WeightKind {
         }
         match (layout.master, tensor.weight_out) {
             (MasterKind::Float32, None) => Ok(Self::Float32),
+            (MasterKind::Float32, Some(weight)) if weight.dtype() == Dtype::Float16 => {
+                Ok(Self::Float16)
+            }
+            (MasterKind::Float32, Some(_)) => Ok(Self::BFloat16),
             (MasterKind::Split { .. }, _) => Ok(Self::Split),
             (MasterKind::Shadowed, _) => Ok(Self::Float16),
             _ => Err(Error::value(format!(
@@ -91,7 +97,7 @@ impl WeightKind {
     pub fn dtype(self) -> Dtype {
         match self {
             Self::Float32 => Dtype::Float32,
-            Self::Split => Dtype::BFloat16,
+            Self::Split | Self::BFloat16 => Dtype::BFloat16,
             Self::Float16 => Dtype::Float16,
         }
     }
@@ -295,6 +301,7 @@ pub unsafe fn write_weights(
             WeightKind::Float32 => weights_of::<Plain<'_, f32>>(isa, channels, master, weight),
             WeightKind::Split => weights_of::<Split<'_>>(isa, channels, master, weight),
             WeightKind::Float16 => weights_of::<Plain<'_, F16>>(isa, channels, master, weight),
+            WeightKind::BFloat16 => weights_of::<Plain<'_, Bf16>>(isa, channels, master, weight),
         }
     }
 }

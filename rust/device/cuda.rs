@@ -163,6 +163,7 @@ fn shape_params(channels: &Channels) -> [u32; 5] {
             WeightKind::Float32 => 0,
             WeightKind::Split => 1,
             WeightKind::Float16 => 2,
+            WeightKind::BFloat16 => 3,
         },
     ]
 }

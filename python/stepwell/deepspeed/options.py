@@ -43,10 +43,17 @@ class Options:
     """Workers that step; None: one per physical core of this process, but one."""
     host_bytes_max: int | None = None
     """The most host memory that may be taken; None: what is free."""
+    zenflow: bool = True
+    """Whether a block `zero_optimization.zenflow` runs on the offload engine, where that can.
+
+    If not, it is DeepSpeed's own ZenFlow, on Stepwell's kernels.
+    """
 
     def __post_init__(self) -> None:
-        if not isinstance(self.engine, bool):
-            raise ValueError(f"`stepwell.engine` is `{self.engine}`, expected true or false")  # noqa: TRY004
+        for name in ("engine", "zenflow"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"`stepwell.{name}` is `{value}`, expected true or false")  # noqa: TRY004
         if self.moments is not None and self.moments not in _state.MOMENTS:
             raise ValueError(
                 f"`stepwell.moments` is `{self.moments}`, expected one of "

@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from stepwell import optim
-from stepwell.deepspeed import fingerprints
+from stepwell.deepspeed import fingerprints, zenflow
 from stepwell.deepspeed.options import Options, options_of, said, written
 from stepwell.deepspeed.seams import accelerator_name
 from stepwell.deepspeed.zero.operands import obstacle_of
 
-__all__ = ["Plan", "device_of", "inference_plan", "plan"]
+__all__ = ["Plan", "device_of", "inference_plan", "plan", "zenflow_plan"]
 
 _ACCELERATORS = ("cpu", "cuda")
 _STAGE_2, _STAGE_3 = 2, 3
@@ -55,6 +55,15 @@ class Plan:
     """Whether what crosses the bus is pinned. Not so if the JSON says `pin_memory: false`."""
     propagates: bool = False
     """Whether gradients that are not finite are stepped: the JSON says so."""
+    zenflow: zenflow.ZenFlow | None = None
+    """Which updates are deferred, as the block `zenflow` says; None: none is by the engine."""
+
+    @property
+    def threads(self) -> int | None:
+        """Workers that step; None: one per physical core of this process, but one."""
+        if self.options.threads is not None or self.zenflow is None:
+            return self.options.threads
+        return self.zenflow.threads
 
 
 class _Case(NamedTuple):
@@ -159,6 +168,24 @@ class _Case(NamedTuple):
         return None if self.is_alone else "with several ranks"
 
     @property
+    def zenflow(self) -> zenflow.ZenFlow | None:
+        """What the offload engine was given of the block `zenflow`."""
+        return zenflow.asked(self.engine)
+
+    @property
+    def why_zenflow(self) -> str:
+        """Why ZenFlow is DeepSpeed's own, behind a colon; empty: it is not known."""
+        why = vars(self.engine).get("stepwell_zenflow_obstacle")
+        return "" if why is None else f": {why}"
+
+    @property
+    def has_coded_moments(self) -> bool:
+        """Whether moments are held in another form than fp32."""
+        if self.is_ours:
+            return bool(self.optimizer._moments != "fp32")
+        return not getattr(self.optimizer, "fp32_optimizer_states", True)
+
+    @property
     def idle_keys(self) -> list[str]:
         """Keys of the block `stepwell` that only the offload engine reads."""
         return [key for key in _ENGINE_KEYS if key in written(self.engine)]
@@ -213,6 +240,8 @@ class _Obstacle(NamedTuple):
     is_there: Callable[[_Case], bool]
     stops_ours: bool = False
     """Whether an optimizer of Stepwell's does not step on DeepSpeed's own path there either."""
+    is_early: bool = True
+    """Whether it is known before the optimizer is made."""
 
 
 _OBSTACLES = (
@@ -255,12 +284,20 @@ _OBSTACLES = (
         "optimizer type Adam or AdamW in the JSON, or a plain torch.optim.AdamW or stepwell.AdamW "
         "given to deepspeed.initialize",
         lambda case: case.optimizer_obstacle is not None,
+        is_early=False,
     ),
     _Obstacle(
-        "zero_optimization.zenflow is on",
+        "zero_optimization.zenflow is on{case.why_zenflow}",
         "leave out zenflow",
         lambda case: case.engine.zenflow,
         stops_ours=True,
+        is_early=False,
+    ),
+    _Obstacle(
+        "moments of `{case.optimizer_name}` are not fp32",
+        "moments fp32",
+        lambda case: case.zenflow is not None and case.has_coded_moments,
+        is_early=False,
     ),
     _Obstacle(
         "offload_optimizer.super_offload is on",
@@ -374,7 +411,8 @@ def _fallback_warning(case: _Case, reasons: tuple[str, ...], hints: list[str]) -
     """What to say where state is offloaded and the engine does not step it."""
     idle = case.idle_keys
     # A user who has turned the engine off knows.
-    if not case.options.engine and not idle:
+    is_chosen = not case.options.engine or (case.engine.zenflow and not case.options.zenflow)
+    if is_chosen and not idle:
         return None
     text = (
         f"not on the offload engine: {'; '.join(reasons)}. What steps: {case.stepper}. "
@@ -382,7 +420,7 @@ def _fallback_warning(case: _Case, reasons: tuple[str, ...], hints: list[str]) -
     )
     if idle:
         text += f". {_without_effect(idle)}"
-    if case.options.engine:
+    if not is_chosen:
         text += '. "stepwell": {"engine": false} in the JSON keeps it so without this warning'
     return text
 
@@ -403,7 +441,59 @@ def _engine_warning(case: _Case, gate: str) -> str | None:
         )
     if "accumulate" in written(case.engine) and case.stage < _STAGE_2:
         remarks.append(f"under ZeRO-{case.stage} {_without_effect(['accumulate'])}")
+    if case.zenflow is not None:
+        remarks += case.zenflow.remarks
+        if "accumulate" in written(case.engine) and case.options.accumulate == "host":
+            remarks.append(
+                "`stepwell.accumulate` is `host`, but gradients whose updates are deferred are "
+                'summed on the GPU. hint: "accumulate": "device" says so'
+            )
+        if not case.is_pinned:
+            remarks.append("pin_memory is false, but memory for deferred updates is pinned")
     return "; ".join(remarks) or None
+
+
+def zenflow_plan(
+    engine: Any, unfit: Callable[[ZeroClass], str | None]
+) -> tuple[zenflow.ZenFlow | None, str | None]:
+    """Decides whether the block `zenflow` of a DeepSpeedEngine runs on the offload engine.
+
+    The engine has no optimizer yet, and has not looked at the block.
+
+    Args:
+        engine: the DeepSpeedEngine. Its block is there.
+        unfit: as `plan` has it.
+
+    Returns:
+        What the block asks for, or None and why DeepSpeed's own ZenFlow keeps it.
+
+    Raises:
+        ValueError: the block `stepwell` cannot be understood, or a value of `zenflow` is out of
+            range.
+    """
+    options, stage = options_of(engine), engine.zero_optimization_stage()
+    if (obstacle := zenflow.obstacle_of(engine, options)) is not None:
+        return None, obstacle
+    device = device_of(engine.zero_offload_optimizer())
+    if device is None:
+        return None, "nothing is offloaded"
+    case = _Case(engine, None, options, stage, device, True, unfit("OffloadZeroOptimizer"))
+    found = [row for row in _OBSTACLES if row.is_early and row.is_there(case)]
+    if found:
+        return None, "; ".join(row.reason.format(case=case) for row in found)
+    return zenflow.zenflow_of(engine), None
+
+
+def _check_zenflow(case: _Case, found: list[_Obstacle]) -> None:
+    """Raises ValueError where the engine cannot run what it was given: it cannot be given back."""
+    if case.zenflow is None or not found:
+        return
+    hints = "; ".join(row.hint.format(case=case) for row in found)
+    raise ValueError(
+        "zero_optimization.zenflow cannot run on the offload engine: "
+        f"{'; '.join(row.reason.format(case=case) for row in found)}. hint: {hints}; or "
+        '"stepwell": {"zenflow": false}, which keeps DeepSpeed\'s own ZenFlow'
+    )
 
 
 def inference_plan(engine: Any) -> Plan:
@@ -442,6 +532,7 @@ def plan(
     case = _Case(engine, optimizer, options, stage, device, is_zero, unfitness)
     found = [row for row in _OBSTACLES if row.is_there(case)]
     _check_steps(case, found)
+    _check_zenflow(case, found)
     if device is None:
         idle = case.idle_keys
         hint = 'hint: "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}'
@@ -452,8 +543,10 @@ def plan(
         hints = [row.hint.format(case=case) for row in found]
         warning = _fallback_warning(case, reasons, hints)
         return Plan(None, None, None, reasons, options, warning, propagates=case.propagates)
+    # Where updates are deferred the step waits for none of them.
+    why_step_waits = case.why_step_waits if case.zenflow is None or not case.is_alone else None
     gate: Literal["module", "step"] = (
-        "module" if options.gate == "module" and case.why_step_waits is None else "step"
+        "module" if options.gate == "module" and why_step_waits is None else "step"
     )
     warning = _engine_warning(case, gate)
     return Plan(
@@ -465,4 +558,5 @@ def plan(
         warning,
         is_pinned=case.is_pinned,
         propagates=case.propagates,
+        zenflow=case.zenflow,
     )

@@ -15,7 +15,9 @@ that, are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from stepwell import _core
 from stepwell._sharding import local
@@ -24,11 +26,10 @@ from stepwell._tensors import name_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
+__all__ = ["INTERVAL_MAX", "Deferred", "Extents", "Memory", "deferred_core", "memory_of"]
 
-__all__ = ["Deferred", "deferral_nbytes", "row_lens", "selection_nbytes"]
-
-_INTERVAL_MAX = 8
+INTERVAL_MAX = 8
+"""The most steps between two turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +70,8 @@ class Deferred:
     """After how many steps the channels of a segment are chosen anew, in its next turn."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.interval <= _INTERVAL_MAX:
-            raise ValueError(f"`interval` is `{self.interval}`, expected 1 to {_INTERVAL_MAX}")
+        if not 1 <= self.interval <= INTERVAL_MAX:
+            raise ValueError(f"`interval` is `{self.interval}`, expected 1 to {INTERVAL_MAX}")
         if self.warmup_steps < 0:
             raise ValueError(f"`warmup_steps` is `{self.warmup_steps}`, expected 0 or more")
         if not 0 <= self.fraction <= 1:
@@ -84,36 +85,101 @@ class Deferred:
         return (self.interval + 1) / 2 if self.predict else 0.0
 
 
-def deferral_nbytes(params: Iterable[torch.Tensor], deferred: Deferred) -> tuple[int, int]:
-    """Bytes of pinned host memory for gradients that wait, and for predicted weights."""
-    pieces = [local(param) for param in params]
-    gradients, predicted = _core.deferral_nbytes(
-        [piece.numel() for piece in pieces],
-        [name_of(piece.dtype) for piece in pieces],
-        deferred.interval,
+class Extents(NamedTuple):
+    """The tensors of an engine, in its order."""
+
+    numels: list[int]
+    """Elements of each."""
+    dtypes: list[str]
+    """Of the gradient, and of the weight on the device."""
+    row_lens: list[int]
+    """Elements of a row of its matrix; 0: it is none."""
+
+    @classmethod
+    def of(cls, params: Iterable[torch.Tensor]) -> Extents:
+        """Those of whole parameters, or of their local pieces."""
+        pieces = [local(param) for param in params]
+        return cls(
+            [piece.numel() for piece in pieces],
+            [name_of(piece.dtype) for piece in pieces],
+            [
+                piece.numel() // piece.shape[0] if piece.dim() > 1 and piece.numel() else 0
+                for piece in pieces
+            ],
+        )
+
+
+class Memory(NamedTuple):
+    """What deferred updates take, in bytes."""
+
+    gradients: int
+    """Pinned host memory, for gradients that wait."""
+    predicted: int
+    """Pinned host memory, for weights that run ahead."""
+    selected: int
+    """Device memory, for the state of selected channels."""
+    staging: int
+    """Pinned host memory, through which that state is sent."""
+
+    @property
+    def pinned(self) -> int:
+        """Pinned host memory in all."""
+        return self.gradients + self.predicted + self.staging
+
+
+def memory_of(extents: Extents, deferred: Deferred) -> Memory:
+    """What deferred updates of these tensors take."""
+    numels, dtypes, row_lens = extents
+    gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.interval)
+    selected, staging = 0, 0
+    if deferred.fraction:
+        selected, staging = _core.selection_nbytes(
+            numels, dtypes, deferred.interval, row_lens, deferred.fraction
+        )
+    return Memory(gradients, predicted if deferred.predict else 0, selected, staging)
+
+
+def deferred_core(
+    device: torch.device,
+    name: str,
+    extents: Extents,
+    deferred: Deferred,
+    threads: int | None,
+) -> tuple[_core.OffloadEngine, int]:
+    """An engine of the core whose steps may be deferred, with the memory for it.
+
+    Args:
+        device: where the weights are.
+        name: what the core calls it.
+        extents: the tensors.
+        deferred: which updates are deferred.
+        threads: workers that step; None: one per physical core of this process but one.
+
+    Returns:
+        It, and the bytes of device memory for the state of selected channels; 0: none is selected.
+
+    Raises:
+        OSError: the device cannot be had, or refuses to pin.
+    """
+    memory = memory_of(extents, deferred)
+    selection: dict[str, Any] = {}
+    if memory.selected:
+        selected = torch.empty(memory.selected, dtype=torch.uint8, device=device)
+        selection = {
+            "row_lens": extents.row_lens,
+            "fraction": deferred.fraction,
+            "selection": (selected.data_ptr(), selected.untyped_storage()),
+            "staging": _core.Buffer(memory.staging),
+        }
+    core = _core.OffloadEngine(
+        name,
+        extents.numels,
+        threads=threads,
+        generations=2,
+        interval=deferred.interval,
+        dtypes=extents.dtypes,
+        gradients=_core.Buffer(memory.gradients),
+        predicted=_core.Buffer(memory.predicted) if deferred.predict else None,
+        **selection,
     )
-    return gradients, predicted if deferred.predict else 0
-
-
-def row_lens(params: Iterable[torch.Tensor]) -> list[int]:
-    """For each parameter the elements of a row of its matrix; 0: it is none."""
-    pieces = [local(param) for param in params]
-    return [
-        piece.numel() // piece.shape[0] if piece.dim() > 1 and piece.numel() else 0
-        for piece in pieces
-    ]
-
-
-def selection_nbytes(params: Iterable[torch.Tensor], deferred: Deferred) -> tuple[int, int]:
-    """Bytes of device memory, and of pinned host memory, for channels that are selected."""
-    if not deferred.fraction:
-        return 0, 0
-    params = list(params)
-    pieces = [local(param) for param in params]
-    return _core.selection_nbytes(
-        [piece.numel() for piece in pieces],
-        [name_of(piece.dtype) for piece in pieces],
-        deferred.interval,
-        row_lens(params),
-        deferred.fraction,
-    )
+    return core, memory.selected

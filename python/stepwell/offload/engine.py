@@ -22,9 +22,8 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import local
-from stepwell._tensors import name_of
 from stepwell.offload.checksums import are_whole_words, checksum, sums_of
-from stepwell.offload.deferred import deferral_nbytes, row_lens, selection_nbytes
+from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
 from stepwell.offload.under_way import as_plain
 
@@ -97,7 +96,7 @@ class Engine:
         self._buffers = twins.buffers
         numels = [local(param).numel() for param in self._indices]
         self._deferred = deferred
-        self.selector: Selector | None = None
+        self.selector: Selector[torch.Tensor] | None = None
         """Chooses the channels that are stepped on the device; None: none is."""
         self.selected_bytes = 0
         """Device memory for their state."""
@@ -111,29 +110,10 @@ class Engine:
                 swapped=None if swapped is None or swap is None else swapped.indices(self._indices),
             )
         else:
-            gradients, predicted = deferral_nbytes(self._indices, deferred)
-            selection: dict[str, Any] = {}
-            self.selected_bytes, staging = selection_nbytes(self._indices, deferred)
-            if self.selected_bytes:
-                memory = torch.empty(self.selected_bytes, dtype=torch.uint8, device=device)
-                selection = {
-                    "row_lens": row_lens(self._indices),
-                    "fraction": deferred.fraction,
-                    "selection": (memory.data_ptr(), memory.untyped_storage()),
-                    "staging": _core.Buffer(staging),
-                }
-            self._core = _core.OffloadEngine(
-                device_name(device),
-                numels,
-                threads=threads,
-                generations=2,
-                interval=deferred.interval,
-                dtypes=[name_of(local(param).dtype) for param in self._indices],
-                gradients=_core.Buffer(gradients),
-                predicted=_core.Buffer(predicted) if deferred.predict else None,
-                **selection,
+            self._core, self.selected_bytes = deferred_core(
+                device, device_name(device), Extents.of(self._indices), deferred, threads
             )
-            if selection:
+            if self.selected_bytes:
                 segments, params = self._core.selectable(), list(self._indices)
                 self.selector = Selector(segments, params, deferred.reselect, device)
         self._is_settling = False

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from stepwell.offload.guard import Uploads
 
 
-__all__ = ["Gate", "remove"]
+__all__ = ["LANDING_BYTES_MAX", "Gate", "remove"]
+
+LANDING_BYTES_MAX = 256 << 20
+"""Of `Gate.wait_bytes_max`, where updates are deferred: weights are there before the forward then,
+but for their way up, of 5 ms per share."""
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from stepwell import _state
 from stepwell._sharding import local
 from stepwell._tensors import Written, check_param
 from stepwell.offload.budget import GIB, announce
-from stepwell.offload.deferred import deferral_nbytes, selection_nbytes
+from stepwell.offload.deferred import Extents, Memory, memory_of
 from stepwell.offload.fingerprints import FingerprintStatus
 from stepwell.offload.twins import Twins
 
@@ -114,7 +114,8 @@ class HostSide:
                 "of them from the beginning. hint: parameters that thaw later need requires_grad "
                 "when the optimizer is made, or Volume(..., durability='none')"
             )
-        on_device, _ = self._selection_nbytes(params)
+        deferral = self._deferral(params)
+        on_device = deferral.selected
         if on_device:
             _LOGGER.info("%.2f GiB of device memory for selected channels", on_device / GIB)
         announce(
@@ -124,22 +125,15 @@ class HostSide:
                 for param in params
                 if self._is_open and not states.get(param)
             ),
-            pinned=self.twins.nbytes(params) + self._deferral_nbytes(params),
+            pinned=self.twins.nbytes(params) + deferral.pinned,
             limit=limit,
         )
 
-    def _deferral_nbytes(self, params: Sequence[torch.Tensor]) -> int:
-        """What an engine over all parameters and `params` takes for deferred updates."""
+    def _deferral(self, params: Sequence[torch.Tensor]) -> Memory:
+        """What deferred updates take, of all parameters with these."""
         if self._deferred is None:
-            return 0
-        of_gradients = sum(deferral_nbytes([*self.twins, *params], self._deferred))
-        return of_gradients + self._selection_nbytes(params)[1]
-
-    def _selection_nbytes(self, params: Sequence[torch.Tensor]) -> tuple[int, int]:
-        """What such an engine takes for selected channels, on the device and on the host."""
-        if self._deferred is None:
-            return 0, 0
-        return selection_nbytes([*self.twins, *params], self._deferred)
+            return Memory(0, 0, 0, 0)
+        return memory_of(Extents.of([*self.twins, *params]), self._deferred)
 
     def admit(
         self,

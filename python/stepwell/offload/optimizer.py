@@ -20,7 +20,7 @@ from stepwell._sharding import agree, is_dtensor, local
 from stepwell.offload.budget import GIB
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.engine import Engine
-from stepwell.offload.gate import Gate, remove
+from stepwell.offload.gate import LANDING_BYTES_MAX, Gate, remove
 from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads, exposed
 from stepwell.offload.host_side import HostSide
@@ -48,9 +48,6 @@ _LOGGER = logging.getLogger(__name__)
 
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
-
-# A deferred step's weights are there before the forward, but for their way up, of 5 ms per share.
-_LANDING_BYTES_MAX = 256 << 20
 
 
 class OffloadAdamW(AdamW):
@@ -331,7 +328,7 @@ class OffloadAdamW(AdamW):
                     engine,
                     self._release,
                     engine.settle,
-                    wait_bytes_max=0 if self._deferred is None else _LANDING_BYTES_MAX,
+                    wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
                 )
             self._engine, self._gate = engine, gate
         return self._engine

@@ -16,7 +16,7 @@ device; their channels are ranked on the host, in linear time.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -25,20 +25,22 @@ from stepwell._sharding import local
 from stepwell._tensors import view
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Sequence
 
 __all__ = ["Selected", "Selector"]
+
+_Tensor = TypeVar("_Tensor", bound="Hashable")
 
 Selected: TypeAlias = "tuple[int, bool, list[int]]"
 """The number of a segment, whether its channels are columns, and the channels, ascending."""
 
 
-class Selector:
+class Selector(Generic[_Tensor]):
     """Chooses channels of the tensors of an engine.
 
     Args:
         segments: those of which channels may be selected.
-        params: the parameters of the engine, in its order.
+        params: what stands for the tensors of the engine, in its order: parameters, or others.
         reselect: after how many steps a selection is due.
         device: where the parameters are.
     """
@@ -46,7 +48,7 @@ class Selector:
     def __init__(
         self,
         segments: Sequence[_core.Selectable],
-        params: Sequence[torch.Tensor],
+        params: Sequence[_Tensor],
         reselect: int,
         device: torch.device,
     ) -> None:
@@ -76,7 +78,7 @@ class Selector:
         self._captured = {}
 
     def score(
-        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], group: int | None
+        self, params: Sequence[_Tensor], grads: Sequence[torch.Tensor], group: int | None
     ) -> None:
         """Reduces the gradients of what is due, on the device. Scores are there after a wait.
 
@@ -110,7 +112,7 @@ class Selector:
             selected_at is None or self._step - selected_at >= self._reselect
         )
 
-    def choose(self, at_once: Collection[torch.Tensor] | None) -> list[Selected]:
+    def choose(self, at_once: Collection[_Tensor] | None) -> list[Selected]:
         """The selections that begin with the step, whose scores have come.
 
         Args:
@@ -146,7 +148,7 @@ class Selector:
                 self._captured[one.segment] = captured, total
         return channels
 
-    def holds(self, params: Collection[torch.Tensor]) -> bool:
+    def holds(self, params: Collection[_Tensor]) -> bool:
         """Whether channels of any of these are selected."""
         known = set(params)
         return bool(known) and any(
@@ -154,7 +156,7 @@ class Selector:
             for one in self._segments
         )
 
-    def drop(self, params: Iterable[torch.Tensor]) -> None:
+    def drop(self, params: Iterable[_Tensor]) -> None:
         """The engine has ended what was selected of these."""
         dropped = set(params)
         for one in self._segments:

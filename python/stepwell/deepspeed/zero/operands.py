@@ -153,7 +153,7 @@ class Operands:
         index: int,
         ordinal: int,
         master: torch.Tensor,
-        grad: torch.Tensor,
+        grad: torch.Tensor | None,
         twin: torch.Tensor | None,
     ) -> Operand:
         """A partition in the coming step.
@@ -162,7 +162,7 @@ class Operands:
             index: of the parameter group whose options it has.
             ordinal: of the partition.
             master: the partition.
-            grad: its gradient.
+            grad: its gradient; None: the engine has it.
             twin: what the weights are written to in another dtype; None: `master` is what the model
                 gets.
 
@@ -170,7 +170,10 @@ class Operands:
             ValueError: it cannot be stepped.
         """
         group = self._optimizer.param_groups[index]
-        views = {"grad": view(grad), "weight_out": None if twin is None else view(twin)}
+        views = {
+            "grad": None if grad is None else view(grad),
+            "weight_out": None if twin is None else view(twin),
+        }
         known = self._optimizer.state.get(master) or None
         if isinstance(self._optimizer, optim.Adam):
             return self._ours(self._optimizer, group, ordinal, master, known, views)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from stepwell import optim
 from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.native import adam
-from stepwell.deepspeed.plan import inference_plan, plan
+from stepwell.deepspeed.plan import inference_plan, plan, zenflow_plan
 from stepwell.deepspeed.seams import Attribute, Overridden
 from stepwell.deepspeed.state.home import home_of
 from stepwell.deepspeed.zero.client_optimizer import check_client
@@ -34,6 +34,13 @@ def _stage_1_2() -> tuple[Any, str, type]:
     from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 
     return importlib.import_module(_ENGINE), "DeepSpeedZeroOptimizer", OffloadZeroOptimizer
+
+
+def _deferred() -> tuple[Any, str, type]:
+    """As `_stage_1_2`, for updates that are deferred."""
+    from stepwell.deepspeed.zero.deferred import DeferredZeroOptimizer
+
+    return importlib.import_module(_ENGINE), "DeepSpeedZeroOptimizer", DeferredZeroOptimizer
 
 
 def _stage_3() -> tuple[Any, str, type]:
@@ -87,15 +94,32 @@ def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
         if decided.zero_class is None:
             return original(self, optimizer)
         # DeepSpeed's function knows what the constructor takes.
-        module, name, cls = _PLACES[decided.zero_class]()
+        place = _PLACES[decided.zero_class] if decided.zenflow is None else _deferred
+        module, name, cls = place()
         theirs = getattr(module, name)
         setattr(module, name, functools.partial(cls, plan=decided))
         try:
-            return original(self, optimizer)
+            made = original(self, optimizer)
         finally:
             setattr(module, name, theirs)
+        if decided.zenflow is not None:
+            made.watch(self.module)
+        return made
 
     return configure
+
+
+def _zenflow_configured(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def configure_zenflow(engine: Any) -> None:
+        if engine.zenflow_config() is not None:
+            engine.stepwell_zenflow, engine.stepwell_zenflow_obstacle = zenflow_plan(engine, _unfit)
+            if engine.stepwell_zenflow is not None:
+                # None of DeepSpeed's branches for it run.
+                engine._config.zero_config.zenflow = None
+        original(engine)
+
+    return configure_zenflow
 
 
 def _weights_got(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,6 +196,13 @@ SEAMS: tuple[Place, ...] = (
         ("self", "basic_optimizer"),
     ),
     _MAKER,
+    Attribute(
+        "offload engine, ZenFlow",
+        _ENGINE,
+        "configure_zenflow",
+        _zenflow_configured,
+        ("engine",),
+    ),
     *_CLASSES.values(),
     Attribute(
         "offload engine, state access",

@@ -139,7 +139,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.param_buffer_of_bit16_for_cpu_offload_groups: list[torch.Tensor] = []
         self.temp_grad_buffer_for_cpu_offload = self.temp_grad_buffer_for_gpu_offload = None
         self._is_alone = dist.get_world_size(group=self.dp_process_group) == 1
-        options = self._plan.options
         sums_apart = [
             self._use_compact_grad_partition_buffer(group) for group in range(len(self._masters))
         ]
@@ -168,7 +167,15 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._masters, shapes, self._weights(), sums_apart, strict=True
             )
         ]
-        self._partitions = Partitions(
+        self._partitions = self._open_partitions(partitions)
+        self.stepwell_homes = [
+            RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
+            for group, master in enumerate(self._masters)
+        ]
+
+    def _open_partitions(self, partitions: list[Partition]) -> Partitions:
+        options = self._plan.options
+        return Partitions(
             partitions,
             device=partitions[0].weight.device,
             threads=options.threads,
@@ -178,10 +185,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             # DeepSpeed's.
             adds_on_host=self.partition_gradients and options.accumulate == "host",
         )
-        self.stepwell_homes = [
-            RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
-            for group, master in enumerate(self._masters)
-        ]
 
     @property
     def timing(self) -> dict[str, float]:
@@ -311,6 +314,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._drop_gradients()
             raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
+        self._gather_weights()
+        self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
+        self.timers.log(OPTIMIZER_TIMERS)
+
+    def _gather_weights(self) -> None:
+        """Every rank gets the weights of all partitions: a collective."""
         if not self._is_alone:
             all_gather_dp_groups(
                 groups_flat=self.bit16_groups_flat,
@@ -319,8 +328,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 start_alignment_factor=self.nccl_start_alignment_factor,
                 allgather_bucket_size=self.allgather_bucket_size,
             )
-        self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
-        self.timers.log(OPTIMIZER_TIMERS)
 
     def scaled_global_norm(self, norm_type: float = 2) -> torch.Tensor:
         """The norm of the gradients since the last step, times the loss scale: a scalar.

@@ -1,0 +1,260 @@
+"""DeepSpeed's ZeRO-1 and -2 optimizer with updates that are deferred, on the offload engine.
+
+This module imports DeepSpeed's optimizer, and is imported late.
+
+A JSON with `zero_optimization.zenflow` gets it (`stepwell.deepspeed.zenflow` has what of that block
+means what). It is the optimizer of `stage_1_2`, but that its partitions are those of
+`deferred_partitions`: an update that is not selected takes effect some steps later, as
+`OffloadAdamW(deferred=...)` has it.
+
+- On one rank whatever looks at a weight before the next forward in training, evaluation and state
+  dicts see all updates: what is pending is applied first.
+- On several, that would be a collective, which a look of one rank cannot be. There `drain`,
+  `save_checkpoint` and a step that is skipped apply and gather, and a forward in evaluation mode
+  before that is warned of. Masters and moments are a rank's own: a look at them applies what is
+  pending of them, and weights on the device stay as they are.
+- The first step, the first after what is pending was applied, and `warmup_steps` are exact. So a
+  run that is resumed has the bits of the one that went on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER
+
+from stepwell.deepspeed.logs import warn
+from stepwell.deepspeed.zero.deferred_gradients import Source
+from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
+from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
+from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from stepwell.deepspeed.plan import Plan
+    from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.partitions import Partition
+    from stepwell.offload.deferred import Deferred
+
+__all__ = ["DeferredZeroOptimizer"]
+
+
+class DeferredZeroOptimizer(OffloadZeroOptimizer):
+    """See the module. Takes what its base class takes; its `plan` has what is deferred."""
+
+    # It has what the base class calls of the other.
+    _partitions: DeferredPartitions  # type: ignore[assignment]
+
+    def __init__(self, init_optimizer: Any, *args: Any, plan: Plan, **kwargs: Any) -> None:
+        assert plan.zenflow is not None
+        self._deferred: Deferred = plan.zenflow.deferred
+        self._has_warned: set[str] = set()
+        self._is_skipped = False
+        super().__init__(init_optimizer, *args, plan=plan, **kwargs)
+
+    def _open_partitions(self, partitions: list[Partition]) -> Any:
+        sources = {}
+        for params in self.bit16_groups:
+            for param in params:
+                if self.get_param_id(param) not in self.grad_position:
+                    # It lies in the partitions of other ranks.
+                    continue
+                fragment = self._fragment(param)
+                first = self.grad_position[self.get_param_id(param)][1]
+                is_matrix = param.dim() > 1 and param.numel() > 0
+                row_len = param.numel() // param.shape[0] if is_matrix else 0
+                if fragment.numel:
+                    sources[fragment] = Source(first, row_len)
+        options = self._plan.options
+        return DeferredPartitions(
+            partitions,
+            sources,
+            [param for group in self.bit16_groups for param in group],
+            self._deferred,
+            device=partitions[0].weight.device,
+            is_alone=self._is_alone,
+            threads=self._plan.threads,
+            host_bytes_max=options.host_bytes_max,
+        )
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Has forwards in evaluation mode noticed that several ranks read late weights in."""
+        if not self._is_alone:
+            handle = module.register_forward_pre_hook(_LateForward(self))
+            weakref.finalize(self, handle.remove)
+
+    # ---- the step ----
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """As the base class; updates that are not selected are deferred."""
+        try:
+            with self._partitions.stepping():
+                super().step(closure)
+        except BaseException:
+            # On this rank: no other may have failed.
+            with contextlib.suppress(OSError, ValueError):
+                self._partitions.finish()
+            raise
+        if self._is_skipped:
+            self._is_skipped = False
+            # No forward is ahead that lands weights, so no access would be seen.
+            self.drain()
+
+    def _skip(self) -> None:
+        super()._skip()
+        self._is_skipped = True
+
+    def _check_used(self) -> None:
+        super()._check_used()
+        # Before the norm, which is waited for.
+        self._partitions.score(
+            is_deferred=self._is_deferred(),
+            is_selected=self._is_seen() and self._next_step() >= self._deferred.warmup_steps,
+        )
+
+    def _next_step(self) -> int:
+        """The number of the coming update, from 1."""
+        states = (self.optimizer.state.get(master) or {} for master in self._masters)
+        return 1 + max((int(state.get("step", 0)) for state in states), default=0)
+
+    def _is_seen(self) -> bool:
+        """Whether weights may be late: a look at them is seen, or several ranks say when."""
+        if not self._is_alone:
+            return True
+        return self._gate is not None and self._gate.is_open and not self._gate.guard.was_compiled
+
+    def _is_deferred(self) -> bool:
+        """Whether the coming step is deferred."""
+        if self._partitions.is_settled or self._next_step() <= self._deferred.warmup_steps:
+            return False
+        if not self._is_seen():
+            self._warn_once(
+                "updates are not deferred, and every step is exact: forwards cannot be seen "
+                "(torch.compile, a CUDA graph, or parameters in no module)"
+            )
+            return False
+        return True
+
+    def _apply(self, grad_scale: float) -> None:
+        partitions = self._partitions
+        self.timers(OPTIMIZER_STEP_TIMER).start()
+        groups = sorted(range(len(self._masters)), key=lambda group: self._masters[group].numel())
+        operands = {
+            group: self._operands.of(
+                group, group, self._masters[group], None, partitions.twins[group]
+            )
+            for group in groups
+            if self._masters[group].numel()
+        }
+        is_deferred = self._is_deferred()
+        partitions.finish_job()
+        # Before the submit, behind which Ctrl-C may land; without one it does no harm.
+        uncovered = self._guard_weights()
+        at_once = {self._fragment(param) for param in uncovered} if is_deferred else None
+        submission = partitions.prepare(operands, grad_scale=grad_scale, at_once=at_once)
+        self._operands.commit(list(operands.values()), submission)
+        partitions.forget()
+        if self._gate is not None and self._gate.is_open:
+            self._gate.wait_for_uncovered()
+        else:
+            partitions.wait_for_landing()
+        self._lazy_init_hp_params_optimizer_state()
+        self.timers(OPTIMIZER_STEP_TIMER).stop()
+
+    def _guard_weights(self) -> list[torch.Tensor]:
+        """Has accesses wait on one rank. Returns the parameters that the step itself waits for."""
+        if not self._is_alone:
+            return []
+        params = [param for group in self.bit16_groups for param in group]
+        if self._gate is None:
+            fragments = {param: self._fragment(param) for param in params}
+            self._gate = Gate(
+                params,
+                _Landings(self._partitions, fragments),
+                settle=self._partitions.finish,
+                wait_bytes_max=LANDING_BYTES_MAX,
+            )
+        if not self._gate.is_open:
+            return params
+        self._gate.open(params, self._exposed())
+        return self._gate.uncovered if self._is_seen() else params
+
+    # ---- waiting ----
+
+    def drain(self) -> None:
+        """Applies all updates that are deferred: weights and state are those of the last step.
+
+        On several ranks all of them call it, and the weights are gathered.
+
+        Raises:
+            OSError: the step failed in the background.
+        """
+        if self._is_alone:
+            self.synchronize()
+            return
+        self._partitions.upload(self._masters)
+        self._gather_weights()
+
+    def checkpoint_event_prologue(self) -> None:
+        """A checkpoint is saved or loaded, on all ranks: it has all updates."""
+        self.drain()
+
+    def synchronize(self) -> None:
+        """As the base class; what is deferred is applied. Weights on several ranks see `drain`."""
+        if self._is_made():
+            self._partitions.finish()
+            super().synchronize()
+
+    def note_forward(self, module: torch.nn.Module) -> None:
+        """Several ranks begin a forward: one in evaluation mode may read late weights."""
+        if not module.training and not self._partitions.is_landed:
+            self._warn_once(
+                "a forward in evaluation mode reads weights that lack up to "
+                f"{self._deferred.interval} updates, since several ranks cannot gather there. "
+                "hint: engine.optimizer.drain() on all ranks before an evaluation"
+            )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._has_warned:
+            self._has_warned.add(text)
+            warn(text)
+
+
+class _LateForward:
+    """A hook, which does not keep the optimizer alive."""
+
+    def __init__(self, optimizer: DeferredZeroOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.note_forward(module)
+
+
+class _Landings:
+    """New weights of parameters: what a `Gate` waits for. What is deferred stays so.
+
+    Args:
+        partitions: what steps them.
+        fragments: each parameter's fragment, which holds the whole parameter.
+    """
+
+    def __init__(
+        self, partitions: DeferredPartitions, fragments: Mapping[torch.Tensor, Fragment]
+    ) -> None:
+        self._partitions = partitions
+        self._fragments = fragments
+
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
+        """As `DeferredPartitions.wait`, of whole parameters."""
+        return self._partitions.wait(self._fragments[param] for param in params)
+
+    def finish(self) -> None:
+        """The current stream waits for all that land."""
+        self._partitions.finish_job()

@@ -1,0 +1,246 @@
+"""Gradients of ZeRO's partitions whose updates are deferred, by fragment. Imports no DeepSpeed.
+
+A gradient is summed on the device, and stays there until its step: selected channels are stepped
+with it. That takes 2 bytes of device memory per parameter of the rank's partitions. When it is
+complete it crosses the bus, to the engine's memory for gradients that wait. A fragment that got no
+gradient is stepped with the gradient 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from stepwell.offload.adder import norm_of
+from stepwell.offload.engine import current_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from stepwell import _core
+    from stepwell.deepspeed.zero.fragment import Fragment
+
+__all__ = ["Block", "DeferredGradients", "Source", "blocks_of"]
+
+
+class Source(NamedTuple):
+    """Where a fragment lies in its parameter."""
+
+    first: int
+    """Its first element there."""
+    row_len: int
+    """Elements of a row of the parameter; 0: it is no matrix."""
+
+
+class Block(NamedTuple):
+    """A tensor of the engine."""
+
+    group: int
+    """Number of the group."""
+    begin: int
+    """First element, within the partition."""
+    numel: int
+    """How many."""
+    row_len: int
+    """Elements of a row; 0: it is no matrix."""
+
+
+def blocks_of(fragment: Fragment, source: Source) -> list[Block]:
+    """The whole rows of a fragment, and what is cut of a row before and behind them."""
+    group, begin, numel = fragment
+    row_len = source.row_len
+    if not row_len:
+        return [Block(group, begin, numel, 0)] if numel else []
+    head = min(-source.first % row_len, numel)
+    whole = (numel - head) // row_len * row_len
+    parts = ((head, 0), (whole, row_len), (numel - head - whole, 0))
+    blocks = []
+    for count, length in parts:
+        if count:
+            blocks.append(Block(group, begin, count, length))
+        begin += count
+    return blocks
+
+
+class DeferredGradients:
+    """The gradients that the coming step takes.
+
+    Attributes:
+        bytes_sent: that gradients took on the bus since the last step.
+
+    Args:
+        core: the engine, whose tensors are the blocks.
+        blocks: of each fragment, in the order of the engine.
+        dtypes: of the weights of each partition, and of their gradients.
+        device: where gradients are made.
+    """
+
+    def __init__(
+        self,
+        core: _core.OffloadEngine,
+        blocks: Mapping[Fragment, Sequence[Block]],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> None:
+        self.bytes_sent = 0
+        self._core = core
+        self._blocks = blocks
+        of_all = [block for each in blocks.values() for block in each]
+        self._indices = {block: index for index, block in enumerate(of_all)}
+        self._dtypes = dtypes
+        self._device = device
+        # Gradients on the device until their step; those that are on their way to the host, and
+        # the streams that they were made on; the norms of complete ones.
+        self._sums: dict[Fragment, torch.Tensor] = {}
+        self._taken: set[Fragment] = set()
+        self._streams: set[int] = set()
+        self._norms: dict[Fragment, torch.Tensor] = {}
+
+    def collect(
+        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_last: bool
+    ) -> None:
+        """As `Partitions.collect`."""
+        self.add(fragment, piece, is_owned=is_owned)
+        if is_last:
+            self.send(fragment)
+
+    def add(
+        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False
+    ) -> None:
+        """As `Partitions.add`."""
+        if fragment in self._taken:
+            # A backward after the one that was announced as the last: all are taken anew.
+            self._take_back()
+        known = self._sums.get(fragment)
+        if known is not None and not is_total:
+            known.add_(piece)
+        else:
+            self._sums[fragment] = piece if is_owned or is_total else piece.clone()
+
+    def has_gradient(self, fragment: Fragment) -> bool:
+        """As `Partitions.has_gradient`."""
+        return fragment.numel == 0 or fragment in self._sums
+
+    def send(self, fragment: Fragment) -> None:
+        """The gradient of a fragment is complete: it is copied to the host."""
+        if fragment.numel == 0:
+            self._sums.pop(fragment, None)
+            return
+        grad = self._sums[fragment]
+        self._norms[fragment] = norm_of(grad)
+        self._take(fragment, grad)
+
+    def _take(self, fragment: Fragment, grad: torch.Tensor) -> None:
+        expected = self._dtypes[fragment.group]
+        if grad.dtype != expected:
+            raise ValueError(
+                f"a gradient is `{grad.dtype}`, expected `{expected}` as the weights are. "
+                'hint: leave out data_types.grad_accum_dtype, or "stepwell": {"zenflow": false}'
+            )
+        stream = current_stream(self._device)
+        size = grad.element_size()
+        blocks = self._blocks[fragment]
+        self._core.take_deferred(
+            [self._indices[block] for block in blocks],
+            [grad.data_ptr() + (block.begin - fragment.begin) * size for block in blocks],
+            source_owners=[grad.untyped_storage()],
+            stream=stream,
+        )
+        self._taken.add(fragment)
+        self._streams.add(stream)
+        self.bytes_sent += grad.nbytes
+
+    def _take_back(self) -> None:
+        """What is on its way to the host is taken anew, by `send` or the step."""
+        self._core.discard()
+        self._taken.clear()
+        self._streams.clear()
+        self._norms.clear()
+        self.bytes_sent = 0
+
+    def gradient(self, fragment: Fragment) -> torch.Tensor:
+        """The gradient of a fragment since the last step, in fp32: a copy, in host memory.
+
+        Raises:
+            ValueError: there is none. After the step it waits for its turn.
+        """
+        if fragment not in self._sums:
+            raise ValueError(
+                "a gradient is read that is on its way to its deferred update, expected a read "
+                'between backward and step. hint: "stepwell": {"zenflow": false}'
+            )
+        return self._sums[fragment].detach().to("cpu", torch.float32, copy=True)
+
+    def set_gradient(
+        self, fragment: Fragment, value: torch.Tensor, *, is_norm_kept: bool = False
+    ) -> None:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a gradient is set, which deferred updates (zero_optimization.zenflow) do not do. "
+            'hint: "stepwell": {"zenflow": false}, or leave out zenflow'
+        )
+
+    def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
+        """As `Partitions.norm`."""
+        for fragment in [each for each in self._sums if each not in self._taken]:
+            self.send(fragment)
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._norms:
+            squares = torch.stack(list(self._norms.values())).double().square().sum()
+        squares = squares.float()
+        add_up(squares)
+        total = float(squares)
+        if not math.isfinite(total):
+            # Squares that float32 cannot hold.
+            wide = torch.zeros((), dtype=torch.float64, device=self._device)
+            for grad in self._sums.values():
+                wide += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+            add_up(wide)
+            total = float(wide)
+        return math.sqrt(total) if math.isfinite(total) else math.inf
+
+    def drop(self) -> None:
+        """Forgets all gradients since the last step."""
+        self._take_back()
+        self._sums.clear()
+
+    # ---- the step ----
+
+    def by_block(self) -> Iterator[tuple[Block, torch.Tensor]]:
+        """The gradients that have come, on the device."""
+        for fragment, grad in self._sums.items():
+            for block in self._blocks[fragment]:
+                yield block, grad.narrow(0, block.begin - fragment.begin, block.numel)
+
+    def take_zeros(self) -> None:
+        """Fragments that got no gradient are stepped with the gradient 0."""
+        missing = [each for each in self._blocks if each.numel and each not in self._sums]
+        zeros: dict[torch.dtype, torch.Tensor] = {}
+        for fragment in sorted(missing, key=lambda each: -each.numel):
+            dtype = self._dtypes[fragment.group]
+            if dtype not in zeros:
+                # The longest comes first.
+                zeros[dtype] = torch.zeros(fragment.numel, dtype=dtype, device=self._device)
+            self._sums[fragment] = zeros[dtype].narrow(0, 0, fragment.numel)
+            self._take(fragment, self._sums[fragment])
+
+    def address(self, fragment: Fragment, block: Block) -> int:
+        """Where the gradient of a block is on the device."""
+        grad = self._sums[fragment]
+        return grad.data_ptr() + (block.begin - fragment.begin) * grad.element_size()
+
+    def release(self, submit_stream: int) -> None:
+        """A step has them: streams wait until they are copied, and they are forgotten."""
+        for stream in {submit_stream, *self._streams}:
+            self._core.release(stream=stream)
+        self._sums.clear()
+        self._taken.clear()
+        self._streams.clear()
+        self._norms.clear()
+        self.bytes_sent = 0
