@@ -53,12 +53,14 @@ class AdamTensor:
         grad: its gradient, of as many elements; a step needs it.
         weight_out: where the rounded copy of a float32 parameter goes.
         key: decorrelates the stochastic rounding of different parameters.
+        first: which element of the parameter its first one is, where it is a piece of one; a
+            multiple of `CHUNK_LEN`.
         parts: of the state, by their names.
 
     Raises:
         ValueError: naming what does not fit.
     """
-    def __new__(cls, /, *, param: TensorView, grad: TensorView | None = None, weight_out: TensorView | None = None, key: int = 0, **parts: "TensorView") -> AdamTensor: ...
+    def __new__(cls, /, *, param: TensorView, grad: TensorView | None = None, weight_out: TensorView | None = None, key: int = 0, first: int = 0, **parts: "TensorView") -> AdamTensor: ...
     @property
     def numel(self, /) -> int:
         """

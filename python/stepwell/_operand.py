@@ -35,6 +35,8 @@ class Rounding(NamedTuple):
     seed: int
     ordinal: int
     """Of the parameter among all parameters of the groups, as in a state dict."""
+    first: int = 0
+    """Which element of the parameter the first one is, where its rows are dealt out to ranks."""
 
 
 class _BoundPart(NamedTuple):
@@ -245,7 +247,7 @@ def bind(
         runs = {name: run_of(piece) for name, piece in pieces.items() if name not in left_out}
         param = run_of(local(operand.param))
         key = key_of(rounding.seed, rounding.ordinal, operand.param)
-        tensor = adam_tensor(param, runs, grad=operand.grad_view, key=key)
+        tensor = adam_tensor(param, runs, grad=operand.grad_view, key=key, first=rounding.first)
     parts = tuple(
         _BoundPart(name, state[name], piece, piece.data_ptr(), is_run(piece))
         for name, piece in pieces.items()

@@ -29,12 +29,14 @@ __all__ = [
     "adam_tensor",
     "convert",
     "decode",
+    "is_part",
     "key_of",
     "make_dense",
     "nbytes",
     "nbytes_of",
     "new",
     "packed",
+    "part_length",
     "part_names",
     "placed",
     "refreshed",
@@ -157,6 +159,19 @@ def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
     if not local(value).is_cpu:
         return f"is on `{local(value).device}`, expected the CPU"
     return None
+
+
+def is_part(name: str) -> bool:
+    """Whether `name` is the key of a part of state that grows with the parameter."""
+    return name in _PARTS
+
+
+def part_length(name: str) -> Callable[[int], int] | None:
+    """How many entries the part `name` has for so many elements.
+
+    None: one per element, in the parameter's shape.
+    """
+    return _PARTS[name].length
 
 
 def part_names(param: torch.Tensor, moments: str) -> tuple[str, ...]:
@@ -292,6 +307,7 @@ def adam_tensor(
     grad: _core.TensorView | None = None,
     weight_out: _core.TensorView | None = None,
     key: int = 0,
+    first: int = 0,
 ) -> _core.AdamTensor:
     """One parameter as the core takes it: contiguous local tensors, `runs` by parts' names."""
     numel = param.numel()
@@ -300,7 +316,9 @@ def adam_tensor(
         length = _PARTS[name].length
         # A row may be longer than this rank's piece has use for.
         views[name] = view(run, numel if length is None else length(numel))
-    return _core.AdamTensor(param=view(param), grad=grad, weight_out=weight_out, key=key, **views)
+    return _core.AdamTensor(
+        param=view(param), grad=grad, weight_out=weight_out, key=key, first=first, **views
+    )
 
 
 def _moment_runs(state: State, moments: str) -> dict[str, torch.Tensor]:
@@ -368,14 +386,21 @@ def decode(param: torch.Tensor, state: State) -> State:
 
 
 def _encode(
-    param: torch.Tensor, state: State, moments: str, *, key: int, step: int, decoded: State
+    param: torch.Tensor,
+    state: State,
+    moments: str,
+    *,
+    key: int,
+    first: int,
+    step: int,
+    decoded: State,
 ) -> None:
     """Writes float32 moments into the parts of `state`; rounding is without bias."""
     piece = local(param)
     if piece.numel() == 0:
         return
     runs = _moment_runs(state, moments)
-    tensor = adam_tensor(_floats((piece.numel(),)), runs, key=key)
+    tensor = adam_tensor(_floats((piece.numel(),)), runs, key=key, first=first)
     exp_avg, exp_avg_sq = (local(decoded[name]).contiguous() for name in ("exp_avg", "exp_avg_sq"))
     _core.write_state(tensor, step=step, exp_avg=view(exp_avg), exp_avg_sq=view(exp_avg_sq))
 
@@ -395,7 +420,14 @@ def _copy(param: torch.Tensor, part: _Part, value: torch.Tensor, current: State)
 
 
 def convert(
-    param: torch.Tensor, loaded: State, moments: str, *, key: int, current: State, label: str
+    param: torch.Tensor,
+    loaded: State,
+    moments: str,
+    *,
+    key: int,
+    current: State,
+    label: str,
+    first: int = 0,
 ) -> State:
     """State for `param` from loaded state.
 
@@ -412,6 +444,7 @@ def convert(
         current: the state that the parameter has now: what `loaded` shares with it is kept, not
             copied.
         label: names the parameter in errors.
+        first: which element of the whole parameter the first one of `param` is.
 
     Raises:
         ValueError: the state is not of an Adam, or not of this parameter.
@@ -438,7 +471,8 @@ def convert(
         state |= {part.name: _copy(param, part, loaded[part.name], current) for part in target}
     else:
         state |= {part.name: _part(param, part) for part in target}
-        _encode(param, state, moments, key=key, step=max(step, 1), decoded=decode(param, loaded))
+        decoded = decode(param, loaded)
+        _encode(param, state, moments, key=key, first=first, step=max(step, 1), decoded=decoded)
     # A frozen parameter may be of any dtype; it gets its master when it is stepped.
     for part in _MASTERS.get(param.dtype, ()):
         if part.name not in loaded:

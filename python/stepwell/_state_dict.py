@@ -47,6 +47,14 @@ class StateDicts(Optimizer):
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step."""
 
+    def _own_state(self, _: torch.Tensor, state: _state.State, __: str) -> _state.State:
+        """What this optimizer takes of the loaded state of a parameter."""
+        return state
+
+    def _first_element(self, _: torch.Tensor) -> int:
+        """Which element of a parameter the first one of its host side is."""
+        return 0
+
     @abc.abstractmethod
     def _look_anew(self) -> None:
         """Has the next step look at every parameter, and at all state, as if it were the first."""
@@ -157,6 +165,7 @@ class StateDicts(Optimizer):
         for index, (param, seed) in enumerate(params):
             source = _unshielded(loaded.get(param, {}))
             if source:
+                source = self._own_state(param, source, labels[param])
                 host_side = self._host_side(param)
                 if param.requires_grad:
                     # A frozen one may be anywhere, and of any dtype.
@@ -166,6 +175,7 @@ class StateDicts(Optimizer):
                     source,
                     self._moments,
                     key=_state.key_of(seed, index, param),
+                    first=self._first_element(param),
                     current=self.state.get(param, {}),
                     label=labels[param],
                 )

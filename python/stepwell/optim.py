@@ -452,12 +452,12 @@ class Adam(StateDicts):
                 return update.param, owner
         return None
 
-    def _rounding(self, index: int, group: dict[str, Any], _: torch.Tensor) -> Rounding:
+    def _rounding(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
         """What the stochastic rounding of a parameter follows from.
 
         A state dict has all of it, so a resumed run rounds alike.
         """
-        return Rounding(group["seed"], index)
+        return Rounding(group["seed"], index, self._first_element(param))
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step: `param` itself."""

@@ -94,7 +94,8 @@ class Engine:
         self._indices = {param: index for index, param in enumerate(params)}
         # They own the memory of all twins.
         self._buffers = twins.buffers
-        numels = [local(param).numel() for param in self._indices]
+        self._numels = {param: twins.weight_numel(param) for param in self._indices}
+        numels = list(self._numels.values())
         self._deferred = deferred
         self.selector: Selector[torch.Tensor] | None = None
         """Chooses the channels that are stepped on the device; None: none is."""
@@ -159,7 +160,8 @@ class Engine:
         After what the current stream holds now. Not while a step is running, unless updates are
         deferred.
         """
-        pairs = [(param, local(grad)) for param, grad in zip(params, grads, strict=True)]
+        piece = self._twins.piece
+        pairs = [(param, piece(param, grad)) for param, grad in zip(params, grads, strict=True)]
         pairs = [(param, grad) for param, grad in pairs if grad.numel()]
         if self._deferred is not None:
             self._core.take_deferred(
@@ -231,7 +233,7 @@ class Engine:
         by_id = {id(each.update.hyper): each.update.hyper for each in updates}
         hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
         stepped = [(each.update, each.bound) for each in updates if each.bound.tensor is not None]
-        weights = [local(update.param) for update, _ in stepped]
+        weights = [self._twins.piece(update.param) for update, _ in stepped]
         self._submit_stream, self._step_stream = self._stream(), None
         self.seconds_waited = 0.0
         storages = {
@@ -368,7 +370,7 @@ class Engine:
         streams = {self._stream(), *([] if step_stream is None else [step_stream])}
         for param in params:
             for stream in streams:
-                self._core.wait(self._indices[param], 0, local(param).numel(), stream=stream)
+                self._core.wait(self._indices[param], 0, self._numels[param], stream=stream)
         self.seconds_waited += time.perf_counter() - begin
         return step_stream is not None
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.shares import Shares
     from stepwell.offload.swapped import Swapped
 
 __all__ = ["HostSide"]
@@ -42,6 +43,7 @@ class HostSide:
         bytes_max: the most host memory that may be taken; None: what is free.
         deferred: which updates are deferred; None: none is.
         swapped: has the state that does not fit into host memory; None: all is there.
+        shares: the rows of each parameter that this rank steps; None: all of what it has.
     """
 
     def __init__(
@@ -50,8 +52,9 @@ class HostSide:
         bytes_max: int | None,
         deferred: Deferred | None = None,
         swapped: Swapped | None = None,
+        shares: Shares | None = None,
     ) -> None:
-        self.twins = Twins(have_gradients=deferred is None)
+        self.twins = Twins(have_gradients=deferred is None, shares=shares)
         self._deferred = deferred
         self.device = torch.device("cpu")
         """Where the parameters are."""
@@ -119,9 +122,9 @@ class HostSide:
         if on_device:
             _LOGGER.info("%.2f GiB of device memory for selected channels", on_device / GIB)
         announce(
-            sum(local(param).numel() for param in params),
+            sum(self.twins.piece(param).numel() for param in params),
             state=sum(
-                _state.nbytes(param, self._moments)
+                _state.nbytes(self.twins.piece(param), self._moments)
                 for param in params
                 if self._is_open and not states.get(param)
             ),

@@ -17,14 +17,17 @@ import torch
 from stepwell import _state
 from stepwell._decision import Facts, Nonfinite
 from stepwell._sharding import agree, is_dtensor, local
+from stepwell.offload import sharded_state
 from stepwell.offload.budget import GIB
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.engine import Engine
 from stepwell.offload.gate import LANDING_BYTES_MAX, Gate, remove
+from stepwell.offload.gathering import RankEngine
 from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads, exposed
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import gradient_norm
+from stepwell.offload.sharding import Shard, Sharding, open_sharding
 from stepwell.offload.swapped import StateInMemory, Swapped
 from stepwell.optim import AdamW, Moments
 
@@ -126,6 +129,15 @@ class OffloadAdamW(AdamW):
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
             memory. Not with `deferred`. `state` and state dicts are then read from the drives into
             memory, as a snapshot. Parameters that are added later have their state in host memory.
+        shard: whether ranks that hold the same parameters (DistributedDataParallel) share the step:
+            True, or the process group of these ranks. Each keeps the state of its rows of every
+            parameter and steps those, and gets the new weights of the others, with the same bits as
+            without. `state` and `state_dict()` are then those of this rank:
+            torch.distributed.checkpoint saves and loads them at any number of ranks, and
+            `full_state_dict()` has the whole. So it has to be asked for: a program that saves
+            `state_dict()` on one rank would have a part only. Weights and gradients are checked to
+            be equal on all ranks. False: each rank keeps and steps all of its parameters. Not with
+            `deferred`, `tier`, `accumulate="host"` or DTensor parameters.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
 
@@ -159,6 +171,7 @@ class OffloadAdamW(AdamW):
         host_bytes_max: int | None = None,
         deferred: Deferred | None = None,
         tier: Volume | None = None,
+        shard: Shard = False,
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
@@ -188,6 +201,9 @@ class OffloadAdamW(AdamW):
                 "`deferred` and `tier` are both given, expected one: deferred updates of state on "
                 "a volume are not there yet"
             )
+        self._sharding: Sharding | None = open_sharding(
+            shard, deferred=deferred is not None, tier=tier is not None, accumulate=accumulate
+        )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         self._deferred = deferred
@@ -199,7 +215,8 @@ class OffloadAdamW(AdamW):
         self._accumulate: Accumulate = accumulate
         self._threads = threads
         swapped = None if tier is None else Swapped(tier, moments, threads)
-        self._host = HostSide(moments, host_bytes_max, deferred, swapped)
+        shares = None if self._sharding is None else self._sharding.shares
+        self._host = HostSide(moments, host_bytes_max, deferred, swapped, shares)
         # State that the step under way has written to the volume, as it was and as it is.
         self._swapping: list[list[tuple[torch.Tensor, _state.State, _state.State]]] = [[]]
         self._twins = self._host.twins
@@ -264,6 +281,8 @@ class OffloadAdamW(AdamW):
             labels = dict(self._labelled())
             self._host.check(new, labels)
             self._collector.check(new, labels)
+            if self._sharding is not None:
+                self._sharding.admit(new, labels)
             self._host.announce(new, self._states)
             # It is made for a fixed list of parameters.
             self._close_engine()
@@ -282,6 +301,8 @@ class OffloadAdamW(AdamW):
             self._close_engine()
             self._host.let_go(params, self._states)
             self._collector.let_go(params)
+            if self._sharding is not None:
+                self._sharding.shares.remove(params)
             for param in params:
                 self._bound.pop(param, None)
                 if remove_hooks := self._hooked.pop(param, None):
@@ -313,13 +334,11 @@ class OffloadAdamW(AdamW):
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
-            engine = Engine(
-                self._host.device,
-                self._twins,
-                self._twins,
-                self._threads,
-                self._deferred,
-                self._host.swapped,
+            device, twins = self._host.device, self._twins
+            engine = (
+                Engine(device, twins, twins, self._threads, self._deferred, self._host.swapped)
+                if self._sharding is None
+                else RankEngine(self._sharding, device, twins, twins, self._threads)
             )
             gate = None
             if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
@@ -606,7 +625,8 @@ class OffloadAdamW(AdamW):
             raise ValueError(
                 "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
             )
-        if self._scaler_found_inf():
+        found_inf = self._scaler_found_inf()
+        if found_inf and self._sharding is None:
             return self._is_taken(Facts(found_inf=True), [], None, "")
         error: ValueError | None = None
         params: list[torch.Tensor] = []
@@ -621,14 +641,19 @@ class OffloadAdamW(AdamW):
             updates = self._updates()
         except ValueError as caught:
             error = caught
-        (has_error,) = agree(self._agreeing_meshes(), [error is not None])
-        facts = Facts(has_error=has_error)
-        if not has_error:
+        if self._sharding is None:
+            (has_error,) = agree(self._agreeing_meshes(), [error is not None])
+        else:
+            found_inf, has_error = self._agree_on_step(params, error, found_inf=found_inf)
+        facts = Facts(found_inf=found_inf, has_error=has_error)
+        if not has_error and not found_inf:
             self._refuse_lost_writes()
             self._score(params, grads, updates, self._host.reread(params, self.state))
             collector = self._collector
             norm = gradient_norm(params, grads, collector.place, read=collector.read)
             norm *= inverse_scale
+            if self._sharding is not None:
+                self._sharding.peers.check_norm(norm)
             self.grad_norm = norm
             self._seconds = {"norm": time.perf_counter() - begin}
             facts = Facts(
@@ -648,6 +673,26 @@ class OffloadAdamW(AdamW):
         on_device = dict(zip(params, grads, strict=True)) if selects else None
         self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
         return True
+
+    def _agree_on_step(
+        self, params: Sequence[torch.Tensor], error: ValueError | None, *, found_inf: bool
+    ) -> tuple[bool, bool]:
+        """Whether a rank has found an infinity, and whether one cannot step.
+
+        Raises:
+            ValueError: weights, or what is stepped, are not the same on all ranks.
+        """
+        sharding = self._sharding
+        assert sharding is not None
+        facts = sharding.agree(
+            params,
+            has_error=error is not None,
+            found_inf=found_inf,
+            is_written=error is None and bool(self._twins.stale(params)),
+        )
+        if facts.is_written and not facts.has_error and not facts.found_inf:
+            sharding.check_weights(params, self._opened_engine().checksums, self._label)
+        return facts.found_inf, facts.has_error
 
     def _score(
         self,
@@ -810,20 +855,68 @@ class OffloadAdamW(AdamW):
 
     # ---- state dicts ----
 
+    def _first_element(self, param: torch.Tensor) -> int:
+        if self._sharding is None or param not in self._twins:
+            return 0
+        return self._sharding.shares.elements(param)[0]
+
+    def _own_state(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
+        if self._sharding is None or param not in self._twins:
+            return state
+        return sharded_state.own(self._sharding, param, state, label)
+
     def state_dict(self) -> StateDict:
         """As `stepwell.AdamW.state_dict`, after the last step is complete.
 
-        Its tensors are in host memory.
+        Its tensors are in host memory. With `shard` they are the rows of this rank, which
+        torch.distributed.checkpoint saves and loads at any number of ranks, and torch.save refuses.
         """
+        found = self._own_state_dict()
+        if self._sharding is not None:
+            for index, param in enumerate(self._in_order()):
+                if state := found["state"].get(index):
+                    found["state"][index] = sharded_state.of_rank(self._sharding, param, state)
+        return found
+
+    def full_state_dict(self, rank: int | None = 0) -> StateDict:
+        """The state dict of all ranks together, as without `shard`. All ranks have to call it.
+
+        It is gathered through host memory, and takes what the state of one rank takes without
+        `shard`, which is announced in the log.
+
+        Args:
+            rank: the rank of the group that gets it; None: every rank. The others get {}.
+
+        Raises:
+            ValueError: the ranks have state of different parameters.
+            OSError: another rank is gone.
+        """
+        found = self._own_state_dict()
+        if self._sharding is None:
+            return found
+        state = sharded_state.whole(self._sharding, self._in_order(), found["state"], rank)
+        return {} if state is None else {**found, "state": state}
+
+    def _own_state_dict(self) -> StateDict:
+        """The state dict of what this rank steps."""
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         return super().state_dict()
+
+    def _in_order(self) -> list[torch.Tensor]:
+        """All parameters, as a state dict counts them."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     def decoded_state_dict(self) -> StateDict:
         """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments.
 
         Takes 8 bytes per parameter unless `moments` is "fp32".
         """
+        if self._sharding is not None:
+            raise ValueError(
+                "decoded_state_dict() is called and `shard` is given, expected one rank with all "
+                "state. hint: full_state_dict(), which an optimizer without `shard` loads"
+            )
         if self._moments != "fp32":
             numel = sum(local(param).numel() for param in self._twins)
             _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)

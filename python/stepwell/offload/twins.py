@@ -20,6 +20,8 @@ from stepwell._tensors import tensor_on, view
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from stepwell.offload.shares import Shares
+
 __all__ = ["Twin", "Twins"]
 
 # Of every tensor in a buffer: what the widest vectors and the device's copies like.
@@ -43,7 +45,7 @@ class Twin:
     """This rank's piece of it."""
     dtype: torch.dtype
     shape: torch.Size
-    """Of this rank's piece."""
+    """Of what this rank has of the parameter on the device."""
     buffers: tuple[_core.Buffer, ...]
     """The memory of `weight` and `grad`, and of others that were added with them."""
     version: tuple[int, int, int, int] | None
@@ -61,15 +63,25 @@ class Twins:
 
     Args:
         have_gradients: whether they have memory for gradients.
+        shares: the rows of each parameter that this rank steps; None: all of what it has.
     """
 
-    def __init__(self, *, have_gradients: bool = True) -> None:
+    def __init__(self, *, have_gradients: bool = True, shares: Shares | None = None) -> None:
+        self._shares = shares
         self._twins: dict[torch.Tensor, Twin] = {}
         self._num_buffers = 2 if have_gradients else 1
 
     def nbytes(self, params: Iterable[torch.Tensor]) -> int:
         """Bytes of pinned memory that `add` takes."""
-        return self._num_buffers * sum(_aligned(local(param).nbytes) for param in params)
+        return self._num_buffers * sum(_aligned(self.piece(param).nbytes) for param in params)
+
+    def piece(self, param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
+        """What this rank steps of `param`, or of `tensor`, which is shaped and placed as it is.
+
+        Call it without grad mode.
+        """
+        whole = local(param if tensor is None else tensor)
+        return whole if self._shares is None else self._shares.piece(param, whole)
 
     @property
     def buffers(self) -> list[_core.Buffer]:
@@ -99,11 +111,11 @@ class Twins:
         ]
         if len(memories) == 1:
             # Of the largest; pages that are not touched are not there.
-            largest = max((local(param).nbytes for param in params), default=0)
+            largest = max((self.piece(param).nbytes for param in params), default=0)
             untouched = torch.empty(largest, dtype=torch.uint8, device="cpu")
         begin = 0
         for param in params:
-            piece = local(param)
+            piece = self.piece(param)
             places = [memory[begin : begin + piece.nbytes] for memory in memories]
             if len(memories) == 1:
                 places.append(untouched[: piece.nbytes])
@@ -114,13 +126,13 @@ class Twins:
                 grad=like(param, grad),
                 grad_view=view(grad),
                 dtype=piece.dtype,
-                shape=piece.shape,
+                shape=local(param).shape,
                 buffers=buffers,
                 version=None,
                 storage=None,
             )
         for param in params:
-            local(self._twins[param].weight).copy_(local(param))
+            local(self._twins[param].weight).copy_(self.piece(param))
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
         """Lets go of the twins of `params`, which no step and no copy uses."""
@@ -148,6 +160,10 @@ class Twins:
         """The host side of `param`."""
         return self._twins[param].weight
 
+    def weight_numel(self, param: torch.Tensor) -> int:
+        """How many elements of `param` this rank steps."""
+        return local(self._twins[param].weight).numel()
+
     def grad(self, param: torch.Tensor) -> torch.Tensor:
         """Where the gradient of `param` comes to."""
         return self._twins[param].grad
@@ -160,7 +176,7 @@ class Twins:
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
         for param in params:
-            local(self._twins[param].weight).copy_(local(param))
+            local(self._twins[param].weight).copy_(self.piece(param))
             self.note([param])
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,236 @@
+"""What the ranks that share the step of one optimizer tell each other.
+
+- Every call is collective, of the thread that steps, in the same order on all ranks. Facts go
+  through gloo, between the hosts: no stream of a device waits for them.
+- A rank that is not there any more ends the wait of the others with an error: at once where its
+  connection is closed, else after the timeout of the process group.
+- Ctrl-C in a wait leaves the ranks apart. Then every later call is an error, here and, since this
+  rank is missing, on the others.
+
+Cost: two rounds of 64 bytes per step, each 0.1 to 0.3 ms on one host.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+__all__ = ["Peers", "StepFacts", "wait_for_work"]
+
+# Polls of a work that has not ended: soon after the first look, then less often.
+_POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 2e-5, 1e-3
+
+
+class StepFacts(NamedTuple):
+    """What a rank knows before a step; of all ranks, what any of them knows."""
+
+    has_error: bool
+    """Whether it cannot step."""
+    found_inf: bool
+    """Whether a GradScaler has found a gradient that is not finite."""
+    is_written: bool
+    """Whether parameters were written since the last step."""
+
+
+class Peers:
+    """The ranks of `group`, by process groups of the optimizer's own.
+
+    Making it is collective: all ranks of the default group take part, or those of `group` where it
+    is another.
+
+    Args:
+        group: the ranks; None: all.
+
+    Raises:
+        ValueError: there is no process group, or no gloo, or this rank is not in it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ValueError(
+                "`shard` is given, but there is no process group. "
+                "hint: torch.distributed.init_process_group() first, under torchrun"
+            )
+        if not dist.is_gloo_available():
+            raise ValueError(
+                "`shard` is given, and this build of torch has no gloo, by which the ranks agree. "
+                "hint: shard=False"
+            )
+        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        """Of the default group."""
+        if dist.get_rank() not in self.ranks:
+            raise ValueError(
+                f"`shard` is a group of the ranks `{self.ranks}`, expected one with this rank "
+                f"`{dist.get_rank()}`"
+            )
+        self.rank = self.ranks.index(dist.get_rank())
+        """This one, within the group."""
+        self.world_size = len(self.ranks)
+        """How many ranks there are."""
+        backend = dist.get_backend_config(group)
+        timeout = _timeout_of(group)
+        # One for each thread: collectives of one group have one order.
+        self._agreeing = self._new_group("gloo", timeout)
+        self.status = self._new_group("gloo", timeout)
+        """Of the thread that gathers weights, for what is in host memory."""
+        self.data = self._new_group(backend, timeout)
+        """Of the same thread, for weights."""
+        self._round = 0
+        self._is_apart = False
+
+    def _new_group(self, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
+        is_whole_world = len(self.ranks) == dist.get_world_size()
+        group = dist.new_group(
+            self.ranks,
+            timeout=timeout,
+            backend=backend,
+            # Ranks outside of a part of the world make no optimizer, or another.
+            use_local_synchronization=not is_whole_world,
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def agree_on_step(self, mine: StepFacts, digest: int) -> StepFacts:
+        """What is known on any rank.
+
+        Args:
+            mine: what is known here.
+            digest: of what is stepped.
+
+        Raises:
+            ValueError: other ranks step other parameters, or the same otherwise cut.
+        """
+        flags = [int(flag) for flag in mine]
+        most = self._greatest([*flags, digest, -digest])
+        agreed = StepFacts(*(flag > 0 for flag in most[:3]))
+        if not agreed.has_error and not agreed.found_inf and most[3] != -most[4]:
+            raise ValueError(
+                "the ranks step different parameters, or not in the same order, and nothing was "
+                "changed. hint: the same parameters in every rank's groups, frozen and thawed "
+                "alike; gradients that only some ranks have need DistributedDataParallel("
+                "find_unused_parameters=True)"
+            )
+        return agreed
+
+    def check_norm(self, norm: float) -> None:
+        """Raises ValueError, on all ranks, if their norms of the gradients differ."""
+        bits = struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(norm) else norm))[0]
+        most = self._greatest([bits, -bits])
+        if most[0] != -most[1]:
+            raise ValueError(
+                f"the norm of the gradients is `{norm}` here and another on other ranks, expected "
+                "equal gradients, and nothing was changed. hint: DistributedDataParallel makes "
+                "them equal; clip, scale or change gradients alike on all ranks; shard=False "
+                "steps each rank's own"
+            )
+
+    def first_difference(self, digests: Sequence[int]) -> int | None:
+        """The first place where the ranks have different numbers, of 62 bits; None: there is none.
+
+        The ranks give equally many.
+        """
+        most = self._greatest([*digests, *(-each for each in digests)])
+        count = len(digests)
+        return next((at for at in range(count) if most[at] != -most[count + at]), None)
+
+    def _greatest(self, numbers: Sequence[int]) -> list[int]:
+        """The greatest of all ranks at each place."""
+        self._check_together()
+        self._round += 1
+        # Ranks that are not in the same round have not made the same calls.
+        mine = torch.tensor([self._round, -self._round, *numbers], dtype=torch.int64, device="cpu")
+        work = self._call(
+            lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
+        )
+        self._wait(work)
+        most: list[int] = mine.tolist()
+        if most[0] != -most[1]:
+            self._is_apart = True
+            self._check_together()
+        return most[2:]
+
+    def objects(self, mine: object) -> list[Any]:
+        """The picklable objects of all ranks, in their order."""
+        self._check_together()
+        found: list[Any] = [None] * self.world_size
+        self._is_apart = True
+        self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing))
+        self._is_apart = False
+        return found
+
+    def broadcast(self, memory: torch.Tensor, owner: int) -> None:
+        """Fills `memory`, contiguous and in host memory, with that of the rank `owner`."""
+        self._check_together()
+        whole, source = memory.view(-1).view(torch.uint8), self.ranks[owner]
+        self._wait(
+            self._call(lambda: dist.broadcast(whole, source, group=self._agreeing, async_op=True))
+        )
+
+    def _check_together(self) -> None:
+        if self._is_apart:
+            raise OSError(
+                "the ranks are not at the same step any more: one was interrupted, or has called "
+                "the optimizer otherwise than the others. hint: end all ranks, and resume from a "
+                "checkpoint"
+            )
+
+    def _call(self, begin: Any) -> Any:
+        try:
+            return begin()
+        except RuntimeError as error:
+            self._is_apart = True
+            raise _lost(error) from error
+
+    def _wait(self, work: Any) -> None:
+        is_done = False
+        try:
+            wait_for_work(work)
+            is_done = True
+        finally:
+            # Also where Ctrl-C has ended the wait.
+            self._is_apart = self._is_apart or not is_done
+
+
+def wait_for_work(work: dist.Work) -> None:
+    """Waits for a collective over host memory; Ctrl-C ends the wait.
+
+    Raises:
+        OSError: it has failed: another rank is gone, or late by more than the timeout.
+    """
+    pause = _POLL_SECONDS_MIN
+    try:
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_SECONDS_MAX)
+        work.wait()
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> OSError:
+    return OSError(
+        f"another rank is gone, or late by more than the timeout of the process group: {error}. "
+        "hint: its own error says why; resume all ranks from a checkpoint"
+    )
+
+
+def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """The timeout of `group`; None: not known, and torch's own is taken."""
+    group = group or dist.group.WORLD
+    try:
+        device = "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+        options = group._get_backend(torch.device(device)).options  # type: ignore[union-attr]
+        timeout: timedelta = options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    else:
+        return timeout

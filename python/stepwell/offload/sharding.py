@@ -1,0 +1,146 @@
+"""`OffloadAdamW(shard=...)`: ranks with the same parameters step a share of them each.
+
+What makes it safe is that no rank steps alone:
+
+- Before a step all ranks tell each other whether they can step, and what they step.
+- Where parameters were written since the last step, and so before the first, the ranks compare
+  checksums of all of them.
+- The norm of the gradients is that of all, on every rank, and has to be the same to the last bit.
+
+A rank that meets an error or a difference raises it, and so do all; nothing was changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from stepwell._sharding import is_dtensor
+from stepwell._tensors import contiguous_hint
+from stepwell.offload.peers import Peers, StepFacts
+from stepwell.offload.shares import Shares
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+__all__ = ["Shard", "Sharding", "open_sharding"]
+
+Shard: TypeAlias = "bool | dist.ProcessGroup"
+"""Whether ranks with the same parameters share the step; the ranks, where they are not all."""
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Sharding:
+    """The ranks that share the step of one optimizer, and what each of them steps.
+
+    Args:
+        shard: True: all ranks; or a group of them.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+
+    def __init__(self, shard: Literal[True] | dist.ProcessGroup) -> None:
+        self.peers = Peers(None if shard is True else shard)
+        self.shares = Shares(self.peers.rank, self.peers.world_size)
+
+    def admit(self, params: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
+        """Deals out the rows of `params`, which are new; those that were dealt out stay so.
+
+        Raises:
+            ValueError: the rows of one cannot be dealt out; nothing was changed.
+        """
+        params = [param for param in params if param not in self.shares]
+        for param in params:
+            if is_dtensor(param):
+                raise ValueError(
+                    f"{labels[param]} is a DTensor and `shard` is given, expected plain "
+                    "parameters. hint: shard=False; FSDP2 has dealt them out already"
+                )
+            if not param.is_contiguous():
+                raise ValueError(
+                    f"{labels[param]} has the strides `{param.stride()}` and `shard` is given, "
+                    f"expected rows one after the other. hint: {contiguous_hint(param)}, or "
+                    "shard=False"
+                )
+        self.shares.add(params)
+
+    def agree(
+        self, params: Sequence[torch.Tensor], *, has_error: bool, found_inf: bool, is_written: bool
+    ) -> StepFacts:
+        """What is known on any rank before a step of `params`.
+
+        Raises:
+            ValueError: the ranks step different parameters.
+        """
+        mine = StepFacts(has_error=has_error, found_inf=found_inf, is_written=is_written)
+        digest = 0 if has_error or found_inf else self.shares.digest(params)
+        return self.peers.agree_on_step(mine, digest)
+
+    def check_weights(
+        self,
+        params: Sequence[torch.Tensor],
+        checksums: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        label: Callable[[torch.Tensor], str],
+    ) -> None:
+        """Raises ValueError, on all ranks, if `params` do not have the same values on all.
+
+        Cost: a read of all weights on the device, and 16 bytes per parameter between the ranks.
+        """
+        sums = checksums(list(params))
+        found = [blake2b(each.cpu().numpy().tobytes(), digest_size=8).digest() for each in sums]
+        digests = [int.from_bytes(each, "little") >> 2 for each in found]
+        if (at := self.peers.first_difference(digests)) is not None:
+            raise ValueError(
+                f"{label(params[at])} is not the same on all ranks, expected equal parameters, "
+                "and nothing was changed. hint: DistributedDataParallel(model) makes them equal; "
+                "load and write weights alike on all ranks; shard=False steps each rank's own"
+            )
+
+
+def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) -> Sharding | None:
+    """The ranks that share the step; None: there is nothing to share.
+
+    Args:
+        shard: the option.
+        deferred: whether updates are deferred.
+        tier: whether state is on a volume.
+        accumulate: where gradients are summed.
+
+    Raises:
+        ValueError: there is no such group, or the options do not go together.
+    """
+    if shard is False:
+        _tell_of_copies()
+        return None
+    if deferred:
+        raise ValueError(
+            "`shard` and `deferred` are both given, expected one: a look at a weight applies what "
+            "is deferred, and only on the rank that looks. hint: shard=False"
+        )
+    if tier:
+        raise ValueError(
+            "`shard` and `tier` are both given, expected one: volumes of several ranks have no "
+            "common commit. hint: shard=False, or moments='q8' instead of a volume"
+        )
+    if accumulate == "host":
+        raise ValueError(
+            "`shard` is given and `accumulate` is `host`, expected device: other ranks have a part "
+            "in the gradients. hint: no_sync() of the model"
+        )
+    return Sharding(shard)
+
+
+def _tell_of_copies() -> None:
+    """Says in the log, where there are several ranks, that each has all state."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        _LOGGER.info(
+            "each of %d ranks keeps the state of all its parameters in host memory, and steps "
+            "them. hint: under DistributedDataParallel, shard=True has each rank do its share",
+            dist.get_world_size(),
+        )

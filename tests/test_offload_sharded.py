@@ -1,0 +1,339 @@
+"""OffloadAdamW(shard=True): two and three gloo ranks that share the step of a replicated model."""
+
+import io
+import os
+from hashlib import blake2b
+
+import pytest
+import stepwell
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from optim_ranks import Net, Ranks
+from stepwell.offload import gathering
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    ranks = Ranks(3, tmp_path_factory.mktemp("three"))
+    yield ranks
+    ranks.stop()
+
+
+class Wide(torch.nn.Module):
+    """Pieces of chunks: one parameter for both ranks, uneven; small ones of one rank each."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(96, 2100)
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        self.down = torch.nn.Linear(2100, 96)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def make(dtype=torch.float32, seed=0, kind=Wide):
+    torch.manual_seed(seed)
+    return kind().to(dtype)
+
+
+def batch(step, rank, dtype, width=96):
+    torch.manual_seed(100 * step + rank)
+    return torch.randn(4, width).to(dtype)
+
+
+def train(model, optimizer, steps, first=0):
+    dtype = next(model.parameters()).dtype
+    norms = []
+    for step in range(first, first + steps):
+        model(batch(step, dist.get_rank(), dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+def bits(tensor):
+    # A digest: lists of bytes take long between processes.
+    return blake2b(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def same_as_unsharded(dtype, moments):
+    nets = [make(dtype), make(dtype)]
+    ddps = [DistributedDataParallel(net) for net in nets]
+    options = {"lr": 1e-2, "clip_norm": 0.5, "moments": moments}
+    ours = stepwell.OffloadAdamW(nets[0].named_parameters(), shard=True, **options)
+    theirs = stepwell.OffloadAdamW(nets[1].named_parameters(), **options)
+    assert train(ddps[0], ours, 4) == train(ddps[1], theirs, 4)
+    assert ours._gate.is_open
+    ours.synchronize()
+    theirs.synchronize()
+    for mine, expected in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    whole, expected = ours.full_state_dict(rank=None), theirs.state_dict()
+    assert whole["param_groups"] == expected["param_groups"]
+    for index, state in expected["state"].items():
+        assert whole["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(whole["state"][index][name], value), (index, name)
+    return sum(v.nbytes for s in ours.state.values() for k, v in s.items() if k != "step")
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_are_those_without_shard(two, dtype, moments):
+    two.run(same_as_unsharded, dtype, moments)
+
+
+def rows_are_dealt_out():
+    net = make(torch.bfloat16)
+    optimizer = stepwell.OffloadAdamW(DistributedDataParallel(net).parameters(), shard=True)
+    net(batch(0, 0, torch.bfloat16)).sum().backward()
+    optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.timing["bytes_gathered"] > 0
+    return [tuple(state["exp_avg"].shape) for state in optimizer.state.values()]
+
+
+def test_each_rank_has_state_of_its_rows_only(two):
+    first, second = two.run(rows_are_dealt_out)
+    whole = [tuple(param.shape) or (1,) for param in Wide().parameters()]
+    assert [a[0] + b[0] for a, b in zip(first, second, strict=True)] == [w[0] for w in whole]
+    # Chunks of 2048 rows: one, and a short one.
+    assert sorted((first[1][0], second[1][0])) == [52, 2048]
+
+
+def differences_are_errors():
+    rank = dist.get_rank()
+    # Weights of another seed, without DDP.
+    net = make(seed=rank)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.raises(ValueError, match=r"`up.weight`.*not the same on all ranks(.|\n)*hint"):
+        optimizer.step()
+    net.load_state_dict(make().state_dict())
+    optimizer.step()
+    # Gradients that were not reduced.
+    net.up.bias.grad[0] = 2 + rank
+    before = optimizer.full_state_dict(rank=None)
+    with pytest.raises(ValueError, match=r"norm of the gradients(.|\n)*DistributedDataParallel"):
+        optimizer.step()
+    # A gradient that one rank does not have; an error on one rank.
+    grad, net.up.bias.grad = net.up.bias.grad, None if rank else net.up.bias.grad
+    with pytest.raises(ValueError, match="step different parameters"):
+        optimizer.step()
+    net.up.bias.grad = torch.ones_like(grad)
+    optimizer.param_groups[0]["lr"] = -1.0 if rank else 1e-2
+    with pytest.raises(ValueError, match="lr" if rank else "another rank could not step"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    net.up.bias.grad[0] = torch.inf
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    # A write on one rank.
+    net.up.bias.grad[0] = 1
+    if rank:
+        with torch.no_grad():
+            net.down.weight[0, 0] += 1
+    with pytest.raises(ValueError, match=r"`down.weight`.*not the same"):
+        optimizer.step()
+    after = optimizer.full_state_dict(rank=None)
+    for index, state in before["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, after["state"][index][name])
+    # The ranks are together.
+    with torch.no_grad():
+        dist.broadcast(net.down.weight, 0)
+    optimizer.step()
+    optimizer.synchronize()
+    return [bits(param) for param in net.parameters()]
+
+
+def test_differences_are_errors_on_all_ranks_and_change_nothing(two):
+    first, second = two.run(differences_are_errors)
+    assert first == second
+
+
+def accesses():
+    rank = dist.get_rank()
+    net, other = make(), make()
+    for model in (net, other):
+        model.up.bias.requires_grad_(False)
+    ddp, other_ddp = DistributedDataParallel(net), DistributedDataParallel(other)
+    ours = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    theirs = stepwell.OffloadAdamW(other.named_parameters(), lr=1e-2)
+    for step in range(3):
+        for model, optimizer in ((ddp, ours), (other_ddp, theirs)):
+            with model.no_sync():
+                model(batch(step, rank, torch.float32)).square().mean().backward()
+            model(batch(step + 9, rank, torch.float32)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        # One rank looks, the other does not.
+        if rank == step % 2:
+            assert torch.equal(net.down.weight, other.down.weight)
+            net.eval()
+            net(batch(step, 0, torch.float32))
+            net.train()
+    ours.synchronize()
+    for mine, expected in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, expected)
+    with pytest.raises(ValueError, match=r"`shard` and `deferred`(.|\n)*hint"):
+        stepwell.OffloadAdamW(net.parameters(), shard=True, deferred=stepwell.offload.Deferred())
+    with pytest.raises(ValueError, match=r"`accumulate` is `host`(.|\n)*hint"):
+        stepwell.OffloadAdamW(net.parameters(), shard=True, accumulate="host")
+    with pytest.raises(TypeError, match=r"this rank's share(.|\n)*hint"):
+        torch.save(ours.state_dict(), io.BytesIO())
+    with pytest.raises(ValueError, match=r"decoded_state_dict(.|\n)*hint"):
+        ours.decoded_state_dict()
+
+
+def test_accesses_accumulation_and_frozen_parameters(two):
+    two.run(accesses)
+
+
+# ---- checkpoints ----
+
+
+def save(folder, moments):
+    net = make(torch.bfloat16)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True, moments=moments)
+    ddp = DistributedDataParallel(net)
+    train(ddp, optimizer, 2)
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
+    whole = optimizer.full_state_dict()
+    assert bool(whole) == (dist.get_rank() == 0)
+    if whole:
+        torch.save({"model": net.state_dict(), "optimizer": whole}, folder / "whole.pt")
+    return resumed_bits(net, optimizer)
+
+
+def resumed_bits(net, optimizer):
+    """Weights and state after a step that does not depend on the number of ranks."""
+    for seed, param in enumerate(net.parameters()):
+        torch.manual_seed(seed)
+        param.grad = torch.randn(param.shape).to(param.dtype)
+    optimizer.step()
+    state = optimizer.full_state_dict(rank=None)["state"]
+    found = [bits(param) for param in net.parameters()]
+    return found + [bits(state[index][name]) for index in state for name in sorted(state[index])]
+
+
+def load(folder, moments):
+    found = []
+    for kind in ("dcp", "whole"):
+        net = make(torch.bfloat16, seed=7)
+        optimizer = stepwell.OffloadAdamW(
+            net.named_parameters(), lr=1e-2, shard=True, moments=moments
+        )
+        if kind == "dcp":
+            model_state, optimizer_state = get_state_dict(net, optimizer)
+            loaded = {"model": model_state, "optimizer": optimizer_state}
+            dcp.load(loaded, checkpoint_id=folder / "dcp")
+            set_state_dict(
+                net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+            )
+        else:
+            saved = torch.load(folder / "whole.pt")
+            net.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        found.append(resumed_bits(net, optimizer))
+    return found
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+def test_resumes_at_another_number_of_ranks(two, three, tmp_path, moments):
+    saved = two.run(save, tmp_path, moments)
+    assert saved[0] == saved[1]
+    for ranks in (two, three):
+        for found in ranks.run(load, tmp_path, moments):
+            assert found == [saved[0], saved[0]]
+
+
+# ---- ranks that go ----
+
+
+def more_ranks_than_chunks():
+    net = make(kind=Net)
+    optimizer = stepwell.OffloadAdamW(
+        DistributedDataParallel(net).parameters(), lr=1e-2, shard=dist.group.WORLD
+    )
+    for step in range(2):
+        net(batch(step, 0, torch.float32, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    return [bits(param) for param in net.parameters()], sum(
+        state["exp_avg"].numel() for state in optimizer.state.values()
+    )
+
+
+def test_more_ranks_than_chunks(three):
+    found = three.run(more_ranks_than_chunks)
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert sum(numel for _, numel in found) == sum(param.numel() for param in Net().parameters())
+
+
+class Broken:
+    """The core of an engine whose step has failed."""
+
+    def wait(self, *_, **__):
+        raise OSError("the step has failed here")
+
+
+def failed_step_on_one_rank():
+    net = make(kind=Net)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    if dist.get_rank():
+        made = gathering._Gatherer
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(gathering, "_Gatherer", lambda _, *rest: made(Broken(), *rest))
+            optimizer._opened_engine()
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    what = "failed here" if dist.get_rank() else "failed on another rank"
+    for call in (optimizer.synchronize, optimizer.step, optimizer.state_dict):
+        with pytest.raises(OSError, match=what):
+            call()
+
+
+def test_a_step_that_fails_on_one_rank_stops_all(two):
+    two.run(failed_step_on_one_rank)
+
+
+def one_rank_dies():
+    net = make(kind=Net)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    for _ in range(2):
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        if dist.get_rank() == 1 and optimizer.grad_norm is not None:
+            os._exit(9)
+        optimizer.step()
+
+
+def test_a_rank_that_dies_stops_all(three):
+    # The last test: the ranks are not used any more.
+    three.run(more_ranks_than_chunks)
+    for tasks in three.tasks:
+        tasks.put((one_rank_dies, ()))
+    found = [three.results.get(timeout=40) for _ in range(2)]
+    three.stop()
+    assert {rank for rank, _, _ in found} == {0, 2}
+    for _, failure, _ in found:
+        assert "OSError: another rank is gone" in failure
