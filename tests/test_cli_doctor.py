@@ -235,6 +235,7 @@ def host():
         "cpus": [{"id": cpu, "core": cpu, "node": 0, "kind": "performance"} for cpu in range(4)],
         "pool_cpus": [0, 1, 2, 3],
         "pool_error": None,
+        "ranks_on_host": 1,
         "numa_nodes": [0],
         "huge_page_policy": "always [madvise] never",
         "free_memory_bytes": 64 << 30,

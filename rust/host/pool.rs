@@ -16,7 +16,7 @@
 //!
 //! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes
 //! the pool (or the one before an OpenMP runtime narrowed it, see [`remember_affinity`]). Where
-//! several ranks share the host (`LOCAL_RANK`, `LOCAL_WORLD_SIZE`), each takes its share of it;
+//! several ranks share the host ([`LAUNCHERS`]), each takes its share of it;
 //! unless the mask is narrower than what the container allows: then a launcher has bound this
 //! process, and its mask is its share.
 
@@ -44,6 +44,15 @@ pub use placement::{RankShare, choose_cpus};
 
 /// The variable that sets the number of workers where the configuration does not.
 pub const THREADS_VARIABLE: &str = "STEPWELL_THREADS";
+
+/// What launchers call the rank among those of a host, and their number: torchrun, DeepSpeed, Open
+/// MPI, and MPICH with Intel MPI.
+pub const LAUNCHERS: [(&str, &str); 4] = [
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("LOCAL_RANK", "LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+];
 
 /// What a pool is made of. The default: one worker per allowed physical core, or as many as
 /// `STEPWELL_THREADS` says.
@@ -86,8 +95,8 @@ impl Pool {
     /// Starts the workers.
     ///
     /// # Errors
-    /// [`Error::Value`] for a bad count or list (see [`choose_cpus`]) or a `STEPWELL_THREADS`,
-    /// `LOCAL_RANK` or `LOCAL_WORLD_SIZE` that is not a count; [`Error::Os`] where threads cannot
+    /// [`Error::Value`] for a bad count or list (see [`choose_cpus`]) or a `STEPWELL_THREADS`
+    /// or a variable of [`LAUNCHERS`] that is not a count; [`Error::Os`] where threads cannot
     /// be started, or cannot be pinned to CPUs that were named.
     pub fn new(config: &PoolConfig) -> Result<Self> {
         let entered = fork::enter();
@@ -126,8 +135,7 @@ impl Pool {
             allowed_cpus().map_err(|error| Error::os("cannot read the affinity mask", error))?;
         let (allowed, narrowed) =
             before_openmp(now, AT_LOAD.get(), |name| std::env::var_os(name).is_some());
-        let environment =
-            Environment::read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))?;
+        let environment = Environment::of_process()?;
         let config = environment.complete(config);
         let share = match environment.share {
             Some(_) if is_bound(&allowed, &topology) => RankShare::WHOLE,
@@ -272,6 +280,10 @@ struct Environment {
 }
 
 impl Environment {
+    fn of_process() -> Result<Self> {
+        Self::read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))
+    }
+
     fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let number = |name: &str| -> Result<Option<usize>> {
             let Some(text) = variable(name).filter(|text| !text.trim().is_empty()) else {
@@ -288,10 +300,13 @@ impl Environment {
                  thread per physical core"
             )));
         }
-        let share = match (number("LOCAL_RANK")?, number("LOCAL_WORLD_SIZE")?) {
-            (Some(rank), Some(num_ranks)) => Some(RankShare { rank, num_ranks }),
-            _ => None,
-        };
+        let mut share = None;
+        for (rank, num_ranks) in LAUNCHERS {
+            if let (Some(rank), Some(num_ranks)) = (number(rank)?, number(num_ranks)?) {
+                share = Some(RankShare { rank, num_ranks });
+                break;
+            }
+        }
         Ok(Self { threads, share })
     }
 
@@ -300,6 +315,14 @@ impl Environment {
             if config.cpus.is_none() { config.threads.or(self.threads) } else { config.threads };
         PoolConfig { threads, cpus: config.cpus.clone(), nice: config.nice }
     }
+}
+
+/// What the launcher of this process says of the ranks on this host; `None` where none does.
+///
+/// # Errors
+/// [`Error::Value`] for a variable that is not a count.
+pub fn rank_share() -> Result<Option<RankShare>> {
+    Environment::of_process().map(|environment| environment.share)
 }
 
 /// The affinity mask of the calling thread.
@@ -403,6 +426,17 @@ mod tests {
         assert_eq!(environment.share, Some(RankShare { rank: 1, num_ranks: 4 }));
         let alone = read(&[("STEPWELL_THREADS", ""), ("LOCAL_RANK", "1")]).expect("valid");
         assert_eq!((alone.threads, alone.share), (None, None));
+    }
+
+    #[test]
+    fn every_launcher_is_heard() {
+        for (rank, num_ranks) in LAUNCHERS {
+            let share = read(&[(rank, "1"), (num_ranks, "2")]).expect("valid").share;
+            assert_eq!(share, Some(RankShare { rank: 1, num_ranks: 2 }), "{num_ranks}");
+        }
+        let torchrun_first = [("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "4"), ("LOCAL_SIZE", "2")];
+        let share = read(&torchrun_first).expect("valid").share;
+        assert_eq!(share, Some(RankShare { rank: 0, num_ranks: 4 }));
     }
 
     #[test]

@@ -236,6 +236,8 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let pool = Pool::global();
     info.set_item("pool_cpus", pool.as_ref().ok().map(|pool| pool.cpus()))?;
     info.set_item("pool_error", pool.err().map(|error| error.to_string()))?;
+    let share = pool::rank_share().ok().flatten();
+    info.set_item("ranks_on_host", share.map_or(1, |share| share.num_ranks))?;
     info.set_item("numa_nodes", topology.nodes())?;
     info.set_item("huge_page_policy", memory::huge_page_policy())?;
     info.set_item("free_memory_bytes", free_memory::free_bytes())?;

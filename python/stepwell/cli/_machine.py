@@ -94,7 +94,7 @@ def cores(system: dict[str, Any]) -> Iterator[Finding]:
             if len(workers) > len(cpus)
             else "threads share cores: a step is not faster than with a thread per core"
         )
-        asked = _asked_for()
+        asked = _asked_for(system)
         yield Finding(
             topic="threads",
             status="warning",
@@ -115,7 +115,7 @@ def cores(system: dict[str, Any]) -> Iterator[Finding]:
             meaning="one thread per physical core",
         )
         return
-    asked = _asked_for()
+    asked = _asked_for(system)
     yield Finding(
         topic="threads",
         status="note" if asked else "warning",
@@ -134,12 +134,12 @@ def without_hint(error: str) -> str:
     return " ".join(re.split(r"[;.\s]*\bhint:", error, maxsplit=1)[0].split())
 
 
-def _asked_for() -> str | None:
+def _asked_for(system: dict[str, Any]) -> str | None:
     """Which setting chose the number of threads; None where the machine did."""
     if os.environ.get("STEPWELL_THREADS"):
         return f"STEPWELL_THREADS is {os.environ['STEPWELL_THREADS']}"
-    if os.environ.get("LOCAL_WORLD_SIZE"):
-        return f"{os.environ['LOCAL_WORLD_SIZE']} ranks share this host"
+    if system["ranks_on_host"] > 1:
+        return f"{system['ranks_on_host']} ranks share this host"
     return None
 
 
@@ -150,7 +150,7 @@ def _fix_of_few_threads(asked: str | None) -> str | None:
 
 
 def _fix_of_pool(error: str) -> str:
-    for variable in ("STEPWELL_THREADS", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+    for variable in ("STEPWELL_THREADS", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "LOCAL_RANK"):
         if variable in error or (variable == "STEPWELL_THREADS" and "number of threads" in error):
             return f"unset {variable}, or set it to a whole number that fits this machine"
     return "look at the affinity mask of this process (taskset) and at its limits (ulimit -u)"

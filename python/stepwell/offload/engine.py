@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-__all__ = ["Engine", "current_stream", "device_name"]
+__all__ = ["Engine", "current_stream", "device_name", "stream_of"]
 
 
 def device_name(device: torch.device) -> str:
@@ -53,6 +53,14 @@ def current_stream(device: torch.device) -> int:
     # Hooks ask for every gradient, and torch.cuda.current_stream makes an object each time.
     stream: int = torch._C._cuda_getCurrentRawStream(device.index or 0)
     return stream
+
+
+def stream_of(stream: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream of torch's that the core knows as `stream`."""
+    if stream == 0:
+        # torch takes the address 0 for none, and makes a new stream.
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
 
 
 def _close(core: _core.OffloadEngine, held: list[dict[torch.Tensor, torch.UntypedStorage]]) -> None:
@@ -338,7 +346,7 @@ class Engine:
     def _wait_for_submit_stream(self) -> None:
         """What the last step's stream holds may read weights; the current stream waits for it."""
         if self._device.type == "cuda" and self._submit_stream != self._stream():
-            other = torch.cuda.ExternalStream(self._submit_stream, device=self._device)  # type: ignore[no-untyped-call]
+            other = stream_of(self._submit_stream, self._device)
             torch.cuda.current_stream(self._device).wait_stream(other)
 
     def _let_go(self) -> None:

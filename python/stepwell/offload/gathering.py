@@ -32,7 +32,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from stepwell._sharding import local
-from stepwell.offload.engine import Engine
+from stepwell.offload.engine import Engine, stream_of
 from stepwell.offload.peers import wait_for_work
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class _Gathering:
         if last is not None:
             # All are on one stream: the last is behind the others.
             for stream in streams:
-                torch.cuda.ExternalStream(stream, device=device).wait_event(last)  # type: ignore[no-untyped-call]
+                stream_of(stream, device).wait_event(last)
 
     def wait_for_end(self) -> None:
         """Waits until nothing more comes.

@@ -13,12 +13,14 @@ A rank that meets an error or a difference raises it, and so do all; nothing was
 from __future__ import annotations
 
 import logging
+import os
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from stepwell import _core
 from stepwell._sharding import is_dtensor
 from stepwell._tensors import contiguous_hint
 from stepwell.offload.peers import Peers, StepFacts
@@ -115,8 +117,8 @@ def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) 
     Raises:
         ValueError: there is no such group, or the options do not go together.
     """
+    _tell_of_ranks(has_copies=shard is False)
     if shard is False:
-        _tell_of_copies()
         return None
     if deferred:
         raise ValueError(
@@ -136,9 +138,21 @@ def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) 
     return Sharding(shard)
 
 
-def _tell_of_copies() -> None:
-    """Says in the log, where there are several ranks, that each has all state."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def _tell_of_ranks(*, has_copies: bool) -> None:
+    """Says in the log what several ranks on a host should know.
+
+    That no launcher says how many there are; and, where `has_copies`, that each has all state.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    if _core.system_info()["ranks_on_host"] == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        _LOGGER.warning(
+            "there are %d ranks, and no launcher says how many share this host: each of these "
+            "steps on all its cores. hint: torchrun; or LOCAL_RANK and LOCAL_WORLD_SIZE, or "
+            "taskset, for each rank",
+            dist.get_world_size(),
+        )
+    if has_copies:
         _LOGGER.info(
             "each of %d ranks keeps the state of all its parameters in host memory, and steps "
             "them. hint: under DistributedDataParallel, shard=True has each rank do its share",

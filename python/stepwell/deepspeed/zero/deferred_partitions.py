@@ -29,7 +29,7 @@ from stepwell._tensors import name_of, tensor_on, view
 from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, blocks_of
 from stepwell.offload.budget import GIB, announce
 from stepwell.offload.deferred import Extents, deferred_core, memory_of
-from stepwell.offload.engine import current_stream, device_name
+from stepwell.offload.engine import current_stream, device_name, stream_of
 from stepwell.offload.selection import Selector
 from stepwell.offload.under_way import as_plain
 
@@ -350,7 +350,7 @@ class DeferredPartitions:
                 torch.autograd.graph.increment_version(self._params)
             if self.device.type == "cuda" and self._submit_stream != self.stream():
                 # What the last step's stream holds may read weights.
-                other = torch.cuda.ExternalStream(self._submit_stream, device=self.device)  # type: ignore[no-untyped-call]
+                other = stream_of(self._submit_stream, self.device)
                 torch.cuda.current_stream(self.device).wait_stream(other)
             self._core.settle(stream=self.stream())
             self._is_behind = False
