@@ -118,6 +118,34 @@ def test_every_look_sees_all_updates(how: str) -> None:
         assert torch.equal(param.cpu(), optimizer._twins.weight(param))
 
 
+def test_a_capture_does_not_begin_with_late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(4))
+    # It waits for all that has landed.
+    loss_of(model, 4)
+    assert optimizer._gate is not None and not optimizer._gate.guard.any_under_way
+    with pytest.raises(ValueError, match=r"hint: optimizer.synchronize\(\) before the capture"):
+        optimizer._gate.capture()
+    assert optimizer._gate.is_open
+    optimizer.synchronize()
+    optimizer._gate.capture()
+    assert not optimizer._gate.is_open
+
+
+def test_a_parameter_that_was_swapped_sees_all_updates() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(6))
+    optimizer.zero_grad()
+    under_way = next(iter(optimizer._gate.guard._under_way.values()))  # type: ignore[union-attr]
+    other = nn.Parameter(torch.zeros_like(optimizer._twins.weight(under_way)).to(DEVICE))
+    other.__class__ = type(under_way)
+    # It has the class of what is under way, and no guard.
+    assert torch.equal(other.cpu(), torch.zeros(other.shape, dtype=other.dtype))
+    assert optimizer._engine is not None and not optimizer._engine.behind
+
+
 def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
     model = model_of()
     optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))

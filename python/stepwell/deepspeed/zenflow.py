@@ -8,7 +8,7 @@ offload.
 | key | what it means here |
 |---|---|
 | `topk_ratio` | `fraction`: of the rows or columns of each matrix |
-| `update_interval` | `interval`; "auto" is the default of `Deferred` |
+| `update_interval` | `interval`; "auto" is what `Deferred` begins with |
 | `select_strategy`, `select_interval`, `steps_per_epoch` | `reselect`, in steps |
 | `full_warm_up_rounds` | `warmup_steps` |
 | `overlap_step` | true, whatever it says: turns run behind the next forward and backward |
@@ -94,7 +94,7 @@ def zenflow_of(engine: Any) -> ZenFlow:
         cores = _core.Pool.default().threads
         threads = max(1, round((1 - block.pt_reserved_cores_perc) * cores))
     deferred = Deferred(
-        interval=Deferred.interval if isinstance(interval, str) else interval,
+        interval=Deferred.INTERVAL_AT_FIRST if isinstance(interval, str) else interval,
         fraction=block.topk_ratio,
         reselect=reselect,
         warmup_steps=block.full_warm_up_rounds,

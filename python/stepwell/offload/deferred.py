@@ -15,7 +15,7 @@ that, are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -43,10 +43,15 @@ class Deferred:
         ValueError: a value is out of range.
     """
 
-    interval: int = 4
+    INTERVAL_AT_FIRST: ClassVar[int] = 4
+    """What `interval="auto"` begins with."""
+
+    interval: int | Literal["auto"] = INTERVAL_AT_FIRST
     """Every how many steps a part of the model has its turn: 1 to 8. A gradient takes effect at
     most `interval + 1` steps after it was computed, and `(interval + 3) / 2` on average; an exact
-    one takes effect after 1."""
+    one takes effect after 1. "auto": the smallest at which the background finishes in time, as
+    measured in training. It begins with 4, changes between steps after 16 measured ones, and is in
+    state dicts."""
 
     predict: bool = True
     """Whether weights that land run ahead along the momentum, by the `(interval + 1) / 2` updates
@@ -70,8 +75,11 @@ class Deferred:
     """After how many steps the channels of a segment are chosen anew, in its next turn."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.interval <= INTERVAL_MAX:
-            raise ValueError(f"`interval` is `{self.interval}`, expected 1 to {INTERVAL_MAX}")
+        is_count = isinstance(self.interval, int) and 1 <= self.interval <= INTERVAL_MAX
+        if self.interval != "auto" and not is_count:
+            raise ValueError(
+                f"`interval` is `{self.interval}`, expected 1 to {INTERVAL_MAX}, or auto"
+            )
         if self.warmup_steps < 0:
             raise ValueError(f"`warmup_steps` is `{self.warmup_steps}`, expected 0 or more")
         if not 0 <= self.fraction <= 1:
@@ -80,9 +88,14 @@ class Deferred:
             raise ValueError(f"`reselect` is `{self.reselect}`, expected 1 or more")
 
     @property
+    def turns(self) -> int:
+        """How many parts of the model have turns: `interval`, or what "auto" begins with."""
+        return self.INTERVAL_AT_FIRST if self.interval == "auto" else self.interval
+
+    @property
     def predicted_updates(self) -> float:
         """By how many updates the weights of a turn run ahead."""
-        return (self.interval + 1) / 2 if self.predict else 0.0
+        return (self.turns + 1) / 2 if self.predict else 0.0
 
 
 class Extents(NamedTuple):
@@ -130,11 +143,11 @@ class Memory(NamedTuple):
 def memory_of(extents: Extents, deferred: Deferred) -> Memory:
     """What deferred updates of these tensors take."""
     numels, dtypes, row_lens = extents
-    gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.interval)
+    gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.turns)
     selected, staging = 0, 0
     if deferred.fraction:
         selected, staging = _core.selection_nbytes(
-            numels, dtypes, deferred.interval, row_lens, deferred.fraction
+            numels, dtypes, deferred.turns, row_lens, deferred.fraction
         )
     return Memory(gradients, predicted if deferred.predict else 0, selected, staging)
 
@@ -176,7 +189,7 @@ def deferred_core(
         extents.numels,
         threads=threads,
         generations=2,
-        interval=deferred.interval,
+        interval=deferred.turns,
         dtypes=extents.dtypes,
         gradients=_core.Buffer(memory.gradients),
         predicted=_core.Buffer(memory.predicted) if deferred.predict else None,

@@ -157,6 +157,10 @@ class Engine:
         """The parameters of which updates are deferred, that no exact step has followed."""
         return self._behind
 
+    def is_behind(self) -> bool:
+        """Whether there is any in `behind`."""
+        return bool(self._behind)
+
     @property
     def busy(self) -> bool:
         """Whether a step is running on the host."""

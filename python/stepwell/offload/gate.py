@@ -91,6 +91,8 @@ class Gate:
         release: a method that waits until the gradients of the last step may be written; held
             weakly. None: they may be written once a step was submitted.
         settle: as `WeightGuard` has it.
+        is_behind: a method that says whether updates are deferred that `settle` would apply; held
+            weakly. None: none is.
         wait_bytes_max: of weights that one module waits for at once, before it begins, though only
             modules within it use them; 0: each module waits for its own.
     """
@@ -102,6 +104,7 @@ class Gate:
         release: Callable[[], None] | None = None,
         settle: Callable[[], None] | None = None,
         *,
+        is_behind: Callable[[], bool] | None = None,
         wait_bytes_max: int = 0,
     ) -> None:
         self._params = set(params)
@@ -124,6 +127,7 @@ class Gate:
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
         self._nbytes: dict[int, int] = {}
+        self._is_behind = None if is_behind is None else weakref.WeakMethod(is_behind)
         self._wait_bytes_max = wait_bytes_max
         self.guard = WeightGuard(uploads, settle)
         """What knows which weights are under way."""
@@ -232,9 +236,11 @@ class Gate:
         """The forward of a module is captured in a CUDA graph, whose replays call no hooks.
 
         Raises:
-            ValueError: weights are under way, and a capture cannot wait for them.
+            ValueError: weights are under way, or lack updates that are deferred, and a capture
+                cannot wait for them.
         """
-        if self.guard.any_under_way:
+        is_behind = None if self._is_behind is None else self._is_behind()
+        if self.guard.any_under_way or (is_behind is not None and is_behind()):
             raise ValueError(
                 "a CUDA graph is captured while new weights are under way. "
                 "hint: optimizer.synchronize() before the capture"

@@ -102,15 +102,6 @@ class HostSide:
         Raises:
             ValueError: it is more than there is.
         """
-        limit = None
-        if self._bytes_max is not None:
-            held = self.twins.pinned_bytes
-            for param, state in chain(states.items(), self._fresh.items()):
-                if self.swapped is None or not self.swapped.is_place(param, state):
-                    held += _state.nbytes_of(state)
-            if self.swapped is not None:
-                held += self.swapped.memory_bytes
-            limit = self._bytes_max - held
         if self._is_open and self.swapped is not None and self.swapped.commits:
             raise ValueError(
                 "parameters are added to an optimizer whose volume commits its steps, expected all "
@@ -129,8 +120,37 @@ class HostSide:
                 if self._is_open and not states.get(param)
             ),
             pinned=self.twins.nbytes(params) + deferral.pinned,
-            limit=limit,
+            limit=self._bytes_left(states),
         )
+
+    def _bytes_left(self, states: Mapping[torch.Tensor, _state.State]) -> int | None:
+        """What is left of `bytes_max` beside weights and state; None: what is free."""
+        if self._bytes_max is None:
+            return None
+        held = self.twins.pinned_bytes
+        for param, state in chain(states.items(), self._fresh.items()):
+            if self.swapped is None or not self.swapped.is_place(param, state):
+                held += _state.nbytes_of(state)
+        if self.swapped is not None:
+            held += self.swapped.memory_bytes
+        return self._bytes_max - held
+
+    def defer(self, deferred: Deferred, states: Mapping[torch.Tensor, _state.State]) -> None:
+        """Updates are deferred in another way, by an engine that is made anew.
+
+        Raises:
+            ValueError: that takes more memory than there is; nothing was changed.
+        """
+        before = self._deferral(())
+        after = memory_of(Extents.of(self.twins), deferred)
+        announce(
+            sum(local(param).numel() for param in self.twins),
+            state=0,
+            pinned=after.pinned,
+            limit=self._bytes_left(states),
+            held=before.pinned,
+        )
+        self._deferred = deferred
 
     def _deferral(self, params: Sequence[torch.Tensor]) -> Memory:
         """What deferred updates take, of all parameters with these."""

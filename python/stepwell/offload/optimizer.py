@@ -9,6 +9,7 @@ import math
 import threading
 import time
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,12 +21,14 @@ from stepwell._sharding import agree, is_dtensor, local
 from stepwell.offload import sharded_state
 from stepwell.offload.budget import GIB
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
+from stepwell.offload.deferral import DeferralMetrics, SettledSteps
 from stepwell.offload.engine import Engine
 from stepwell.offload.gate import LANDING_BYTES_MAX, Gate, remove
 from stepwell.offload.gathering import RankEngine
 from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads, exposed
 from stepwell.offload.host_side import HostSide
+from stepwell.offload.interval import IntervalTuner, StepTimes
 from stepwell.offload.norm import gradient_norm
 from stepwell.offload.sharding import Shard, Sharding, open_sharding
 from stepwell.offload.swapped import StateInMemory, Swapped
@@ -48,6 +51,9 @@ GateMode: TypeAlias = Literal["module", "step"]
 Accumulate: TypeAlias = Literal["device", "host"]
 
 _LOGGER = logging.getLogger(__name__)
+
+# Of the groups of a state dict: the interval that was chosen.
+_INTERVAL_KEY = "deferred_interval"
 
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
@@ -206,7 +212,14 @@ class OffloadAdamW(AdamW):
         )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
+        # Chooses the interval, if that is to be chosen; the beginning of the last step.
+        self._tuner: IntervalTuner | None = None
+        self._step_began = 0.0
+        if deferred is not None and deferred.interval == "auto":
+            self._tuner = IntervalTuner(moments)
+            deferred = replace(deferred, interval=self._tuner.interval)
         self._deferred = deferred
+        self._settled_steps = SettledSteps()
         self._has_warned_of_exact_steps = False
         # While a step is decided and submitted, `state` does not settle what is deferred, on the
         # thread that does so.
@@ -347,6 +360,7 @@ class OffloadAdamW(AdamW):
                     engine,
                     self._release,
                     engine.settle,
+                    is_behind=engine.is_behind,
                     wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
                 )
             self._engine, self._gate = engine, gate
@@ -500,6 +514,21 @@ class OffloadAdamW(AdamW):
             timing["bytes_read"], timing["bytes_written"] = self._host.swapped.core.bytes_moved
         return timing
 
+    @property
+    def deferral(self) -> DeferralMetrics | None:
+        """Deferred updates in the last step; None without `deferred`, and before the first step."""
+        if self._deferred is None or self._engine is None:
+            return None
+        timing = self.timing
+        return DeferralMetrics(
+            interval=self._deferred.turns,
+            captured_share=timing.get("selected_share", 0.0),
+            selected_bytes=int(timing.get("selected_bytes", 0)),
+            oldest_age=int(timing["oldest_age"]),
+            waited_seconds=timing.get("background", 0.0) + timing["gate"],
+            background_seconds=timing["step"],
+        )
+
     # ---- gradients ----
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -549,6 +578,7 @@ class OffloadAdamW(AdamW):
         begin = time.perf_counter()
         self._finish()
         background = time.perf_counter() - begin
+        self._tune(begin)
         self._release()
         begin = time.perf_counter()
         self._stepping_on = threading.get_ident()
@@ -572,6 +602,45 @@ class OffloadAdamW(AdamW):
             self._abandon()
             # No forward is ahead that lands weights, so no access would be seen.
             self.drain()
+
+    def _tune(self, begin: float) -> None:
+        """Has the interval follow what the last step took, which is over."""
+        tuner, engine = self._tuner, self._engine
+        if tuner is None or engine is None:
+            return
+        if engine.is_settled:
+            tuner.forget()
+        elif engine.behind:
+            tuner.note(self._step_times(begin))
+        self._step_began = begin
+        interval = tuner.choice()
+        if interval is not None:
+            self._set_interval(interval)
+
+    def _step_times(self, begin: float) -> StepTimes:
+        """Of the last step, which was deferred. `begin`: when the next one began."""
+        assert self._engine is not None
+        timing = self.timing
+        waited = timing.get("background", 0.0) + timing["gate"]
+        turn = timing["step"] - timing["gradients"]
+        return StepTimes(step=begin - self._step_began, waited=waited, turn=turn)
+
+    def _set_interval(self, interval: int) -> None:
+        """Makes the engine anew for another interval, with all updates applied."""
+        tuner, deferred = self._tuner, self._deferred
+        if tuner is None or deferred is None or interval == deferred.interval:
+            return
+        before, deferred = deferred.interval, replace(deferred, interval=interval)
+        try:
+            self._host.defer(deferred, self._states)
+        except ValueError as error:
+            tuner.limit()
+            _LOGGER.warning("deferred updates keep interval=%s: %s", before, error)
+            return
+        _LOGGER.info("deferred updates have interval=%d from now on, after %s", interval, before)
+        self._close_engine()
+        self._deferred = deferred
+        tuner.set(interval)
 
     def _leave_step(self) -> None:
         """After an error or Ctrl-C in a step: waits for what the step would have waited for.
@@ -740,7 +809,12 @@ class OffloadAdamW(AdamW):
     ) -> set[torch.Tensor] | None:
         """The parameters that a deferred step updates at once; None: the step is exact."""
         gate = self._gate
-        if gate is None or not self._is_deferred(updates):
+        is_deferred = self._is_deferred(updates)
+        if self._deferred is not None and self._engine is not None and gate is not None:
+            is_warm = max(update.step for update in updates) > self._deferred.warmup_steps
+            if is_warm and gate.is_open:
+                self._settled_steps.note(is_settled=self._engine.is_settled)
+        if gate is None or not is_deferred:
             return None
         # The step waits for the weights of these, since no forward is known to.
         return set(gate.not_covered([update.param for update in updates], exposed))
@@ -901,7 +975,11 @@ class OffloadAdamW(AdamW):
         """The state dict of what this rank steps."""
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
-        return super().state_dict()
+        state_dict = super().state_dict()
+        if self._tuner is not None:
+            for group in state_dict["param_groups"]:
+                group[_INTERVAL_KEY] = self._tuner.interval
+        return state_dict
 
     def _in_order(self) -> list[torch.Tensor]:
         """All parameters, as a state dict counts them."""
@@ -929,6 +1007,9 @@ class OffloadAdamW(AdamW):
         self._host.take_fingerprints(self._twins, self._states)
         self._host.note_load(has_state=bool(state_dict["state"]))
         super().load_state_dict(state_dict)
+        intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
+        if self._tuner is not None and intervals and intervals[0] is not None:
+            self._set_interval(int(intervals[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -447,4 +447,6 @@ def _call_after_waiting(
 def _wait_for_all() -> None:
     for guard in {reference() for reference in list(_GUARDS.values())}:
         if guard is not None:
+            # Also what is deferred.
+            guard.wait(())
             guard.finish()

@@ -30,6 +30,7 @@ from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.zero.deferred_gradients import Source
 from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
+from stepwell.offload.deferral import DeferralMetrics, SettledSteps
 from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         assert plan.zenflow is not None
         self._deferred: Deferred = plan.zenflow.deferred
         self._has_warned: set[str] = set()
+        self._settled_steps = SettledSteps()
         self._is_skipped = False
         super().__init__(init_optimizer, *args, plan=plan, **kwargs)
 
@@ -79,6 +81,19 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             is_alone=self._is_alone,
             threads=self._plan.threads,
             host_bytes_max=options.host_bytes_max,
+        )
+
+    @property
+    def deferral(self) -> DeferralMetrics:
+        """Deferred updates in the last step."""
+        timing = self._partitions.timing()
+        return DeferralMetrics(
+            interval=self._deferred.turns,
+            captured_share=timing.get("selected_share", 0.0),
+            selected_bytes=int(timing.get("selected_bytes", 0)),
+            oldest_age=int(timing["oldest_age"]),
+            waited_seconds=timing["background"] + timing["gate"],
+            background_seconds=timing["step"],
         )
 
     def watch(self, module: torch.nn.Module) -> None:
@@ -152,6 +167,8 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             if self._masters[group].numel()
         }
         is_deferred = self._is_deferred()
+        if self._is_seen() and self._next_step() > self._deferred.warmup_steps:
+            self._settled_steps.note(is_settled=partitions.is_settled)
         partitions.finish_job()
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         uncovered = self._guard_weights()
@@ -177,6 +194,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
                 params,
                 _Landings(self._partitions, fragments),
                 settle=self._partitions.finish,
+                is_behind=self._partitions.is_behind,
                 wait_bytes_max=LANDING_BYTES_MAX,
             )
         if not self._gate.is_open:

@@ -369,6 +369,10 @@ class DeferredPartitions:
                 weight.copy_(master.detach() if twin is None else twin)
         self._is_ahead_of_device = False
 
+    def is_behind(self) -> bool:
+        """Whether updates are deferred that no exact step has followed."""
+        return self._is_behind
+
     @property
     def is_landed(self) -> bool:
         """Whether the weights on the device lack no update."""
