@@ -31,7 +31,21 @@ if TYPE_CHECKING:
 
     from stepwell.offload.volume import Durability
 
-__all__ = ["CASES", "SIZES", "Workload"]
+__all__ = [
+    "BUCKET",
+    "CASES",
+    "SIZES",
+    "ZERO_2",
+    "Run",
+    "Workload",
+    "deepspeed_run",
+    "forward_backward",
+    "host_bytes",
+    "host_peak_bytes",
+    "stepwell_run",
+    "sync",
+    "train",
+]
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -132,7 +146,8 @@ def _device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def _sync(device: torch.device) -> None:
+def sync(device: torch.device) -> None:
+    """Waits for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -169,7 +184,7 @@ def _stepwell(
     fraction: float = 0.0,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
-        from stepwell.offload import Deferred, OffloadAdamW, Volume
+        from stepwell.offload import Deferred, Volume
 
         tier = host_bytes_max = None
         if durability is not None:
@@ -177,75 +192,96 @@ def _stepwell(
             pinned = 2 * sum(-(-param.nbytes // 64) * 64 for param in model.parameters())
             # No state fits in beside the buffers, or little.
             host_bytes_max = pinned + _BUFFERS_BYTES
-        optimizer = OffloadAdamW(
-            model.named_parameters(),
-            lr=_LR,
-            betas=_BETAS,
-            eps=_EPS,
-            weight_decay=_WEIGHT_DECAY,
-            clip_norm=workload.clip_norm,
-            moments=moments,  # type: ignore[arg-type]
-            gate=gate,  # type: ignore[arg-type]
+        return stepwell_run(
+            workload,
+            model,
+            moments=moments,
+            gate=gate,
             accumulation_steps=workload.accumulation if told else None,
             deferred=None if interval is None else Deferred(interval=interval, fraction=fraction),
             tier=tier,
             host_bytes_max=host_bytes_max,
         )
 
-        def step() -> float | None:
-            optimizer.step()
-            optimizer.zero_grad()
-            return optimizer.grad_norm
-
-        return Run(
-            _loss_of(model),
-            _backward_of(workload),
-            step,
-            breakdown=lambda: optimizer.timing,
-            finish=optimizer.synchronize,
-        )
-
     return prepare
 
 
+def stepwell_run(workload: Workload, model: torch.nn.Module, **options: Any) -> Run:
+    """A run of OffloadAdamW with `options`."""
+    from stepwell.offload import OffloadAdamW
+
+    optimizer = OffloadAdamW(
+        model.named_parameters(),
+        lr=_LR,
+        betas=_BETAS,
+        eps=_EPS,
+        weight_decay=_WEIGHT_DECAY,
+        clip_norm=workload.clip_norm,
+        **options,
+    )
+
+    def step() -> float | None:
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer.grad_norm
+
+    return Run(
+        _loss_of(model),
+        _backward_of(workload),
+        step,
+        breakdown=lambda: optimizer.timing,
+        finish=optimizer.synchronize,
+    )
+
+
 _BUFFERS_BYTES = 256 << 20
-_BUCKET = int(2e8)
+BUCKET = int(2e8)
 _ON_CPU = {"device": "cpu", "pin_memory": True}
-_ZERO_2 = {"stage": 2, "reduce_bucket_size": _BUCKET, "allgather_bucket_size": _BUCKET}
+ZERO_2 = {"stage": 2, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
 _ZERO_3_OFFLOAD_PARAM = {
     "stage": 3,
-    "reduce_bucket_size": _BUCKET,
-    "stage3_prefetch_bucket_size": _BUCKET,
+    "reduce_bucket_size": BUCKET,
+    "stage3_prefetch_bucket_size": BUCKET,
     "offload_param": _ON_CPU,
 }
 _TWIN_FLOW = {
     "stage": 3,
-    "reduce_bucket_size": _BUCKET,
-    "stage3_prefetch_bucket_size": _BUCKET,
+    "reduce_bucket_size": BUCKET,
+    "stage3_prefetch_bucket_size": BUCKET,
     # Several sub-groups, of which half are on the device.
-    "sub_group_size": _BUCKET // 2,
+    "sub_group_size": BUCKET // 2,
     "offload_optimizer": {**_ON_CPU, "ratio": 0.5},
 }
 
 
-def _deepspeed(
+def deepspeed_run(
     *,
     register: bool,
-    zero: Mapping[str, object] = _ZERO_2,
+    zero: Mapping[str, object] = ZERO_2,
     block: Mapping[str, object] | None = None,
+    is_alone: bool = True,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
+    """A run of DeepSpeed's engine.
+
+    Args:
+        register: whether Stepwell is registered.
+        zero: what is particular of `zero_optimization`.
+        block: the JSON's `stepwell`.
+        is_alone: whether there is no other rank, and no launcher has said so.
+    """
+
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        alone = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        os.environ |= alone
+        if is_alone:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            os.environ |= {
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if register:
@@ -314,31 +350,34 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell volume q8": _stepwell("q8", durability="commit"),
     "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
     "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
-    "deepspeed": _deepspeed(register=False),
-    "deepspeed on stepwell": _deepspeed(register=True),
-    "deepspeed on stepwell, accumulate=device": _deepspeed(
+    "deepspeed": deepspeed_run(register=False),
+    "deepspeed on stepwell": deepspeed_run(register=True),
+    "deepspeed on stepwell, accumulate=device": deepspeed_run(
         register=True, block={"accumulate": "device"}
     ),
-    "deepspeed, offload_param": _deepspeed(register=False, zero=_ZERO_3_OFFLOAD_PARAM),
-    "deepspeed on stepwell, offload_param": _deepspeed(register=True, zero=_ZERO_3_OFFLOAD_PARAM),
-    "deepspeed, ratio=0.5": _deepspeed(register=False, zero=_TWIN_FLOW),
-    "deepspeed on stepwell, ratio=0.5": _deepspeed(register=True, zero=_TWIN_FLOW),
+    "deepspeed, offload_param": deepspeed_run(register=False, zero=_ZERO_3_OFFLOAD_PARAM),
+    "deepspeed on stepwell, offload_param": deepspeed_run(
+        register=True, zero=_ZERO_3_OFFLOAD_PARAM
+    ),
+    "deepspeed, ratio=0.5": deepspeed_run(register=False, zero=_TWIN_FLOW),
+    "deepspeed on stepwell, ratio=0.5": deepspeed_run(register=True, zero=_TWIN_FLOW),
 }
 """What can be run, by name."""
 
 
-def _host_bytes() -> int:
+def host_bytes() -> int:
     """What this process holds in RAM."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _host_peak_bytes() -> int:
+def host_peak_bytes() -> int:
     """The most that this process has held in RAM."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]:
+def train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]:
+    """What was measured of all steps, as plain values."""
     batches = workload.batches(device)
     losses, norms, marks = [], [], []
     breakdowns: list[dict[str, float]] = []
@@ -366,14 +405,14 @@ def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]
         norms.append(norm)
         if index == 0:
             run.finish()
-            _sync(device)
+            sync(device)
             first_step_seconds = time.perf_counter() - marks[0]
     # A forward waits for the step before. So each interval has one step's wait, the first that of
     # the warm-up's last, and what the last step leaves is not of these steps.
-    _sync(device)
+    sync(device)
     marks.append(time.perf_counter())
     run.finish()
-    _sync(device)
+    sync(device)
     drain_seconds = time.perf_counter() - marks[-1]
     seconds = [end - begin for begin, end in pairwise(marks)][workload.warm_up_steps :]
     known = breakdowns[workload.warm_up_steps :]
@@ -394,18 +433,17 @@ def _train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]
     }
 
 
-def _forward_backward(workload: Workload, device: torch.device) -> float:
+def forward_backward(workload: Workload, model: torch.nn.Module, device: torch.device) -> float:
     """Seconds of the forwards and backwards of a step, alone on the device."""
-    model = workload.model(device)
     loss_of, backward = _loss_of(model), _backward_of(workload)
     batches = list(islice(workload.batches(device), workload.accumulation))
     seconds = []
     for _ in range(workload.warm_up_steps + max(workload.steps // 2, 3)):
-        _sync(device)
+        sync(device)
         begin = time.perf_counter()
         for batch in batches:
             backward(loss_of(batch))
-        _sync(device)
+        sync(device)
         seconds.append(time.perf_counter() - begin)
         model.zero_grad()
     return statistics.median(seconds[workload.warm_up_steps :])
@@ -416,15 +454,15 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     device = _device()
     result: dict[str, Any] = {"name": name, "plan": asdict(workload)}
     if name == "forward and backward":
-        return result | {"seconds": _forward_backward(workload, device)}
+        return result | {"seconds": forward_backward(workload, workload.model(device), device)}
     model = workload.model(device)
-    _sync(device)
-    before = _host_bytes()
+    sync(device)
+    before = host_bytes()
     begin = time.perf_counter()
     run = CASES[name](workload, model)
-    _sync(device)
+    sync(device)
     prepared = time.perf_counter() - begin
-    result |= _train(workload, device, run)
+    result |= train(workload, device, run)
     # ZeRO-3 leaves nothing in a parameter itself.
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
     moved = run.breakdown()
@@ -437,8 +475,8 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
         "num_params": numel,
         "prepare_seconds": prepared,
         "start_seconds": prepared + max(result["first_step_seconds"] - result["seconds"], 0.0),
-        "host_bytes_per_param": (_host_bytes() - before) / numel,
-        "host_peak_gib": _host_peak_bytes() / 2**30,
+        "host_bytes_per_param": (host_bytes() - before) / numel,
+        "host_peak_gib": host_peak_bytes() / 2**30,
         "device_peak_gib": torch.cuda.max_memory_allocated() / 2**30
         if device.type == "cuda"
         else None,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stepwell import _core
+from stepwell.cli._rank_runs import RANK_CASES, draw_ranks, measure_ranks, print_ranks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,12 +79,24 @@ def bench_offload(
         float, typer.Option(help="What the norm of the gradients is clipped to.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
+    ranks: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Processes that train together, each on a GPU of its own if there are GPUs."
+        ),
+    ] = 1,
     only: Annotated[
         list[str] | None,
         typer.Option(
             "--case",
-            help=f"Only this case; may be given more than once. One of: {'; '.join(CASES)}.",
-            show_default="those without a comma; those with a volume where --drive is given",
+            help=(
+                f"Only this case; may be given more than once. One of: {'; '.join(CASES)}. With "
+                f"--ranks: {'; '.join(RANK_CASES)}."
+            ),
+            show_default=(
+                "those without a comma; those with a volume where --drive is given; "
+                "with --ranks all"
+            ),
         ),
     ] = None,
     drives: Annotated[
@@ -131,6 +144,14 @@ def bench_offload(
     - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
       state in host memory, and half on the GPU.
 
+    With `--ranks`, all ranks on this host, each with samples of its own:
+
+    - `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank;
+      `ddp, shard`: with shard=True, each rank steps its share.
+    - `fsdp2`: fully_shard and OffloadAdamW.
+    - `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
+      `deepspeed on stepwell` likewise, with Stepwell registered.
+
     Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
     forward and backward alone. R is the rate at which this host's memory is read and written.
     """
@@ -145,13 +166,17 @@ def bench_offload(
         raise typer.BadParameter(
             f"--size is `{size}`, expected {', '.join(SIZES)} or the path of a config.json"
         )
+    known = CASES if ranks == 1 else RANK_CASES
     names: list[str] = only or [
-        name for name in CASES if "," not in name and (drives or "volume" not in name)
+        name
+        for name in known
+        if ranks > 1 or ("," not in name and (drives or "volume" not in name))
     ]
     if not drives and (without := [name for name in names if "volume" in name]):
         raise typer.BadParameter(f"--case is `{without[0]}`, expected --drive with it")
-    if unknown := [name for name in names if name not in CASES]:
-        raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(CASES)}")
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(known)}")
+    _check_gpus(ranks)
     workload = Workload(
         size=size,
         sequence_length=sequence_length,
@@ -173,6 +198,23 @@ def bench_offload(
         ),
         highlight=False,
     )
+    if ranks > 1:
+        report |= measure_ranks(
+            console,
+            names,
+            workload,
+            ranks,
+            memory_gb_per_second=report["memory_gb_per_second"],
+            bytes_per_param={
+                name: _host_bytes_per_param(name)
+                for name in ("stepwell", "deepspeed", "deepspeed on stepwell")
+            },
+        )
+        print_ranks(console, report)
+        write(
+            console, out, "bench_offload_ranks", report, lambda figure: draw_ranks(figure, report)
+        )
+        return
     report["forward_backward_seconds"] = alone = _run(
         console, "forward and backward", workload
     ).get("seconds")
@@ -189,6 +231,18 @@ def bench_offload(
         cases.append(result)
     _print(console, report)
     write(console, out, "bench_offload", report, lambda figure: _draw(figure, report))
+
+
+def _check_gpus(ranks: int) -> None:
+    """Raises BadParameter where there are GPUs, but too few."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if 0 < num_gpus < ranks:
+        raise typer.BadParameter(
+            f"--ranks is `{ranks}`, expected `{num_gpus}` at most, one for each GPU. "
+            "hint: CUDA_VISIBLE_DEVICES= for the CPU"
+        )
 
 
 def _ceilings() -> dict[str, Any]:

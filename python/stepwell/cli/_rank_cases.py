@@ -1,0 +1,145 @@
+"""One rank of a training run of `stepwell bench offload --ranks`, in a process of its own.
+
+It is started as `python -m stepwell.cli._rank_cases JSON`, with the variables of a launcher. The
+last line that rank 0 prints is a JSON object with what was measured on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from stepwell.cli import _offload_cases as alone
+from stepwell.cli._offload_cases import Run, Workload
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["CASES"]
+
+
+def _replicated(model: torch.nn.Module) -> torch.nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _sharded(model: torch.nn.Module) -> torch.nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+_STAGES: dict[int, dict[str, object]] = {
+    2: {**alone.ZERO_2},
+    3: {
+        "stage": 3,
+        "reduce_bucket_size": alone.BUCKET,
+        "stage3_prefetch_bucket_size": alone.BUCKET,
+    },
+}
+
+
+def _deepspeed(stage: int, *, register: bool) -> Callable[[Workload, torch.nn.Module], Run]:
+    return alone.deepspeed_run(register=register, zero=_STAGES[stage], is_alone=False)
+
+
+# How the model is made that OffloadAdamW steps. Its forward and backward are timed alone as well.
+_MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
+
+CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
+    "ddp": alone.stepwell_run,
+    "ddp, shard": partial(alone.stepwell_run, shard=True),
+    "fsdp2": alone.stepwell_run,
+    "deepspeed, stage=2": _deepspeed(2, register=False),
+    "deepspeed on stepwell, stage=2": _deepspeed(2, register=True),
+    "deepspeed, stage=3": _deepspeed(3, register=False),
+    "deepspeed on stepwell, stage=3": _deepspeed(3, register=True),
+}
+"""What can be run, by name."""
+
+
+def _over_ranks(value: object) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def main(name: str, workload: Workload) -> dict[str, Any]:
+    """Runs a case on this rank, and says what was measured on all, as plain values."""
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    # gloo as well: it gathers what is in host memory.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    model = workload.model(device)
+    numel = sum(param.numel() for param in model.parameters())
+    # Each rank has samples of its own, and the weights of all.
+    own = replace(workload, seed=workload.seed + 1000 * rank)
+    forward_backward = None
+    if name in _MODELS:
+        model = _MODELS[name](model)
+        forward_backward = max(_over_ranks(alone.forward_backward(own, model, device)))
+    alone.sync(device)
+    before = alone.host_bytes()
+    begin = time.perf_counter()
+    run = CASES[name](workload, model)
+    del model
+    alone.sync(device)
+    prepared = time.perf_counter() - begin
+    result = alone.train(own, device, run)
+    # `torch.cuda.max_memory_allocated` is not there without a GPU.
+    device_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    ranks = _over_ranks(
+        {
+            "host_bytes": alone.host_bytes() - before,
+            "host_peak_bytes": alone.host_peak_bytes(),
+            "device_peak_bytes": device_peak,
+            "losses": result["losses"],
+            "seconds": result["seconds"],
+            "norms": result["norms"],
+        }
+    )
+    losses = zip(*(each["losses"] for each in ranks), strict=True)
+    return result | {
+        "name": name,
+        "forward_backward_seconds": forward_backward,
+        "num_params": numel,
+        "prepare_seconds": prepared,
+        "start_seconds": prepared + max(result["first_step_seconds"] - result["seconds"], 0.0),
+        # Ranks wait for one another, so that one is as slow as the other but for the last step.
+        "seconds": max(each["seconds"] for each in ranks),
+        "losses": [sum(of_step) / len(of_step) for of_step in losses],
+        "host_bytes_per_param": sum(each["host_bytes"] for each in ranks) / numel,
+        "host_peak_gib": sum(each["host_peak_bytes"] for each in ranks) / 2**30,
+        "device_peak_gib": None
+        if device_peak is None
+        else max(each["device_peak_bytes"] for each in ranks) / 2**30,
+        "norms_agree": all(each["norms"] == ranks[0]["norms"] for each in ranks),
+    }
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    measured = main(asked["name"], Workload(**asked["plan"]))
+    if os.environ["RANK"] == "0":
+        print(json.dumps(measured), flush=True)  # noqa: T201
+    dist.barrier()
+    # Not through the interpreter's end: DeepSpeed leaves threads behind.
+    os._exit(0)

@@ -1,0 +1,234 @@
+"""`stepwell bench offload --ranks`: starts the ranks of each case, and shows what they measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+    from stepwell.cli._offload_cases import Workload
+
+__all__ = ["RANK_CASES", "draw_ranks", "measure_ranks", "print_ranks"]
+
+RANK_CASES = (
+    "ddp",
+    "ddp, shard",
+    "fsdp2",
+    "deepspeed, stage=2",
+    "deepspeed on stepwell, stage=2",
+    "deepspeed, stage=3",
+    "deepspeed on stepwell, stage=3",
+)
+"""The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
+
+_CASE_SECONDS_MAX = 1800
+_POLL_SECONDS = 0.1
+
+
+def _is_cut(name: str) -> bool:
+    """Whether no rank has all weights between the steps."""
+    return name == "fsdp2" or name.endswith("stage=3")
+
+
+def _received_bytes_per_param(name: str, num_ranks: int) -> float:
+    """What each rank receives of 16-bit gradients and weights in a step, if they go in a ring.
+
+    An all-reduce is a reduce-scatter and an all-gather; either brings a rank what is not its own.
+    """
+    # Cut weights are gathered for the forward and for the backward, and gradients scattered.
+    passes = 3 if _is_cut(name) or name == "ddp, shard" else 2
+    return passes * 2 * (num_ranks - 1) / num_ranks
+
+
+def measure_ranks(
+    console: Console,
+    names: list[str],
+    workload: Workload,
+    num_ranks: int,
+    *,
+    memory_gb_per_second: float,
+    bytes_per_param: dict[str, float | None],
+) -> dict[str, Any]:
+    """Runs the cases on `num_ranks` ranks of this host.
+
+    Args:
+        console: for what is going on.
+        names: of `RANK_CASES`.
+        workload: what is trained; each rank has samples of its own.
+        num_ranks: processes, each on a GPU of its own where there are GPUs.
+        memory_gb_per_second: of host memory, which all ranks share.
+        bytes_per_param: what a step moves in host memory, by the optimizer's case without ranks.
+
+    Returns:
+        for a report: seconds of forward and backward, and `cases`.
+    """
+    cases = [_run(console, name, workload, num_ranks) for name in names]
+    done = [result for result in cases if "seconds" in result]
+    # DeepSpeed's are held against those of the model that is cut as theirs is.
+    alone = {
+        "fsdp2" if _is_cut(result["name"]) else "ddp": result["forward_backward_seconds"]
+        for result in done
+        if result["forward_backward_seconds"]
+    }
+    for result in done:
+        name = result["name"]
+        result["received_bytes_per_param"] = _received_bytes_per_param(name, num_ranks)
+        own = name.split(",")[0] if name.startswith("deepspeed") else "stepwell"
+        moved, before = bytes_per_param[own], alone.get("fsdp2" if _is_cut(name) else "ddp")
+        if moved is not None and before:
+            # All that the ranks of this host move together.
+            moved *= num_ranks if name == "ddp" else 1
+            step = moved * result["num_params"] / memory_gb_per_second / 1e9
+            result |= {"bound_seconds": before + step, "bytes_per_param": moved}
+    return {"ranks": num_ranks, "forward_backward_seconds": alone, "cases": cases}
+
+
+def _run(console: Console, name: str, workload: Workload, num_ranks: int) -> dict[str, Any]:
+    """Runs a case; all its ranks end when one fails."""
+    console.print(f"running: {name}, {num_ranks} ranks", style="dim", highlight=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable,
+        "-m",
+        "stepwell.cli._rank_cases",
+        json.dumps({"name": name, "plan": asdict(workload)}),
+    ]
+    # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    with tempfile.TemporaryDirectory() as folder:
+        errors = [Path(folder, f"rank{rank}.err") for rank in range(num_ranks)]
+        output = Path(folder, "rank0.out")
+        processes = []
+        try:
+            for rank in range(num_ranks):
+                launched = {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "LOCAL_WORLD_SIZE": str(num_ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+                with (
+                    errors[rank].open("wb") as stderr,
+                    (output if rank == 0 else Path(os.devnull)).open("wb") as stdout,
+                ):
+                    processes.append(
+                        subprocess.Popen(
+                            command,
+                            stdout=stdout,
+                            stderr=stderr,
+                            env={**os.environ, **launched, "PATH": path},
+                        )
+                    )
+            why = _wait(processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        lines = output.read_text().strip().splitlines()
+        if why is None and lines:
+            result: dict[str, Any] = json.loads(lines[-1])
+            return result
+        if isinstance(why, int):
+            said = errors[why].read_text().strip().splitlines()[-1:]
+            why = f"rank {why}: {said[0] if said else f'code {processes[why].returncode}'}"
+    why = why or "rank 0 has printed nothing"
+    console.print(f"no {name}: {why}", style="yellow", markup=False, highlight=False)
+    return {"name": name, "failure": why}
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> int | str | None:
+    """Waits for all ranks; the rank that has failed, or why, if they have not all ended well."""
+    end = time.monotonic() + _CASE_SECONDS_MAX
+    while time.monotonic() < end:
+        codes = [process.poll() for process in processes]
+        if failed := [rank for rank, code in enumerate(codes) if code]:
+            return failed[0]
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(_POLL_SECONDS)
+    return f"it took more than {_CASE_SECONDS_MAX} seconds"
+
+
+def print_ranks(console: Console, report: dict[str, Any]) -> None:
+    """Prints the table of a report."""
+    from rich.table import Table
+
+    workload, done = report["plan"], [case for case in report["cases"] if "seconds" in case]
+    numel = done[0]["num_params"] / 1e9 if done else 0
+    title = (
+        f"{report['ranks']} ranks, {numel:.3f} B parameters, "
+        f"{workload['micro_batch']} x {workload['sequence_length']} tokens each, "
+        f"{workload['accumulation']} micro-step(s), clipping at {workload['clip_norm']:g}"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    table.add_column(min_width=22, no_wrap=True)
+    columns = (
+        "s/step",
+        "slowest",
+        "L + bytes/R",
+        "of it",
+        "of DeepSpeed's",
+        "start s",
+        "host B/param, all ranks",
+        "host peak GiB",
+        "received B/param",
+        "device GiB",
+        "last loss",
+    )
+    for column in columns:
+        table.add_column(column, justify="right")
+    for kind, seconds in report["forward_backward_seconds"].items():
+        table.add_row(f"L: forward, backward, {kind}", f"{seconds:.3f}")
+    by_name = {case["name"]: case["seconds"] for case in done}
+    for case in done:
+        bound = case.get("bound_seconds")
+        peer = by_name.get(case["name"].replace(" on stepwell", ""))
+        is_ours = " on stepwell" in case["name"]
+        table.add_row(
+            case["name"],
+            f"{case['seconds']:.3f}",
+            f"{case['slowest_seconds']:.3f}",
+            f"{bound:.3f}" if bound else "",
+            f"{case['seconds'] / bound:.2f}" if bound else "",
+            f"{case['seconds'] / peer:.2f}" if is_ours and peer else "",
+            f"{case['start_seconds']:.1f}",
+            f"{case['host_bytes_per_param']:.1f}",
+            f"{case['host_peak_gib']:.1f}",
+            f"{case['received_bytes_per_param']:.1f}",
+            f"{case['device_peak_gib']:.1f}" if case["device_peak_gib"] else "",
+            f"{case['losses'][-1]:.4f}",
+        )
+    console.print()
+    console.print(table)
+
+
+def draw_ranks(figure: Figure, report: dict[str, Any]) -> None:
+    """Draws what a step of each case takes, and the losses."""
+    from stepwell.cli._step_times import circumstances_line
+
+    done = [case for case in report["cases"] if "seconds" in case]
+    left, right = figure.subplots(1, 2)
+    left.barh([case["name"] for case in done], [case["seconds"] for case in done])
+    left.invert_yaxis()
+    left.set_xlabel(f"seconds per step, {report['ranks']} ranks")
+    for case in done:
+        right.plot(case["losses"], label=case["name"], linewidth=1)
+    right.set_xlabel("step")
+    right.set_ylabel("loss")
+    right.legend(fontsize=7)
+    figure.suptitle(circumstances_line(report), fontsize=9)
