@@ -45,6 +45,8 @@ struct Rig {
     folders: TempDir,
     config: Config,
     count: u64,
+    /// Whether the first step goes on from memory, and not from what the swap has.
+    begins_in_memory: bool,
 }
 
 fn hyper() -> Hyper {
@@ -77,6 +79,7 @@ impl Rig {
             folders,
             config,
             count: 0,
+            begins_in_memory: true,
         }
     }
 
@@ -122,9 +125,10 @@ impl Rig {
         self.count += 1;
         take(engine, &mut self.all).expect("gradients");
         let (count, places) = (self.count, &self.places);
+        let begins_in_memory = self.begins_in_memory;
         let update = |(index, one): (usize, &mut OnDevice)| {
             let mut update: Update = one.update(index, count, hyper());
-            if count > 1 {
+            if count > 1 || !begins_in_memory {
                 let layout = *update.tensor.layout();
                 update.tensor =
                     update.tensor.map(|field, view| match layout.record_offset(&field) {
@@ -179,19 +183,61 @@ impl Rig {
 /// Of other masters: `tests/test_offload_volume.py`.
 #[test]
 fn steps_have_the_bits_of_steps_in_memory_with_every_codec() {
-    for moments in [MomentsKind::Float32, MomentsKind::Bf16, MomentsKind::Q8] {
+    for (param, moments) in [
+        (ParamKind::Split, MomentsKind::Float32),
+        (ParamKind::Split, MomentsKind::Bf16),
+        (ParamKind::Split, MomentsKind::Q8),
+        (ParamKind::Float32WithBf16, MomentsKind::Float32),
+        (ParamKind::Float32WithF16, MomentsKind::Q8),
+    ] {
         for durability in [Durability::None, Durability::Commit] {
-            let layout = Layout::new(ParamKind::Split, moments, Dtype::BFloat16);
-            let one = |(seed, &numel): (usize, &usize)| {
-                OnDevice::new(Held::random(layout, numel, 0, Spread::Ordinary, seed as u64))
-            };
-            let mut rig = Rig::new(NUMELS.iter().enumerate().map(one).collect(), durability);
+            let layout = Layout::new(param, moments, Dtype::BFloat16);
+            let mut rig = Rig::new(of(layout), durability);
             let swap = rig.create().expect("a swap");
             let engine = rig.engine(host_device(&rig.all), &swap);
             for _ in 0..3 {
                 rig.step(&engine);
             }
             rig.assert_as_expected(&swap, "three steps");
+        }
+    }
+}
+
+fn of(layout: Layout) -> Vec<OnDevice> {
+    let one = |(seed, &numel): (usize, &usize)| {
+        OnDevice::new(Held::random(layout, numel, 0, Spread::Ordinary, seed as u64))
+    };
+    NUMELS.iter().enumerate().map(one).collect()
+}
+
+/// SWAP-4: the first step goes on from the weights, which are in host memory, and from zeros.
+#[test]
+fn a_master_that_no_step_has_written_is_the_weight() {
+    for param in [ParamKind::Float32WithBf16, ParamKind::Float32WithF16] {
+        for durability in [Durability::None, Durability::Commit] {
+            let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
+            let mut all = of(layout);
+            for one in &mut all {
+                let rounded = one.held.weight_out.as_ref().expect("a weight").values();
+                let zeros = vec![0.0; rounded.len()];
+                one.held.write(&rounded, &zeros, &zeros);
+            }
+            let mut rig = Rig::new(all, durability);
+            // The first chunk.
+            rig.config.ram_nbytes = 1 << 20;
+            let swap = rig.create().expect("a swap");
+            for (index, (one, expected)) in rig.all.iter_mut().zip(&mut rig.expected).enumerate() {
+                (0..one.held.numel).for_each(|at| one.held.param.set_value(at, f32::NAN));
+                let to = one.held.tensor();
+                // SAFETY: the tensor is held, and no step runs.
+                let read = unsafe { swap.read(index, &to, &AtomicBool::new(false)) };
+                assert!(read.expect("state"));
+                one.held.assert_same(expected, "no step");
+            }
+            let engine = rig.engine(host_device(&rig.all), &swap);
+            rig.begins_in_memory = false;
+            rig.step(&engine);
+            rig.assert_as_expected(&swap, "one step");
         }
     }
 }

@@ -13,7 +13,8 @@ use crate::{
         Master, Moments,
         chunk::Chunk,
         codecs::{
-            MasterVisitor, MomentsKind, MomentsVisitor, visit_moments, visit_plain16_moments,
+            MasterKind, MasterVisitor, MomentsKind, MomentsVisitor, visit_master, visit_moments,
+            visit_plain16_moments,
         },
         convert::{ReadMaster, ReadMoments, WriteMaster, WriteMoments},
         dither::Dither,
@@ -148,6 +149,19 @@ pub unsafe fn take_fingerprints(pool: &Pool, isa: Isa, tensor: &AdamTensor) -> R
         }
     });
     Ok(())
+}
+
+/// Writes a 16-bit weight to a master, of as many elements.
+///
+/// # Safety
+/// As [`super::batch::step`].
+pub(crate) unsafe fn widen(isa: Isa, weight: View, master: View) {
+    let route = Route { from: weight, to: weight };
+    // SAFETY: passed on from the caller.
+    unsafe {
+        let to = Cursor::in_place(master.slice_mut::<f32>(0..master.numel()));
+        visit_master(isa, MasterKind::Plain16, route, &[], None, ReadInto { isa, to });
+    }
 }
 
 pub(super) struct ReadInto<'a> {

@@ -24,6 +24,9 @@ use crate::{
 /// The most parts that a state has: those of q8 moments and of a split master.
 pub const PARTS_MAX: usize = 6;
 
+/// The name of the field that is the parameter itself.
+const PARAM: &str = "param";
+
 /// What a step of a parameter writes: the parameter, its state, and the rounded copy of an fp32
 /// parameter where there is one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,6 +55,12 @@ pub struct Field {
 }
 
 impl Field {
+    /// Whether it is the parameter itself.
+    #[must_use]
+    pub fn is_param(&self) -> bool {
+        self.part.name == PARAM
+    }
+
     /// Its bytes, without padding.
     #[must_use]
     pub fn nbytes(&self) -> usize {
@@ -124,7 +133,7 @@ impl Layout {
     pub fn fields(&self) -> impl Iterator<Item = Field> + use<> {
         let numel = self.numel;
         let weight_out = self.weight_out.map(|dtype| Part::per_element("weight_out", dtype));
-        std::iter::once(Part::per_element("param", self.param))
+        std::iter::once(Part::per_element(PARAM, self.param))
             .chain(self.parts().copied())
             .chain(weight_out)
             .scan(0, move |offset, part| {
@@ -134,13 +143,30 @@ impl Layout {
             })
     }
 
+    /// Whether the parameter is a master that the model does not compute with, but with the rounded
+    /// copy of it. Then it is state, as its moments are.
+    #[must_use]
+    pub fn has_master_in_param(&self) -> bool {
+        self.weight_out.is_some()
+    }
+
+    /// The dtype of what the model computes with.
+    #[must_use]
+    pub fn weight(&self) -> Dtype {
+        self.weight_out.unwrap_or(self.param)
+    }
+
     /// Where a field begins in a record, in bytes. A record holds the state: the moments and the
-    /// master. None: the field stays beside it, in host memory: the parameter, the rounded weight,
-    /// and the fingerprints, of which one chunk has 4 B.
+    /// master. None: the field stays beside it, in host memory: the weight, which is the parameter
+    /// or its rounded copy, and the fingerprints, of which one chunk has 4 B.
     #[must_use]
     pub fn record_offset(&self, field: &Field) -> Option<usize> {
+        if self.has_master_in_param() && field.is_param() {
+            return Some(0);
+        }
         let is_state = self.parts().any(|part| part.name == field.part.name);
-        let begin = self.fields().next().map_or(0, |param| param.end());
+        let first = self.fields().next();
+        let begin = first.filter(|_| !self.has_master_in_param()).map_or(0, |param| param.end());
         (is_state && field.part.name != FINGERPRINTS).then(|| field.offset - begin)
     }
 
@@ -165,15 +191,16 @@ mod tests {
 
     fn layouts(numel: usize) -> Vec<Layout> {
         let mut found = Vec::new();
-        for (param, master) in [
-            (Dtype::Float32, MasterKind::Float32),
-            (Dtype::BFloat16, MasterKind::Split { has_fingerprints: true }),
-            (Dtype::BFloat16, MasterKind::Split { has_fingerprints: false }),
-            (Dtype::Float16, MasterKind::Shadowed),
-            (Dtype::BFloat16, MasterKind::Plain16),
+        for (param, master, weight_out) in [
+            (Dtype::Float32, MasterKind::Float32, None),
+            (Dtype::Float32, MasterKind::Float32, Some(Dtype::BFloat16)),
+            (Dtype::BFloat16, MasterKind::Split { has_fingerprints: true }, None),
+            (Dtype::BFloat16, MasterKind::Split { has_fingerprints: false }, None),
+            (Dtype::Float16, MasterKind::Shadowed, None),
+            (Dtype::BFloat16, MasterKind::Plain16, None),
         ] {
             for moments in MomentsKind::ALL.iter().copied().chain([MomentsKind::Nearest16]) {
-                found.extend(Layout::new(param, master, moments, None, numel));
+                found.extend(Layout::new(param, master, moments, weight_out, numel));
             }
         }
         found
@@ -183,7 +210,7 @@ mod tests {
     fn chunks_have_what_the_whole_has_and_nothing_twice() {
         for numel in [0, 1, 63, 64, CHUNK_LEN - 1, CHUNK_LEN, CHUNK_LEN + 1, 3 * CHUNK_LEN + 70] {
             let found = layouts(numel);
-            assert_eq!(found.len(), 4 * 3 + 2);
+            assert_eq!(found.len(), 5 * 3 + 2);
             for layout in found {
                 assert!(layout.parts().count() <= PARTS_MAX);
                 for (place, field) in layout.fields().enumerate() {
@@ -218,7 +245,8 @@ mod tests {
         for layout in layouts(CHUNK_LEN - 7) {
             let mut end = 0;
             for field in layout.fields() {
-                let stays = ["param", "weight_out", FINGERPRINTS].contains(&field.part.name);
+                let weight = if layout.weight_out.is_some() { "weight_out" } else { PARAM };
+                let stays = [weight, FINGERPRINTS].contains(&field.part.name);
                 let offset = layout.record_offset(&field);
                 assert_eq!(offset.is_none(), stays, "{field:?}");
                 let Some(offset) = offset else { continue };

@@ -20,7 +20,7 @@ pub(super) fn nbytes(tensors: usize) -> usize {
     HEAD_BYTES + tensors * TENSOR_BYTES
 }
 
-/// What a layout is, beside its size, for people: parameter, master, moments.
+/// What a layout is, beside its size, for people: parameter, master, moments, rounded copy.
 fn kind(layout: &Layout) -> [u8; KIND_BYTES] {
     let master = match layout.master {
         MasterKind::Float32 => "itself",
@@ -29,7 +29,10 @@ fn kind(layout: &Layout) -> [u8; KIND_BYTES] {
         MasterKind::Shadowed => "shadowed",
         MasterKind::Plain16 => "none",
     };
-    let text = [layout.param.name(), master, layout.moments.name()].join(" ");
+    let mut text = [layout.param.name(), master, layout.moments.name()].join(" ");
+    if let Some(weight) = layout.weight_out {
+        text = [&text, weight.name()].join(" ");
+    }
     let mut kind = [0; KIND_BYTES];
     kind.iter_mut().zip(text.bytes()).for_each(|(place, byte)| *place = byte);
     kind

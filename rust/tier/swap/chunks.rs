@@ -9,6 +9,7 @@ use crate::{
     adam::tensor::AdamTensor,
     error::{Error, Result},
     state::{chunk::num_chunks, layout::Layout},
+    stream::view::View,
 };
 
 /// One tensor.
@@ -21,6 +22,12 @@ pub(super) struct Held {
 }
 
 impl Held {
+    /// The views of a tensor that its record has, but for fingerprints.
+    fn in_record(tensor: &AdamTensor) -> impl Iterator<Item = View> {
+        let master = tensor.layout().has_master_in_param().then_some(tensor.param);
+        tensor.moments().iter().chain(tensor.master()).copied().chain(master)
+    }
+
     /// Whether the tensor names the place, and no other memory.
     pub(super) fn is_placed(&self, tensor: &AdamTensor) -> bool {
         tensor.moments()[0] == self.place.moments()[0]
@@ -38,9 +45,8 @@ impl Held {
         }
         let is_placed = self.is_placed(tensor);
         let [tensor, place] = [*tensor, self.place].map(AdamTensor::without_fingerprints);
-        let given = tensor.moments().iter().chain(tensor.master());
-        let own = place.moments().iter().chain(place.master());
-        if given.zip(own).any(|(given, own)| (given == own) != is_placed) {
+        let mut views = Self::in_record(&tensor).zip(Self::in_record(&place));
+        if views.any(|(given, own)| (given == own) != is_placed) {
             return Err(Error::value(
                 "some of the state of a tensor is on its volume, expected all or nothing\nhint: \
                  replace all tensors of a parameter's state, or none",
@@ -138,7 +144,7 @@ impl Chunks {
     /// Bytes of a chunk's weight.
     pub(super) fn weight_nbytes(&self, number: usize) -> usize {
         let layout = self.layout(number);
-        layout.numel() * layout.param.size()
+        layout.numel() * layout.weight().size()
     }
 
     /// The record of a chunk's state; None: it has none.

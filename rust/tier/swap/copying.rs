@@ -9,9 +9,12 @@ use std::{
 
 use super::{Swap, catalog};
 use crate::{
-    adam::tensor::AdamTensor,
+    adam::{exchange::widen, tensor::AdamTensor},
     error::{Error, Result},
-    state::chunk::{CHUNK_LEN, Chunk},
+    state::{
+        chunk::{CHUNK_LEN, Chunk},
+        layout::Field,
+    },
     stream::view::View,
     tier::volume::{RecordBuffer, Ticket},
 };
@@ -25,7 +28,8 @@ impl Swap {
     ///
     /// # Safety
     /// The memory of the parts of `to`, but for its fingerprints, is alive, and nothing else uses
-    /// it.
+    /// it. Where the parameter is a master, that is so for it too, and its rounded copy is only
+    /// read.
     ///
     /// # Errors
     /// [`Error::Value`] for a tensor that there is not, or of another layout, or during a step;
@@ -57,7 +61,7 @@ impl Swap {
                     unsafe {
                         match from {
                             Some(address) => to.at(address + offset).copy_to(to),
-                            None => zero(to),
+                            None => self.begin_state(&field, to, chunk.weight_out),
                         }
                     }
                 }
@@ -86,12 +90,12 @@ impl Swap {
             if is_interrupted.load(Ordering::Relaxed) {
                 return Ok(false);
             }
-            if let Some(offset) = self.chunks.ram_offset(number) {
-                copy(number, Some(self.ram.as_ptr().expose_provenance() + offset));
-                continue;
-            }
             if !self.pipeline().has_state(number) {
                 copy(number, None);
+                continue;
+            }
+            if let Some(offset) = self.chunks.ram_offset(number) {
+                copy(number, Some(self.ram.as_ptr().expose_provenance() + offset));
                 continue;
             }
             let buffer = loop {
@@ -199,7 +203,7 @@ impl Swap {
             return Err(Error::value(format!("tensor `{tensor}` is not the volume's")));
         };
         let layout = *held.place.layout();
-        to.expect("the weight", &[layout.param], layout.numel())?;
+        to.expect("the weight", &[layout.weight()], layout.numel())?;
         self.pipeline().check_idle()?;
         for index in 0..layout.numel().div_ceil(CHUNK_LEN) {
             let Some(record) = self.chunks.weight_record(held.first + index) else {
@@ -221,11 +225,28 @@ impl Swap {
     }
 }
 
+impl Swap {
+    /// Writes what a field of a record is before the first step: zeros, and of a master the weight,
+    /// `weight_out`.
+    ///
+    /// # Safety
+    /// The field's memory is alive, and nothing else uses it; nothing writes the weight.
+    pub(super) unsafe fn begin_state(&self, field: &Field, to: View, weight_out: Option<View>) {
+        // SAFETY: passed on from the caller.
+        unsafe {
+            match weight_out {
+                Some(weight) if field.is_param() => widen(self.isa, weight, to),
+                _ => zero(to),
+            }
+        }
+    }
+}
+
 /// Fills a view with zeros.
 ///
 /// # Safety
 /// Its memory is alive, and nothing else uses it.
-pub(super) unsafe fn zero(view: View) {
+unsafe fn zero(view: View) {
     let begin = std::ptr::with_exposed_provenance_mut::<u8>(view.address());
     // SAFETY: passed on from the caller; zeros are values of every dtype.
     unsafe { begin.write_bytes(0, view.nbytes()) };

@@ -1,8 +1,9 @@
 //! State on a volume: each chunk's is read into a buffer, stepped there, and written back.
 //!
 //! A [`Swap`] has the state of a list of tensors. Of each chunk it is a record of its [`Volume`],
-//! or in host memory of its own: as many of the first chunks as the memory has room for. Weights,
-//! 16-bit copies and fingerprints stay where the engine has them, in host memory.
+//! or in host memory of its own: as many of the first chunks as the memory has room for. Weights
+//! and fingerprints stay where the engine has them, in host memory. The weight is the parameter, or
+//! its rounded copy where it has one: then the parameter is the master, and state.
 //!
 //! ```text
 //!             order of the step -->
@@ -22,13 +23,15 @@
 //!   the request's until the write has ended.
 //! - SWAP-3 The first failure is the last: every call after it fails. With [`Durability::Commit`]
 //!   the volume is at its last committed step then.
-//! - SWAP-4 A chunk that no step has written reads as zeros: state that was never stepped.
+//! - SWAP-4 A chunk that no step has written reads as state that was never stepped: zeros, and a
+//!   master that is the weight.
 //! - SWAP-5 With [`Durability::Commit`] a commit holds all that the next step goes on from: the
 //!   state of every chunk that was ever stepped, also of those in host memory, their weights, and
 //!   the count of updates of each tensor (`catalog.rs`).
 //!
 //! Cost per parameter and step: the bytes of its state, read once and written once (bf16 with
-//! moments in fp32: 10 + 10 B; in q8: 4.1 + 4.1 B), of a chunk in host memory nothing. With
+//! moments in fp32: 10 + 10 B, with an fp32 master 12 + 12 B; in q8: 4.1 + 4.1 B), of a chunk in
+//! host memory nothing. With
 //! [`Durability::Commit`] the weight is written as well (2 B), and state in host memory is written
 //! and not read. Memory: the buffers, whose number [`Swap::create`] chooses, and 80 B per chunk.
 //!
@@ -49,7 +52,6 @@ use std::{
 
 use self::{
     chunks::{Chunks, Held},
-    copying::zero,
     pipeline::Pipeline,
 };
 use super::{
@@ -63,6 +65,7 @@ use crate::{
         memory::{Buffer, BufferConfig},
         pool::Pool,
     },
+    simd::isa::Isa,
     state::chunk::Chunk,
     stream::{cursor::publish, view::Route},
 };
@@ -112,6 +115,7 @@ pub struct Swap {
     /// A chunk was stored, or something has failed.
     changed: Condvar,
     io_timeout: Duration,
+    isa: Isa,
 }
 
 impl fmt::Debug for Swap {
@@ -168,6 +172,7 @@ impl Swap {
             durability: config.durability,
             identity: config.identity,
             io_timeout: config.options.io_timeout,
+            isa: Isa::detect()?,
             chunks,
             volume,
         })
@@ -277,17 +282,15 @@ impl Swap {
         let state = tensor.chunk(chunk.index);
         let layout = *state.layout();
         let mut routes = in_place(&state);
-        let mut is_fresh = false;
-        if is_placed && !self.chunks.is_in_ram(number) {
-            is_fresh = !self.pipeline().has_state(number);
-        }
+        let is_fresh = is_placed && !self.pipeline().has_state(number);
         routes = routes.map(|field, route| match layout.record_offset(&field) {
             None => route,
             Some(offset) => {
                 let to = route.to.at(address + offset);
                 if is_fresh {
-                    // SAFETY: the buffer is this chunk's, and only this worker uses it.
-                    unsafe { zero(to) };
+                    // SAFETY: the memory is this chunk's, and only this worker uses it, and the
+                    // weight of this chunk.
+                    unsafe { self.begin_state(&field, to, state.weight_out) };
                 }
                 Route { from: if is_placed { to } else { route.from }, to }
             }
@@ -334,6 +337,8 @@ impl Swap {
         if self.chunks.record(number).is_some() {
             let written = self.write(number, tensor, chunk);
             self.or_fail(written)?;
+        } else {
+            self.pipeline().set_has_state(number);
         }
         Ok(match self.durability {
             Durability::None => Stored::Final,
@@ -354,7 +359,7 @@ impl Swap {
         let state = self.volume.write(record, step, state)?;
         let weight = match (weight, self.chunks.weight_record(number)) {
             (Some(buffer), Some(record)) => {
-                let weight = tensor.param.part(chunk.range(tensor.param.numel()));
+                let weight = tensor.weight().part(chunk.range(tensor.param.numel()));
                 let copy = weight.at(buffer.as_ptr().expose_provenance());
                 // SAFETY: the engine has stepped this chunk on this thread, and nothing else uses
                 // it before its store has returned; the buffer is this thread's alone, and has

@@ -31,7 +31,7 @@ pub(super) struct Pipeline {
     writes: VecDeque<Ticket>,
     /// Buffers for the next chunk, which needs more of them.
     pub(super) spare: Vec<RecordBuffer>,
-    /// Whether a step has written the state of a chunk.
+    /// Whether a step has written the state of a chunk, to a record or in host memory.
     has_state: Box<[bool]>,
     /// The count of updates of each tensor.
     counts: Box<[u64]>,
