@@ -45,11 +45,6 @@ def program_options(result):
             result[name] = str(error)
     ratio = configuration(dtype="bf16", stage=3, precision={"bf16_master_weights_and_grads": True})
     ratio["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
-    nvme = configuration()
-    nvme["zero_optimization"]["offload_optimizer"] |= {
-        "device": "nvme",
-        "nvme_path": "/nonexistent",
-    }
     several = configuration(
         optimizer="SGD",
         zero_force_ds_cpu_optimizer=False,
@@ -60,7 +55,6 @@ def program_options(result):
         "off": configuration(stepwell={"engine": False}),
         "off, keys": configuration(stepwell={"engine": False, "gate": "step"}),
         "parameters": configuration(stage=3, zero={"offload_param": {"device": "cpu"}}),
-        "nvme": nvme,
         "ratio": ratio,
         "no offload": configuration(offload=None),
         "no offload, keys": configuration(offload=None, stepwell={"threads": 1}),

@@ -36,6 +36,7 @@ MODULES = (
     "deepspeed_late_programs",
     "deepspeed_world_programs",
     "deepspeed_zenflow_programs",
+    "deepspeed_nvme_programs",
 )
 
 

@@ -38,7 +38,6 @@ def test_options(result):
     paths = {
         "off": (zero, ours),
         "off, keys": (zero, ours, off, idle_gate),
-        "nvme": ("OffloadZeroOptimizer", ours, "device is `nvme`, but below stage 3", "hint: "),
         "ratio": (
             "DeepSpeedZeroOptimizer_Stage3",
             ours,

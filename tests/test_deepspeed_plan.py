@@ -4,6 +4,7 @@ DeepSpeed is not imported. The engine and what the plan asks of DeepSpeed are st
 `test_deepspeed_options` has the plans of real ones.
 """
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from stepwell.deepspeed import fingerprints
 from stepwell.deepspeed.options import Options, options_of
 from stepwell.deepspeed.plan import device_of, inference_plan, plan, zenflow_plan
+from stepwell.offload.volume import Volume
 
 
 class DeepSpeedCPUAdam(torch.optim.AdamW):
@@ -107,6 +109,10 @@ def offload(device):
     return SimpleNamespace(device=device)
 
 
+def nvme(path):
+    return SimpleNamespace(device="nvme", nvme_path=path)
+
+
 def planned(engine, optimizer=None, *, is_zero=True, unfit=None):
     asked = []
 
@@ -188,9 +194,59 @@ def test_other_keys_that_are_not_followed_are_told():
     found = planned(Engine(block={"accumulate": "host"}, zero_optimization_stage=1))
     assert "under ZeRO-1 without effect in the block `stepwell`: `accumulate`" in found.warning
     assert planned(Engine(block={"accumulate": "host"})).warning is None
-    found = planned(Engine(zero_offload_optimizer=offload("nvme")))
-    assert found.zero_class == "OffloadZeroOptimizer"
-    assert "device is `nvme`, but below stage 3" in found.warning
+    found = planned(Engine(block={"volume": {"durability": "none"}, "nvme_paths": ["/"]}))
+    assert "without effect in the block `stepwell`: `nvme_paths`, `volume`" in found.warning
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_on_nvme_is_on_a_volume(stage, tmp_path):
+    changed = {"zero_optimization_stage": stage, "zero_offload_optimizer": nvme(tmp_path)}
+    found = planned(Engine(**changed))
+    assert found.zero_class is not None
+    assert (found.tier, found.reasons, found.warning) == ("volume", (), None)
+    assert found.volume == Volume([tmp_path])
+    assert not found.is_resumed
+    block = {
+        "nvme_paths": [str(tmp_path), str(tmp_path.parent)],
+        "volume": {"name": "run-7", "resume": True, "weights": [2, 1]},
+    }
+    found = planned(Engine(block=block, **changed))
+    assert found.volume == Volume(block["nvme_paths"], **block["volume"])
+    assert found.is_resumed
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"nvme_paths": "/"}, "`stepwell.nvme_paths` is `/`, expected a list"),
+        ({"nvme_paths": []}, "`paths` is empty"),
+        ({"nvme_paths": ["/nonexistent"]}, "`/nonexistent`, expected a folder that exists"),
+        ({"volume": "none"}, "`stepwell.volume` is `none`, expected a block"),
+        ({"volume": {"paths": ["/"], "kept": 1}}, "`kept, paths` in the block `stepwell.volume`"),
+        ({"volume": {"durability": "some"}}, "`durability` is `some`"),
+        ({}, "without a folder"),
+    ],
+)
+def test_a_volume_that_cannot_be_is_refused(block, said, tmp_path):
+    path = tmp_path if block else None
+    with pytest.raises(ValueError, match=re.escape(said)):
+        planned(Engine(block=block, zero_offload_optimizer=nvme(path)))
+
+
+def test_what_speaks_to_deepspeeds_swapper_is_named(tmp_path):
+    said = {"buffer_count": 4, "pipeline_read": False, "nvme_path": str(tmp_path)}
+    json = {"zero_optimization": {"offload_optimizer": said}, "aio": {"thread_count": 1}}
+    found = planned(Engine(json=json, zero_offload_optimizer=nvme(tmp_path)))
+    names = "`offload_optimizer.buffer_count`, `offload_optimizer.pipeline_read`, `aio`"
+    assert found.warning.endswith(f": {names}")
+    assert planned(Engine(json=json)).warning is None
+
+
+def test_state_that_deepspeed_does_not_put_on_nvme_is_told():
+    changed = {"zero_offload_optimizer": nvme("/"), "zero_quantized_weights": True}
+    assert "own path, with the state in host memory" in planned(Engine(**changed)).warning
+    found = planned(Engine(zero_optimization_stage=3, **changed))
+    assert "DeepSpeed's NVMe swapper, on Stepwell's kernels" in found.warning
 
 
 @pytest.mark.parametrize(("pin", "is_pinned"), [(None, True), (True, True), (False, False)])
@@ -227,10 +283,14 @@ class Subclass(torch.optim.AdamW):
 
 
 OBSTACLES = {
-    "nvme": (
-        {"zero_optimization_stage": 3, "zero_offload_optimizer": offload("nvme")},
+    "ratio, nvme": (
+        {
+            "zero_optimization_stage": 3,
+            "zero_offload_optimizer": offload("nvme"),
+            "zero_partial_offload": 0.5,
+        },
         {},
-        "offload_optimizer.device is `nvme`",
+        "offload_optimizer.ratio is `0.5`, and offload_optimizer.device is `nvme`",
         "NVMe swapper",
     ),
     "optimizer": (
@@ -379,8 +439,12 @@ def test_nothing_is_offloaded(device):
         ({"zero_offload_optimizer": None}, "optimizer state is on `cuda`"),
         ({"zero_elastic_checkpoint": True}, "elastic_checkpoint cannot cut the state of `AdamW`"),
         (
-            {"zero_optimization_stage": 3, "zero_offload_optimizer": offload("nvme")},
-            "device is `nvme`",
+            {
+                "zero_optimization_stage": 3,
+                "zero_offload_optimizer": offload("nvme"),
+                "is_deepcompile_enabled": True,
+            },
+            "DeepCompile is on",
         ),
         ({"zenflow": True}, "zenflow is on"),
         ({"super_offload": True}, "super_offload is on"),

@@ -200,13 +200,13 @@ def test_configurations_that_cannot_work_are_refused(tmp_path):
     expected = {
         "zenflow": "zero_optimization.zenflow is on",
         "super_offload": "offload_optimizer.super_offload",
-        "nvme": "offload_optimizer.device is `nvme`",
+        "nvme": "`/nonexistent`, expected a folder that exists",
         "ratio": "offload_optimizer.ratio is `0.5`",
         "elastic": "elastic_checkpoint",
         "unknown": "`adam_w_mode`",
         "moments": "`moments` is `fp8`",
         "max_grad_norm": "`max_grad_norm`",
-        "client": "`AdamW` steps in host memory and as a whole, but offload_optimizer.device is",
+        "client": "`/nonexistent`, expected a folder that exists",
         "states": "bf16.bf16_optimizer_states is set",
     }
     assert raised.keys() == expected.keys()

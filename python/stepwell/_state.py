@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FINGERPRINTS",
     "MOMENTS",
+    "Memory",
     "State",
     "adam_tensor",
     "convert",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from stepwell import _state
+from stepwell.offload.volume import Volume
 
 __all__ = ["Options", "options_of", "said", "written"]
 
@@ -42,7 +43,15 @@ class Options:
     threads: int | None = None
     """Workers that step; None: one per physical core of this process, but one."""
     host_bytes_max: int | None = None
-    """The most host memory that may be taken; None: what is free."""
+    """The most host memory that may be taken; None: what is free, or with a volume three quarters
+    of it."""
+    nvme_paths: Sequence[str] | None = None
+    """With `offload_optimizer.device` nvme, a folder on each drive of the volume.
+
+    None: `offload_optimizer.nvme_path` alone.
+    """
+    volume: Mapping[str, Any] | None = None
+    """Options of `stepwell.Volume` for it, beside the folders: `durability`, `keep`, `name`, ..."""
     zenflow: bool = True
     """Whether a block `zero_optimization.zenflow` runs on the offload engine, where that can.
 
@@ -83,6 +92,30 @@ class Options:
         if self.host_bytes_max is not None and not is_bytes:
             raise ValueError(
                 f"`stepwell.host_bytes_max` is `{self.host_bytes_max}`, expected a number of bytes"
+            )
+        is_list = isinstance(self.nvme_paths, list) and all(
+            isinstance(path, str) for path in self.nvme_paths
+        )
+        if self.nvme_paths is not None and not is_list:
+            raise ValueError(
+                f"`stepwell.nvme_paths` is `{self.nvme_paths}`, expected a list of folders. "
+                'hint: "nvme_paths": ["/mnt/nvme0", "/mnt/nvme1"]'
+            )
+        if self.volume is not None:
+            self._check_volume(self.volume)
+
+    @staticmethod
+    def _check_volume(volume: object) -> None:
+        known = {field.name for field in fields(Volume)} - {"paths"}
+        if not isinstance(volume, Mapping):
+            raise ValueError(  # noqa: TRY004
+                f"`stepwell.volume` is `{volume}`, expected a block. "
+                'hint: "volume": {"durability": "none"}'
+            )
+        if unknown := sorted(volume.keys() - known):
+            raise ValueError(
+                f"`{', '.join(unknown)}` in the block `stepwell.volume`, expected "
+                f"{', '.join(sorted(known))}"
             )
 
 

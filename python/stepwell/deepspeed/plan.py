@@ -17,6 +17,7 @@ from stepwell.deepspeed import fingerprints, zenflow
 from stepwell.deepspeed.options import Options, options_of, said, written
 from stepwell.deepspeed.seams import accelerator_name
 from stepwell.deepspeed.zero.operands import obstacle_of
+from stepwell.offload.volume import Volume
 
 __all__ = ["Plan", "device_of", "inference_plan", "plan", "zenflow_plan"]
 
@@ -24,6 +25,9 @@ _ACCELERATORS = ("cpu", "cuda")
 _STAGE_2, _STAGE_3 = 2, 3
 # Of the block `stepwell`: what only the offload engine reads.
 _ENGINE_KEYS = ("gate", "accumulate", "threads", "host_bytes_max")
+_VOLUME_KEYS = ("nvme_paths", "volume")
+# Of `offload_optimizer` with device `nvme`: what only DeepSpeed's own swapper reads.
+_SWAPPER_KEYS = ("buffer_count", "pipeline_read", "pipeline_write", "fast_init")
 
 ZeroClass = Literal["OffloadZeroOptimizer", "OffloadZeroOptimizerStage3"]
 """The class of ZeRO's optimizer on the offload engine."""
@@ -35,7 +39,7 @@ class Plan:
 
     zero_class: ZeroClass | None
     """The class on the offload engine; None: DeepSpeed's own class."""
-    tier: Literal["ram"] | None
+    tier: Literal["ram", "volume"] | None
     """Where the engine keeps state; None: that is DeepSpeed's affair."""
     gate: Literal["module", "step"] | None
     """What waits for new weights: forwards for their own, or `step()` for all.
@@ -57,6 +61,8 @@ class Plan:
     """Whether gradients that are not finite are stepped: the JSON says so."""
     zenflow: zenflow.ZenFlow | None = None
     """Which updates are deferred, as the block `zenflow` says; None: none is by the engine."""
+    volume: Volume | None = None
+    """What the volume is, with tier "volume"."""
 
     @property
     def threads(self) -> int | None:
@@ -64,6 +70,11 @@ class Plan:
         if self.options.threads is not None or self.zenflow is None:
             return self.options.threads
         return self.zenflow.threads
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether weights and state come from a volume that is there."""
+        return self.volume is not None and self.volume.resume
 
 
 class _Case(NamedTuple):
@@ -127,8 +138,12 @@ class _Case(NamedTuple):
 
     @property
     def is_on_nvme(self) -> bool:
+        return self.device == "nvme"
+
+    @property
+    def is_on_swapper(self) -> bool:
         # Below stage 3 DeepSpeed holds the state in host memory, whatever the JSON says.
-        return self.stage == _STAGE_3 and self.device == "nvme"
+        return self.stage == _STAGE_3 and self.is_on_nvme
 
     @property
     def is_pipeline(self) -> bool:
@@ -188,7 +203,16 @@ class _Case(NamedTuple):
     @property
     def idle_keys(self) -> list[str]:
         """Keys of the block `stepwell` that only the offload engine reads."""
-        return [key for key in _ENGINE_KEYS if key in written(self.engine)]
+        return [key for key in (*_ENGINE_KEYS, *_VOLUME_KEYS) if key in written(self.engine)]
+
+    @property
+    def swapper_keys(self) -> list[str]:
+        """What the JSON says to DeepSpeed's own swapper, which does not exist on the engine."""
+        zero = ("zero_optimization", "offload_optimizer")
+        keys = [key for key in _SWAPPER_KEYS if said(self.engine, *zero, key) is not None]
+        # Parameters may be on its drives as well.
+        has_aio = said(self.engine, "aio") is not None and not self.is_param_on_nvme
+        return [*(f"offload_optimizer.{key}" for key in keys), *(["aio"] if has_aio else [])]
 
     @property
     def is_pinned(self) -> bool:
@@ -217,12 +241,14 @@ class _Case(NamedTuple):
             path = "DeepSpeed's ZenFlow"
         elif self.engine.super_offload():
             path = "DeepSpeed's SuperOffload"
-        elif self.is_on_nvme:
+        elif self.is_on_swapper:
             path = "DeepSpeed's NVMe swapper"
         elif self.is_twin_flow:
             path = "DeepSpeed's Twin-Flow: the share in host memory"
         else:
             path = "DeepSpeed's own path"
+        if self.is_on_nvme and not self.is_on_swapper:
+            path += ", with the state in host memory"
         if self.is_ours or isinstance(self.optimizer, DeepSpeedCPUAdam):
             return f"{path}, on Stepwell's kernels"
         is_torchs = type(self.optimizer).__module__.startswith("torch.")
@@ -261,13 +287,6 @@ _OBSTACLES = (
         "zero_optimization.stage is `{case.stage}`, at which DeepSpeed offloads nothing",
         'set "stage": 2',
         lambda case: not case.is_zero,
-    ),
-    _Obstacle(
-        "offload_optimizer.device is `nvme`",
-        "device `cpu`, where the host has 16 bytes of memory per parameter, or 10.1 with "
-        '"stepwell": {{"moments": "q8"}}',
-        lambda case: case.is_on_nvme,
-        stops_ours=True,
     ),
     _Obstacle(
         '"engine" is false in the block `stepwell`',
@@ -324,6 +343,11 @@ _OBSTACLES = (
         "leave out ratio",
         lambda case: case.is_twin_flow and case.is_ours,
         stops_ours=True,
+    ),
+    _Obstacle(
+        "offload_optimizer.ratio is `{case.ratio}`, and offload_optimizer.device is `nvme`",
+        "leave out ratio",
+        lambda case: case.is_twin_flow and case.is_on_nvme,
     ),
     _Obstacle(
         "offload_optimizer.ratio is `{case.ratio}`, and masters are in 16 bits",
@@ -392,7 +416,8 @@ def _check_moments(optimizer: Any, options: Options) -> None:
 
 def _check_steps(case: _Case, found: list[_Obstacle]) -> None:
     """Raises ValueError where an optimizer of Stepwell's could not step."""
-    stopping = [row for row in found if row.stops_ours]
+    # DeepSpeed's swapper wants optimizers whose state it knows.
+    stopping = [row for row in found if row.stops_ours or case.is_on_swapper]
     if not case.is_ours or not stopping:
         return
     hints = [row.hint.format(case=case) for row in stopping]
@@ -428,11 +453,14 @@ def _fallback_warning(case: _Case, reasons: tuple[str, ...], hints: list[str]) -
 def _engine_warning(case: _Case, gate: str) -> str | None:
     """What to say of keys that the engine does not follow."""
     remarks = []
-    if case.device != "cpu":
+    if case.is_on_nvme and (keys := case.swapper_keys):
         remarks.append(
-            f"offload_optimizer.device is `{case.device}`, but below stage 3 DeepSpeed holds "
-            "optimizer state in host memory. hint: device `cpu` says so"
+            f"without effect, since the state is on Stepwell's volume and not on DeepSpeed's "
+            f"swapper: {', '.join(f'`{key}`' for key in keys)}"
         )
+    volume_keys = [key for key in _VOLUME_KEYS if key in written(case.engine)]
+    if volume_keys and not case.is_on_nvme:
+        remarks.append(f'{_without_effect(volume_keys)}. hint: offload_optimizer.device "nvme"')
     if "gate" in written(case.engine) and case.options.gate != gate:
         remarks.append(
             f"`stepwell.gate` is `{case.options.gate}`, but {case.why_step_waits} `engine.step()` "
@@ -549,9 +577,10 @@ def plan(
         "module" if options.gate == "module" and why_step_waits is None else "step"
     )
     warning = _engine_warning(case, gate)
+    volume = _volume(case)
     return Plan(
         zero_class,
-        "ram",
+        "ram" if volume is None else "volume",
         gate,
         (),
         options,
@@ -559,4 +588,26 @@ def plan(
         is_pinned=case.is_pinned,
         propagates=case.propagates,
         zenflow=case.zenflow,
+        volume=volume,
     )
+
+
+def _volume(case: _Case) -> Volume | None:
+    """The volume that a configuration asks for; None: the state is in host memory.
+
+    Raises:
+        ValueError: it says no folder, or options that cannot work.
+    """
+    if not case.is_on_nvme:
+        return None
+    paths = case.options.nvme_paths
+    path = case.engine.zero_offload_optimizer().nvme_path
+    if paths is None and path is None:
+        raise ValueError(
+            "offload_optimizer.device is `nvme` without a folder, expected "
+            'offload_optimizer.nvme_path, or "nvme_paths" in the block `stepwell`'
+        )
+    try:
+        return Volume([path] if paths is None else paths, **(case.options.volume or {}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"in the block `stepwell.volume`, or its paths: {error}") from error

@@ -55,6 +55,8 @@ def obstacle_of(engine: Any, options: Options) -> str | None:
         return '"zenflow" is false in the block `stepwell`'
     if engine.zero_optimization_stage() not in (1, 2):
         return "zero_optimization.stage is neither 1 nor 2"
+    if said(engine, "zero_optimization", "offload_optimizer", "device") == "nvme":
+        return "offload_optimizer.device is `nvme`"
     interval = block.update_interval
     if isinstance(interval, int) and interval > INTERVAL_MAX:
         return f"zenflow.update_interval is `{interval}`, expected {INTERVAL_MAX} at most"

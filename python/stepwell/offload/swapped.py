@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
     from stepwell.offload.volume import Volume
 
-__all__ = ["StateInMemory", "Swapped"]
+__all__ = ["BUFFERS_BYTES_MAX", "FREE_SHARE", "Places", "StateInMemory", "Swapped", "make_swap"]
 
 _LOGGER = logging.getLogger(__name__)
 
 # Of every place: that of the core's slots.
 _ALIGN_BYTES = 64
 
-_BUFFERS_BYTES_MAX = 1 << 30
+BUFFERS_BYTES_MAX = 1 << 30
 
 # Without `host_bytes_max`, of the memory that is free: other parts of the program need some too.
-_FREE_SHARE = 0.75
+FREE_SHARE = 0.75
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-class _Places:
+class Places:
     """Addresses for the state of parameters, given out one after the other."""
 
     def __init__(self, nbytes: int) -> None:
@@ -57,6 +57,7 @@ class _Places:
         self._begin = 0
 
     def __call__(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next ones, for so many elements, as a 1-D tensor."""
         begin, end = self._begin, self._begin + numel * dtype.itemsize
         self._begin = _aligned(end)
         return self._memory[begin:end].view(dtype)
@@ -240,14 +241,14 @@ class Swapped:
             )
         if host_bytes is None:
             free = _core.free_memory_bytes()
-            host_bytes = 0 if free is None else int(free * _FREE_SHARE)
+            host_bytes = 0 if free is None else int(free * FREE_SHARE)
         sizes = {param: _state.nbytes(weights[param], self._moments) for param in params}
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
             return list(weights)
         self._place(params, weights)
         tensors = [self._tensor(param, self._places[param]) for param in params]
-        most = min(host_bytes // 2, _BUFFERS_BYTES_MAX)
+        most = min(host_bytes // 2, BUFFERS_BYTES_MAX)
         buffers = _core.swap_buffers_nbytes(
             self._folders(),
             tensors,
@@ -298,7 +299,7 @@ class Swapped:
                 self._places[param] = _state.placed(weights[param], self._moments, memory)
 
         place(count)
-        places = _Places(nbytes)
+        places = Places(nbytes)
         place(places)
         self._addresses = places.addresses
 
@@ -318,27 +319,18 @@ class Swapped:
         buffers_nbytes_max: int,
         names: Mapping[torch.Tensor, str],
     ) -> _core.Swap:
-        volume = self.volume
-        name = volume.name
+        name = self.volume.name
         if name is not None and torch.distributed.is_initialized():
             name = f"{name}-{torch.distributed.get_rank()}"
-        return _core.Swap(
-            self._folders(),
+        return make_swap(
+            self.volume,
             [self._tensor(param, self._places[param]) for param in params],
             addresses=self._addresses,
             name=name,
-            weights=list(volume.weights),
-            stripe_bytes=volume.stripe_bytes,
-            durability=volume.durability,
-            keep=volume.is_kept,
-            resume=volume.resume,
             identity=_identity(params, names),
             ram_nbytes=ram_nbytes,
             buffers_nbytes_max=buffers_nbytes_max,
             workers=self._threads,
-            io_engine=volume.io_engine,
-            queue_depth=volume.queue_depth,
-            io_timeout=volume.io_timeout,
         )
 
     def resumed(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, Any]:
@@ -417,6 +409,43 @@ class Swapped:
             state = {**states[param], **memory}
             self._core.read(self._indices[param], self._tensor(param, state))
             states[param] = state
+
+
+def make_swap(
+    volume: Volume,
+    tensors: Sequence[_core.AdamTensor],
+    *,
+    addresses: _core.AddressSpace,
+    name: str | None,
+    identity: int,
+    ram_nbytes: int,
+    buffers_nbytes_max: int,
+    workers: int | None,
+) -> _core.Swap:
+    """The core's swap, as the user has said of `volume`; the other arguments are its own.
+
+    Raises:
+        ValueError: an option that cannot work, or a volume of other parameters.
+        OSError: a drive is full, or cannot be used.
+    """
+    return _core.Swap(
+        [os.fspath(path) for path in volume.paths],
+        list(tensors),
+        addresses=addresses,
+        name=name,
+        weights=list(volume.weights),
+        stripe_bytes=volume.stripe_bytes,
+        durability=volume.durability,
+        keep=volume.is_kept,
+        resume=volume.resume,
+        identity=identity,
+        ram_nbytes=ram_nbytes,
+        buffers_nbytes_max=buffers_nbytes_max,
+        workers=workers,
+        io_engine=volume.io_engine,
+        queue_depth=volume.queue_depth,
+        io_timeout=volume.io_timeout,
+    )
 
 
 def _identity(params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -29,13 +29,40 @@ from stepwell.offload.under_way import DESCRIPTIVE, without_waiting
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Writes", "Written"]
+__all__ = ["Waiting", "Writes", "Written", "forget", "remember"]
 
 _Part = TypeVar("_Part")
 
+
+class Waiting(Protocol):
+    """Waits for tensors of the class `Written`. Those that it has waited for are plain then."""
+
+    def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Waits for `tensors`, which are its own."""
+
+    def wait_for_all(self) -> None:
+        """Waits for all of its own."""
+
+
 # What waits for a tensor, by the tensor's id; and all there are.
-_WRITES: dict[int, weakref.ref[Writes[Any]]] = {}
-_ALL: weakref.WeakSet[Writes[Any]] = weakref.WeakSet()
+_WAITING: dict[int, weakref.ref[Waiting]] = {}
+_ALL: weakref.WeakSet[Waiting] = weakref.WeakSet()
+
+
+def remember(tensors: Iterable[torch.Tensor], waiting: Waiting) -> None:
+    """From now on uses of those of `tensors` that have the class `Written` ask `waiting`.
+
+    They are alive until `forget`.
+    """
+    reference = weakref.ref(waiting)
+    _ALL.add(waiting)
+    _WAITING.update((id(tensor), reference) for tensor in tensors)
+
+
+def forget(tensors: Iterable[torch.Tensor]) -> None:
+    """Uses of `tensors`, which have another class, ask nothing any more."""
+    for tensor in tensors:
+        _WAITING.pop(id(tensor), None)
 
 
 class Written(torch.Tensor):
@@ -85,12 +112,12 @@ class Writes(Generic[_Part]):
         Args:
             parts: plain tensors, each with the part of the step that writes it.
         """
-        reference = weakref.ref(self)
+        reference: weakref.ref[Waiting] = weakref.ref(self)
         with self._lock:
             self._num_steps += 1
             for tensor, part in parts.items():
                 self._parts[id(tensor)] = tensor, part
-                _WRITES[id(tensor)] = reference
+                _WAITING[id(tensor)] = reference
                 tensor.__class__ = Written
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -116,24 +143,24 @@ class Writes(Generic[_Part]):
 
 
 def _wait(tensors: Iterable[torch.Tensor]) -> None:
-    by_writes: dict[Writes[Any] | None, list[torch.Tensor]] = {}
+    by_waiting: dict[Waiting | None, list[torch.Tensor]] = {}
     for tensor in tensors:
-        reference = _WRITES.get(id(tensor))
-        by_writes.setdefault(None if reference is None else reference(), []).append(tensor)
-    for writes, own in by_writes.items():
-        if writes is not None:
-            writes.wait_for(own)
+        reference = _WAITING.get(id(tensor))
+        by_waiting.setdefault(None if reference is None else reference(), []).append(tensor)
+    for waiting, own in by_waiting.items():
+        if waiting is not None:
+            waiting.wait_for(own)
             continue
         # torch.utils.swap_tensors gave another tensor this class.
         for each in list(_ALL):
             each.wait_for_all()
         for tensor in own:
-            if id(tensor) not in _WRITES:
+            if id(tensor) not in _WAITING:
                 tensor.__class__ = torch.Tensor
 
 
 def _end(tensor: torch.Tensor) -> None:
-    _WRITES.pop(id(tensor), None)
+    _WAITING.pop(id(tensor), None)
     tensor.__class__ = torch.Tensor
 
 

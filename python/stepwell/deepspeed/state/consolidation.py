@@ -14,6 +14,7 @@ from stepwell import optim
 from stepwell.deepspeed.seams import Attribute
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 from stepwell.deepspeed.state.home import RamHome, attach, home_of, loading
+from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,9 @@ def _linked(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def link(self: Any) -> None:
-        original(self)
+        # Nothing is read.
+        with without_waiting():
+            original(self)
         homes = getattr(self, "stepwell_homes", None)
         if homes is None and isinstance(self.optimizer, optim.Adam):
             homes = [RamHome(self.optimizer, flat) for flat in self.single_partition_of_fp32_groups]
@@ -120,9 +123,6 @@ def _universal_loaded(original: Callable[..., None]) -> Callable[..., None]:
                 "or train with float32 "
                 "masters (without bf16_master_weights_and_grads, fp16_master_weights_and_grads)"
             )
-        if not isinstance(optimizer, optim.Adam):
-            original(self, *args, **kwargs)
-            return
         with loading(optimizer):
             original(self, *args, **kwargs)
 

@@ -15,13 +15,13 @@ from stepwell import _state, optim
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["Home", "RamHome", "attach", "home_of", "loading"]
 
 _ATTRIBUTE = "stepwell_home"
 
-_BEING_LOADED: WeakSet[optim.Adam] = WeakSet()
+_BEING_LOADED: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 class Home(Protocol):
@@ -54,6 +54,12 @@ class Home(Protocol):
     def set_gradient(self, begin: int, value: torch.Tensor) -> bool:
         """Sets a piece of the gradient. False: it is DeepSpeed's, and nothing was changed."""
 
+    def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+        """Pieces of the master, by first element and number, that are good after every step.
+
+        None: any view of the master is. Those that were given out before are used no more.
+        """
+
 
 class Work(Protocol):
     """The work on a partition that is under way."""
@@ -67,9 +73,18 @@ class Work(Protocol):
     def set_gradient(self, begin: int, value: torch.Tensor) -> None:
         """Sets a piece of the gradient."""
 
+    @property
+    def is_swapped(self) -> bool:
+        """Whether the state is on a volume."""
+
+    def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+        """As `Home.pieces`."""
+
 
 class RamHome:
     """State in host memory: a tensor, and its entry in `optimizer.state`.
+
+    Or on a volume: then the same tensors are brought into memory when they are used.
 
     Args:
         optimizer: steps the partition.
@@ -90,11 +105,13 @@ class RamHome:
         return self._master
 
     def holds_moments(self) -> bool:
-        """Whether the optimizer is Stepwell's.
+        """Whether the optimizer is Stepwell's, or the state on a volume.
 
         False while DeepSpeed loads a checkpoint into it.
         """
-        return isinstance(self._optimizer, optim.Adam) and self._optimizer not in _BEING_LOADED
+        is_swapped = self._work is not None and self._work.is_swapped
+        is_held = isinstance(self._optimizer, optim.Adam) or is_swapped
+        return is_held and self._optimizer not in _BEING_LOADED
 
     def moment(self, name: str) -> torch.Tensor | None:
         """A moment, decoded where it is held in codes; None before the first step."""
@@ -134,12 +151,20 @@ class RamHome:
         self._work.set_gradient(begin, value)
         return True
 
+    def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+        """Pieces of the master that are good after every step; None: any view of it is."""
+        return None if self._work is None else self._work.pieces(runs)
+
 
 def attach(home: Home, params: Iterable[Any]) -> None:
     """Has DeepSpeed's fragments of `params` know the home of the partition that they lie in."""
-    for param in params:
-        if param._hp_mapping is not None:
-            setattr(param._hp_mapping, _ATTRIBUTE, home)
+    fragments = [param._hp_mapping for param in params if param._hp_mapping is not None]
+    addresses = [fragment.hp_fragment_address for fragment in fragments]
+    pieces = home.pieces([(address.start, address.numel) for address in addresses])
+    for index, fragment in enumerate(fragments):
+        setattr(fragment, _ATTRIBUTE, home)
+        if pieces is not None:
+            fragment.hp_fragment = pieces[index]
 
 
 def home_of(fragment: Any) -> Home | None:
@@ -149,17 +174,19 @@ def home_of(fragment: Any) -> Home | None:
 
 
 @contextlib.contextmanager
-def loading(optimizer: optim.Adam) -> Iterator[None]:
+def loading(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """DeepSpeed loads a universal checkpoint. Meanwhile it hands over fragments, not state.
 
-    At the end what it has written into `optimizer.state`, plain float32 moments and one `step` for
-    several partitions, takes the optimizer's form.
+    At the end what it has written into the state of an optimizer of Stepwell's, plain float32
+    moments and one `step` for several partitions, takes the optimizer's form.
     """
     _BEING_LOADED.add(optimizer)
     try:
         yield
     finally:
         _BEING_LOADED.discard(optimizer)
+    if not isinstance(optimizer, optim.Adam):
+        return
     with torch.no_grad():
         for index, (param, state) in enumerate(optimizer.state.items()):
             if state:

@@ -17,9 +17,12 @@ from stepwell import _core, _state, optim
 from stepwell._hyper import Hyper, hyper_of
 from stepwell._tensors import view
 from stepwell.deepspeed.native import adam
+from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+    from stepwell.deepspeed.zero.swapped import SwappedPartitions
 
 __all__ = ["Operand", "Operands", "global_norm", "gradient_scale", "is_torchs", "obstacle_of"]
 
@@ -105,6 +108,8 @@ class Operand(NamedTuple):
     state: dict[str, Any]
     """What `optimizer.state` is to have of it."""
     master: torch.Tensor
+    before: dict[str, Any] | None = None
+    """State that the step goes on from, where that is other memory than `state`."""
 
 
 class Operands:
@@ -119,6 +124,8 @@ class Operands:
         self._optimizer = optimizer
         self._rank = rank
         self._has_warned = False
+        self.swapped: SwappedPartitions | None = None
+        """Has the state of partitions that is on a volume; None: all is in host memory."""
 
     def moments_bytes(self, master: torch.Tensor) -> int:
         """Bytes of the state that a partition will have, beside the master."""
@@ -127,6 +134,43 @@ class Operands:
             return _state.nbytes(master, optimizer._moments)
         is_fp32 = getattr(optimizer, "fp32_optimizer_states", True)
         return 2 * master.numel() * (4 if is_fp32 else master.element_size())
+
+    def new_state(
+        self, master: torch.Tensor, memory: _state.Memory = _state.zeros
+    ) -> dict[str, Any]:
+        """State of a partition that was never stepped.
+
+        Args:
+            master: the partition, or a tensor like it, detached.
+            memory: gives memory for it.
+        """
+        optimizer = self._optimizer
+        if isinstance(optimizer, optim.Adam):
+            parts = _state.placed(master, optimizer._moments, memory)
+            return {"step": _state.step_tensor(0), **parts}
+        is_fp32 = getattr(optimizer, "fp32_optimizer_states", False)
+        dtype = torch.float32 if is_fp32 else master.dtype
+        moments = {name: memory(master.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")}
+        return {"step": _state.step_tensor(0) if is_torchs(optimizer) else 0, **moments}
+
+    def forget_unused_volume(self) -> None:
+        """Called when the partitions are made, for which no volume may have been."""
+        if self.swapped is not None and self.swapped.core is None:
+            self.swapped = None
+
+    def resume(self, counts: Mapping[int, int], masters: Sequence[torch.Tensor]) -> None:
+        """The optimizer has the state of a volume that was resumed.
+
+        Args:
+            counts: of its partitions, how many updates each has seen.
+            masters: all partitions.
+        """
+        for group, count in counts.items():
+            assert self.swapped is not None
+            state = self.swapped.state(group)
+            is_tensor = isinstance(state["step"], torch.Tensor)
+            state["step"] = _state.step_tensor(count) if is_tensor else count
+            self._optimizer.state[masters[group]] = state
 
     def skips_nonfinite(self) -> bool:
         """Whether a step with a non-finite gradient, for which DeepSpeed does not look, is skipped.
@@ -175,6 +219,24 @@ class Operands:
             "weight_out": None if twin is None else view(twin),
         }
         known = self._optimizer.state.get(master) or None
+        swapped = self.swapped
+        if swapped is None or ordinal not in swapped:
+            return self._of(group, ordinal, master, known, views)
+        known = swapped.known(ordinal, known)
+        # State that is away stays there.
+        with without_waiting():
+            operand = self._of(group, ordinal, master, known, views)
+            placed = swapped.placed(ordinal, operand.state)
+            return operand._replace(state=placed, before=operand.state)
+
+    def _of(
+        self,
+        group: dict[str, Any],
+        ordinal: int,
+        master: torch.Tensor,
+        known: dict[str, Any] | None,
+        views: dict[str, Any],
+    ) -> Operand:
         if isinstance(self._optimizer, optim.Adam):
             return self._ours(self._optimizer, group, ordinal, master, known, views)
         if is_torchs(self._optimizer):
@@ -193,9 +255,7 @@ class Operands:
         moments, label = optimizer._moments, f"partition {ordinal}"
         flat = master.detach()
         state = (
-            _state.new(flat, moments)
-            if known is None
-            else _state.refreshed(flat, known, moments, label)
+            self.new_state(flat) if known is None else _state.refreshed(flat, known, moments, label)
         )
         tensor = None
         if flat.numel() > 0:
@@ -217,15 +277,8 @@ class Operands:
         known: dict[str, Any] | None,
         views: dict[str, Any],
     ) -> Operand:
-        optimizer: Any = self._optimizer
         flat = master.detach()
-        state = known
-        if state is None:
-            dtype = torch.float32 if optimizer.fp32_optimizer_states else flat.dtype
-            state = {
-                "step": 0,
-                **{name: _state.zeros(flat.numel(), dtype) for name in ("exp_avg", "exp_avg_sq")},
-            }
+        state = self.new_state(flat) if known is None else known
         return Operand(
             _plain_tensor(flat, state, views),
             1 + int(state["step"]),
@@ -283,12 +336,7 @@ class Operands:
                 'do. hint: "stepwell": {"engine": false} in the DeepSpeed JSON'
             )
         flat = master.detach()
-        state = known
-        if state is None:
-            moments = {
-                name: _state.zeros(flat.numel(), flat.dtype) for name in ("exp_avg", "exp_avg_sq")
-            }
-            state = {"step": _state.step_tensor(0), **moments}
+        state = self.new_state(flat) if known is None else known
         return Operand(
             _plain_tensor(flat, state, views),
             1 + _state.step_of(state, lambda: label),

@@ -33,6 +33,7 @@ from stepwell.offload.writes import Writes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from stepwell.deepspeed.zero.swapped import SwappedPartitions
 
 __all__ = [
     "FragmentUploads",
@@ -90,9 +91,10 @@ class Partitions:
         host_bytes_max: the most host memory that may be taken; None: what is free.
         is_pinned: whether the host side of gradients and weights is pinned.
         adds_on_host: whether gradients of several backwards are summed in host memory.
+        swapped: makes a volume for state that does not fit into host memory; None: all is there.
 
     Raises:
-        OSError: the device or the memory cannot be had.
+        OSError: the device, the memory or the volume cannot be had.
         ValueError: there is not as much memory.
     """
 
@@ -105,11 +107,24 @@ class Partitions:
         host_bytes_max: int | None = None,
         is_pinned: bool = True,
         adds_on_host: bool = False,
+        swapped: SwappedPartitions | None = None,
     ) -> None:
-        host_bytes_left = _announce(partitions, host_bytes_max, is_pinned=is_pinned)
         self.device = device
         numels = [partition.weight.numel() for partition in partitions]
-        self._engine = _core.OffloadEngine(device_name(self.device), numels, threads=threads)
+        if swapped is not None:
+            beside = sum(map(_bytes_beside_state, partitions))
+            limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
+            swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
+            swapped = None if swapped.core is None else swapped
+        host_bytes_left = _announce(partitions, host_bytes_max, swapped, is_pinned=is_pinned)
+        self._swapped = swapped
+        self._engine = _core.OffloadEngine(
+            device_name(self.device),
+            numels,
+            threads=threads,
+            swap=None if swapped is None else swapped.core,
+            swapped=None if swapped is None else swapped.indices(len(numels)),
+        )
         self._submit_stream = 0
         # None while a step is being submitted: weights that are waited for then are old ones.
         self._step_stream: int | None = 0
@@ -130,12 +145,24 @@ class Partitions:
         # not been copied.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._is_uncopied = False
-        for master, weight, grad_dtype, _, is_offloaded in partitions:
+        self.resumed: dict[int, int] = {}
+        """Of partitions that a resumed volume has: how many updates they have seen."""
+        for group, (master, weight, grad_dtype, _, is_offloaded) in enumerate(partitions):
             numel, is_same = weight.numel(), master.dtype == weight.dtype
+            if swapped is not None and swapped.has_master(group):
+                host_side = (
+                    weight
+                    if is_offloaded
+                    else self._memory(numel, weight.dtype, pinned=is_pinned).copy_(weight)
+                )
+                self._begin(group, host_side, weight)
+                self.twins.append(host_side)
+                grads.append(self._memory(numel, grad_dtype, pinned=is_pinned))
+                continue
             moved = self._memory(
                 numel, master.dtype, pinned=is_pinned and is_same and not is_offloaded
             )
-            twin = None
+            twin: torch.Tensor | None = None
             if is_same:
                 self._copies += [(weight, master)] if is_offloaded else []
             elif is_offloaded:
@@ -150,6 +177,8 @@ class Partitions:
                 # By way of pinned memory, and widened by all cores.
                 moved.copy_(twin.copy_(weight))
             master.data = moved
+            if swapped is not None and group in swapped:
+                self._begin(group, master.detach(), weight)
             self.twins.append(twin)
             grads.append(self._memory(numel, grad_dtype, pinned=is_pinned))
         self._is_offloaded = [partition.is_offloaded for partition in partitions]
@@ -157,6 +186,16 @@ class Partitions:
         self._bytes_downloaded = 0
         self._seconds_waited = 0.0
         self._writes: Writes[Sequence[Fragment]] = Writes(self._wait_for_parts)
+
+    def _begin(self, group: int, host_side: torch.Tensor, weight: torch.Tensor) -> None:
+        """The volume is told of the host side of a partition's weights.
+
+        Both are overwritten where it was resumed.
+        """
+        assert self._swapped is not None
+        if count := self._swapped.begin(group, host_side):
+            self.resumed[group] = count
+            weight.copy_(host_side)
 
     def _memory(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
         if numel == 0:
@@ -219,12 +258,17 @@ class Partitions:
         """
         self.finish()
         self.gradients.order(self._engine)
+        groups = [update.group for update in updates]
+        leaving: list[partial[Any]] = []
+        if self._swapped is not None:
+            in_use = [*in_use, self._swapped.in_use(groups)]
+            leaving = self._swapped.leaving(groups)
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
         self._seconds_waited = 0.0
         self._submit_stream, self._step_stream = self.stream(), None
         submit = partial(
             self._engine.submit,
-            [update.group for update in updates],
+            groups,
             [update.tensor for update in updates],
             weights=[
                 None if self._is_offloaded[update.group] else weights[update.group].data_ptr()
@@ -240,6 +284,7 @@ class Partitions:
             partial(setattr, self, "_step_stream", self._submit_stream),
             partial(setattr, self, "_is_uncopied", bool(self._copies)),
             *self.gradients.use(grad_scale),
+            *leaving,
         ]
 
     def forget(self) -> None:
@@ -331,7 +376,8 @@ class Partitions:
     def end(self) -> None:
         """Waits as `synchronize`, and frees gradients and `twins`.
 
-        Masters stay, and waiting for them is possible; nothing else is from now on.
+        Masters stay where they are in memory, and waiting for them is possible; nothing else is
+        from now on.
         """
         if not self._finalizer.alive:
             return
@@ -340,6 +386,8 @@ class Partitions:
         self._finalizer.detach()
         del self._engine
         self.gradients.end()
+        if self._swapped is not None:
+            self._swapped.close()
         self.twins.clear()
         self._copies.clear()
 
@@ -350,26 +398,34 @@ class Partitions:
     def timing(self) -> dict[str, float]:
         """What the last step took, with the keys of `OffloadAdamW.timing`.
 
-        Left out is what the optimizer does before the step.
+        Left out is what the optimizer does before the step. With a volume also how many bytes were
+        read and written since it was made.
         """
         return {
             **self._engine.timing(),
             "gate": self._seconds_waited,
             "bytes_downloaded": self._bytes_downloaded,
+            **({} if self._swapped is None else self._swapped.bytes_moved()),
         }
 
 
 class PartitionWork:
     """The work on one partition that is under way: what its `Home` waits for, and its gradient.
 
+    Also where its state is.
+
     Args:
         partitions: what steps it.
         group: its number.
+        swapped: has the state that is on a volume; None: all is in host memory.
     """
 
-    def __init__(self, partitions: Partitions, group: int) -> None:
+    def __init__(
+        self, partitions: Partitions, group: int, swapped: SwappedPartitions | None = None
+    ) -> None:
         self._partitions = partitions
         self._group = group
+        self._swapped = swapped
 
     def finish(self) -> None:
         """Waits until the last step is complete."""
@@ -383,6 +439,23 @@ class PartitionWork:
         """As `Gradients.set_gradient`. As DeepSpeed has it, the norm remains what it was."""
         fragment = Fragment(self._group, begin, value.numel())
         self._partitions.gradients.set_gradient(fragment, value, is_norm_kept=True)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether its state is on a volume."""
+        return self._swapped is not None and self._group in self._swapped
+
+    def pieces(self, runs: Sequence[tuple[int, int]]) -> list[torch.Tensor] | None:
+        """Pieces of the master that are good after every step; None: any view of it is.
+
+        Those that were given out before are used no more.
+
+        Args:
+            runs: first element and number of elements of each.
+        """
+        if self._swapped is None or not self._swapped.has_master(self._group):
+            return None
+        return self._swapped.pieces(self._group, runs)
 
 
 class FragmentUploads:
@@ -409,18 +482,39 @@ class FragmentUploads:
         self._partitions.finish()
 
 
+def _bytes_beside_state(partition: Partition) -> int:
+    """What a partition takes in host memory where all its state is on a volume."""
+    master, weight, grad_dtype, _, is_offloaded = partition
+    is_same = weight.dtype == master.dtype
+    weights = (0 if is_offloaded else weight.nbytes) + (
+        weight.nbytes if is_same and is_offloaded else 0
+    )
+    return weights + weight.numel() * grad_dtype.itemsize
+
+
 def _announce(
-    partitions: Sequence[Partition], host_bytes_max: int | None, *, is_pinned: bool
+    partitions: Sequence[Partition],
+    host_bytes_max: int | None,
+    swapped: SwappedPartitions | None,
+    *,
+    is_pinned: bool,
 ) -> int | None:
     """Announces what partitions take. Returns what is left of `host_bytes_max`."""
     state = pinned = held = 0
-    for master, weight, grad_dtype, moments_bytes, is_offloaded in partitions:
+    for group, (master, weight, grad_dtype, moments_bytes, is_offloaded) in enumerate(partitions):
         numel, is_same = weight.numel(), weight.dtype == master.dtype
         # Then the master itself is what is uploaded.
         is_upload = is_same and not is_offloaded
-        state += moments_bytes + (0 if is_upload else numel * master.dtype.itemsize)
         pinned += weight.nbytes + numel * grad_dtype.itemsize
-        held += master.nbytes + (weight.nbytes if is_offloaded else 0)
+        held += weight.nbytes if is_offloaded else 0
+        if swapped is None or group not in swapped:
+            state += moments_bytes
+        if swapped is None or not swapped.has_master(group):
+            state += 0 if is_upload else numel * master.dtype.itemsize
+            held += master.nbytes
+    if swapped is not None:
+        state += swapped.memory_bytes
+        held += swapped.memory_bytes
     if not is_pinned:
         state, pinned = state + pinned, 0
     announce(

@@ -46,6 +46,7 @@ from stepwell.deepspeed.zero.partitions import (
     Update,
     without_data,
 )
+from stepwell.deepspeed.zero.swapped import swapped_of
 from stepwell.offload.gate import Gate
 from stepwell.offload.under_way import without_waiting
 
@@ -80,7 +81,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._gate: Gate | None = None
         self._backward = Backward()
         # The engine pins what crosses the bus, and nothing else has to be.
-        config = offload_optimizer_config.model_copy(update={"pin_memory": False})
+        config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
         # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
         self._known_holders = self._holders()
@@ -167,17 +168,31 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._masters, shapes, self._weights(), sums_apart, strict=True
             )
         ]
+        params = [
+            [(self.param_names.get(param), tuple(param.shape)) for param in group]
+            for group in self.round_robin_bit16_groups
+        ]
+        self._operands.swapped = swapped_of(self._plan, self._operands, params)
         self._partitions = self._open_partitions(partitions)
+        self._operands.forget_unused_volume()
         self.stepwell_homes = [
-            RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
+            RamHome(
+                self.optimizer,
+                master,
+                PartitionWork(self._partitions, group, self._operands.swapped),
+            )
             for group, master in enumerate(self._masters)
         ]
+        if self._plan.is_resumed:
+            self._operands.resume(self._partitions.resumed, self._masters)
+            self._gather_weights()
 
     def _open_partitions(self, partitions: list[Partition]) -> Partitions:
         options = self._plan.options
         return Partitions(
             partitions,
             device=partitions[0].weight.device,
+            swapped=self._operands.swapped,
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
             is_pinned=self._plan.is_pinned,
@@ -185,6 +200,16 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             # DeepSpeed's.
             adds_on_host=self.partition_gradients and options.accumulate == "host",
         )
+
+    @property
+    def committed_steps(self) -> int | None:
+        """How many steps the volume has committed: what a run that is resumed begins with.
+
+        None: there is no volume, or it commits none. Skipped steps do not count.
+        """
+        self.synchronize()
+        swapped = self._operands.swapped
+        return None if swapped is None else swapped.committed_steps
 
     @property
     def timing(self) -> dict[str, float]:
@@ -417,7 +442,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             for group, operand in zip(groups, operands, strict=True)
             if operand.tensor is not None
         ]
-        in_use = [self._masters, [operand.state for operand in operands]]
+        in_use = [self._masters, [(operand.state, operand.before) for operand in operands]]
         submission = partitions.prepare(updates, self._weights(), in_use, grad_scale=grad_scale)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_gated = self._open_gate()
@@ -427,7 +452,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._gate.wait_for_uncovered()
         else:
             partitions.finish()
-        self._lazy_init_hp_params_optimizer_state()
+        if self._operands.swapped is None:
+            # Of a volume fragments get moments by their home.
+            self._lazy_init_hp_params_optimizer_state()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
 
     # ---- waiting ----
@@ -519,11 +546,14 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._known_holders = self._holders()
 
     def destroy(self) -> None:
-        """Ends the use of the device."""
+        """Ends the use of the device, and of a volume."""
         if self._is_made():
             # Copies first: these are waited for also where a step has failed.
             self._partitions.arrive()
             self.synchronize()
-            self._partitions.synchronize()
+            if self._operands.swapped is None:
+                self._partitions.synchronize()
+            else:
+                self._partitions.end()
         self._gate = None
         super().destroy()

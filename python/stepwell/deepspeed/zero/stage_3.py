@@ -47,6 +47,7 @@ from stepwell.deepspeed.zero.partitions import (
     without_data,
 )
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
+from stepwell.deepspeed.zero.swapped import swapped_of
 from stepwell.offload.gate import Gate
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._failure: str | None = None
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
-        config = offload_optimizer_config.model_copy(update={"pin_memory": False})
+        # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
+        update = {"pin_memory": False, "device": OffloadDeviceEnum.cpu}
+        config = offload_optimizer_config.model_copy(update=update)
         # Of the weights in host memory, which the engine pins when they are together.
         self._weight_buffers: list[_core.Buffer] = []
         if offload_param_config is not None and all(
@@ -102,6 +105,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             offload_param_config=offload_param_config,
             **kwargs,
         )
+        if self._plan.is_resumed:
+            self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
+            self._release_and_gather()
         if self._is_gated and dist.get_world_size(group=self.dp_process_group) == 1:
             self._prefetch_after_steps()
 
@@ -180,23 +186,42 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             for group, (master, weight) in enumerate(zip(masters, weights, strict=True))
         ]
         options = self._plan.options
+        params = [
+            [(self.param_names.get(param), tuple(param.ds_shape)) for param in group]
+            for group in self.fp16_groups
+        ]
+        self._operands.swapped = swapped_of(self._plan, self._operands, params)
         self._partitions = Partitions(
             partitions,
+            swapped=self._operands.swapped,
             device=torch.device(get_accelerator().current_device_name()),
             threads=options.threads,
             host_bytes_max=options.host_bytes_max,
             is_pinned=self._plan.is_pinned,
             adds_on_host=options.accumulate == "host",
         )
+        self._operands.forget_unused_volume()
         for buffer in self._weight_buffers:
             self._partitions.pin(buffer)
         self._weight_buffers.clear()
         self.stepwell_homes = [
-            RamHome(self.optimizer, master, PartitionWork(self._partitions, group))
+            RamHome(
+                self.optimizer,
+                master,
+                PartitionWork(self._partitions, group, self._operands.swapped),
+            )
             for group, master in enumerate(self.fp32_partitioned_groups_flat)
         ]
         # Where DeepSpeed makes the flat buffer next.
         self.device = torch.device("meta")
+
+    def _release_and_gather(self) -> None:
+        """The weights of partitions are others: nothing is left that was gathered of them."""
+        for group in range(len(self.fp16_groups)):
+            self._unflatten_partitioned_parameters(group)
+        self._partition_all_parameters()
+        if self.persistent_parameters:
+            self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     def _partition(self, group: int, master: torch.Tensor, weight: torch.Tensor) -> Partition:
         """What is stepped of a sub-group in host memory: nothing of one that is on the device."""
@@ -205,6 +230,16 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             return Partition(without_data(master), weight.narrow(0, 0, 0), dtype, 0)
         moments_bytes = self._operands.moments_bytes(weight.to("meta", master.dtype))
         return Partition(master, weight, dtype, moments_bytes, is_offloaded=self.offload_param)
+
+    @property
+    def committed_steps(self) -> int | None:
+        """How many steps the volume has committed: what a run that is resumed begins with.
+
+        None: there is no volume, or it commits none. Skipped steps do not count.
+        """
+        self._partitions.finish()
+        swapped = self._operands.swapped
+        return None if swapped is None else swapped.committed_steps
 
     @property
     def timing(self) -> dict[str, float]:
@@ -418,7 +453,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             for group, operand in enumerate(operands)
             if operand.tensor is not None
         ]
-        in_use = [masters, [operand.state for operand in operands]]
+        in_use = [masters, [(operand.state, operand.before) for operand in operands]]
         on_device = [
             share.step_of(group, operand, weights[group], grad_scale)
             for group, operand in enumerate(operands)
@@ -464,7 +499,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             state = [value for key, value in operand.state.items() if key != "step"]
             flat = self.fp16_partitioned_groups_flat[group]
             memory = self.param_groups_fp16_flat_cpu_memory
-            for tensor in (operand.master, flat, *memory, *state):
+            # State on a volume waits by itself.
+            swapped = self._operands.swapped
+            is_away = swapped is not None and group in swapped
+            written = [] if is_away else [operand.master, *state]
+            for tensor in (flat, *memory, *written):
                 if isinstance(tensor, torch.Tensor):
                     parts[tensor].append(whole)
             for param in self.fp16_groups[group]:

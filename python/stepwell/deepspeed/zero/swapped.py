@@ -1,0 +1,550 @@
+"""Partitions whose state is on a volume: masters and moments that are away between steps.
+
+A tensor of such state is *away*, or it is in memory. Away it has the class `Written`
+(`stepwell.offload.writes`) and lies at addresses that nothing is at. Its first use brings the state
+of its partition, all of it, into memory; so DeepSpeed's accessors, checkpoints and loaders need not
+know of it. The next step goes on from that memory, writes it to the volume, and the tensors are
+away again. So what is written to them counts, and a view that was taken before a step is a snapshot
+after it.
+
+The memory is mapped files in the folders of the volume: an export takes no host memory that the
+kernel could not take back, and space on a drive while it is there.
+
+Cost: nothing per step, beside two assignments for each tensor that was in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from stepwell import _core, _state
+from stepwell._tensors import view
+from stepwell.offload.budget import GIB
+from stepwell.offload.swapped import BUFFERS_BYTES_MAX, FREE_SHARE, Places, make_swap
+from stepwell.offload.under_way import without_waiting
+from stepwell.offload.writes import Written, forget, remember
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+    from stepwell.deepspeed.plan import Plan
+    from stepwell.deepspeed.zero.operands import Operands
+    from stepwell.deepspeed.zero.partitions import Partition
+    from stepwell.offload.volume import Volume
+
+__all__ = ["SwappedPartitions", "swapped_of"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# The master of a partition, among the names of its state.
+_MASTER = "param"
+
+_ALIGN_BYTES = 64
+
+
+class _Held(NamedTuple):
+    """The state of one partition."""
+
+    number: int
+    """Of the core's tensors."""
+    tensors: dict[str, torch.Tensor]
+    """What is on the volume, by name: moments, trailing bits, the master."""
+    places: dict[str, torch.Tensor]
+    """Where each is while it is away."""
+    beside: dict[str, Any]
+    """What of the state stays in memory, with a count of no updates."""
+    shape: torch.Tensor
+    """The weight's place, where the partition has a master; else the parameter's."""
+    views: list[tuple[torch.Tensor, int, int]]
+    """Pieces of the master that other code has, with first element and number of elements."""
+
+
+class SwappedPartitions:
+    """The state of partitions, on one volume of this rank.
+
+    Args:
+        volume: what the user has said of it.
+        new_state: makes state of a partition that was never stepped, of a tensor like its master,
+            with a function that gives memory.
+        identity: what the partitions are: a volume of others is not resumed.
+        rank: of this process, or None if it is the only one: a part of the volume's name.
+        ranks_of_host: how many processes share the host's memory.
+    """
+
+    def __init__(
+        self,
+        volume: Volume,
+        *,
+        new_state: Callable[[torch.Tensor, _state.Memory], _state.State],
+        identity: str,
+        rank: int | None,
+        ranks_of_host: int,
+    ) -> None:
+        self._volume = volume
+        self._new_state = new_state
+        self._identity = identity
+        self._rank = rank
+        self._ranks_of_host = ranks_of_host
+        self._core: _core.Swap | None = None
+        self._held: dict[int, _Held] = {}
+        self._weights: dict[int, torch.Tensor] = {}
+        self._group_of: dict[int, int] = {}
+        self._away: set[int] = set()
+        self._stepped: set[int] = set()
+        # A signal's handler may use state while it is brought.
+        self._lock = threading.RLock()
+        self._finish: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    @property
+    def core(self) -> _core.Swap | None:
+        """What the engine steps; None: all state fits into memory."""
+        return self._core
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of host memory that the volume takes: buffers, and state that fits there."""
+        return 0 if self._core is None else self._core.ram_nbytes + self._core.buffers_nbytes
+
+    def __contains__(self, group: int) -> bool:
+        return group in self._held
+
+    def has_master(self, group: int) -> bool:
+        """Whether the master of a partition is on the volume, and not only its moments."""
+        return group in self._held and _MASTER in self._held[group].tensors
+
+    def indices(self, count: int) -> list[int | None]:
+        """Which of the core's tensors the first `count` partitions are."""
+        return [self._held[group].number if group in self._held else None for group in range(count)]
+
+    # ---- the beginning ----
+
+    def open(
+        self,
+        partitions: Sequence[Partition],
+        host_bytes: int | None,
+        *,
+        beside: int,
+        threads: int | None,
+        finish: Callable[[], None],
+    ) -> None:
+        """Makes the volume, or finds it again. Partitions without elements have no state there.
+
+        Args:
+            partitions: of all groups.
+            host_bytes: for state and buffers; None: three quarters of what is free, of which each
+                rank of the host takes its part, and what is taken beside.
+            beside: bytes of host memory that are taken for other things.
+            threads: workers that step; None: as the engine chooses.
+            finish: a method, held weakly, that waits for the step that is under way.
+
+        Raises:
+            ValueError: there is not even the memory for buffers; the volume is of other partitions.
+            OSError: a drive is full, or cannot be used.
+        """
+        if host_bytes is None:
+            free = _core.free_memory_bytes() or 0
+            host_bytes = max(int(free * FREE_SHARE) // self._ranks_of_host - beside, 0)
+        nbytes = sum(
+            each.moments_bytes + _is_rounded(each) * each.master.itemsize * each.weight.numel()
+            for each in partitions
+        )
+        make = partial(self._make, partitions, nbytes, host_bytes, threads)
+        self._core = core = make() if self._rank is None else _on_all_ranks(make)
+        if core is None:
+            self._held.clear()
+            return
+        self._finish = weakref.WeakMethod(finish)
+        self._closing = weakref.finalize(self, core.close)
+        for group, held in self._held.items():
+            tensors = list(held.tensors.values())
+            self._group_of.update((id(tensor), group) for tensor in tensors)
+            remember(tensors, self)
+        self._letting_go = weakref.finalize(self, _let_go, self._held)
+        for call in self.leaving(self._held):
+            call()
+        self._stepped.clear()
+        _LOGGER.info(
+            "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
+            "in host memory",
+            core.name,
+            nbytes / GIB,
+            len(self._volume.paths),
+            core.ram_nbytes / GIB,
+            core.buffers_nbytes / GIB,
+        )
+
+    def _make(
+        self, partitions: Sequence[Partition], nbytes: int, host_bytes: int, threads: int | None
+    ) -> _core.Swap | None:
+        """The core's swap for state of `nbytes`; None: there is no state, or all fits."""
+        volume = self._volume
+        if nbytes == 0:
+            return None
+        if nbytes <= host_bytes and volume.durability == "none":
+            _LOGGER.warning(
+                "all optimizer state (%.2f GiB) fits into host memory, and no volume is made. "
+                "hint: host_bytes_max in the block `stepwell` says how much memory may be taken",
+                nbytes / GIB,
+            )
+            return None
+        addresses = self._place(partitions)
+        tensors = [self._tensor(held, held.places, held.shape) for held in self._held.values()]
+        most = min(host_bytes // 2, BUFFERS_BYTES_MAX)
+        buffers = _core.swap_buffers_nbytes(
+            [os.fspath(path) for path in volume.paths],
+            tensors,
+            durability=volume.durability,
+            buffers_nbytes_max=most,
+            workers=threads,
+        )
+        if buffers > host_bytes:
+            raise ValueError(
+                f"the buffers of a volume take `{buffers}` bytes of host memory, `{host_bytes}` "
+                "are left of `stepwell.host_bytes_max`, expected more"
+            )
+        name = volume.name
+        if name is not None and self._rank is not None:
+            name = f"{name}-{self._rank}"
+        return make_swap(
+            volume,
+            tensors,
+            addresses=addresses,
+            name=name,
+            identity=int.from_bytes(hashlib.sha256(self._identity.encode()).digest()[:8], "little"),
+            ram_nbytes=host_bytes - buffers,
+            buffers_nbytes_max=most,
+            workers=threads,
+        )
+
+    def _place(self, partitions: Sequence[Partition]) -> _core.AddressSpace:
+        nbytes = 0
+
+        def count(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal nbytes
+            nbytes += -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+            return torch.empty(numel, dtype=dtype, device="meta")
+
+        def place(memory: _state.Memory) -> None:
+            for group, each in enumerate(partitions):
+                numel = each.weight.numel()
+                if numel == 0:
+                    continue
+                shape = memory(numel, each.weight.dtype)
+                flat = memory(numel, each.master.dtype) if _is_rounded(each) else shape
+                state = self._new_state(flat, memory)
+                beside = {"step", _state.FINGERPRINTS} & state.keys()
+                places = {name: each for name, each in state.items() if name not in beside}
+                tensors = {name: _empty(value.dtype) for name, value in places.items()}
+                if _is_rounded(each):
+                    places[_MASTER], tensors[_MASTER] = flat, each.master
+                self._held[group] = _Held(
+                    len(self._held) if group not in self._held else self._held[group].number,
+                    tensors,
+                    places,
+                    {name: state[name] for name in beside},
+                    shape,
+                    [],
+                )
+
+        place(count)
+        places = Places(nbytes)
+        place(places)
+        return places.addresses
+
+    @staticmethod
+    def _tensor(
+        held: _Held, memory: Mapping[str, torch.Tensor], weight: torch.Tensor
+    ) -> _core.AdamTensor:
+        """What the core knows a partition's state by, where it is in `memory`."""
+        runs = {name: tensor for name, tensor in memory.items() if name != _MASTER}
+        master = memory.get(_MASTER)
+        if master is None:
+            return _state.adam_tensor(weight, runs)
+        return _state.adam_tensor(master, runs, weight_out=view(weight))
+
+    def begin(self, group: int, weight: torch.Tensor) -> int:
+        """The host side of a partition's weights is there, also of a master that is their own.
+
+        It is overwritten where the volume was resumed and has weights. Returns how many updates the
+        volume has of the partition.
+
+        Raises:
+            OSError: a drive cannot be read.
+        """
+        self._weights[group] = weight
+        assert self._core is not None
+        number, counts = self._held[group].number, self._core.counts
+        if counts is None or not counts[number]:
+            return 0
+        self._stepped.add(group)
+        self._core.read_weights(number, view(weight))
+        return counts[number]
+
+    @property
+    def committed_steps(self) -> int | None:
+        """How many steps the volume has committed; None: it commits none."""
+        if self._core is None or self._volume.durability == "none":
+            return None
+        return self._core.step or 0
+
+    def bytes_moved(self) -> dict[str, int]:
+        """Bytes that were read from the drives, and written, since the volume was made."""
+        assert self._core is not None
+        read, written = self._core.bytes_moved
+        return {"bytes_read": read, "bytes_written": written}
+
+    def close(self) -> None:
+        """Ends the use of the volume, when no step is under way. What is away is lost."""
+        with self._lock:
+            self._letting_go()
+            self._closing()
+            self._held.clear()
+            self._away.clear()
+
+    # ---- state ----
+
+    def state(self, group: int) -> _state.State:
+        """What the optimizer has of a partition whose state is on the volume; its `step` is 0."""
+        held = self._held[group]
+        tensors = {name: value for name, value in held.tensors.items() if name != _MASTER}
+        return {**held.beside, **tensors}
+
+    def known(self, group: int, known: _state.State | None) -> _state.State | None:
+        """State of a partition as the coming step takes it: wholly away, or wholly in memory.
+
+        Args:
+            group: the partition's number.
+            known: what the optimizer has of it; None: nothing.
+
+        Returns:
+            the same; or, of a partition that was never stepped, fresh state.
+
+        Raises:
+            OSError: a drive cannot be read.
+        """
+        own = {name: each for name, each in self._held[group].tensors.items() if name != _MASTER}
+        if known is None and group not in self._stepped:
+            return self.state(group)
+        if known is None or any(known.get(name) is not each for name, each in own.items()):
+            # Loaded, or deleted: the master goes with it.
+            self._bring(group)
+        return known
+
+    def placed(self, group: int, state: _state.State) -> _state.State:
+        """`state` of a partition, once a step has written it to the volume."""
+        own = {name: each for name, each in self._held[group].tensors.items() if name != _MASTER}
+        return state if all(state[name] is each for name, each in own.items()) else {**state, **own}
+
+    def in_use(self, groups: Iterable[int]) -> list[torch.UntypedStorage]:
+        """Memory that the coming step of these partitions reads, and that is let go of then."""
+        with without_waiting():
+            return [
+                tensor.untyped_storage()
+                for group in groups
+                if group in self._held and group not in self._away
+                for tensor in self._held[group].tensors.values()
+            ]
+
+    def leaving(self, groups: Collection[int]) -> list[partial[Any]]:
+        """The calls after which the state of these partitions is away: of the step that comes.
+
+        They are made one directly after the other.
+        """
+        stepped = [group for group in groups if group in self._held]
+        calls = [partial(self._stepped.update, stepped)]
+        for group in stepped:
+            if group in self._away:
+                continue
+            held = self._held[group]
+            calls.append(partial(self._away.add, group))
+            for tensor, place in self._pairs(held, held.places):
+                calls.append(partial(setattr, tensor, "data", place))
+                calls.append(partial(setattr, tensor, "__class__", Written))
+        return calls
+
+    @staticmethod
+    def _pairs(
+        held: _Held, memory: Mapping[str, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor of the state, and each view, with what it is in `memory`."""
+        pairs = [(tensor, memory[name]) for name, tensor in held.tensors.items()]
+        for piece, begin, numel in held.views:
+            pairs.append((piece, memory[_MASTER].narrow(0, begin, numel)))
+        return pairs
+
+    def pieces(self, group: int, runs: Iterable[tuple[int, int]]) -> list[torch.Tensor]:
+        """Pieces of the master of a partition: tensors that go where the master goes.
+
+        Those that were given out before are used no more.
+
+        Args:
+            group: the partition's number.
+            runs: first element and number of elements of each.
+        """
+        held = self._held[group]
+        with self._lock, without_waiting():
+            for piece, _, _ in held.views:
+                self._group_of.pop(id(piece), None)
+            forget([piece for piece, _, _ in held.views])
+            held.views.clear()
+            master = held.tensors[_MASTER].detach()
+            for begin, numel in runs:
+                piece = _empty(master.dtype)
+                held.views.append((piece, begin, numel))
+                self._group_of[id(piece)] = group
+                remember([piece], self)
+                piece.data = master.narrow(0, begin, numel)
+                if group in self._away:
+                    piece.__class__ = Written
+            return [piece for piece, _, _ in held.views]
+
+    # ---- what is away, and used ----
+
+    def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Brings the state of the partitions that `tensors` are of into memory."""
+        for group in dict.fromkeys(self._group_of[id(tensor)] for tensor in tensors):
+            self._bring(group)
+
+    def wait_for_all(self) -> None:
+        """Brings the state of all partitions into memory."""
+        for group in self._held:
+            self._bring(group)
+
+    def _bring(self, group: int) -> None:
+        with self._lock:
+            if group not in self._away:
+                return
+            finish = None if self._finish is None else self._finish()
+            if finish is not None:
+                finish()
+            assert self._core is not None
+            held = self._held[group]
+            with without_waiting():
+                memory = self._mapped(held.places)
+                tensor = self._tensor(held, memory, self._weights[group])
+                self._core.read(held.number, tensor)
+                calls: list[partial[Any]] = []
+                for tensor_of, there in self._pairs(held, memory):
+                    calls.append(partial(setattr, tensor_of, "data", there))
+                    calls.append(partial(setattr, tensor_of, "__class__", torch.Tensor))
+                calls.append(partial(self._away.discard, group))
+                # Not a loop: Ctrl-C does not come between.
+                deque(map(partial.__call__, calls), maxlen=0)
+
+    def _mapped(self, places: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Memory for tensors like these, in a file on the drive with the most room."""
+        ends, end = {}, 0
+        for name, place in places.items():
+            end += -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            ends[name] = end
+        folder = max(self._volume.paths, key=lambda path: shutil.disk_usage(path).free)
+        _LOGGER.info(
+            "%.2f GiB of state are read from the volume into a mapped file in `%s`",
+            end / GIB,
+            os.fspath(folder),
+        )
+        with tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, end)
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"state on a volume takes `{end}` bytes while it is read by the program, which "
+                    f"are not free (`{error.strerror}`). hint: more room in one of the folders, or "
+                    "no access to masters and moments between steps",
+                    os.fspath(folder),
+                ) from error
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), end), dtype=torch.uint8)
+        found = {}
+        for name, place in places.items():
+            begin = ends[name] - -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            piece = memory[begin : begin + place.nbytes].view(place.dtype)
+            found[name] = piece.view(place.shape)
+        return found
+
+
+def _on_all_ranks(make: Callable[[], _core.Swap | None]) -> _core.Swap | None:
+    """What `make` makes, where it fails on no rank, and what is resumed is at the same step.
+
+    Raises:
+        ValueError: as `make`; or volumes are at different steps.
+        OSError: as `make`; or it has failed on another rank.
+    """
+    made: _core.Swap | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except (ValueError, OSError) as error:
+        failure = error
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    step = None if made is None or made.counts is None else made.step
+    torch.distributed.all_gather_object(found, (failure and str(failure), step))
+    if failure is not None:
+        raise failure
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
+    if failed:
+        if made is not None:
+            made.close()
+        raise OSError(f"the volume of another rank cannot be used: {'; '.join(failed)}")
+    steps = [step for _, step in found if step is not None]
+    if len(set(steps)) > 1:
+        raise ValueError(
+            f"the volumes of the ranks are at the steps `{steps}`, expected the same: the run was "
+            "killed between their commits. hint: go on from a checkpoint, without `resume`"
+        )
+    return made
+
+
+def swapped_of(plan: Plan, operands: Operands, params: object) -> SwappedPartitions | None:
+    """The volume that a plan has state on; None: state is in host memory.
+
+    Args:
+        plan: of an engine.
+        operands: of its optimizer.
+        params: what the partitions hold: something with a `repr` that says it.
+    """
+    if plan.volume is None:
+        return None
+    ranks = torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
+    return SwappedPartitions(
+        plan.volume,
+        new_state=operands.new_state,
+        identity=repr([params, rank, ranks]),
+        rank=rank if ranks > 1 else None,
+        # As torchrun and as DeepSpeed's launcher say it.
+        ranks_of_host=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+    )
+
+
+def _is_rounded(partition: Partition) -> bool:
+    """Whether the weights are a rounded copy of the master."""
+    return partition.master.dtype != partition.weight.dtype
+
+
+def _empty(dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
+
+
+def _let_go(groups: dict[int, _Held]) -> None:
+    """The optimizer is gone, and what is away stays there."""
+    with without_waiting():
+        for held in groups.values():
+            tensors = [*held.tensors.values(), *(piece for piece, _, _ in held.views)]
+            forget(tensors)
+            for tensor in tensors:
+                if type(tensor) is Written:
+                    tensor.data = _empty(tensor.dtype)
+                    setattr(tensor, "__class__", torch.Tensor)  # noqa: B010
