@@ -254,11 +254,49 @@ _TWIN_FLOW = {
 }
 
 
+# What DeepSpeed's swapper is advised to use.
+_AIO = {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 2, "overlap_events": True}
+_BUFFERS = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
+
+
+def _nvme(
+    *, register: bool, durability: Durability = "commit", moments: str = "fp32"
+) -> Callable[[Workload, torch.nn.Module], Run]:
+    """ZeRO-3 with its state on the drives, of which DeepSpeed's swapper uses the first."""
+
+    def prepare(workload: Workload, model: torch.nn.Module) -> Run:
+        path = {"device": "nvme", "nvme_path": workload.drives[0], "pin_memory": True}
+        zero = {
+            "stage": 3,
+            "reduce_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET // 4,
+            "sub_group_size": BUCKET,
+            "offload_optimizer": path if register else {**path, **_BUFFERS},
+        }
+        numel = sum(param.numel() for param in model.parameters())
+        block = {
+            "nvme_paths": list(workload.drives),
+            # Weights, gradients and buffers; no state fits in, or little.
+            "host_bytes_max": 4 * numel + _BUFFERS_BYTES,
+            "volume": {"durability": durability},
+            "moments": moments,
+        }
+        case = (
+            deepspeed_run(register=True, zero=zero, block=block)
+            if register
+            else deepspeed_run(register=False, zero=zero, more={"aio": _AIO})
+        )
+        return case(workload, model)
+
+    return prepare
+
+
 def deepspeed_run(
     *,
     register: bool,
     zero: Mapping[str, object] = ZERO_2,
     block: Mapping[str, object] | None = None,
+    more: Mapping[str, object] | None = None,
     is_alone: bool = True,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     """A run of DeepSpeed's engine.
@@ -267,6 +305,7 @@ def deepspeed_run(
         register: whether Stepwell is registered.
         zero: what is particular of `zero_optimization`.
         block: the JSON's `stepwell`.
+        more: other blocks of the JSON.
         is_alone: whether there is no other rank, and no launcher has said so.
     """
 
@@ -309,6 +348,7 @@ def deepspeed_run(
                     "optimizer": {"type": "AdamW", "params": adam},
                     "steps_per_print": 10**9,
                     "stepwell": block or {},
+                    **(more or {}),
                 },
             )
 
@@ -361,6 +401,12 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     ),
     "deepspeed, ratio=0.5": deepspeed_run(register=False, zero=_TWIN_FLOW),
     "deepspeed on stepwell, ratio=0.5": deepspeed_run(register=True, zero=_TWIN_FLOW),
+    "deepspeed, nvme": _nvme(register=False),
+    "deepspeed on stepwell, nvme": _nvme(register=True),
+    "deepspeed on stepwell, nvme, durability=none": _nvme(register=True, durability="none"),
+    "deepspeed on stepwell q8, nvme, durability=none": _nvme(
+        register=True, durability="none", moments="q8"
+    ),
 }
 """What can be run, by name."""
 

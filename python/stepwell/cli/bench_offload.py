@@ -51,6 +51,10 @@ CASES = (
     "deepspeed on stepwell, offload_param",
     "deepspeed, ratio=0.5",
     "deepspeed on stepwell, ratio=0.5",
+    "deepspeed, nvme",
+    "deepspeed on stepwell, nvme",
+    "deepspeed on stepwell, nvme, durability=none",
+    "deepspeed on stepwell q8, nvme, durability=none",
 )
 """The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
 
@@ -59,6 +63,10 @@ _WIDTH_PIPED = 170
 _CEILING_NUMEL_MAX = 256 << 20
 _BUS_BYTES = 1 << 30
 _PEER = "deepspeed"
+
+
+def _is_on_drives(case: str) -> bool:
+    return "volume" in case or "nvme" in case
 
 
 def bench_offload(
@@ -143,6 +151,8 @@ def bench_offload(
       offloaded as well.
     - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
       state in host memory, and half on the GPU.
+    - `deepspeed, nvme`, `deepspeed on stepwell, nvme`: ZeRO-3 with optimizer state on the drives;
+      DeepSpeed's swapper uses the first. `durability=none` and q8 moments as above.
 
     With `--ranks`, all ranks on this host, each with samples of its own:
 
@@ -170,9 +180,9 @@ def bench_offload(
     names: list[str] = only or [
         name
         for name in known
-        if ranks > 1 or ("," not in name and (drives or "volume" not in name))
+        if ranks > 1 or ("," not in name and (drives or not _is_on_drives(name)))
     ]
-    if not drives and (without := [name for name in names if "volume" in name]):
+    if not drives and (without := [name for name in names if _is_on_drives(name)]):
         raise typer.BadParameter(f"--case is `{without[0]}`, expected --drive with it")
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(known)}")
