@@ -18,8 +18,6 @@ import torch
 from stepwell import _state
 from stepwell._decision import Facts, Nonfinite
 from stepwell._sharding import agree, is_dtensor, local
-from stepwell.offload import sharded_state
-from stepwell.offload.budget import GIB
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.deferral import DeferralMetrics, SettledSteps
 from stepwell.offload.engine import Engine
@@ -31,15 +29,16 @@ from stepwell.offload.host_side import HostSide
 from stepwell.offload.interval import IntervalTuner, StepTimes
 from stepwell.offload.norm import gradient_norm
 from stepwell.offload.sharding import Shard, Sharding, open_sharding
+from stepwell.offload.state_dicts import OffloadStateDicts
 from stepwell.offload.swapped import StateInMemory, Swapped
-from stepwell.optim import AdamW, Moments
+from stepwell.optim import Moments
 
 if TYPE_CHECKING:
     from collections import defaultdict
     from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch.optim.optimizer import ParamsT, StateDict
+    from torch.optim.optimizer import ParamsT
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
@@ -52,14 +51,11 @@ Accumulate: TypeAlias = Literal["device", "host"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Of the groups of a state dict: the interval that was chosen.
-_INTERVAL_KEY = "deferred_interval"
-
 # As torch.nn.utils.clip_grad_norm_ has it.
 _CLIP_EPS = 1e-6
 
 
-class OffloadAdamW(AdamW):
+class OffloadAdamW(OffloadStateDicts):
     """AdamW over parameters on an accelerator.
 
     Gradients come to host memory, new weights go back, the rest stays there.
@@ -713,7 +709,14 @@ class OffloadAdamW(AdamW):
         if self._sharding is None:
             (has_error,) = agree(self._agreeing_meshes(), [error is not None])
         else:
-            found_inf, has_error = self._agree_on_step(params, error, found_inf=found_inf)
+            found_inf, has_error = self._sharding.agree(
+                params,
+                has_error=error is not None,
+                found_inf=found_inf,
+                is_written=error is None and bool(self._twins.stale(params)),
+                checksums=lambda weights: self._opened_engine().checksums(weights),
+                label=self._label,
+            )
         facts = Facts(found_inf=found_inf, has_error=has_error)
         if not has_error and not found_inf:
             self._refuse_lost_writes()
@@ -742,26 +745,6 @@ class OffloadAdamW(AdamW):
         on_device = dict(zip(params, grads, strict=True)) if selects else None
         self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
         return True
-
-    def _agree_on_step(
-        self, params: Sequence[torch.Tensor], error: ValueError | None, *, found_inf: bool
-    ) -> tuple[bool, bool]:
-        """Whether a rank has found an infinity, and whether one cannot step.
-
-        Raises:
-            ValueError: weights, or what is stepped, are not the same on all ranks.
-        """
-        sharding = self._sharding
-        assert sharding is not None
-        facts = sharding.agree(
-            params,
-            has_error=error is not None,
-            found_inf=found_inf,
-            is_written=error is None and bool(self._twins.stale(params)),
-        )
-        if facts.is_written and not facts.has_error and not facts.found_inf:
-            sharding.check_weights(params, self._opened_engine().checksums, self._label)
-        return facts.found_inf, facts.has_error
 
     def _score(
         self,
@@ -926,93 +909,3 @@ class OffloadAdamW(AdamW):
             engine.synchronize()
             found = exposed(params, self._twins, held=engine.held)
         return found
-
-    # ---- state dicts ----
-
-    def _first_element(self, param: torch.Tensor) -> int:
-        if self._sharding is None or param not in self._twins:
-            return 0
-        return self._sharding.shares.elements(param)[0]
-
-    def _own_state(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
-        if self._sharding is None or param not in self._twins:
-            return state
-        return sharded_state.own(self._sharding, param, state, label)
-
-    def state_dict(self) -> StateDict:
-        """As `stepwell.AdamW.state_dict`, after the last step is complete.
-
-        Its tensors are in host memory. With `shard` they are the rows of this rank, which
-        torch.distributed.checkpoint saves and loads at any number of ranks, and torch.save refuses.
-        """
-        found = self._own_state_dict()
-        if self._sharding is not None:
-            for index, param in enumerate(self._in_order()):
-                if state := found["state"].get(index):
-                    found["state"][index] = sharded_state.of_rank(self._sharding, param, state)
-        return found
-
-    def full_state_dict(self, rank: int | None = 0) -> StateDict:
-        """The state dict of all ranks together, as without `shard`. All ranks have to call it.
-
-        It is gathered through host memory, and takes what the state of one rank takes without
-        `shard`, which is announced in the log.
-
-        Args:
-            rank: the rank of the group that gets it; None: every rank. The others get {}.
-
-        Raises:
-            ValueError: the ranks have state of different parameters.
-            OSError: another rank is gone.
-        """
-        found = self._own_state_dict()
-        if self._sharding is None:
-            return found
-        state = sharded_state.whole(self._sharding, self._in_order(), found["state"], rank)
-        return {} if state is None else {**found, "state": state}
-
-    def _own_state_dict(self) -> StateDict:
-        """The state dict of what this rank steps."""
-        self.synchronize()
-        self._host.take_fingerprints(self._twins, self._states)
-        state_dict = super().state_dict()
-        if self._tuner is not None:
-            for group in state_dict["param_groups"]:
-                group[_INTERVAL_KEY] = self._tuner.interval
-        return state_dict
-
-    def _in_order(self) -> list[torch.Tensor]:
-        """All parameters, as a state dict counts them."""
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def decoded_state_dict(self) -> StateDict:
-        """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments.
-
-        Takes 8 bytes per parameter unless `moments` is "fp32".
-        """
-        if self._sharding is not None:
-            raise ValueError(
-                "decoded_state_dict() is called and `shard` is given, expected one rank with all "
-                "state. hint: full_state_dict(), which an optimizer without `shard` loads"
-            )
-        if self._moments != "fp32":
-            numel = sum(local(param).numel() for param in self._twins)
-            _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
-        return super().decoded_state_dict()
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
-        self.synchronize()
-        self._follow_groups()
-        self._host.take_fingerprints(self._twins, self._states)
-        self._host.note_load(has_state=bool(state_dict["state"]))
-        super().load_state_dict(state_dict)
-        intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
-        if self._tuner is not None and intervals and intervals[0] is not None:
-            self._set_interval(int(intervals[0]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "an OffloadAdamW holds a device and cannot be copied or pickled. "
-            "hint: use its state_dict()"
-        )

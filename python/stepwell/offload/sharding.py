@@ -34,6 +34,9 @@ __all__ = ["Shard", "Sharding", "open_sharding"]
 Shard: TypeAlias = "bool | dist.ProcessGroup"
 """Whether ranks with the same parameters share the step; the ranks, where they are not all."""
 
+Checksums: TypeAlias = "Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]"
+"""`Engine.checksums`."""
+
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -73,21 +76,40 @@ class Sharding:
         self.shares.add(params)
 
     def agree(
-        self, params: Sequence[torch.Tensor], *, has_error: bool, found_inf: bool, is_written: bool
-    ) -> StepFacts:
-        """What is known on any rank before a step of `params`.
+        self,
+        params: Sequence[torch.Tensor],
+        *,
+        has_error: bool,
+        found_inf: bool,
+        is_written: bool,
+        checksums: Checksums,
+        label: Callable[[torch.Tensor], str],
+    ) -> tuple[bool, bool]:
+        """Whether a rank has found an infinity, and whether one cannot step.
+
+        Args:
+            params: of the step.
+            has_error: whether this rank cannot step.
+            found_inf: whether a GradScaler has found an infinity here.
+            is_written: whether some of `params` were written here since the last step.
+            checksums: gives those of tensors on the device.
+            label: what errors call a parameter.
 
         Raises:
-            ValueError: the ranks step different parameters.
+            ValueError: on all ranks: they step different parameters, or weights differ.
+            OSError: another rank is gone.
         """
         mine = StepFacts(has_error=has_error, found_inf=found_inf, is_written=is_written)
         digest = 0 if has_error or found_inf else self.shares.digest(params)
-        return self.peers.agree_on_step(mine, digest)
+        of_any = self.peers.agree_on_step(mine, digest)
+        if of_any.is_written and not of_any.has_error and not of_any.found_inf:
+            self._check_weights(params, checksums, label)
+        return of_any.found_inf, of_any.has_error
 
-    def check_weights(
+    def _check_weights(
         self,
         params: Sequence[torch.Tensor],
-        checksums: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        checksums: Checksums,
         label: Callable[[torch.Tensor], str],
     ) -> None:
         """Raises ValueError, on all ranks, if `params` do not have the same values on all.

@@ -1,0 +1,139 @@
+"""State dicts of OffloadAdamW: after the last step is complete, of this rank's share or whole."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell import _state
+from stepwell._sharding import local
+from stepwell.offload import sharded_state
+from stepwell.offload.budget import GIB
+from stepwell.optim import AdamW
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
+    from stepwell.offload.host_side import HostSide
+    from stepwell.offload.interval import IntervalTuner
+    from stepwell.offload.sharding import Sharding
+    from stepwell.offload.twins import Twins
+
+__all__ = ["OffloadStateDicts"]
+
+_LOGGER = logging.getLogger(__name__)
+
+# Of the groups of a state dict: the interval that was chosen.
+_INTERVAL_KEY = "deferred_interval"
+
+
+class OffloadStateDicts(AdamW):
+    """An AdamW whose state is in host memory, as far as it is saved and loaded."""
+
+    _host: HostSide
+    _twins: Twins
+    _sharding: Sharding | None
+    _tuner: IntervalTuner | None
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Waits until the last step is complete."""
+
+    @abc.abstractmethod
+    def _follow_groups(self) -> None:
+        """Makes ready for what has come since groups were added."""
+
+    @abc.abstractmethod
+    def _set_interval(self, interval: int) -> None:
+        """Has updates deferred by so many steps from now on."""
+
+    def _first_element(self, param: torch.Tensor) -> int:
+        if self._sharding is None or param not in self._twins:
+            return 0
+        return self._sharding.shares.elements(param)[0]
+
+    def _own_state(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
+        if self._sharding is None or param not in self._twins:
+            return state
+        return sharded_state.own(self._sharding, param, state, label)
+
+    def state_dict(self) -> StateDict:
+        """As `stepwell.AdamW.state_dict`, after the last step is complete.
+
+        Its tensors are in host memory. With `shard` they are the rows of this rank, which
+        torch.distributed.checkpoint saves and loads at any number of ranks, and torch.save refuses.
+        """
+        found = self._own_state_dict()
+        if self._sharding is not None:
+            for index, param in enumerate(self._in_order()):
+                if state := found["state"].get(index):
+                    found["state"][index] = sharded_state.of_rank(self._sharding, param, state)
+        return found
+
+    def full_state_dict(self, rank: int | None = 0) -> StateDict:
+        """The state dict of all ranks together, as without `shard`. All ranks have to call it.
+
+        It is gathered through host memory, and takes what the state of one rank takes without
+        `shard`, which is announced in the log.
+
+        Args:
+            rank: the rank of the group that gets it; None: every rank. The others get {}.
+
+        Raises:
+            ValueError: the ranks have state of different parameters.
+            OSError: another rank is gone.
+        """
+        found = self._own_state_dict()
+        if self._sharding is None:
+            return found
+        state = sharded_state.whole(self._sharding, self._in_order(), found["state"], rank)
+        return {} if state is None else {**found, "state": state}
+
+    def _own_state_dict(self) -> StateDict:
+        """The state dict of what this rank steps."""
+        self.synchronize()
+        self._host.take_fingerprints(self._twins, self._states)
+        state_dict = super().state_dict()
+        if self._tuner is not None:
+            for group in state_dict["param_groups"]:
+                group[_INTERVAL_KEY] = self._tuner.interval
+        return state_dict
+
+    def _in_order(self) -> list[torch.Tensor]:
+        """All parameters, as a state dict counts them."""
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def decoded_state_dict(self) -> StateDict:
+        """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments.
+
+        Takes 8 bytes per parameter unless `moments` is "fp32".
+        """
+        if self._sharding is not None:
+            raise ValueError(
+                "decoded_state_dict() is called and `shard` is given, expected one rank with all "
+                "state. hint: full_state_dict(), which an optimizer without `shard` loads"
+            )
+        if self._moments != "fp32":
+            numel = sum(local(param).numel() for param in self._twins)
+            _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
+        return super().decoded_state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
+        self.synchronize()
+        self._follow_groups()
+        self._host.take_fingerprints(self._twins, self._states)
+        self._host.note_load(has_state=bool(state_dict["state"]))
+        super().load_state_dict(state_dict)
+        intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
+        if self._tuner is not None and intervals and intervals[0] is not None:
+            self._set_interval(int(intervals[0]))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an OffloadAdamW holds a device and cannot be copied or pickled. "
+            "hint: use its state_dict()"
+        )
