@@ -34,6 +34,7 @@ MODULES = (
     "deepspeed_access_programs",
     "deepspeed_twin_flow_programs",
     "deepspeed_late_programs",
+    "deepspeed_fetch_programs",
     "deepspeed_world_programs",
     "deepspeed_zenflow_programs",
     "deepspeed_nvme_programs",

@@ -11,6 +11,8 @@ import torch
 from optim_cases import CODECS, bits
 from stepwell import _core
 from stepwell.deepspeed.native import adam
+from stepwell.deepspeed.zero.device_share import DeviceShare
+from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.operands import (
     Operands,
     global_norm,
@@ -292,6 +294,7 @@ def test_hooks_that_come_later_are_told_of_once(register, caplog):
         (CPUAdam, torch.bfloat16, 8),
         (partial(CPUAdam, fp32_optimizer_states=False), torch.bfloat16, 4),
         (torch.optim.AdamW, torch.float32, 8),
+        (torch.optim.AdamW, torch.bfloat16, 4),
         (stepwell.AdamW, torch.float32, 8),
         (partial(stepwell.AdamW, moments="bf16"), torch.float32, 4),
     ],
@@ -317,6 +320,22 @@ def test_what_is_not_finite_under_optimizers_of_others():
         Operands(optimizer, 0).skips_nonfinite()
     adam.propagate_in(optimizer)
     assert Operands(optimizer, 0).skips_nonfinite() is False
+
+
+def test_the_sum_goes_on_as_if_nothing_had_been_set_between_backwards():
+    share, fragment = DeviceShare({3: torch.zeros(8)}), Fragment(3, 2, 4)
+    share.add(fragment, torch.ones(4))
+    share.set_gradient(fragment, torch.full((4,), 7.0))
+    assert share.gradient(fragment).tolist() == [7.0] * 4
+    share.add(fragment, torch.ones(4))
+    assert share.gradient(fragment).tolist() == [2.0] * 4
+    assert share.squares() == 16.0
+    # Behind the last backward it counts.
+    share.set_gradient(fragment, torch.full((4,), 3.0))
+    assert share.squares() == 36.0
+    assert share.gradient(fragment).tolist() == [3.0] * 4
+    share.drop()
+    assert share.squares() == 0.0
 
 
 def test_the_share_of_the_device():

@@ -16,7 +16,7 @@ def result(tmp_path_factory):
 def test_options(result):
     expected = {
         "unknown": "`engin` in the block `stepwell` of the DeepSpeed JSON, "
-        "expected engine, moments, gate, accumulate, threads, host_bytes_max",
+        "expected engine, moments, gate, accumulate, fetch, threads, host_bytes_max",
         "no block": "`stepwell` is `[1]`",
         "engine": "`stepwell.engine` is `1`",
         "moments": "`stepwell.moments` is `fp8`",

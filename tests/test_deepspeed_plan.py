@@ -113,16 +113,17 @@ def nvme(path):
     return SimpleNamespace(device="nvme", nvme_path=path)
 
 
-def planned(engine, optimizer=None, *, is_zero=True, unfit=None):
+def planned(engine, optimizer=None, *, is_zero=True, unfit=None, unfetched=None):
     asked = []
 
     def why_unfit(cls):
         asked.append(cls)
-        return unfit
+        return unfetched if cls in ("ModuleHooks", "Fetcher") else unfit
 
     found = plan(engine, optimizer or cpu_adam(), is_zero=is_zero, unfit=why_unfit)
     # The sources of DeepSpeed are read only where there is something to run on the engine.
-    assert len(asked) == (device_of(engine.zero_offload_optimizer()) is not None)
+    zero_classes = [cls for cls in asked if cls.startswith("OffloadZero")]
+    assert len(zero_classes) == (device_of(engine.zero_offload_optimizer()) is not None)
     return found
 
 
@@ -159,6 +160,21 @@ def test_what_the_engine_takes(changed, zero_class, gate):
     assert (found.tier, found.gate, found.reasons, found.warning) == ("ram", gate, (), None)
     assert found.is_pinned
     assert not found.propagates
+
+
+def test_offloaded_weights_are_fetched_by_stepwell_on_one_rank(deepspeed):
+    offloaded = {"zero_optimization_stage": 3, "zero_offload_param": offload("cpu")}
+    assert planned(Engine(**offloaded)).fetch == "stepwell"
+    assert planned(Engine()).fetch == "deepspeed"
+    said = planned(Engine(**offloaded, block={"fetch": "deepspeed"}), unfetched="they differ")
+    assert (said.fetch, said.warning) == ("deepspeed", None)
+    found = planned(Engine(**offloaded), unfetched="they differ")
+    assert (found.zero_class, found.fetch) == ("OffloadZeroOptimizerStage3", "deepspeed")
+    assert "DeepSpeed's hooks fetch weights: they differ" in found.warning
+    deepspeed.world_size = 2
+    found = planned(Engine(**offloaded, block={"fetch": "stepwell"}))
+    assert found.fetch == "deepspeed"
+    assert "with several ranks DeepSpeed fetches" in found.warning
 
 
 def test_several_ranks_wait_in_the_step(deepspeed):

@@ -33,6 +33,14 @@ CLASSES = {
         "deepspeed.runtime.zero.stage3",
         "DeepSpeedZeroOptimizer_Stage3",
     ),
+    ("module_hooks", "ModuleHooks"): (
+        "deepspeed.runtime.zero.parameter_offload",
+        "DeepSpeedZeRoOffload",
+    ),
+    ("fetcher", "Fetcher"): (
+        "deepspeed.runtime.zero.partitioned_param_coordinator",
+        "PartitionedParameterCoordinator",
+    ),
 }
 """Stepwell's classes, and DeepSpeed's in whose place they are."""
 

@@ -399,6 +399,9 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "deepspeed on stepwell, offload_param": deepspeed_run(
         register=True, zero=_ZERO_3_OFFLOAD_PARAM
     ),
+    "deepspeed on stepwell, offload_param, fetch=deepspeed": deepspeed_run(
+        register=True, zero=_ZERO_3_OFFLOAD_PARAM, block={"fetch": "deepspeed"}
+    ),
     "deepspeed, ratio=0.5": deepspeed_run(register=False, zero=_TWIN_FLOW),
     "deepspeed on stepwell, ratio=0.5": deepspeed_run(register=True, zero=_TWIN_FLOW),
     "deepspeed, nvme": _nvme(register=False),

@@ -13,6 +13,7 @@ __all__ = ["Options", "options_of", "said", "written"]
 
 _GATES = ("module", "step")
 _ACCUMULATE = ("device", "host")
+_FETCH = ("stepwell", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class Options:
 
     "host": as DeepSpeed does, the GPU holds no sum; "device": on the GPU, 2 more bytes per
     parameter of the rank's partition, and each gradient crosses the bus once per step.
+    """
+    fetch: str = "stepwell"
+    """What has the weights of ZeRO-3 with `offload_param` on the GPU while a module uses them.
+
+    "stepwell": on one rank, Stepwell's hooks, by DeepSpeed's settings; "deepspeed": DeepSpeed's.
     """
     threads: int | None = None
     """Workers that step; None: one per physical core of this process, but one."""
@@ -76,6 +82,10 @@ class Options:
             raise ValueError(
                 f"`stepwell.accumulate` is `{self.accumulate}`, expected one of "
                 f"{', '.join(_ACCUMULATE)}"
+            )
+        if self.fetch not in _FETCH:
+            raise ValueError(
+                f"`stepwell.fetch` is `{self.fetch}`, expected one of {', '.join(_FETCH)}"
             )
         is_count = (
             isinstance(self.threads, int)

@@ -24,13 +24,16 @@ __all__ = ["Plan", "device_of", "inference_plan", "plan", "zenflow_plan"]
 _ACCELERATORS = ("cpu", "cuda")
 _STAGE_2, _STAGE_3 = 2, 3
 # Of the block `stepwell`: what only the offload engine reads.
-_ENGINE_KEYS = ("gate", "accumulate", "threads", "host_bytes_max")
+_ENGINE_KEYS = ("gate", "accumulate", "fetch", "threads", "host_bytes_max")
 _VOLUME_KEYS = ("nvme_paths", "volume")
 # Of `offload_optimizer` with device `nvme`: what only DeepSpeed's own swapper reads.
 _SWAPPER_KEYS = ("buffer_count", "pipeline_read", "pipeline_write", "fast_init")
 
 ZeroClass = Literal["OffloadZeroOptimizer", "OffloadZeroOptimizerStage3"]
 """The class of ZeRO's optimizer on the offload engine."""
+
+# What fetches weights in the place of DeepSpeed's classes.
+_FETCHING_CLASSES = ("ModuleHooks", "Fetcher")
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Plan:
     """Whether what crosses the bus is pinned. Not so if the JSON says `pin_memory: false`."""
     propagates: bool = False
     """Whether gradients that are not finite are stepped: the JSON says so."""
+    fetch: Literal["stepwell", "deepspeed"] = "deepspeed"
+    """What has offloaded weights on the device while a module uses them."""
     zenflow: zenflow.ZenFlow | None = None
     """Which updates are deferred, as the block `zenflow` says; None: none is by the engine."""
     volume: Volume | None = None
@@ -199,6 +204,16 @@ class _Case(NamedTuple):
         if self.is_ours:
             return bool(self.optimizer._moments != "fp32")
         return not getattr(self.optimizer, "fp32_optimizer_states", True)
+
+    @property
+    def why_deepspeed_fetches(self) -> str | None:
+        """Why DeepSpeed's hooks fetch weights; None: those of Stepwell do."""
+        is_on_device = device_of(self.engine.zero_offload_param()) != "cpu"
+        if self.stage != _STAGE_3 or is_on_device:
+            return "without offload_param under ZeRO-3"
+        if not self.is_alone:
+            return "with several ranks"
+        return None if self.options.fetch == "stepwell" else "as the JSON says"
 
     @property
     def idle_keys(self) -> list[str]:
@@ -450,7 +465,7 @@ def _fallback_warning(case: _Case, reasons: tuple[str, ...], hints: list[str]) -
     return text
 
 
-def _engine_warning(case: _Case, gate: str) -> str | None:
+def _engine_warning(case: _Case, gate: str, unfetched: str | None) -> str | None:
     """What to say of keys that the engine does not follow."""
     remarks = []
     if case.is_on_nvme and (keys := case.swapper_keys):
@@ -466,6 +481,13 @@ def _engine_warning(case: _Case, gate: str) -> str | None:
             f"`stepwell.gate` is `{case.options.gate}`, but {case.why_step_waits} `engine.step()` "
             "waits for all "
             'weights. hint: "gate": "step" says so'
+        )
+    why_theirs = case.why_deepspeed_fetches
+    if "fetch" in written(case.engine) and case.options.fetch == "stepwell" and why_theirs:
+        remarks.append(f"`stepwell.fetch` is `stepwell`, but {why_theirs} DeepSpeed fetches")
+    if unfetched is not None:
+        remarks.append(
+            f'DeepSpeed\'s hooks fetch weights: {unfetched}. hint: "fetch": "deepspeed" says so'
         )
     if "accumulate" in written(case.engine) and case.stage < _STAGE_2:
         remarks.append(f"under ZeRO-{case.stage} {_without_effect(['accumulate'])}")
@@ -533,9 +555,7 @@ def inference_plan(engine: Any) -> Plan:
     return Plan(None, None, None, (), options_of(engine))
 
 
-def plan(
-    engine: Any, optimizer: Any, *, is_zero: bool, unfit: Callable[[ZeroClass], str | None]
-) -> Plan:
+def plan(engine: Any, optimizer: Any, *, is_zero: bool, unfit: Callable[[str], str | None]) -> Plan:
     """Decides what steps the optimizer of a DeepSpeedEngine.
 
     Args:
@@ -576,7 +596,11 @@ def plan(
     gate: Literal["module", "step"] = (
         "module" if options.gate == "module" and why_step_waits is None else "step"
     )
-    warning = _engine_warning(case, gate)
+    unfetched = None
+    if case.why_deepspeed_fetches is None:
+        unfetched = next(filter(None, map(unfit, _FETCHING_CLASSES)), None)
+    is_fetching = case.why_deepspeed_fetches is None and unfetched is None
+    warning = _engine_warning(case, gate, unfetched)
     volume = _volume(case)
     return Plan(
         zero_class,
@@ -589,6 +613,7 @@ def plan(
         propagates=case.propagates,
         zenflow=case.zenflow,
         volume=volume,
+        fetch="stepwell" if is_fetching else "deepspeed",
     )
 
 

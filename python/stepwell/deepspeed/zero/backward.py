@@ -21,7 +21,7 @@ class Backward:
     @property
     def is_unended(self) -> bool:
         """Whether a backward has begun that has not ended."""
-        return self._is_running or self._has_gradients
+        return self._is_running
 
     def announce(self) -> None:
         """`engine.backward` is called. Raises ValueError if the backward before it has failed."""

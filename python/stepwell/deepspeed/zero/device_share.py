@@ -44,6 +44,8 @@ class DeviceShare:
         self._written: set[Fragment] = set()
         # Fragments in whose place a gradient of some step is.
         self._stale: set[Fragment] = set()
+        # What a program has set since a fragment's gradient arrived.
+        self._values_set: dict[Fragment, torch.Tensor] = {}
 
     def __contains__(self, group: object) -> bool:
         return group in self._grads
@@ -53,31 +55,44 @@ class DeviceShare:
         return self._grads[group].narrow(0, begin, numel)
 
     def add(self, fragment: Fragment, piece: torch.Tensor) -> None:
-        """Adds `piece`, flat, to the gradient of a fragment."""
+        """Adds `piece`, flat, to the gradient of a fragment.
+
+        What a program has set since the last one is dropped, as `Gradients` has it.
+        """
+        self._values_set.pop(fragment, None)
         if fragment in self._written:
             self._grad(fragment).add_(piece)
         else:
-            self.set_gradient(fragment, piece)
+            self._put(fragment, piece)
+
+    def _put(self, fragment: Fragment, value: torch.Tensor) -> None:
+        self._grad(fragment).copy_(value)
+        self._written.add(fragment)
+        self._stale.add(fragment)
 
     def gradient(self, fragment: Fragment) -> torch.Tensor:
         """The gradient of a fragment: a copy.
 
         After a step, until the next gradient arrives: as it was stepped, unscaled and clipped.
         """
-        return self._grad(fragment).clone()
+        found = self._values_set.get(fragment)
+        return self._grad(fragment).clone() if found is None else found.clone()
 
     def set_gradient(self, fragment: Fragment, value: torch.Tensor) -> None:
         """Sets the gradient of a fragment to `value`, flat; norms are of what was set."""
-        self._grad(fragment).copy_(value)
-        self._written.add(fragment)
-        self._stale.add(fragment)
+        grad = self._grad(fragment)
+        self._values_set[fragment] = value.detach().to(grad.device, grad.dtype, copy=True)
 
     def drop(self) -> None:
         """Forgets all gradients since the last step."""
         self._written.clear()
+        self._values_set.clear()
 
     def squares(self) -> torch.Tensor | float:
         """The sum of the squares of all gradients; an element that got none is 0 from now on."""
+        for fragment, value in self._values_set.items():
+            self._put(fragment, value)
+        self._values_set.clear()
         for fragment in self._stale - self._written:
             self._grad(fragment).zero_()
         self._stale &= self._written

@@ -132,7 +132,8 @@ class Operands:
         optimizer = self._optimizer
         if isinstance(optimizer, optim.Adam):
             return _state.nbytes(master, optimizer._moments)
-        is_fp32 = getattr(optimizer, "fp32_optimizer_states", True)
+        # torch's are of the master's dtype.
+        is_fp32 = getattr(optimizer, "fp32_optimizer_states", not is_torchs(optimizer))
         return 2 * master.numel() * (4 if is_fp32 else master.element_size())
 
     def new_state(

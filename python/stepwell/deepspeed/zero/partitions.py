@@ -13,6 +13,7 @@ their dtype they are copied from it at the end of the step.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import weakref
 from functools import partial
@@ -43,6 +44,9 @@ __all__ = [
     "Update",
     "without_data",
 ]
+
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class Partition(NamedTuple):
@@ -186,6 +190,7 @@ class Partitions:
         self._bytes_downloaded = 0
         self._seconds_waited = 0.0
         self._writes: Writes[Sequence[Fragment]] = Writes(self._wait_for_parts)
+        self._has_said_why = False
 
     def _begin(self, group: int, host_side: torch.Tensor, weight: torch.Tensor) -> None:
         """The volume is told of the host side of a partition's weights.
@@ -312,7 +317,18 @@ class Partitions:
         """
         # A view refers to the tensor that it was made of, which nothing else does.
         bases = [tensor._base for tensor in parts if tensor._base is not None]
-        if self._copies or exposed(parts, [*parts, *bases, *holders], torch.Tensor):
+        if self._copies:
+            return False
+        if found := exposed(parts, [*parts, *bases, *holders], torch.Tensor):
+            if not self._has_said_why:
+                self._has_said_why = True
+                _LOGGER.info(
+                    "step() waits for all weights: a program holds memory of %d tensors that it "
+                    "writes, of `%s` and more elements. hint: keep no views of partitions, nor "
+                    "arrays of numpy",
+                    len(found),
+                    found[0].numel(),
+                )
             return False
         self._writes.protect(parts)
         return True

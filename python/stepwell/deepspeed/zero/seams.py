@@ -26,6 +26,8 @@ __all__ = ["SEAMS"]
 _ENGINE = "deepspeed.runtime.engine"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
+_OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
+_COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _FRAGMENT = "deepspeed.utils.tensor_fragment"
 
 
@@ -182,6 +184,20 @@ _CLASSES = {
         _STAGE_3,
         "DeepSpeedZeroOptimizer_Stage3",
         "OffloadZeroOptimizerStage3",
+        _MAKER,
+    ),
+    "ModuleHooks": Overridden(
+        "offload engine, ZeRO-3 module hooks",
+        _OFFLOAD,
+        "DeepSpeedZeRoOffload",
+        "ModuleHooks",
+        _MAKER,
+    ),
+    "Fetcher": Overridden(
+        "offload engine, ZeRO-3 fetches",
+        _COORDINATOR,
+        "PartitionedParameterCoordinator",
+        "Fetcher",
         _MAKER,
     ),
 }

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,9 @@ from stepwell._tensors import tensor_on
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
+from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
     Partition,
@@ -108,8 +111,17 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
             self._release_and_gather()
-        if self._is_gated and dist.get_world_size(group=self.dp_process_group) == 1:
+        coordinator = self._get_param_coordinator()
+        if isinstance(coordinator, Fetcher):
+            coordinator.is_stepping = partial(getattr, self._partitions, "is_busy")
+        elif self._is_gated and dist.get_world_size(group=self.dp_process_group) == 1:
             self._prefetch_after_steps()
+
+    def initialize_ds_offload(self, **kwargs: Any) -> Any:
+        """Called by DeepSpeed's constructor; makes what fetches weights for modules."""
+        if self._plan.fetch == "stepwell":
+            return ModuleHooks(**kwargs)
+        return super().initialize_ds_offload(**kwargs)
 
     @property
     def _is_gated(self) -> bool:
@@ -459,9 +471,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             for group, operand in enumerate(operands)
             if group in share
         ]
+        # While the last step is the last.
+        uploads = self._persistent_uploads() if self._is_gated else {}
         submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
-        is_gated = self._open_gate(operands)
+        is_gated = self._open_gate(operands, uploads)
         try:
             self._operands.commit(operands, [*submission, *on_device])
         except RuntimeError as error:
@@ -486,18 +500,20 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     # ---- waiting ----
 
-    def _open_gate(self, operands: Sequence[Operand]) -> bool:
+    def _open_gate(self, operands: Sequence[Operand], uploads: dict[Any, Upload]) -> bool:
         """Whether uses of what the step writes in host memory wait, each for its part of it."""
         if not self._is_gated:
             return False
-        uploads = self._persistent_uploads()
         parts: dict[torch.Tensor, list[Fragment]] = defaultdict(list)
+        holders = [upload.source for upload in uploads.values()]
         for group, operand in enumerate(operands):
+            flat = self.fp16_partitioned_groups_flat[group]
             if group in self._share:
+                # Other elements of the same memory.
+                holders += [flat, *(param.ds_tensor for param in self.fp16_groups[group])]
                 continue
             whole = Fragment(group, 0, operand.master.numel())
             state = [value for key, value in operand.state.items() if key != "step"]
-            flat = self.fp16_partitioned_groups_flat[group]
             memory = self.param_groups_fp16_flat_cpu_memory
             # State on a volume waits by itself.
             swapped = self._operands.swapped
@@ -508,7 +524,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                     parts[tensor].append(whole)
             for param in self.fp16_groups[group]:
                 parts[param.ds_tensor].append(self._fragment(param))
-        if not self._partitions.protect(parts, [upload.source for upload in uploads.values()]):
+        if not self._partitions.protect(parts, holders):
             return False
         if self._gate is not None and uploads:
             self._uploads.expect(uploads)

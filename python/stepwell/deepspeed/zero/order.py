@@ -1,0 +1,98 @@
+"""In which order modules use their parameters, as it was in the pass before. Imports no DeepSpeed.
+
+A pass is from one forward of the whole model to the next, with the backward in between. There is
+one order for training and one for evaluation. Cost: an entry of a list per use; per use of a new
+order, once, a walk over what follows it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Order", "Use"]
+
+
+class Use(NamedTuple):
+    """A use of a module: its forward or its backward."""
+
+    module: torch.nn.Module
+    params: Sequence[Any]
+    """What it needs, as DeepSpeed's parameters."""
+
+
+class Order:
+    """The uses of this pass, and what follows them if it is as the pass before.
+
+    Args:
+        reuse_numel_max: how many elements of later uses count as soon.
+    """
+
+    def __init__(self, reuse_numel_max: int) -> None:
+        self._reuse_numel_max = reuse_numel_max
+        self._known: dict[bool, list[Use]] = {}
+        self._soon: dict[bool, dict[int, frozenset[int]]] = {}
+        self._mode = True
+        self._expected: list[Use] = []
+        self._uses: list[Use] = []
+        # Whether this pass has been as expected, and the use whose parameters are looked at next.
+        self._is_followed = False
+        self._next_ahead = 0
+
+    def begin(self) -> None:
+        """A pass begins. What the one before was is what is expected of the next of its mode."""
+        if self._uses and not (self._is_followed and len(self._uses) == len(self._expected)):
+            self._known[self._mode] = self._uses
+            self._soon[self._mode] = {}
+        self._mode = torch.is_grad_enabled()
+        self._expected = self._known.get(self._mode, [])
+        self._uses = []
+        self._is_followed = bool(self._expected)
+        self._next_ahead = 0
+
+    def note(self, module: torch.nn.Module, params: Sequence[Any]) -> None:
+        """A use begins."""
+        position = len(self._uses)
+        self._uses.append(Use(module, params))
+        if self._is_followed and not (
+            position < len(self._expected) and self._expected[position].module is module
+        ):
+            self._is_followed = False
+        self._next_ahead = max(self._next_ahead, position + 1)
+
+    def next_ahead(self) -> Use | None:
+        """The first use after this one that was not given yet; None: none is expected."""
+        if not self._is_followed or self._next_ahead >= len(self._expected):
+            return None
+        self._next_ahead += 1
+        return self._expected[self._next_ahead - 1]
+
+    def put_back(self) -> None:
+        """The use that `next_ahead` has given is given again."""
+        self._next_ahead -= 1
+
+    def is_used_soon(self, ds_id: int) -> bool:
+        """Whether a parameter is expected to be used again before many others are.
+
+        Or before those that were given ahead: they have passed over it, since it was there.
+        """
+        if not self._is_followed:
+            return False
+        position, soon = len(self._uses), self._soon[self._mode]
+        if position not in soon:
+            soon[position] = self._used_from(position)
+        return ds_id in soon[position]
+
+    def _used_from(self, position: int) -> frozenset[int]:
+        numel, found = 0, set()
+        for index in range(position, len(self._expected)):
+            if numel >= self._reuse_numel_max and index >= self._next_ahead:
+                break
+            for param in self._expected[index].params:
+                numel += param.ds_numel
+                found.add(param.ds_id)
+        return frozenset(found)

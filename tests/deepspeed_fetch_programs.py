@@ -1,0 +1,320 @@
+"""The program (see deepspeed_run) of Stepwell's hooks that fetch offloaded weights on one rank.
+
+Each model trains with them and with DeepSpeed's.
+"""
+
+import torch
+from deepspeed_engines import initialize, vectors
+from deepspeed_offload_param_programs import Adapted, offloaded, weights
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+# Few elements, so that weights leave and come again within a pass.
+TIGHT = {
+    "stage3_prefetch_bucket_size": 600,
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 3000,
+}
+STEPS = 5
+
+
+class Model(torch.nn.Module):
+    """Three layers of 32 channels."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Tied(Model):
+    """The last layer has the weight of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[2].weight = self.layers[0].weight
+
+
+class Twice(Model):
+    """A layer is called twice; between the calls is another."""
+
+    def forward(self, x):
+        first, second, third = self.layers
+        return third(torch.tanh(first(torch.tanh(second(first(x))))))
+
+
+class Checkpointed(Model):
+    """Activations are computed again in the backward."""
+
+    def forward(self, x):
+        x.requires_grad_()
+        for first, second in ((self.layers[0], self.layers[1]), (self.layers[2], self.layers[1])):
+            x = checkpoint(
+                lambda x, first, second: torch.tanh(second(torch.tanh(first(x)))),
+                x,
+                first,
+                second,
+                use_reentrant=False,
+            )
+        return x
+
+
+class Reentrant(Model):
+    """In the older way, in which inputs of each part are leaves."""
+
+    def forward(self, x):
+        x.requires_grad_()
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return x
+
+
+class AdaptedAgain(Adapted):
+    """Frozen weights, and activations that are computed again."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=False)
+
+
+class Reaching(Model):
+    """Uses a weight of a layer that it does not call, and one that a layer returns."""
+
+    class Giver(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.ones(32))
+
+        def forward(self, x):
+            return x * 2, self.bias
+
+    def __init__(self):
+        super().__init__()
+        self.giver = self.Giver()
+
+    def forward(self, x):
+        x, bias = self.giver(self.layers[0](x))
+        return self.layers[2](functional.linear(x, self.layers[1].weight) + bias)
+
+
+class InPlace(Model):
+    """Writes outputs in place, of which one is a view."""
+
+    class Shaped(torch.nn.Linear):
+        def forward(self, x):
+            return functional.linear(x, self.weight, self.bias).clone().view(-1, 4, 8)
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = self.Shaped(32, 32)
+
+    def forward(self, x):
+        x = self.layers[0](x).clone().relu_()
+        x = self.layers[1](x)
+        x.add_(1.0)
+        return self.layers[2](x.view(-1, 32))
+
+
+class Named(Model):
+    """A module within returns a dict, and one gets its input by name."""
+
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(32, 32)
+            self.scale = torch.nn.Parameter(torch.ones(32))
+
+        def forward(self, x):
+            return {"x": self.linear(input=x) * self.scale, "n": 3}
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        return super().forward(self.inner(x)["x"])
+
+
+class Wandering(Model):
+    """Calls its layers in another order each time."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        for index in range(self.calls % 3, self.calls % 3 + 2):
+            x = torch.tanh(self.layers[index % 3](x))
+        return x + sum(layer.bias.sum() * 0 for layer in self.layers)
+
+
+class Leafy(Model):
+    """Its inner module is fetched as a whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
+        self.layers[1]._z3_leaf = True
+
+
+MODELS = (
+    Model,
+    Tied,
+    Twice,
+    Checkpointed,
+    Reentrant,
+    Adapted,
+    AdaptedAgain,
+    Reaching,
+    InPlace,
+    Named,
+    Wandering,
+    Leafy,
+)
+
+
+def loss_of(engine, x):
+    return engine(x.to(torch.bfloat16)).float().square().mean()
+
+
+def trained(model, config, steps=STEPS, between=None):
+    """Losses, weights, and the most elements that were on the device at once."""
+    torch.manual_seed(0)
+    engine = initialize(model(), config)
+    losses, most = [], 0
+    params = list(engine.module.parameters())
+
+    def count(*_):
+        nonlocal most
+        live = sum(param.numel() for param in params if param.ds_status.name == "AVAILABLE")
+        most = max(most, live)
+
+    for module in engine.module.modules():
+        module.register_forward_pre_hook(count)
+    for step, batch in enumerate(vectors(steps)):
+        loss = loss_of(engine, batch)
+        if between is not None:
+            between(engine, step)
+        engine.backward(loss)
+        count()
+        engine.step()
+        losses.append(float(loss))
+    result = {"losses": losses, "weights": weights(engine), "most": most}
+    engine.destroy()
+    return result
+
+
+def both(model, *, steps=STEPS, between=None, **options):
+    """With Stepwell's hooks and with DeepSpeed's."""
+    return [
+        trained(
+            model, offloaded(stepwell={"fetch": fetch}, **options), steps=steps, between=between
+        )
+        for fetch in ("stepwell", "deepspeed")
+    ]
+
+
+def evaluate(engine, step):
+    """A forward without gradients between a forward and its backward."""
+    if step in (1, 2):
+        engine.eval()
+        with torch.no_grad():
+            loss_of(engine, torch.ones(2, 32))
+        engine.train()
+
+
+def write(engine, step):
+    """Writes weights between a forward and its backward, as a program that syncs them does."""
+    import deepspeed
+
+    if step == 3:
+        params = list(engine.module.parameters())
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+            for param in params:
+                param.data.mul_(1.5)
+
+
+def unhook(engine, step):
+    """Removes the hooks for a while, as programs that generate do."""
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+    if step == 1:
+        with unwrap_model_for_generation(engine), torch.no_grad():
+            assert engine.module(torch.ones(2, 32, dtype=torch.bfloat16)).shape == (2, 32)
+
+
+def failing(fetch):
+    """A forward that raises in the middle, and the steps after it."""
+    engine = initialize(Model(), offloaded(stepwell={"fetch": fetch}))
+    losses = []
+    for step, batch in enumerate(vectors(STEPS)):
+        if step == 2:
+            handle = engine.module.layers[1].register_forward_hook(lambda *_: 1 / 0)
+            try:
+                loss_of(engine, batch)
+            except ZeroDivisionError:
+                handle.remove()
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    found = {"losses": losses, "weights": weights(engine)}
+    engine.destroy()
+    return found
+
+
+def counted():
+    """What the fetcher has on the device after a step, and how DeepSpeed's stack stands."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    engine = initialize(AdaptedAgain(), offloaded(zero=TIGHT))
+    depth = len(parameter_offload.FWD_MODULE_STACK)
+    for batch in vectors(STEPS):
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+    fetcher = engine.optimizer._get_param_coordinator()
+    loss_of(engine, batch)
+    engine.optimizer._partition_all_parameters()
+    found = {
+        "live": fetcher._live_numel,
+        "ahead": fetcher._ahead_numel,
+        "depth": len(parameter_offload.FWD_MODULE_STACK) - depth,
+        "class": type(fetcher).__name__,
+        "plan": engine.stepwell_plan.fetch,
+    }
+    engine.destroy()
+    return found
+
+
+def copy_as_a_device_does():
+    """On a CPU weights are the partitions themselves; here they are copies, as on a GPU."""
+    from stepwell.deepspeed.zero.weight_lane import HostWeightLane
+
+    copy = HostWeightLane.copy
+
+    def copying(self, params):
+        weights, arrival = copy(self, params)
+        return [weight.clone() for weight in weights], arrival
+
+    HostWeightLane.copy = copying
+
+
+def program_fetch(result):
+    """All that one rank does."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    copy_as_a_device_does()
+    for model in MODELS:
+        result[model.__name__] = both(model)
+        result[f"{model.__name__}, tight"] = both(model, zero=TIGHT)
+    result["persistent"] = both(Model, persistent=100)
+    result["accumulated"] = both(Tied, gradient_accumulation_steps=2)
+    result["evaluated"] = both(Tied, between=evaluate, zero=TIGHT)
+    result["written"] = both(Model, between=write)
+    result["unhooked"] = both(Model, between=unhook)
+    result["failing"] = [failing(fetch) for fetch in ("stepwell", "deepspeed")]
+    result["counted"] = counted()
