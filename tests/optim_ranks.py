@@ -15,6 +15,8 @@ import torch.multiprocessing as mp
 # For a function on all ranks. A collective that a rank does not join fails earlier, by itself.
 RANK_SECONDS_MAX = 40
 COLLECTIVE_SECONDS_MAX = 30
+# Until all ranks have imported torch and found one another.
+START_SECONDS_MAX = 120
 
 
 def _serve(rank, world_size, store, tasks, results):
@@ -25,6 +27,7 @@ def _serve(rank, world_size, store, tasks, results):
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_SECONDS_MAX),
     )
+    results.put((rank, None, "started"))
     while (task := tasks.get()) is not None:
         function, arguments = task
         faulthandler.dump_traceback_later(RANK_SECONDS_MAX * 0.9)
@@ -58,6 +61,12 @@ class Ranks:
         ]
         for process in self.processes:
             process.start()
+        try:
+            for _ in self.processes:
+                self.results.get(timeout=START_SECONDS_MAX)
+        except queue.Empty:
+            self.stop()
+            raise AssertionError("the ranks have not started") from None
 
     def run(self, function, *arguments):
         """What `function` returns on each rank; raises what it raised on any."""
