@@ -17,24 +17,16 @@
 //!
 //! MB are 10^6 bytes, with trailers and padding. A row ends when all that was begun has ended.
 
-use std::{
-    collections::VecDeque,
-    error::Error,
-    io::Write,
-    path::PathBuf,
-    time::{Duration, Instant},
-};
+use std::{error::Error, io::Write, path::PathBuf, sync::atomic::AtomicBool, time::Instant};
 
 use stepwell::{
-    Result,
     host::pool::{Pool, PoolConfig},
     tier::volume::{
-        Durability, EngineKind, Location, Options, RecordBuffer, Shape, Ticket, Volume, unique_name,
+        Durability, EngineKind, Location, Options, Shape, Volume,
+        passes::{Passes, Pattern},
+        unique_name,
     },
 };
-
-/// After which a drive has failed.
-const TIMEOUT: Duration = Duration::from_secs(60);
 
 struct Arguments {
     folders: Vec<PathBuf>,
@@ -104,79 +96,6 @@ impl Arguments {
     }
 }
 
-fn finish(ticket: &mut Ticket) -> Result<RecordBuffer> {
-    let buffer = ticket.wait(TIMEOUT)?;
-    buffer.ok_or_else(|| stepwell::Error::value(format!("no answer for {TIMEOUT:?}")))
-}
-
-/// What is in flight.
-struct Run<'a> {
-    volume: &'a Volume,
-    tickets: VecDeque<(usize, Ticket)>,
-    step: u64,
-}
-
-impl Run<'_> {
-    /// A buffer that is free, or that of what was begun first.
-    fn buffer(&mut self) -> Result<RecordBuffer> {
-        if let Some(buffer) = self.volume.buffer(Duration::ZERO) {
-            return Ok(buffer);
-        }
-        match self.tickets.pop_front() {
-            Some((_, mut ticket)) => finish(&mut ticket),
-            None => Err(stepwell::Error::value("no buffer is free, and nothing is in flight")),
-        }
-    }
-
-    fn drain(&mut self) -> Result<()> {
-        self.tickets.drain(..).try_for_each(|(_, mut ticket)| finish(&mut ticket).map(drop))
-    }
-
-    fn commit(&mut self) -> Result<()> {
-        self.drain()?;
-        self.volume.commit(self.step)?;
-        self.step += 1;
-        Ok(())
-    }
-
-    fn write(&mut self) -> Result<()> {
-        for record in 0..self.volume.num_records() {
-            let buffer = self.buffer()?;
-            let ticket = self.volume.write(record, self.step, buffer)?;
-            self.tickets.push_back((record, ticket));
-        }
-        self.commit()
-    }
-
-    fn read(&mut self) -> Result<()> {
-        for record in 0..self.volume.num_records() {
-            let buffer = self.buffer()?;
-            self.tickets.push_back((record, self.volume.read(record, buffer)?));
-        }
-        self.drain()
-    }
-
-    /// Reads run ahead by half of the buffers; writes have the other half.
-    fn swap(&mut self, buffers: usize) -> Result<()> {
-        let ahead = (buffers / 2).max(1);
-        let mut reads: VecDeque<(usize, Ticket)> = VecDeque::new();
-        for record in 0..self.volume.num_records() + ahead {
-            if record < self.volume.num_records() {
-                let buffer = self.buffer()?;
-                reads.push_back((record, self.volume.read(record, buffer)?));
-            }
-            if record >= ahead
-                && let Some((record, mut ticket)) = reads.pop_front()
-            {
-                let buffer = finish(&mut ticket)?;
-                let ticket = self.volume.write(record, self.step, buffer)?;
-                self.tickets.push_back((record, ticket));
-            }
-        }
-        self.commit()
-    }
-}
-
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let mut arguments = Arguments::parse(std::env::args().skip(1))?;
     let temporary = tempfile::tempdir()?;
@@ -216,26 +135,23 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         volume.has_rings(),
         volume.is_direct()
     )?;
-    let mut run = Run { volume: &volume, tickets: VecDeque::new(), step: 1 };
-    // Once: the first write of a block is slower.
-    run.write()?;
-    for row in ["write", "read", "swap"] {
-        let (read, written) = volume.bytes_moved();
+    let goes_on = AtomicBool::new(false);
+    let mut run = Passes::new(volume, arguments.buffers, options.io_timeout, &goes_on)?;
+    for (row, pattern) in
+        [("write", Pattern::Write), ("read", Pattern::Read), ("swap", Pattern::Swap)]
+    {
+        let (read, written) = run.volume().bytes_moved();
         let mut passes = 0;
         let begin = Instant::now();
         loop {
-            match row {
-                "write" => run.write()?,
-                "read" => run.read()?,
-                _ => run.swap(arguments.buffers)?,
-            }
+            run.pass(pattern, &goes_on)?;
             passes += 1;
             if begin.elapsed().as_secs_f64() >= arguments.seconds {
                 break;
             }
         }
         let seconds = begin.elapsed().as_secs_f64();
-        let after = volume.bytes_moved();
+        let after = run.volume().bytes_moved();
         let rate = |nbytes: u64| nbytes as f64 / 1e6 / seconds;
         writeln!(
             out,
@@ -244,6 +160,5 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
             rate(after.1 - written)
         )?;
     }
-    volume.close()?;
     Ok(())
 }

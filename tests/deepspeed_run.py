@@ -38,6 +38,7 @@ MODULES = (
     "deepspeed_world_programs",
     "deepspeed_zenflow_programs",
     "deepspeed_nvme_programs",
+    "deepspeed_async_io_programs",
 )
 
 

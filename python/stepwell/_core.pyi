@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "AddressSpace", "Buffer", "GradStats", "Hyper", "MemberFile", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "AddressSpace", "Buffer", "Files", "GradStats", "Hyper", "MemberFile", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -125,6 +125,73 @@ class Buffer:
     def nbytes(self, /) -> int:
         """
         Bytes asked for.
+        """
+
+@final
+class Files:
+    """
+    Reads and writes of memory from and to files, several in flight. Any offset, size and address.
+
+    Args:
+        block_bytes: what one call moves at most.
+        queue_depth: calls in flight at most.
+        io_engine: "auto", "io_uring" or "positional".
+        io_timeout: seconds after which drives that have ended nothing count as gone.
+
+    Raises:
+        ValueError: for arguments that cannot work.
+        OSError: where io_uring is asked for and not there.
+    """
+    def __new__(cls, /, *, block_bytes: int = ..., queue_depth: int = 32, io_engine: str = "auto", io_timeout: float = 60.0) -> Files: ...
+    @property
+    def has_rings(self, /) -> bool:
+        """
+        Whether io_uring moves the bytes.
+        """
+    @property
+    def num_pending(self, /) -> int:
+        """
+        How many reads and writes `wait` would wait for.
+        """
+    def read(self, /, path: str | PathLike[str], *, offset: int, address: int, nbytes: int, owner: Any) -> None:
+        """
+        Begins to read `nbytes` from `offset` of a file on.
+
+        Args:
+            path: of the file.
+            offset: in bytes.
+            address: of the memory; its bytes are nobody else's until `wait` has returned.
+            nbytes: how many.
+            owner: what keeps the memory alive; kept until the read is over.
+
+        Raises:
+            OSError: where the file cannot be opened.
+        """
+    def wait(self, /) -> int:
+        """
+        Waits until all that was begun is over. Interrupted by a signal it goes on where it was when
+        it is called again.
+
+        Returns:
+            how many reads and writes that were.
+
+        Raises:
+            OSError: where one has failed: the first of them. All are over, and forgotten. Where
+                drives do not answer, they are not over.
+        """
+    def write(self, /, place: int | str | PathLike[str], *, offset: int, address: int, nbytes: int, owner: Any) -> None:
+        """
+        Begins to write `nbytes` to `offset` of a file on, which is made if it is not there.
+
+        Args:
+            place: the path of the file, or a descriptor, which stays the caller's.
+            offset: in bytes.
+            address: of the memory, which is not written to until `wait` has returned.
+            nbytes: how many.
+            owner: what keeps the memory alive; kept until the write is over.
+
+        Raises:
+            OSError: where the file cannot be opened.
         """
 
 @final
@@ -674,6 +741,57 @@ class TensorView:
     def numel(self, /) -> int:
         """
         Number of elements.
+        """
+
+@final
+class VolumePasses:
+    """
+    A volume of records of one size, to measure what it moves. Its files are removed with it.
+
+    Args:
+        folders: one for each member.
+        record_nbytes: bytes of a record.
+        num_records: how many.
+        num_buffers: records in flight.
+        weights: the bandwidth of each member; empty: all are alike.
+        stripe_bytes: the most bytes of a record that lie together on one member.
+        durability: "commit" or "none".
+        io_engine: "auto", "io_uring" or "positional".
+        queue_depth: operations that each drive is given at once.
+        io_timeout: seconds that a drive may take to answer.
+
+    Raises:
+        ValueError: for arguments that cannot work.
+        OSError: where a drive is full or fails.
+    """
+    def __new__(cls, /, folders: Sequence[str | PathLike[str]], *, record_nbytes: int, num_records: int, num_buffers: int, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "none", io_engine: str = "auto", queue_depth: int = 32, io_timeout: float = 60.0) -> VolumePasses: ...
+    def close(self, /) -> None:
+        """
+        Removes the files.
+        """
+    @property
+    def has_rings(self, /) -> bool | None:
+        """
+        Whether io_uring moves the bytes; None after `close`.
+        """
+    @property
+    def is_direct(self, /) -> bool | None:
+        """
+        Whether the page cache is bypassed on every member; None after `close`.
+        """
+    def run(self, /, pattern: str) -> tuple[int, int]:
+        """
+        One pass over all records.
+
+        Args:
+            pattern: "write", "read" or "swap", which reads and writes each record.
+
+        Returns:
+            the bytes that were read, and written.
+
+        Raises:
+            ValueError: for another pattern, or after `close`.
+            OSError: where a drive fails.
         """
 
 def adam_rollback(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyper, pool: Pool | None = None) -> None:

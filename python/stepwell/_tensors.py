@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from bisect import bisect_left
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -58,7 +58,16 @@ def ordinary_tensors(method: Callable[_P, _R]) -> Callable[_P, _R]:
     return run
 
 
-def tensor_on(buffer: _core.Buffer | _core.AddressSpace) -> torch.Tensor:
+class _Memory(Protocol):
+    """Bytes at an address, for as long as this object lives."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+def tensor_on(buffer: _Memory) -> torch.Tensor:
     """The bytes of `buffer`, which lives as long as the tensor or a view of it."""
     memory = (ctypes.c_uint8 * buffer.nbytes).from_address(buffer.address)
     memory.owner = buffer  # type: ignore[attr-defined]  # torch's storage holds `memory`

@@ -2,11 +2,14 @@
 
 mod adam;
 mod errors;
+mod files;
 mod host;
+mod interrupt;
 mod offload;
 mod select;
 mod swap;
 mod tensor;
+mod volume_passes;
 
 use pyo3::prelude::*;
 
@@ -18,6 +21,8 @@ mod _core {
         PyAdamTensor, PyGradStats, PyHyper, PyStatePart, adam_rollback, adam_step, grad_stats,
         master_parts, moments_codecs, moments_parts, read_state, take_fingerprints, write_state,
     };
+    #[pymodule_export]
+    use super::files::PyFiles;
     #[pymodule_export]
     use super::host::{
         PyAddressSpace, PyBuffer, PyPool, build_info, connect, free_memory_bytes, num_chunks,
@@ -36,6 +41,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::tensor::PyTensorView;
+    #[pymodule_export]
+    use super::volume_passes::PyVolumePasses;
 
     /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
     #[pymodule_export]

@@ -2,16 +2,15 @@
 
 use std::{
     path::PathBuf,
-    sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
 use pyo3::prelude::*;
 
-use super::{adam::PyAdamTensor, host::PyAddressSpace, tensor::PyTensorView};
+use super::{
+    adam::PyAdamTensor, host::PyAddressSpace, interrupt::interruptible, tensor::PyTensorView,
+};
 use crate::{
     error::{Error, Result},
     host::pool::Pool,
@@ -68,7 +67,7 @@ impl PySwap {
     }
 }
 
-fn durability_named(name: &str) -> Result<Durability> {
+pub(super) fn durability_named(name: &str) -> Result<Durability> {
     match name {
         "commit" => Ok(Durability::Commit),
         "none" => Ok(Durability::None),
@@ -76,7 +75,7 @@ fn durability_named(name: &str) -> Result<Durability> {
     }
 }
 
-fn engine_named(name: &str) -> Result<EngineKind> {
+pub(super) fn engine_named(name: &str) -> Result<EngineKind> {
     match name {
         "auto" => Ok(EngineKind::Auto),
         "io_uring" => Ok(EngineKind::IoUring),
@@ -87,7 +86,7 @@ fn engine_named(name: &str) -> Result<EngineKind> {
     }
 }
 
-fn seconds(name: &str, seconds: f64) -> Result<Duration> {
+pub(super) fn seconds(name: &str, seconds: f64) -> Result<Duration> {
     Duration::try_from_secs_f64(seconds)
         .map_err(|_| Error::value(format!("{name} is `{seconds}`, expected seconds from 0 on")))
 }
@@ -229,24 +228,10 @@ impl PySwap {
     ///     OSError: where a drive fails.
     fn read(&self, py: Python<'_>, tensor: usize, to: &PyAdamTensor) -> PyResult<()> {
         let (swap, to) = (self.swap()?, to.0);
-        let is_interrupted = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            // SAFETY: the caller vouches for the memory during this call (see TensorView), and the
-            // thread ends within it.
-            let reading = scope.spawn(|| unsafe { swap.read(tensor, &to, &is_interrupted) });
-            while !reading.is_finished() {
-                py.detach(|| std::thread::park_timeout(LOOK_INTERVAL));
-                if let Err(signal) = py.check_signals() {
-                    is_interrupted.store(true, Ordering::Relaxed);
-                    let _ = py.detach(|| reading.join());
-                    return Err(signal);
-                }
-            }
-            match reading.join() {
-                Ok(read) => Ok(read.map(|_| ())?),
-                Err(_) => Err(Error::value("the thread that reads a volume has panicked").into()),
-            }
-        })
+        // SAFETY: the caller vouches for the memory during this call (see TensorView), within which
+        // the reading ends.
+        interruptible(py, |is_interrupted| unsafe { swap.read(tensor, &to, is_interrupted) })
+            .map(|_| ())
     }
 
     /// Copies the weights of a parameter's last committed step to memory, where it was stepped.
@@ -274,9 +259,6 @@ impl PySwap {
         });
     }
 }
-
-/// How often a read looks for signals.
-const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 
 fn is_locked(error: &std::io::Error) -> bool {
     error.kind() == std::io::ErrorKind::WouldBlock

@@ -1,10 +1,12 @@
 //! Tiers: where the state of chunks is between steps, and where a step of them is written.
 //!
 //! [`ram`] keeps it in the tensors themselves, [`swap`] in the records of a volume.
+//! Volumes, and files of tensors beside them, read and write through [`io`].
 //! Slots and their index ([`slots`], [`revocable`]) are for tiers that step out of place.
 
 use crate::{adam::tensor::AdamTensor, error::Result, state::chunk::Chunk, stream::view::Route};
 
+pub mod io;
 pub mod ram;
 pub mod revocable;
 pub mod slots;

@@ -12,7 +12,7 @@ use std::{
 };
 
 use rustix::io::Errno;
-use stepwell::tier::volume::disk::{Between, Disk};
+use stepwell::tier::io::disk::{Between, Disk};
 
 /// Which calls a fault is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -202,6 +202,12 @@ _PARTS = (
         otherwise="is DeepSpeed's own where models train on a GPU",
     ),
     _Part(
+        topic="files of tensors",
+        seams=("op async_io", "op pin_memory", "op utils"),
+        works="parameters on NVMe, FastFileWriter, ds_io: through Stepwell; nothing is compiled",
+        otherwise="is DeepSpeed's own async_io, and needs a C++ compiler and libaio",
+    ),
+    _Part(
         topic="ZenFlow",
         seams=("step of ZenFlowCPUAdam", "process of"),
         works="ZenFlow and SuperOffload step on Stepwell's kernels, in their own processes too",

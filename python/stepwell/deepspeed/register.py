@@ -16,9 +16,12 @@ from stepwell.deepspeed.after_import import after_import
 from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.native import (
     adam,
+    async_io,
+    byte_views,
     cpu_adam,
     cpu_vendor,
     fused_adam,
+    pin_memory,
     step_guard,
     zenflow,
 )
@@ -121,6 +124,12 @@ _FEATURES: dict[str, tuple[Place, ...]] = {
             accelerator="cpu",
         ),
     ),
+    # The first asks for memory of the second, and DeepSpeed loads that before it.
+    "files of tensors": (
+        NativeOp("op async_io", "async_io", async_io),
+        NativeOp("op pin_memory", "pin_memory", pin_memory.OP),
+        NativeOp("op utils", "utils", byte_views),
+    ),
     "ZenFlow": (
         Attribute(
             "step of ZenFlowCPUAdam",
@@ -215,6 +224,8 @@ def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
     SuperOffload, ZenFlow) runs on Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is
     known, and none of these paths compiles anything. ZeRO with CPU offload runs on the offload
     engine as a whole, unless the block `"stepwell"` of the JSON says otherwise (`options.Options`).
+    What DeepSpeed reads and writes through its op `async_io` (parameters on NVMe, FastFileWriter,
+    `ds_io`) goes through Stepwell's files, where every failure is an OSError.
 
     Where DeepSpeed is not imported yet, that is done at the end of its import, and costs nothing
     before. Engines and optimizers that exist already are left as they are. Calling it again only

@@ -27,11 +27,13 @@
 use std::io;
 
 use super::{
-    disk::{read_all, write_all},
     format::{Entry, Extents, Head, VolumeId, decode_entries, decode_head, encode_index},
     member::Member,
 };
-use crate::{Error, Result};
+use crate::{
+    Error, Result,
+    tier::io::disk::{read_all, write_all},
+};
 
 /// A volume's index while the volume is made or opened: room for one copy, page-aligned, and where
 /// the copies are.

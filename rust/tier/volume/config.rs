@@ -2,8 +2,10 @@
 
 use std::{fmt, path::PathBuf, time::Duration};
 
-use super::{disk::Between, engine::EngineKind};
-use crate::{Error, Result};
+use crate::{
+    Error, Result,
+    tier::io::{EngineKind, disk::Between},
+};
 
 /// What a step is after a crash.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

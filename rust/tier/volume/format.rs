@@ -24,7 +24,7 @@
 use std::ops::Range;
 
 use super::geometry::{MEMBERS_MAX, STRIPE_BYTES_MAX};
-use crate::{Error, Result};
+use crate::{Error, Result, tier::io::disk::BLOCK_BYTES};
 
 /// The version of all of this.
 pub(super) const VERSION: u32 = 1;
@@ -33,7 +33,7 @@ pub(super) const VERSION: u32 = 1;
 pub(super) const HEADER_SPACE_BYTES: usize = 64 << 10;
 
 /// The smallest block: pages of a drive, and of memory.
-pub(super) const BLOCK_BYTES_MIN: usize = 4096;
+pub(super) const BLOCK_BYTES_MIN: usize = BLOCK_BYTES;
 
 /// Bytes of a trailer.
 pub(super) const TRAILER_BYTES: usize = 64;

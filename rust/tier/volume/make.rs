@@ -14,8 +14,6 @@ use super::{
     bytes_of,
     commit::Image,
     config::random,
-    disk::{read_all, write_all},
-    engine::Engine,
     format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NoHeader},
     geometry::{Geometry, MEMBERS_MAX, STRIPE_BYTES_MAX},
     ledger::Ledger,
@@ -27,6 +25,11 @@ use crate::{
     host::{
         memory::{Buffer, BufferConfig},
         pool::Pool,
+    },
+    tier::io::{
+        EngineKind,
+        disk::{read_all, write_all},
+        engine::{Engine, QUEUE_DEPTH_MAX},
     },
 };
 
@@ -158,10 +161,13 @@ impl Volume {
         let buffers = Buffers::new(options.num_buffers, record_bytes.unwrap_or(1), pool)?;
         let engine = Engine::start(
             // Only calls can be stood between.
-            if options.between.is_some() { super::EngineKind::Positional } else { options.engine },
-            name,
-            members,
-            &buffers,
+            if options.between.is_some() { EngineKind::Positional } else { options.engine },
+            &format!("volume `{name}`"),
+            &members.iter().map(|member| Some(member.target())).collect::<Vec<_>>(),
+            &buffers
+                .all()
+                .map(|(begin, nbytes)| (begin.expose_provenance(), nbytes))
+                .collect::<Vec<_>>(),
             options.queue_depth,
             options.num_buffers * pieces.unwrap_or(0) + 1,
         )?;
@@ -181,9 +187,6 @@ impl Volume {
         })
     }
 }
-
-/// The most operations that a drive is given at once.
-const QUEUE_DEPTH_MAX: usize = 4096;
 
 impl About {
     fn new(name: &str, headers: &[Header], members: &[Member], geometry: Geometry) -> Self {

@@ -19,15 +19,19 @@ use std::{
 };
 
 use rustix::{
-    fs::{AtFlags, FlockOperation, IFlags, OFlags, StatxFlags},
+    fs::{FlockOperation, IFlags, OFlags},
     io::Errno,
 };
 
-use super::{
-    disk::{Between, Disk},
-    format::{BLOCK_BYTES_MIN, HEADER_SPACE_BYTES},
+use super::format::{BLOCK_BYTES_MIN, HEADER_SPACE_BYTES};
+use crate::{
+    Error, Result,
+    tier::io::{
+        direct::{self, Alignment},
+        disk::{Between, Disk},
+        engine::Target,
+    },
 };
-use crate::{Error, Result};
 
 /// Between two tries of a lock whose holder has ended.
 const LOCK_RETRY: Duration = Duration::from_millis(5);
@@ -186,6 +190,12 @@ impl Member {
         Ok(rustix::fs::flock(&*self.file, FlockOperation::NonBlockingLockExclusive)?)
     }
 
+    /// The file as an engine uses it.
+    pub(super) fn target(&self) -> Arc<Target> {
+        let (file, disk) = (Arc::clone(&self.file), Arc::clone(&self.disk));
+        Arc::new(Target { file, disk, unit_bytes: BLOCK_BYTES_MIN })
+    }
+
     /// Offsets and sizes have to be multiples of this.
     pub(super) fn block_bytes(&self) -> usize {
         self.direct_bytes.map_or(BLOCK_BYTES_MIN, |bytes| bytes.max(BLOCK_BYTES_MIN))
@@ -217,6 +227,23 @@ impl Member {
     pub(super) fn sync_folder(&self) -> io::Result<()> {
         let folder = self.path.parent().unwrap_or(Path::new("/"));
         File::open(folder)?.sync_all()
+    }
+
+    /// Whether the file still has a name: what a commit writes is found by it.
+    pub(super) fn check_name(&self, volume: &str, number: usize) -> Result<()> {
+        let named = || named(volume, number, &self.path);
+        match self.file.metadata() {
+            Ok(metadata) if metadata.nlink() > 0 => Ok(()),
+            Ok(_) => Err(Error::os(
+                format!(
+                    "{} was removed while it is used, so no step can be resumed from the volume; \
+                     hint: go on from a checkpoint, with a new volume",
+                    named()
+                ),
+                Errno::NOENT,
+            )),
+            Err(error) => Err(Error::os(format!("cannot look at {}", named()), error)),
+        }
     }
 
     /// Removes the file's name, where it is still this file's.
@@ -298,27 +325,13 @@ fn set_in_place(file: &File) {
 /// Lets the file's I/O bypass the page cache, and says what offsets have to be multiples of then.
 fn set_direct(file: &File) -> Option<usize> {
     let flags = rustix::fs::fcntl_getfl(file).ok()?;
-    let offset_bytes = asked_of_offsets(file)?;
+    let Alignment { memory_bytes, offset_bytes } = direct::alignment(file)?;
+    // Buffers are aligned to pages.
+    if offset_bytes > HEADER_SPACE_BYTES || memory_bytes > rustix::param::page_size() {
+        return None;
+    }
     rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT).ok()?;
     Some(offset_bytes)
-}
-
-/// What the kernel asks of offsets of direct I/O; nothing where there is none. A file system that
-/// does not say takes whole pages, as all that are known do.
-fn asked_of_offsets(file: &File) -> Option<usize> {
-    let Ok(found) = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) else {
-        return Some(BLOCK_BYTES_MIN);
-    };
-    if found.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
-        return Some(BLOCK_BYTES_MIN);
-    }
-    let [memory_bytes, offset_bytes] =
-        [found.stx_dio_mem_align, found.stx_dio_offset_align].map(|bytes| bytes as usize);
-    // Buffers are aligned to pages.
-    let is_usable = offset_bytes.is_power_of_two()
-        && offset_bytes <= HEADER_SPACE_BYTES
-        && memory_bytes <= rustix::param::page_size();
-    is_usable.then_some(offset_bytes)
 }
 
 #[cfg(test)]

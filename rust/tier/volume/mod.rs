@@ -44,17 +44,15 @@
 mod buffers;
 mod commit;
 mod config;
-pub mod disk;
-mod engine;
 mod format;
 pub mod found;
 pub mod geometry;
 mod ledger;
 mod make;
 mod member;
+pub mod passes;
 mod request;
 mod ticket;
-mod uring;
 
 use std::{
     collections::VecDeque,
@@ -73,21 +71,24 @@ use rustix::io::Errno;
 
 use self::{
     buffers::Buffers,
-    engine::{Engine, Kind, Operation},
     format::{Entry, Head},
     geometry::STRIPE_BYTES_MAX,
     ledger::Ledger,
     member::Member,
-    request::{Purpose, Request, lock},
+    request::{Purpose, Request},
     ticket::About,
 };
 pub use self::{
     buffers::RecordBuffer,
     config::{Durability, Location, Options, Shape, unique_name},
-    engine::EngineKind,
     ticket::Ticket,
 };
-use crate::{Error, Result, host::memory::Buffer};
+pub use crate::tier::io::EngineKind;
+use crate::{
+    Error, Result,
+    host::memory::Buffer,
+    tier::io::engine::{Engine, Kind, Operation, lock},
+};
 
 /// See the [module](self).
 pub struct Volume {
@@ -241,7 +242,8 @@ impl Volume {
     /// # Errors
     /// [`Error::Value`] where writes are in flight or have failed, or are of another step: nothing
     /// has changed then. [`Error::Os`] where a drive failed: it is not known which step is durable,
-    /// and the volume is not used any more. The one that is, is whole.
+    /// and the volume is not used any more. The one that is, is whole. Also where a member's file
+    /// was removed meanwhile: nobody would find that step again.
     pub fn commit(&self, step: u64) -> Result<()> {
         self.check_process()?;
         let head = lock(&self.ledger).begin_commit(step)?;
@@ -255,6 +257,9 @@ impl Volume {
 
     /// The order of `commit.rs`, line by line.
     fn make_durable(&self, head: Head) -> Result<Head> {
+        for (number, member) in self.members.iter().enumerate() {
+            member.check_name(&self.about.name, number)?;
+        }
         self.sync(0..self.members.len(), head)?;
         let (memory, nbytes) = {
             let mut image = lock(&self.image);
@@ -276,8 +281,9 @@ impl Volume {
                     memory: unsafe { memory.add(done) },
                     nbytes: STRIPE_BYTES_MAX.min(nbytes - done),
                     buffer: None,
-                    member: member as u16,
-                    request: Arc::clone(&request),
+                    queue: member as u16,
+                    target: None,
+                    request: Arc::clone(&request) as _,
                 });
             }
             self.end_of(&request, "write the index of", head)?;
@@ -296,8 +302,9 @@ impl Volume {
                 memory: std::ptr::null_mut(),
                 nbytes: 0,
                 buffer: None,
-                member: member as u16,
-                request: Arc::clone(&request),
+                queue: member as u16,
+                target: None,
+                request: Arc::clone(&request) as _,
             });
         }
         self.end_of(&request, "sync", head)
@@ -453,8 +460,9 @@ impl Volume {
                 memory: unsafe { begin.add(done) },
                 nbytes: piece.nbytes as usize,
                 buffer: Some(index),
-                member: piece.member,
-                request: Arc::clone(&request),
+                queue: piece.member,
+                target: None,
+                request: Arc::clone(&request) as _,
             });
             done += piece.nbytes as usize;
         }

@@ -5,21 +5,16 @@
 //! - REQ-2 A request has one outcome: that of its first operation that failed, or success.
 
 use std::{
-    fmt, io,
+    fmt,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
 use super::{buffers::RecordBuffer, format::Entry, ledger::Ledger};
-use crate::host::memory::Buffer;
-
-/// What failed, and where.
-#[derive(Debug)]
-pub(super) struct Failure {
-    pub(super) member: usize,
-    pub(super) offset: u64,
-    pub(super) error: io::Error,
-}
+use crate::{
+    host::memory::Buffer,
+    tier::io::engine::{Failure, Outcome, lock},
+};
 
 /// What a request is for.
 pub(super) enum Purpose {
@@ -60,10 +55,6 @@ impl fmt::Debug for Request {
     }
 }
 
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Request {
     /// Of so many operations.
     pub(super) fn new(
@@ -80,8 +71,26 @@ impl Request {
         lock(&self.state)
     }
 
-    /// One of its operations has ended. The last one tells the ledger, then the waiters.
-    pub(super) fn end_operation(&self, failure: Option<Failure>) {
+    pub(super) fn is_over(&self) -> bool {
+        self.state().remaining == 0
+    }
+
+    /// Its outcome once it is over, and nothing after `timeout`. Asked once.
+    pub(super) fn wait(&self, timeout: Duration) -> Option<Result<Option<RecordBuffer>, Failure>> {
+        let (mut state, _) = self
+            .ended
+            .wait_timeout_while(self.state(), timeout, |state| state.remaining > 0)
+            .unwrap_or_else(PoisonError::into_inner);
+        (state.remaining == 0).then(|| match state.failure.take() {
+            Some(failure) => Err(failure),
+            None => Ok(state.buffer.take()),
+        })
+    }
+}
+
+impl Outcome for Request {
+    /// The last one tells the ledger, then the waiters.
+    fn end_operation(&self, failure: Option<Failure>) {
         let mut state = self.state();
         if let Some(failure) = failure {
             state.failure.get_or_insert(failure);
@@ -105,26 +114,8 @@ impl Request {
         }
     }
 
-    /// One of its operations never ends, because what would end it is gone. The buffer is nobody's
-    /// from now on: a drive may still write to it.
-    pub(super) fn abandon(&self, failure: Failure) {
+    fn abandon(&self, failure: Failure) {
         std::mem::forget(self.state().buffer.take());
         self.end_operation(Some(failure));
-    }
-
-    pub(super) fn is_over(&self) -> bool {
-        self.state().remaining == 0
-    }
-
-    /// Its outcome once it is over, and nothing after `timeout`. Asked once.
-    pub(super) fn wait(&self, timeout: Duration) -> Option<Result<Option<RecordBuffer>, Failure>> {
-        let (mut state, _) = self
-            .ended
-            .wait_timeout_while(self.state(), timeout, |state| state.remaining > 0)
-            .unwrap_or_else(PoisonError::into_inner);
-        (state.remaining == 0).then(|| match state.failure.take() {
-            Some(failure) => Err(failure),
-            None => Ok(state.buffer.take()),
-        })
     }
 }

@@ -8,9 +8,9 @@ use super::{
     buffers::RecordBuffer,
     format::{self, Entry, Extents, VolumeId},
     geometry::Geometry,
-    request::{Failure, Purpose, Request},
+    request::{Purpose, Request},
 };
-use crate::{Error, Result};
+use crate::{Error, Result, tier::io::engine::Failure};
 
 /// What errors say of a volume.
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl About {
     }
 
     pub(super) fn failed(&self, what: &str, step: Option<u64>, failure: Failure) -> Error {
-        let Failure { member, offset, error } = failure;
+        let Failure { queue: member, offset, error } = failure;
         let step = step.map_or("none".to_owned(), |step| step.to_string());
         Error::os(
             format!(

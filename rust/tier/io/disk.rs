@@ -1,4 +1,4 @@
-//! What a volume asks of the file of a member.
+//! What an engine asks of a file.
 
 use std::{fs::File, io, os::unix::fs::FileExt, sync::Arc};
 
@@ -8,8 +8,8 @@ use rustix::{
 };
 
 /// Positional I/O on one file, from several threads at once. Calls may do less than they are asked
-/// for; the volume goes on where they ended. Offsets, sizes and addresses are multiples of the
-/// volume's block.
+/// for; the caller goes on where they ended. On a volume offsets, sizes and addresses are multiples
+/// of its block.
 pub trait Disk: Send + Sync {
     /// Reads from here on. Zero bytes are the end of the file.
     ///
@@ -76,39 +76,44 @@ fn write_zeros(file: &File, nbytes: u64) -> io::Result<()> {
     Ok(rustix::fs::fcntl_setfl(file, flags)?)
 }
 
-/// What stands between a volume and the file of a member, such as one that injects faults. It is
-/// given the number of the member and its file.
+/// What stands between an engine and a file, such as one that injects faults. It is given the
+/// number of the member (0 where there are none) and its file.
 pub type Between = Arc<dyn Fn(usize, Arc<File>) -> Arc<dyn Disk> + Send + Sync>;
 
 /// Reads or writes all of it, in as many calls as it takes.
 ///
 /// # Errors
 /// The disk's, or `UnexpectedEof` or `WriteZero` where it does nothing.
-pub(super) fn read_all(disk: &dyn Disk, memory: &mut [u8], offset: u64) -> io::Result<()> {
+pub(in crate::tier) fn read_all(disk: &dyn Disk, memory: &mut [u8], offset: u64) -> io::Result<()> {
     let mut done = 0;
     while done < memory.len() {
-        done += progress(disk.read_at(&mut memory[done..], offset + done as u64), true)?;
+        done +=
+            progress(disk.read_at(&mut memory[done..], offset + done as u64), true, BLOCK_BYTES)?;
     }
     Ok(())
 }
 
 /// As [`read_all`].
-pub(super) fn write_all(disk: &dyn Disk, memory: &[u8], offset: u64) -> io::Result<()> {
+pub(in crate::tier) fn write_all(disk: &dyn Disk, memory: &[u8], offset: u64) -> io::Result<()> {
     let mut done = 0;
     while done < memory.len() {
-        done += progress(disk.write_at(&memory[done..], offset + done as u64), false)?;
+        done += progress(disk.write_at(&memory[done..], offset + done as u64), false, BLOCK_BYTES)?;
     }
     Ok(())
 }
 
-/// How far a call has come, which has returned this: where it has ended within a block, as far as
-/// the block's beginning. Nothing, and no error, where it is to be tried again.
+/// How far a call has come, which has returned this: where it has ended within a unit, as far as
+/// the unit's beginning. Nothing, and no error, where it is to be tried again.
 ///
 /// # Errors
-/// Its own, or `UnexpectedEof` or `WriteZero` where it has done less than a block.
-pub(super) fn progress(returned: io::Result<usize>, is_read: bool) -> io::Result<usize> {
+/// Its own, or `UnexpectedEof` or `WriteZero` where it has done less than a unit.
+pub(super) fn progress(
+    returned: io::Result<usize>,
+    is_read: bool,
+    unit_bytes: usize,
+) -> io::Result<usize> {
     match returned {
-        Ok(nbytes) if nbytes >= SECTOR_BYTES => Ok(nbytes / SECTOR_BYTES * SECTOR_BYTES),
+        Ok(nbytes) if nbytes >= unit_bytes => Ok(nbytes / unit_bytes * unit_bytes),
         Ok(_) if is_read => {
             Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file ends here, it is truncated"))
         }
@@ -122,8 +127,8 @@ fn is_transient(error: &io::Error) -> bool {
     matches!(error.raw_os_error().map(Errno::from_raw_os_error), Some(Errno::INTR | Errno::AGAIN))
 }
 
-/// What is gone on from is a multiple of this: that of a volume's block is one too.
-const SECTOR_BYTES: usize = super::format::BLOCK_BYTES_MIN;
+/// What drives and page caches read and write as a whole. A volume's block is a multiple of it.
+pub(in crate::tier) const BLOCK_BYTES: usize = 4096;
 
 #[cfg(test)]
 mod tests {
@@ -139,7 +144,7 @@ mod tests {
             *calls += 1;
             match *calls % 3 {
                 0 => Err(Errno::INTR.into()),
-                1 => Ok(nbytes.min(SECTOR_BYTES + 100)),
+                1 => Ok(nbytes.min(BLOCK_BYTES + 100)),
                 _ => Ok(nbytes),
             }
         }
@@ -173,13 +178,13 @@ mod tests {
 
     #[test]
     fn short_calls_are_gone_on_from_and_a_truncated_file_is_an_error() {
-        let disk = Slow(Mutex::new((vec![0; 20 * SECTOR_BYTES], 0)));
-        let written: Vec<u8> = (0..9 * SECTOR_BYTES).map(|i| (i / 7) as u8).collect();
-        write_all(&disk, &written, 3 * SECTOR_BYTES as u64).expect("written");
+        let disk = Slow(Mutex::new((vec![0; 20 * BLOCK_BYTES], 0)));
+        let written: Vec<u8> = (0..9 * BLOCK_BYTES).map(|i| (i / 7) as u8).collect();
+        write_all(&disk, &written, 3 * BLOCK_BYTES as u64).expect("written");
         let mut read = vec![0; written.len()];
-        read_all(&disk, &mut read, 3 * SECTOR_BYTES as u64).expect("read");
+        read_all(&disk, &mut read, 3 * BLOCK_BYTES as u64).expect("read");
         assert!(read == written);
-        let error = read_all(&disk, &mut read, 12 * SECTOR_BYTES as u64).expect_err("too short");
+        let error = read_all(&disk, &mut read, 12 * BLOCK_BYTES as u64).expect_err("too short");
         assert_eq!(error.kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -1,7 +1,8 @@
-//! Engines: what moves the bytes of a member, on threads of its own.
+//! Engines: what moves bytes between memory and files, on threads of its own.
 //!
-//! Each member has a queue of operations. Its threads take them: one with a ring
-//! ([`super::uring`]), or several that each make one positional call at a time.
+//! An engine has queues of operations, one for each drive. The threads of a queue take them: one
+//! with a ring ([`super::uring`]), or several that each make one positional call at a time. A queue
+//! may have a file of its own; an operation may bring another one.
 //!
 //! - ENG-1 Every operation ends once, with success or a failure that says where.
 //! - ENG-2 A call that does a part of an operation is followed by others for the rest.
@@ -10,10 +11,11 @@
 
 use std::{
     collections::VecDeque,
+    fs::File,
     io,
     os::fd::OwnedFd,
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
         mpsc::{Receiver, Sender, channel, sync_channel},
     },
 };
@@ -21,10 +23,7 @@ use std::{
 use rustix::{event::EventfdFlags, io::Errno};
 
 use super::{
-    buffers::Buffers,
     disk::{Disk, progress},
-    member::Member,
-    request::{Failure, Request, lock},
     uring::{self, Ring},
 };
 use crate::{Error, Result, host::memory::memlock_limit_bytes};
@@ -41,68 +40,122 @@ pub enum EngineKind {
     Positional,
 }
 
-/// The most threads per member that make positional calls.
+/// The most threads per queue that make positional calls.
 const POSITIONAL_THREADS_MAX: usize = 8;
+
+/// The most operations that a drive is given at once.
+pub(in crate::tier) const QUEUE_DEPTH_MAX: usize = 4096;
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(in crate::tier) enum Kind {
     Read,
     Write,
     /// Make durable what was written before.
     Sync,
 }
 
-/// One operation on one member.
-pub(super) struct Operation {
-    pub(super) kind: Kind,
-    /// In the member's file, of what is still to be done.
-    pub(super) offset: u64,
-    /// Of what is still to be done. The request owns the buffer that it lies in.
-    pub(super) memory: *mut u8,
-    pub(super) nbytes: usize,
-    /// The number of that buffer, if it is one of the volume's buffers.
-    pub(super) buffer: Option<u16>,
-    pub(super) member: u16,
-    pub(super) request: Arc<Request>,
+/// A file that operations are done on.
+pub(in crate::tier) struct Target {
+    /// What a ring uses.
+    pub(in crate::tier) file: Arc<File>,
+    /// What positional calls use: the file, or what stands between.
+    pub(in crate::tier) disk: Arc<dyn Disk>,
+    /// Where a call has done a part only, the rest begins at a multiple of this.
+    pub(in crate::tier) unit_bytes: usize,
 }
 
-// SAFETY: the memory lies in a buffer that the request owns until the operation has ended (REQ-1),
-// and operations of one request have disjoint parts of it. So it may be used from any one thread.
+/// What failed, and where.
+#[derive(Debug)]
+pub(in crate::tier) struct Failure {
+    /// The number of the queue.
+    pub(in crate::tier) queue: usize,
+    pub(in crate::tier) offset: u64,
+    pub(in crate::tier) error: io::Error,
+}
+
+/// What operations belong to. It keeps their memory until the last of them has ended, whatever
+/// becomes of who waits for them.
+pub(in crate::tier) trait Outcome: Send + Sync {
+    /// One of its operations has ended.
+    fn end_operation(&self, failure: Option<Failure>);
+
+    /// One of its operations never ends, because what would end it is gone. The memory is nobody's
+    /// from now on: a drive may still write to it.
+    fn abandon(&self, failure: Failure);
+}
+
+/// One operation on one file.
+pub(in crate::tier) struct Operation {
+    pub(in crate::tier) kind: Kind,
+    /// In the file, of what is still to be done.
+    pub(in crate::tier) offset: u64,
+    /// Of what is still to be done. The request keeps the memory that it lies in.
+    pub(in crate::tier) memory: *mut u8,
+    pub(in crate::tier) nbytes: usize,
+    /// The number of the registered buffer that the memory lies in, if it does.
+    pub(in crate::tier) buffer: Option<u16>,
+    /// The number of the queue.
+    pub(in crate::tier) queue: u16,
+    /// Another file than the queue's own. Closed before the operation has ended.
+    pub(in crate::tier) target: Option<Arc<Target>>,
+    pub(in crate::tier) request: Arc<dyn Outcome>,
+}
+
+// SAFETY: the memory is kept by the request until the operation has ended ([`Outcome`]), and
+// operations of one request have disjoint parts of it. So it may be used from any one thread.
 unsafe impl Send for Operation {}
 
+pub(in crate::tier) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Operation {
+    fn end(mut self, failure: Option<Failure>) {
+        drop(self.target.take());
+        self.request.end_operation(failure);
+    }
+
     /// So many bytes more are done. What is left is still to be done, if anything.
     fn advance(mut self, nbytes: usize) -> Option<Self> {
         let nbytes = nbytes.min(self.nbytes);
         self.nbytes -= nbytes;
         if self.nbytes == 0 {
-            self.request.end_operation(None);
+            self.end(None);
             return None;
         }
         self.offset += nbytes as u64;
-        // SAFETY: less than the bytes that there were, so still within the buffer.
+        // SAFETY: less than the bytes that there were, so still within the memory.
         self.memory = unsafe { self.memory.add(nbytes) };
         Some(self)
     }
 
     /// It has come this far. What is left is still to be done, if anything.
-    pub(super) fn returned(self, returned: io::Result<usize>) -> Option<Self> {
+    ///
+    /// `own` is the file of its queue.
+    pub(super) fn returned(
+        self,
+        returned: io::Result<usize>,
+        own: Option<&Target>,
+    ) -> Option<Self> {
         if self.kind == Kind::Sync {
-            self.request.end_operation(returned.err().map(|error| self.failure(error)));
+            let failure = returned.err().map(|error| self.failure(error));
+            self.end(failure);
             return None;
         }
-        match progress(returned, self.kind == Kind::Read) {
+        let unit_bytes = self.target.as_deref().or(own).map_or(1, |target| target.unit_bytes);
+        match progress(returned, self.kind == Kind::Read, unit_bytes) {
             Ok(nbytes) => self.advance(nbytes),
             Err(error) => {
-                self.request.end_operation(Some(self.failure(error)));
+                let failure = self.failure(error);
+                self.end(Some(failure));
                 None
             }
         }
     }
 
     pub(super) fn failure(&self, error: io::Error) -> Failure {
-        Failure { member: usize::from(self.member), offset: self.offset, error }
+        Failure { queue: usize::from(self.queue), offset: self.offset, error }
     }
 }
 
@@ -114,8 +167,8 @@ struct Waiting {
     is_parked: bool,
 }
 
-/// The operations of one member that no thread has taken yet.
-pub(super) struct Queue {
+/// The operations for one drive that no thread has taken yet.
+pub(in crate::tier) struct Queue {
     waiting: Mutex<Waiting>,
     pushed: Condvar,
     pub(super) event: OwnedFd,
@@ -132,7 +185,7 @@ impl Queue {
         }))
     }
 
-    pub(super) fn push(&self, operation: Operation) {
+    pub(in crate::tier) fn push(&self, operation: Operation) {
         self.change(|waiting| waiting.operations.push_back(operation));
     }
 
@@ -182,72 +235,74 @@ pub(super) struct Shortcomings {
     pub(super) buffers: Option<io::Error>,
 }
 
-/// The queues of all members and the threads that empty them.
-pub(super) struct Engine {
-    pub(super) queues: Vec<Arc<Queue>>,
+/// Queues and the threads that empty them.
+pub(in crate::tier) struct Engine {
+    pub(in crate::tier) queues: Vec<Arc<Queue>>,
     /// Is disconnected when all threads have ended. A mutex: a receiver alone is one thread's.
     ended: Mutex<Option<Receiver<()>>>,
-    pub(super) has_rings: bool,
+    pub(in crate::tier) has_rings: bool,
 }
 
 impl Engine {
-    /// Starts the threads. `operations_max` are in a queue at most, `depth` at a drive.
-    pub(super) fn start(
+    /// Starts the threads of one queue for each of `own`: the file of the queue, if it has one.
+    ///
+    /// `whose` is for people. `operations_max` are in a queue at most without growing it, `depth`
+    /// at a drive. `buffers` are the addresses and sizes of memory to register, which is mapped as
+    /// long as operations name it.
+    pub(in crate::tier) fn start(
         kind: EngineKind,
-        volume: &str,
-        members: &[Member],
-        buffers: &Arc<Buffers>,
+        whose: &str,
+        own: &[Option<Arc<Target>>],
+        buffers: &[(usize, usize)],
         depth: usize,
         operations_max: usize,
     ) -> Result<Self> {
-        let refused = |error: io::Error| {
-            Error::os(format!("cannot start the threads of volume `{volume}`"), error)
-        };
+        let refused =
+            |error: io::Error| Error::os(format!("cannot start the threads of {whose}"), error);
         if kind != EngineKind::Positional {
-            let mut engine = Self::new(members.len(), operations_max).map_err(refused)?;
-            match engine.start_rings(members, buffers, depth) {
+            let mut engine = Self::new(own.len(), operations_max).map_err(refused)?;
+            match engine.start_rings(own, buffers, depth) {
                 Ok(shortcomings) => {
-                    warn_of(volume, &shortcomings);
+                    warn_of(whose, &shortcomings);
                     return Ok(engine);
                 }
                 Err(error) if kind == EngineKind::IoUring => {
                     let hint = hint_of(&error);
                     return Err(Error::os(
-                        format!("cannot use io_uring for volume `{volume}`; hint: {hint}"),
+                        format!("cannot use io_uring for {whose}; hint: {hint}"),
                         error,
                     ));
                 }
                 // Rings that were made end with their queues.
-                Err(error) => warn_without_rings(volume, &error),
+                Err(error) => warn_without_rings(whose, &error),
             }
         }
-        let mut engine = Self::new(members.len(), operations_max).map_err(refused)?;
-        engine.start_positional(members, depth).map_err(refused)?;
+        let mut engine = Self::new(own.len(), operations_max).map_err(refused)?;
+        engine.start_positional(own, depth).map_err(refused)?;
         Ok(engine)
     }
 
-    fn new(num_members: usize, operations_max: usize) -> io::Result<Self> {
+    fn new(num_queues: usize, operations_max: usize) -> io::Result<Self> {
         let queues: io::Result<Vec<_>> =
-            (0..num_members).map(|_| Queue::new(operations_max)).collect();
+            (0..num_queues).map(|_| Queue::new(operations_max)).collect();
         Ok(Self { queues: queues?, ended: Mutex::new(None), has_rings: false })
     }
 
     fn start_rings(
         &mut self,
-        members: &[Member],
-        buffers: &Arc<Buffers>,
+        own: &[Option<Arc<Target>>],
+        buffers: &[(usize, usize)],
         depth: usize,
     ) -> io::Result<Shortcomings> {
         let mut shortcomings = Shortcomings { buffers: None };
         let (running, ended) = channel();
         *lock(&self.ended) = Some(ended);
-        for (number, (member, queue)) in members.iter().zip(&self.queues).enumerate() {
+        for (number, (own, queue)) in own.iter().zip(&self.queues).enumerate() {
             let (tell, told) = sync_channel(1);
-            let (queue, file) = (Arc::clone(queue), Arc::clone(&member.file));
-            let buffers = Arc::clone(buffers);
+            let (queue, own, buffers) = (Arc::clone(queue), own.clone(), buffers.to_vec());
             // The thread makes its ring: the kernel then lets no other one use it.
             spawn(number, running.clone(), move || {
-                match Ring::new(&queue, file, &buffers, depth) {
+                match Ring::new(&queue, own, &buffers, depth) {
                     Err(error) => {
                         let _ = tell.send(Err(error));
                     }
@@ -257,22 +312,22 @@ impl Engine {
                     }
                 }
             })?;
-            let of_member = told.recv().map_err(|_| io::Error::other("its thread has ended"))??;
-            shortcomings.buffers = shortcomings.buffers.or(of_member.buffers);
+            let of_queue = told.recv().map_err(|_| io::Error::other("its thread has ended"))??;
+            shortcomings.buffers = shortcomings.buffers.or(of_queue.buffers);
         }
         self.has_rings = true;
         Ok(shortcomings)
     }
 
-    fn start_positional(&mut self, members: &[Member], depth: usize) -> io::Result<()> {
+    fn start_positional(&mut self, own: &[Option<Arc<Target>>], depth: usize) -> io::Result<()> {
         let (running, ended) = channel();
         *lock(&self.ended) = Some(ended);
-        for (number, (member, queue)) in members.iter().zip(&self.queues).enumerate() {
+        for (number, (own, queue)) in own.iter().zip(&self.queues).enumerate() {
             for _ in 0..depth.min(POSITIONAL_THREADS_MAX) {
-                let (queue, disk) = (Arc::clone(queue), Arc::clone(&member.disk));
+                let (queue, own) = (Arc::clone(queue), own.clone());
                 spawn(number, running.clone(), move || {
                     while let Some(operation) = queue.wait() {
-                        run_positional(operation, &*disk);
+                        run_positional(operation, own.as_deref());
                     }
                 })?;
             }
@@ -282,13 +337,13 @@ impl Engine {
 
     /// Lets the threads end when all operations have. What it returns, once, is disconnected when
     /// they have. They own all that they use, so nothing has to wait for them.
-    pub(super) fn close(&mut self) -> Option<Receiver<()>> {
+    pub(in crate::tier) fn close(&mut self) -> Option<Receiver<()>> {
         self.queues.iter().for_each(|queue| queue.close());
         lock(&self.ended).take()
     }
 
     /// The threads are another process's.
-    pub(super) fn forget(&mut self) {
+    pub(in crate::tier) fn forget(&mut self) {
         std::mem::forget(std::mem::take(&mut self.queues));
     }
 }
@@ -299,38 +354,37 @@ impl Drop for Engine {
     }
 }
 
-fn spawn(
-    member: usize,
-    running: Sender<()>,
-    run: impl FnOnce() + Send + 'static,
-) -> io::Result<()> {
+fn spawn(queue: usize, running: Sender<()>, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let run = move || {
         run();
         drop(running);
     };
-    std::thread::Builder::new().name(format!("stepwell-vol-{member}")).spawn(run).map(|_| ())
+    std::thread::Builder::new().name(format!("stepwell-io-{queue}")).spawn(run).map(|_| ())
 }
 
 /// One operation, in as many calls as it takes.
-fn run_positional(operation: Operation, disk: &dyn Disk) {
+fn run_positional(operation: Operation, own: Option<&Target>) {
     let mut rest = Some(operation);
     while let Some(operation) = rest {
         let Operation { kind, offset, memory, nbytes, .. } = operation;
-        let returned = match kind {
-            Kind::Read => {
-                // SAFETY: the memory is this operation's alone until it has ended, `nbytes` of a
-                // buffer that is initialised.
-                let memory = unsafe { std::slice::from_raw_parts_mut(memory, nbytes) };
-                disk.read_at(memory, offset)
-            }
-            Kind::Write => {
-                // SAFETY: as above; nothing writes to it meanwhile.
-                let memory = unsafe { std::slice::from_raw_parts(memory, nbytes) };
-                disk.write_at(memory, offset)
-            }
-            Kind::Sync => disk.sync().map(|()| 0),
+        let returned = match operation.target.as_deref().or(own).map(|target| &*target.disk) {
+            None => Err(Errno::BADF.into()),
+            Some(disk) => match kind {
+                Kind::Read => {
+                    // SAFETY: the memory is this operation's alone until it has ended, `nbytes`
+                    // that are initialised.
+                    let memory = unsafe { std::slice::from_raw_parts_mut(memory, nbytes) };
+                    disk.read_at(memory, offset)
+                }
+                Kind::Write => {
+                    // SAFETY: as above; nothing writes to it meanwhile.
+                    let memory = unsafe { std::slice::from_raw_parts(memory, nbytes) };
+                    disk.write_at(memory, offset)
+                }
+                Kind::Sync => disk.sync().map(|()| 0),
+            },
         };
-        rest = operation.returned(returned);
+        rest = operation.returned(returned, own);
     }
 }
 
@@ -351,20 +405,20 @@ fn memlock_limit() -> String {
     memlock_limit_bytes().map_or("unlimited".to_owned(), |bytes| format!("{bytes} bytes"))
 }
 
-fn warn_without_rings(volume: &str, error: &io::Error) {
+fn warn_without_rings(whose: &str, error: &io::Error) {
     log::warn!(
         target: "stepwell",
-        "volume `{volume}`: the kernel does not offer io_uring ({error}); positional reads and \
-         writes on up to {POSITIONAL_THREADS_MAX} threads per member instead; hint: {}",
+        "{whose}: the kernel does not offer io_uring ({error}); positional reads and \
+         writes on up to {POSITIONAL_THREADS_MAX} threads per drive instead; hint: {}",
         hint_of(error)
     );
 }
 
-fn warn_of(volume: &str, shortcomings: &Shortcomings) {
+fn warn_of(whose: &str, shortcomings: &Shortcomings) {
     if let Some(error) = &shortcomings.buffers {
         log::warn!(
             target: "stepwell",
-            "volume `{volume}`: buffers are not registered with io_uring ({error}), so the kernel \
+            "{whose}: buffers are not registered with io_uring ({error}), so the kernel \
              looks up their pages for each read and write; RLIMIT_MEMLOCK is `{}`; hint: raise it \
              (`ulimit -l unlimited`, `--ulimit memlock=-1` for a container)",
             memlock_limit()

@@ -1,22 +1,19 @@
-//! io_uring: one ring and one thread for each member.
+//! io_uring: one ring and one thread for each queue.
 //!
-//! The thread moves operations from the member's queue to the ring, and sleeps in the kernel until
+//! The thread moves operations from the queue to the ring, and sleeps in the kernel until
 //! one of them has ended or the queue's event says that there are more.
 //!
-//! - URG-1 The file is registered, and so are the buffers where `RLIMIT_MEMLOCK` allows it: each
+//! - URG-1 The queue's own file is registered, and so are buffers where `RLIMIT_MEMLOCK` allows it: each
 //!   ring counts all of them against it.
 //! - URG-2 The thread leaves only when nothing is in flight. If the ring fails, what is in flight
 //!   fails, and its buffers are never used again: the kernel may still write to them.
 
-use std::{fs::File, io, os::fd::AsRawFd, sync::Arc};
+use std::{io, os::fd::AsRawFd, sync::Arc};
 
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
 
-use super::{
-    buffers::Buffers,
-    engine::{Kind, Operation, Queue, Shortcomings},
-};
+use super::engine::{Kind, Operation, Queue, Shortcomings, Target};
 
 /// The file is the only one that is registered.
 const FILE: types::Fixed = types::Fixed(0);
@@ -35,16 +32,16 @@ pub(super) struct Ring {
     /// Whether a poll of the queue's event is in flight.
     is_polled: bool,
     event: i32,
-    /// Open as long as the ring.
-    _file: Arc<File>,
+    /// The queue's own file, open as long as the ring.
+    own: Option<Arc<Target>>,
 }
 
 impl Ring {
     /// A ring for `depth` operations in flight. It is the calling thread's.
     pub(super) fn new(
         queue: &Queue,
-        file: Arc<File>,
-        buffers: &Buffers,
+        own: Option<Arc<Target>>,
+        buffers: &[(usize, usize)],
         depth: usize,
     ) -> io::Result<(Self, Shortcomings)> {
         let entries = (depth as u32 + 1).next_power_of_two();
@@ -58,21 +55,29 @@ impl Ring {
             Some(libc::EINVAL) => IoUring::builder().dontfork().setup_clamp().build(entries),
             _ => Err(error),
         })?;
-        ring.submitter().register_files(&[file.as_raw_fd()])?;
+        if let Some(own) = &own {
+            ring.submitter().register_files(&[own.file.as_raw_fd()])?;
+        }
         let memory: Vec<libc::iovec> = buffers
-            .all()
-            .map(|(begin, nbytes)| libc::iovec { iov_base: begin.cast(), iov_len: nbytes })
+            .iter()
+            .map(|&(begin, nbytes)| libc::iovec {
+                iov_base: std::ptr::with_exposed_provenance_mut(begin),
+                iov_len: nbytes,
+            })
             .collect();
-        // SAFETY: the buffers are mapped as long as the operations that name them are in flight,
-        // since those own them; the kernel holds the pages itself.
-        let registered = unsafe { ring.submitter().register_buffers(&memory) };
+        let registered = match &memory[..] {
+            [] => Ok(()),
+            // SAFETY: the buffers are mapped as long as the operations that name them are in
+            // flight, since those own them; the kernel holds the pages itself.
+            memory => unsafe { ring.submitter().register_buffers(memory) },
+        };
         let ring = Self {
             in_flight: (0..depth).map(|_| None).collect(),
             free: (0..depth as u32).rev().collect(),
             are_buffers_registered: registered.is_ok(),
             is_polled: false,
             event: queue.event.as_raw_fd(),
-            _file: file,
+            own,
             ring,
         };
         Ok((ring, Shortcomings { buffers: registered.err() }))
@@ -85,16 +90,33 @@ impl Ring {
     fn entry(&self, operation: &Operation) -> squeue::Entry {
         let Operation { kind, offset, memory, nbytes, buffer, .. } = *operation;
         let nbytes = nbytes as u32;
-        match (kind, buffer.filter(|_| self.are_buffers_registered)) {
-            (Kind::Sync, _) => opcode::Fsync::new(FILE).flags(types::FsyncFlags::DATASYNC).build(),
-            (Kind::Read, Some(buffer)) => {
-                opcode::ReadFixed::new(FILE, memory, nbytes, buffer).offset(offset).build()
-            }
-            (Kind::Read, None) => opcode::Read::new(FILE, memory, nbytes).offset(offset).build(),
-            (Kind::Write, Some(buffer)) => {
-                opcode::WriteFixed::new(FILE, memory, nbytes, buffer).offset(offset).build()
-            }
-            (Kind::Write, None) => opcode::Write::new(FILE, memory, nbytes).offset(offset).build(),
+        // A file is one type where it is registered, and another one where it is not.
+        macro_rules! entry_on {
+            ($file:expr) => {
+                match (kind, buffer.filter(|_| self.are_buffers_registered)) {
+                    (Kind::Sync, _) => {
+                        opcode::Fsync::new($file).flags(types::FsyncFlags::DATASYNC).build()
+                    }
+                    (Kind::Read, Some(buffer)) => {
+                        opcode::ReadFixed::new($file, memory, nbytes, buffer).offset(offset).build()
+                    }
+                    (Kind::Read, None) => {
+                        opcode::Read::new($file, memory, nbytes).offset(offset).build()
+                    }
+                    (Kind::Write, Some(buffer)) => {
+                        opcode::WriteFixed::new($file, memory, nbytes, buffer)
+                            .offset(offset)
+                            .build()
+                    }
+                    (Kind::Write, None) => {
+                        opcode::Write::new($file, memory, nbytes).offset(offset).build()
+                    }
+                }
+            };
+        }
+        match &operation.target {
+            None => entry_on!(FILE),
+            Some(target) => entry_on!(types::Fd(target.file.as_raw_fd())),
         }
     }
 
@@ -159,7 +181,7 @@ impl Ring {
                 negative @ ..0 => Err(io::Error::from_raw_os_error(-negative)),
                 nbytes => Ok(nbytes as usize),
             };
-            if let Some(rest) = operation.returned(returned) {
+            if let Some(rest) = operation.returned(returned, self.own.as_deref()) {
                 self.put(rest);
             }
         }
@@ -201,6 +223,7 @@ pub(super) fn run(mut ring: Ring, queue: &Queue) {
 /// Every operation fails from now on, until the queue is closed.
 fn refuse_all(queue: &Queue, error: &io::Error) {
     while let Some(operation) = queue.wait() {
-        operation.request.end_operation(Some(operation.failure(copy_of(error))));
+        let failure = operation.failure(copy_of(error));
+        operation.request.end_operation(Some(failure));
     }
 }
