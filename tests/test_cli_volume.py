@@ -1,12 +1,15 @@
-"""`stepwell volume`: what is listed, checked and removed."""
+"""`stepwell volume`, `bench volume` and `tune`: what is listed, checked, removed and measured."""
 
 import gc
+import json
 import os
+import shutil
 
 import pytest
 import stepwell
 import torch
 from stepwell.cli import app
+from stepwell.offload.tuning import TUNING_FILE, DriveTuning, shape_of
 from typer.testing import CliRunner
 
 
@@ -90,3 +93,61 @@ def test_what_is_removed(folders):
     assert "walk" in run("ls", *folders)[1]
     assert run("rm", *folders, "--all")[0] == 0
     assert run("ls", *folders)[1] == ""
+
+
+# ---- measurements: at sizes where nothing is learned about speed ----
+
+
+def invoke(*words):
+    result = CliRunner().invoke(app, [*map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_drives_are_measured_side_by_side(folders, tmp_path):
+    DriveTuning(mb_per_second=3, stripe_bytes=65536, queue_depth=4, date="d").write(folders[0])
+    DriveTuning(mb_per_second=1, stripe_bytes=65536, queue_depth=8, date="d").write(folders[1])
+    tiny = ["--mib", 1, "--record-kib", 100, "--buffers", 2, "--seconds", 0.01, "--rounds", 2]
+    out = tmp_path / "out"
+    code, text = invoke("bench", "volume", *folders, *tiny, "--no-deepspeed", "--out", out)
+    assert code == 0, text
+    report = json.loads((out / "bench_volume.json").read_text())
+    assert (report["weights"], report["stripe_bytes"], report["queue_depth"]) == ([3, 1], 65536, 8)
+    assert ("fio" in report["absent"]) is (shutil.which("fio") is None)
+    names = {"stepwell", "plain calls", *({"fio"} - report["absent"].keys())}
+    assert report["mb_per_second"].keys() == names
+    for by_pattern in report["mb_per_second"].values():
+        assert by_pattern.keys() == {"write", "read", "swap"}
+        assert all(len(rates) == 2 and min(rates) > 0 for rates in by_pattern.values())
+    assert report["ratio"].keys() == names - {"stepwell"}
+    # What was measured with is gone.
+    left = sorted(path.name for folder in folders for path in folder.iterdir())
+    assert left == [TUNING_FILE] * 2
+
+
+def test_what_cannot_be_measured_is_refused(folders):
+    code, text = invoke("bench", "volume", *folders, "--weights", "1")
+    assert code == 2
+    assert "one for each folder" in text
+    (folders[1] / TUNING_FILE).write_text("{}")
+    code, text = invoke("bench", "volume", *folders, "--no-deepspeed")
+    assert code == 1
+    assert "is no measurement of a drive" in text.replace("\n", " ")
+
+
+def test_tune_writes_what_volumes_take(folders):
+    code, text = invoke(
+        *("tune", *folders, "--mib", 1, "--seconds", 0.001, "--rounds", 1),
+        *("--io-engine", "positional"),
+    )
+    assert code == 0, text
+    for folder in folders:
+        found = DriveTuning.read(folder)
+        assert str(found.mb_per_second) in text
+        assert found.queue_depth in (4, 8, 16, 32, 64)
+        assert found.stripe_bytes in {kib << 10 for kib in (64, 128, 256, 512, 1024)}
+    shape = shape_of(stepwell.Volume(folders))
+    assert shape.weights == [DriveTuning.read(folder).mb_per_second for folder in folders]
+    code, text = invoke("tune", folders[0], "--io-engine", "none")
+    assert code == 1
+    assert "io_engine is `none`" in text.replace("\n", " ")

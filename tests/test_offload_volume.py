@@ -17,6 +17,7 @@ import torch
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
 from stepwell import _state
+from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
 
 # Chunks have 65,536 elements: these are some, and a part of one.
 SIZES = (7, 500, 501, 601, 3)
@@ -111,6 +112,8 @@ def test_training_has_the_bits_of_training_in_memory(
         {"io_engine": "positional"},
         {"threads": 1, "num": 1},
         {"weights": [3, 1], "stripe_bytes": 8192},
+        # Rounded up to blocks, and no divisor of a record.
+        {"stripe_bytes": 5000},
         {"accumulate": "host"},
         {"gate": "step"},
         {"accumulation_steps": 1},
@@ -509,3 +512,118 @@ def test_weights_that_no_commit_has_are_told(tmp_path, caplog):
     optimizer.state.clear()
     train(net, optimizer, 1, first=2)
     assert "or was deleted" in caplog.text
+
+
+# ---- looks at state ----
+
+
+def test_a_look_after_a_look_scans_nothing(tmp_path, monkeypatch):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path)
+    train(net, optimizer, 1)
+    scanned = []
+    swapped = optimizer._host.swapped
+    is_place = swapped.is_place
+    monkeypatch.setattr(
+        swapped, "is_place", lambda param, state: scanned.append(param) or is_place(param, state)
+    )
+    params = list(net.parameters())
+    for param in params:
+        assert optimizer.state[param]["exp_avg"].abs().sum() > 0
+    # Once for all of them.
+    assert len(scanned) == len(params)
+    train(net, optimizer, 1, first=1)
+    scanned.clear()
+    assert all(int(optimizer.state[param]["step"]) == 2 for param in params)
+    assert len(scanned) == len(params)
+
+
+def test_a_resumed_state_dict_has_the_keys_of_one_that_never_stopped(tmp_path):
+    def net_with_nothing():
+        torch.manual_seed(1)
+        net = torch.nn.Linear(300, 300)
+        net.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+        return net
+
+    def step(net, optimizer):
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    net = net_with_nothing()
+    optimizer = on_volume(net, tmp_path, name="run")
+    step(net, optimizer)
+    step(net, optimizer)
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == 3
+    del optimizer
+    gc.collect()
+    again = net_with_nothing()
+    resumed = on_volume(again, tmp_path, name="run", resume=True).state_dict()
+    assert resumed["state"].keys() == saved["state"].keys()
+    for index, state in saved["state"].items():
+        assert state.keys() == resumed["state"][index].keys()
+        for name, value in state.items():
+            assert torch.equal(bits(resumed["state"][index][name]), bits(value)), (index, name)
+
+
+def test_a_member_that_is_removed_while_it_is_used_fails_the_step(tmp_path):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run")
+    train(net, optimizer, 1)
+    optimizer.synchronize()
+    (tmp_path / "drive1" / "run.1.stepwell").unlink()
+    (tmp_path / "drive1").rmdir()
+    with pytest.raises(OSError, match=r"drive1/run\.1\.stepwell\) was removed while it is used"):
+        for first in range(1, 3):
+            train(net, optimizer, 1, first=first)
+            optimizer.synchronize()
+
+
+# ---- what `stepwell tune` has measured ----
+
+
+def tuned(folder, mb_per_second, stripe_bytes=8192, queue_depth=4):
+    DriveTuning(
+        mb_per_second=mb_per_second,
+        stripe_bytes=stripe_bytes,
+        queue_depth=queue_depth,
+        date="2026-01-01",
+    ).write(folder)
+
+
+def test_a_volume_is_laid_out_as_its_drives_were_measured(tmp_path, caplog):
+    caplog.set_level("INFO", logger="stepwell")
+    first, second = folders(tmp_path)
+    volume = stepwell.Volume([first, second])
+    assert shape_of(volume) == VolumeShape([], 1 << 20, 32)
+    tuned(first, 3000)
+    assert shape_of(volume) == VolumeShape([], 1 << 20, 32)
+    assert "1 of 2 folders of a volume were measured" in caplog.text
+    tuned(second, 1000, stripe_bytes=4096, queue_depth=8)
+    caplog.clear()
+    assert shape_of(volume) == VolumeShape([3000, 1000], 4096, 8)
+    assert "weights [3000, 1000], stripes of 4096 bytes, queue depth 8" in caplog.text
+    # What is said counts.
+    said = stepwell.Volume([first, second], weights=(), stripe_bytes=5000, queue_depth=2)
+    assert shape_of(said) == VolumeShape([], 5000, 2)
+    # Three quarters of the bytes are the first drive's.
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run")
+    train(net, optimizer, 1)
+    sizes = [path.stat().st_size for path in optimizer._host.swapped.core.paths]
+    assert 2 * sizes[1] < sizes[0]
+
+
+def test_a_measurement_that_is_none_is_refused(tmp_path):
+    first, second = folders(tmp_path)
+    tuned(first, 1)
+    tuned(second, 1)
+    for text in ("{}", "[]", "x", '{"mb_per_second": 0}'):
+        (second / TUNING_FILE).write_text(text)
+        with pytest.raises(ValueError, match="is no measurement of a drive"):
+            shape_of(stepwell.Volume([first, second]))
+    with pytest.raises(ValueError, match="`queue_depth` is `0`"):
+        tuned(first, 1, queue_depth=0)
+    with pytest.raises(ValueError, match="`stripe_bytes` is `0`"):
+        stepwell.Volume([first], stripe_bytes=0)

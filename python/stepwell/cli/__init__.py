@@ -16,9 +16,11 @@ from stepwell.cli import (
     bench_codec,
     bench_offload,
     bench_plot,
+    bench_volume,
     demo,
     doctor,
     run,
+    tune,
     volume,
 )
 
@@ -49,6 +51,8 @@ bench.command(name="adam")(bench_adam.bench_adam)
 bench.command(name="codec")(bench_codec.bench_codec)
 bench.command(name="offload")(bench_offload.bench_offload)
 bench.command(name="plot")(bench_plot.bench_plot)
+bench.command(name="volume")(bench_volume.bench_volume)
+app.command()(tune.tune)
 app.add_typer(volumes)
 volumes.command()(volume.ls)
 volumes.command()(volume.check)

@@ -254,6 +254,7 @@ class HostSide:
         swapped = self.swapped
         if swapped is None:
             return []
+        swapped.note_step()
         found = []
         for update in updates:
             param, operand = update.param, update.operand

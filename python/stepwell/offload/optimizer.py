@@ -397,8 +397,11 @@ class OffloadAdamW(OffloadStateDicts):
         """As `_states`. What is on a volume is read into memory, but for the step's own thread."""
         with contextlib.nullcontext() if self._engine is None else self._engine.lock:
             states = self._states
-            if self._host.swapped is not None and not self._is_stepping:
-                self._host.swapped.read(states)
+            swapped = self._host.swapped
+            if swapped is not None and not self._is_stepping:
+                # In this order: a first step, without an engine yet, may begin on another thread.
+                num_steps = swapped.num_steps
+                swapped.read(states, num_steps if self._stepping_on is None else None)
             return states
 
     @property

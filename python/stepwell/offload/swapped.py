@@ -25,6 +25,7 @@ from stepwell import _core, _state
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import tensor_on, view
 from stepwell.offload.budget import GIB
+from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -185,6 +186,10 @@ class Swapped:
         # For each parameter the places of its state, and of itself.
         self._places: dict[torch.Tensor, _state.State] = {}
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
+        self.num_steps = 0
+        """How often state may have become places."""
+        # The `num_steps` of the last look at the state, which has left no place.
+        self._looked_at: int | None = None
 
     @property
     def core(self) -> _core.Swap | None:
@@ -336,11 +341,14 @@ class Swapped:
     def resumed(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, Any]:
         """State of the parameters that a resumed volume has; `weights` are overwritten.
 
+        Parameters without elements have none there. They count as updated with the others.
+
         Raises:
             OSError: a drive cannot be read.
         """
         counts = None if self._core is None else self._core.counts
         states: dict[torch.Tensor, Any] = {}
+        self.note_step()
         for param, count in zip(self._indices, counts or (), strict=counts is not None):
             if count:
                 assert self._core is not None
@@ -349,6 +357,11 @@ class Swapped:
                 states[param] = state = self.fresh(param)
                 state["step"] = _state.step_tensor(count)
                 _state.take_fingerprints(weight, state, self._moments)
+        if steps := max(counts or (), default=0):
+            for param, weight in weights.items():
+                if not local(param).numel():
+                    states[param] = state = _state.new(weight, self._moments)
+                    state["step"] = _state.step_tensor(steps)
         return states
 
     # ---- state ----
@@ -380,16 +393,32 @@ class Swapped:
         names = places.keys() - {_state.FINGERPRINTS}
         return {**state, **{name: places[name] for name in names}}
 
-    def read(self, states: dict[torch.Tensor, _state.State]) -> None:
+    def note_step(self) -> None:
+        """The optimizer's state may have places once the step that begins now is submitted."""
+        self.num_steps += 1
+
+    def read(self, states: dict[torch.Tensor, _state.State], settled_at: int | None = None) -> None:
         """Replaces places in `states` by memory with what the volume has.
+
+        Args:
+            states: those of the optimizer.
+            settled_at: the `num_steps` after which no step was under way; None: one is. After a
+                look at them, another one before the next step costs nothing.
 
         Raises:
             ValueError: there is no memory for it; nothing was changed.
             OSError: a drive cannot be read.
         """
-        found = [param for param, state in states.items() if self.is_place(param, state)]
-        if not found:
+        if self._looked_at == self.num_steps:
             return
+        found = [param for param, state in states.items() if self.is_place(param, state)]
+        if found:
+            self._read(found, states)
+        self._looked_at = settled_at
+
+    def _read(
+        self, found: Sequence[torch.Tensor], states: dict[torch.Tensor, _state.State]
+    ) -> None:
         assert self._core is not None
         nbytes = sum(_nbytes(self._places[param]) for param in found)
         free = _core.free_memory_bytes()
@@ -422,19 +451,22 @@ def make_swap(
     buffers_nbytes_max: int,
     workers: int | None,
 ) -> _core.Swap:
-    """The core's swap, as the user has said of `volume`; the other arguments are its own.
+    """The core's swap, as the user has said of `volume`, or as its drives were measured.
+
+    The other arguments are the core's own.
 
     Raises:
         ValueError: an option that cannot work, or a volume of other parameters.
         OSError: a drive is full, or cannot be used.
     """
+    shape = shape_of(volume)
     return _core.Swap(
         [os.fspath(path) for path in volume.paths],
         list(tensors),
         addresses=addresses,
         name=name,
-        weights=list(volume.weights),
-        stripe_bytes=volume.stripe_bytes,
+        weights=shape.weights,
+        stripe_bytes=shape.stripe_bytes,
         durability=volume.durability,
         keep=volume.is_kept,
         resume=volume.resume,
@@ -443,7 +475,7 @@ def make_swap(
         buffers_nbytes_max=buffers_nbytes_max,
         workers=workers,
         io_engine=volume.io_engine,
-        queue_depth=volume.queue_depth,
+        queue_depth=shape.queue_depth,
         io_timeout=volume.io_timeout,
     )
 

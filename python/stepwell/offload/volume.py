@@ -46,15 +46,17 @@ class Volume:
     """The name of the volume, and of its files. None: one that no other job has. Of several ranks
     each adds its number."""
 
-    weights: Sequence[int] = ()
+    weights: Sequence[int] | None = None
     """The bandwidth of each drive, in any unit: a drive gets bytes in proportion to it. Empty: all
-    are alike."""
+    are alike. None: as `stepwell tune` has measured all of the drives; else all are alike."""
 
-    stripe_bytes: int = 1 << 20
-    """The most bytes of a record that lie together on one drive."""
+    stripe_bytes: int | None = None
+    """The most bytes of a record that lie together on one drive, rounded up to its blocks. None: as
+    `stepwell tune` has measured, else 1 MiB."""
 
-    queue_depth: int = 32
-    """Reads and writes that each drive is given at once."""
+    queue_depth: int | None = None
+    """Reads and writes that each drive is given at once. None: as `stepwell tune` has measured,
+    else 32."""
 
     io_engine: Literal["auto", "io_uring", "positional"] = "auto"
     """What moves the bytes. "auto": io_uring where the kernel offers it, else positional calls,
@@ -84,6 +86,10 @@ class Volume:
             )
         if self.resume and self.name is None:
             raise ValueError("`resume` is given and `name` is not, expected which volume it is")
+        for name in ("stripe_bytes", "queue_depth"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"`{name}` is `{value}`, expected at least 1")
         if self.weights and len(self.weights) != len(self.paths):
             raise ValueError(
                 f"`weights` has `{len(self.weights)}` entries, expected one for each of "

@@ -1,0 +1,280 @@
+"""What moves bytes to and from drives, to be measured side by side: the contenders.
+
+Each moves as much as it can for some seconds, on all folders at once, and says how many bytes that
+were. Two patterns: reads and writes of whole files one after the other (`read`, `write`), and both
+at once, as a step of an optimizer has them (`swap`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+
+from stepwell import _core
+from stepwell.cli._quiet import quiet_deepspeed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+__all__ = ["PATTERNS", "Contender", "DeepSpeedAio", "Fio", "Pattern", "PlainCalls", "ThroughVolume"]
+
+Pattern: TypeAlias = Literal["write", "read", "swap"]
+PATTERNS: tuple[Pattern, ...] = ("write", "read", "swap")
+
+_MIB = 1 << 20
+# As most benchmarks of drives have it.
+_BLOCK_BYTES = _MIB
+_CALLS_AT_ONCE = 16
+_FILE_NAME = "stepwell_bench.tmp"
+
+
+class Contender(Protocol):
+    """What is measured."""
+
+    name: str
+
+    def rate(self, pattern: Pattern, seconds: float) -> float:
+        """Bytes per second, read and written together, over at least so many seconds.
+
+        Raises:
+            OSError: a drive fails.
+        """
+
+    def close(self) -> None:
+        """Removes what it has made."""
+
+
+@dataclass
+class ThroughVolume:
+    """Records through a volume: written, read and verified, or both as a step does."""
+
+    folders: Sequence[Path]
+    record_nbytes: int
+    num_records: int
+    num_buffers: int
+    weights: Sequence[int]
+    stripe_bytes: int
+    queue_depth: int
+    io_engine: str = "auto"
+    name: str = "stepwell"
+
+    def __post_init__(self) -> None:
+        self._passes = _core.VolumePasses(
+            list(self.folders),
+            record_nbytes=self.record_nbytes,
+            num_records=self.num_records,
+            num_buffers=self.num_buffers,
+            weights=list(self.weights),
+            stripe_bytes=self.stripe_bytes,
+            queue_depth=self.queue_depth,
+            io_engine=self.io_engine,
+        )
+        self.has_rings, self.is_direct = self._passes.has_rings, self._passes.is_direct
+
+    def rate(self, pattern: Pattern, seconds: float) -> float:
+        """As `Contender.rate`."""
+        begin, nbytes = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - begin) < seconds or not nbytes:
+            nbytes += sum(self._passes.run(pattern))
+        return nbytes / elapsed
+
+    def close(self) -> None:
+        """As `Contender.close`."""
+        self._passes.close()
+
+
+@contextlib.contextmanager
+def _removed(paths: Sequence[Path]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for path in paths:
+            path.unlink(missing_ok=True)
+        raise
+
+
+def _fill(path: Path, nbytes: int) -> None:
+    """Makes a file without holes, and writes it out."""
+    block = os.urandom(_MIB)
+    with path.open("wb") as file:
+        for begin in range(0, nbytes, _MIB):
+            file.write(block[: min(_MIB, nbytes - begin)])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@dataclass
+class PlainCalls:
+    """`pread` and `pwrite` of whole blocks, on threads, past the page cache: the plain ceiling."""
+
+    folders: Sequence[Path]
+    file_nbytes: int
+    name: str = "plain calls"
+    _files: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._paths = [folder / _FILE_NAME for folder in self.folders]
+        with _removed(self._paths):
+            for path in self._paths:
+                _fill(path, self.file_nbytes)
+                try:
+                    self._files.append(os.open(path, os.O_RDWR | os.O_DIRECT))
+                except OSError:  # a file system without O_DIRECT
+                    self._files.append(os.open(path, os.O_RDWR))
+
+    def rate(self, pattern: Pattern, seconds: float) -> float:
+        """As `Contender.rate`."""
+        moved = [0] * (_CALLS_AT_ONCE * len(self._files))
+        errors: list[OSError] = []
+        begin = time.perf_counter()
+
+        def run(number: int) -> None:
+            file = self._files[number // _CALLS_AT_ONCE]
+            memory = mmap.mmap(-1, _BLOCK_BYTES)  # page-aligned
+            writes = pattern == "write" or (pattern == "swap" and number % 2 == 0)
+            call = os.pwritev if writes else os.preadv
+            num_blocks = max(self.file_nbytes // _BLOCK_BYTES, 1)
+            block = number % _CALLS_AT_ONCE
+            try:
+                while time.perf_counter() - begin < seconds:
+                    moved[number] += call(file, [memory], block % num_blocks * _BLOCK_BYTES)
+                    block += _CALLS_AT_ONCE
+            except OSError as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(len(moved))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return sum(moved) / (time.perf_counter() - begin)
+
+    def close(self) -> None:
+        """As `Contender.close`."""
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+@dataclass
+class Fio:
+    """fio with io_uring, one job for each folder."""
+
+    folders: Sequence[Path]
+    file_nbytes: int
+    name: str = "fio"
+
+    @staticmethod
+    def absence() -> str | None:
+        """Why it is not there."""
+        return None if shutil.which("fio") else "fio is not installed"
+
+    def __post_init__(self) -> None:
+        self._paths = [folder / f"fio_{_FILE_NAME}" for folder in self.folders]
+        with _removed(self._paths):
+            for path in self._paths:
+                _fill(path, self.file_nbytes)
+
+    def rate(self, pattern: Pattern, seconds: float) -> float:
+        """As `Contender.rate`."""
+        command = [
+            *("fio", "--output-format=json", "--ioengine=io_uring", "--direct=1", "--bs=1M"),
+            *(f"--iodepth={_CALLS_AT_ONCE}", "--time_based", f"--runtime={seconds:g}"),
+            f"--rw={'rw' if pattern == 'swap' else pattern}",
+            *(f"--size={self.file_nbytes}", "--thread", "--overwrite=1"),
+        ]
+        for number, path in enumerate(self._paths):
+            command += [f"--name=drive{number}", f"--filename={path}"]
+        ended = subprocess.run(command, capture_output=True, timeout=seconds + 60, check=False)
+        if ended.returncode:
+            raise OSError(f"fio has failed: {ended.stderr.decode()[-500:]}")
+        jobs = json.loads(ended.stdout)["jobs"]
+        return float(sum(job[way]["bw_bytes"] for job in jobs for way in ("read", "write")))
+
+    def close(self) -> None:
+        """As `Contender.close`."""
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+
+@dataclass
+class DeepSpeedAio:
+    """DeepSpeed's own `async_io`, a file for each folder; 1 MiB blocks, 16 at once."""
+
+    folders: Sequence[Path]
+    file_nbytes: int
+    native: Any
+    name: str = "deepspeed aio"
+
+    @staticmethod
+    def load() -> tuple[Any | None, str | None]:
+        """DeepSpeed's op, or why there is none. Nothing is registered in this process."""
+        try:
+            with quiet_deepspeed():
+                from deepspeed.ops.op_builder import AsyncIOBuilder
+
+                return AsyncIOBuilder().load(verbose=False), None
+        except Exception as error:  # noqa: BLE001  # compiler, linker, libaio: whatever stands in the way is told
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            return None, (
+                f"its op cannot be built: {lines[0].strip()} hint: it needs a C++ compiler, ninja "
+                "and libaio"
+            )
+
+    def __post_init__(self) -> None:
+        import torch
+
+        self._paths = [
+            [folder / f"{way}_{_FILE_NAME}" for way in ("read", "write")] for folder in self.folders
+        ]
+        with _removed([path for paths in self._paths for path in paths]):
+            for paths in self._paths:
+                for path in paths:
+                    _fill(path, self.file_nbytes)
+            self._handles = [
+                [self.native.aio_handle(_BLOCK_BYTES, _CALLS_AT_ONCE, False, True, 1) for _ in "rw"]
+                for _ in self.folders
+            ]
+            example = torch.empty(0, dtype=torch.uint8)
+            self._memory = [
+                [handle.new_cpu_locked_tensor(self.file_nbytes, example) for handle in handles]
+                for handles in self._handles
+            ]
+
+    def rate(self, pattern: Pattern, seconds: float) -> float:
+        """As `Contender.rate`."""
+        ways = {"read": (0,), "write": (1,), "swap": (0, 1)}[pattern]
+        begin, nbytes = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - begin) < seconds or not nbytes:
+            begun = []
+            for paths, handles, memory in zip(
+                self._paths, self._handles, self._memory, strict=True
+            ):
+                for way in ways:
+                    submit = (handles[way].async_pread, handles[way].async_pwrite)[way]
+                    submit(memory[way], str(paths[way]), 0)
+                    begun.append(handles[way])
+            nbytes += self.file_nbytes * sum(handle.wait() for handle in begun)
+        return nbytes / elapsed
+
+    def close(self) -> None:
+        """As `Contender.close`."""
+        for handles, memory in zip(self._handles, self._memory, strict=True):
+            for handle, tensor in zip(handles, memory, strict=True):
+                handle.free_cpu_locked_tensor(tensor)
+        for paths in self._paths:
+            for path in paths:
+                path.unlink(missing_ok=True)
