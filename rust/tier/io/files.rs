@@ -6,13 +6,14 @@
 //! transfer.wait(timeout)                             none yet: wait again
 //! ```
 //!
-//! A transfer is cut into pieces of at most a block ([`pieces`]). Whole pages of the file bypass the
-//! page cache where file system and address allow it. The rest goes through the page cache: what is
-//! before the first whole page and behind the last, and all of a tensor whose address does not fit.
+//! A transfer is cut into pieces of at most a block ([`pieces`]). Whole pages of the file bypass
+//! the page cache where file system and address allow it. The rest goes through the page cache: what
+//! is before the first whole page and behind the last, and all of a tensor whose address does not
+//! fit.
 //!
 //! - FIL-1 Every result is looked at. A call that does a part is followed by others for the rest. A
-//!   file that ends before what is read, a full drive and any error of the system fail the transfer,
-//!   with path and offset.
+//!   file that ends before what is read, a full drive and any error of the system fail the
+//!   transfer, with path and offset.
 //! - FIL-2 What is written through the page cache is on the drive when the transfer is over
 //!   (`O_DSYNC`): an error of the drive is this transfer's, too. What bypasses the cache has been
 //!   given to the drive; it is durable with an `fsync` of the file.

@@ -3,8 +3,8 @@
 //! The thread moves operations from the queue to the ring, and sleeps in the kernel until
 //! one of them has ended or the queue's event says that there are more.
 //!
-//! - URG-1 The queue's own file is registered, and so are buffers where `RLIMIT_MEMLOCK` allows it: each
-//!   ring counts all of them against it.
+//! - URG-1 The queue's own file is registered, and so are buffers where `RLIMIT_MEMLOCK` allows
+//!   it: each ring counts all of them against it.
 //! - URG-2 The thread leaves only when nothing is in flight. If the ring fails, what is in flight
 //!   fails, and its buffers are never used again: the kernel may still write to them.
 
