@@ -7,9 +7,9 @@
 //! ```
 //!
 //! A transfer is cut into pieces of at most a block ([`pieces`]). Whole pages of the file bypass
-//! the page cache where file system and address allow it. The rest goes through the page cache: what
-//! is before the first whole page and behind the last, and all of a tensor whose address does not
-//! fit.
+//! the page cache where file system and address allow it. The rest goes through the page cache:
+//! what is before the first whole page and behind the last, and all of a tensor whose address does
+//! not fit.
 //!
 //! - FIL-1 Every result is looked at. A call that does a part is followed by others for the rest. A
 //!   file that ends before what is read, a full drive and any error of the system fail the
