@@ -112,7 +112,7 @@ def test_drives_are_measured_side_by_side(folders, tmp_path):
     code, text = invoke("bench", "volume", *folders, *tiny, "--no-deepspeed", "--out", out)
     assert code == 0, text
     report = json.loads((out / "bench_volume.json").read_text())
-    assert (report["weights"], report["stripe_bytes"], report["queue_depth"]) == ([3, 1], 65536, 8)
+    assert (report["weights"], report["stripe_bytes"], report["queue_depth"]) == ([3, 1], 65536, 4)
     assert ("fio" in report["absent"]) is (shutil.which("fio") is None)
     names = {"stepwell", "plain calls", *({"fio"} - report["absent"].keys())}
     assert report["mb_per_second"].keys() == names

@@ -602,8 +602,8 @@ def test_a_volume_is_laid_out_as_its_drives_were_measured(tmp_path, caplog):
     assert "1 of 2 folders of a volume were measured" in caplog.text
     tuned(second, 1000, stripe_bytes=4096, queue_depth=8)
     caplog.clear()
-    assert shape_of(volume) == VolumeShape([3000, 1000], 4096, 8)
-    assert "weights [3000, 1000], stripes of 4096 bytes, queue depth 8" in caplog.text
+    assert shape_of(volume) == VolumeShape([3000, 1000], 4096, 4)
+    assert "weights [3000, 1000], stripes of 4096 bytes, queue depth 4" in caplog.text
     # What is said counts.
     said = stepwell.Volume([first, second], weights=(), stripe_bytes=5000, queue_depth=2)
     assert shape_of(said) == VolumeShape([], 5000, 2)

@@ -45,7 +45,7 @@ def tune(
 ) -> None:
     """Measure drives, one by one, and write what volumes on them take for their defaults.
 
-    Records are read and written at once, as a step of an optimizer does. Found are the fewest calls
+    Records are read and written at once, as a step of an optimizer does. Found are the most calls
     at once and the largest stripe that are as fast as any (within 3 %), and how fast that is: the
     drive's weight. They are written to `stepwell_tuning.json` in each folder. A `Volume` on folders
     that all have one takes them for what it is not given.
@@ -102,7 +102,8 @@ def _tune(
 
     largest = _STRIPE_KIBS[-1]
     by_depth = rates(_QUEUE_DEPTHS, lambda queue_depth: volume(largest, queue_depth))
-    queue_depth = min(_as_good(by_depth))
+    # Deep queues go on where the threads of the volume have to wait for a processor.
+    queue_depth = max(_as_good(by_depth))
     by_stripe = rates(_STRIPE_KIBS, lambda stripe_kib: volume(stripe_kib, queue_depth))
     # Large ones take fewer calls, and so less of the processor.
     stripe_kib = max(_as_good(by_stripe))

@@ -40,7 +40,7 @@ class DriveTuning:
     stripe_bytes: int
     """The largest run of bytes that reaches that."""
     queue_depth: int
-    """The fewest reads and writes at once that reach it."""
+    """The most reads and writes at once that reach it."""
     date: str
     """When it was measured."""
 
@@ -123,7 +123,7 @@ def shape_of(volume: Volume) -> VolumeShape:
         stripe_bytes=volume.stripe_bytes
         or min((drive.stripe_bytes for drive in tuned), default=STRIPE_BYTES),
         queue_depth=volume.queue_depth
-        or max((drive.queue_depth for drive in tuned), default=QUEUE_DEPTH),
+        or min((drive.queue_depth for drive in tuned), default=QUEUE_DEPTH),
     )
     if tuned:
         _LOGGER.info(

@@ -6,7 +6,7 @@
 //! transfer.wait(timeout)                             none yet: wait again
 //! ```
 //!
-//! A transfer is cut into pieces of at most a block ([`pieces`]). Whole pages of the file bypass
+//! A transfer is cut into pieces of at most a block. Whole pages of the file bypass
 //! the page cache where file system and address allow it. The rest goes through the page cache:
 //! what is before the first whole page and behind the last, and all of a tensor whose address does
 //! not fit.

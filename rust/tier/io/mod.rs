@@ -1,6 +1,6 @@
 //! Reads and writes of files, many at once: what volumes and files of tensors have in common.
 //!
-//! An [`engine`] has queues of operations and moves bytes between memory and files. It knows no
+//! An engine has queues of operations and moves bytes between memory and files. It knows no
 //! records and no tensors. [`files`] uses one for files of tensors.
 
 pub mod direct;
