@@ -209,7 +209,7 @@ _PARTS = (
     ),
     _Part(
         topic="ZenFlow",
-        seams=("step of ZenFlowCPUAdam", "process of"),
+        seams=("offload engine, ZenFlow", "step of ZenFlowCPUAdam", "process of"),
         works="ZenFlow and SuperOffload step on Stepwell's kernels, in their own processes too",
         otherwise="ZenFlow or SuperOffload runs without Stepwell",
     ),
