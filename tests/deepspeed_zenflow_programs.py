@@ -50,7 +50,7 @@ def linear(engine, step, rank, *, poison=False):
     x = torch.randn(4, 37, generator=generator)
     if poison:
         x[0, 0] = math.nan
-    return engine(x, used=2 if step % 5 == 3 else 3)
+    return engine(x.to(engine.device), used=2 if step % 5 == 3 else 3)
 
 
 def with_zenflow(**changed):
@@ -82,7 +82,7 @@ def linear_run(config, *, steps=STEPS, poisoned=(), look=None):
     }
     if look is None and hasattr(engine.optimizer, "drain"):
         engine.optimizer.drain()
-    result["weights"] = [param.detach().clone() for param in engine.module.parameters()]
+    result["weights"] = [param.detach().cpu().clone() for param in engine.module.parameters()]
     result["partitions"] = partitions(engine)
     engine.destroy()
     return result

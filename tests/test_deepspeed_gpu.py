@@ -7,6 +7,7 @@ Everything else runs on DeepSpeed's accelerator for the CPU. This file runs alon
 import deepspeed_run
 import pytest
 import torch
+from deepspeed_asserts import assert_same_partitions
 
 PROGRAM_TIMEOUT = 240
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(PROGRAM_TIMEOUT + 30)]
@@ -53,3 +54,21 @@ def test_a_gpu_trains_as_on_deepspeeds_path(runs, name):
         torch.testing.assert_close(flat, other, **tolerance)
         for key in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(state[key], other_state[key], **tolerance)
+
+
+def test_deferred_updates_of_a_gpu_are_all_applied(tmp_path):
+    """Gradients do not depend on how late weights are; selected channels are stepped on the GPU."""
+    names = ["ZeRO-2", "ZeRO-1, fp32", "fp16", "accumulated"]
+    found = deepspeed_run.run(
+        "zenflow_exact_sums",
+        tmp_path,
+        timeout=PROGRAM_TIMEOUT,
+        environment={"DS_ACCELERATOR": "cuda"},
+        cases=names,
+    )
+    for name in (*names, "poisoned"):
+        ours, exact = found[name, True], found[name, False]
+        assert any(ours["late"])
+        assert_same_partitions(ours["partitions"], exact["partitions"])
+        for weight, expected in zip(ours["weights"], exact["weights"], strict=True):
+            assert torch.equal(weight, expected)

@@ -626,6 +626,7 @@ def test_cores_that_zenflow_leaves_to_torch():
         ({"update_interval": 9}, "update_interval is `9`, expected 8 at most"),
         ({"engine": {"zero_optimization_stage": 3}}, "neither 1 nor 2"),
         ({"engine": {"zero_offload_optimizer": None}}, "nothing is offloaded"),
+        ({"engine": {"zero_offload_optimizer": offload("nvme")}}, "of state in RAM"),
         ({"engine": {"bf16_master_weights_and_gradients": True}}, "masters are in 16 bits"),
         ({"engine": {"bf16_optimizer_states": True}}, "moments are in 16 bits"),
         ({"engine": {"get_data_types": (torch.bfloat16, torch.float32)}}, "grad_accum_dtype"),

@@ -1,8 +1,7 @@
 //! The ring: host memory for gradients that wait for their segments' turns.
 //!
-//! Segments are dealt into as many *groups* as a turn comes round in steps. In each deferred step
-//! one group has its turn, so the load of every step is the same. A *share* is the memory for the
-//! gradients of one group of one step. All shares have the size of the largest.
+//! A *share* is the memory for the gradients of one group of segments (`groups.rs`) of one step. All
+//! shares have the size of the largest.
 //!
 //! ```text
 //! group 0   . . . turn . . .      its shares: one per step, up to `interval`
@@ -17,19 +16,16 @@
 //!
 //! Memory: `(interval + 1) / 2 + 1` gradients per element, to within the size of a segment.
 
-use super::{segment::Segments, selection::Selection};
+use super::{
+    groups::{ALIGN_BYTES, Groups, INTERVAL_MAX},
+    segment::Segments,
+    selection::Selection,
+};
 use crate::{
-    adam::through::GRADS_MAX,
     error::{Error, Result},
     stream::{element::Dtype, view::View},
     sync::{Mutex, MutexGuard, PoisonError},
 };
-
-/// The most steps between two turns of a segment.
-pub const INTERVAL_MAX: usize = GRADS_MAX;
-
-/// Of every segment's place: what the widest vectors and the device's copies like.
-const ALIGN_BYTES: usize = 64;
 
 /// What an engine needs for steps that are deferred.
 #[derive(Clone, Copy, Debug)]
@@ -57,81 +53,7 @@ pub fn deferral_nbytes(
     interval: usize,
 ) -> Result<(usize, usize)> {
     let groups = Groups::new(&Segments::new(numels), dtypes, interval)?;
-    Ok((groups.shares() * groups.share_nbytes, groups.share_nbytes))
-}
-
-/// The groups that the segments of an engine are dealt into.
-///
-/// # Errors
-/// As [`deferral_nbytes`].
-pub(super) fn groups_of(segments: &Segments, dtypes: &[Dtype], interval: usize) -> Result<Groups> {
-    Groups::new(segments, dtypes, interval)
-}
-
-/// Where a segment's gradient is within the shares of its group.
-#[derive(Clone, Copy, Debug)]
-struct Place {
-    group: usize,
-    offset: usize,
-}
-
-/// The groups of segments that have their turns together.
-pub(super) struct Groups {
-    interval: usize,
-    places: Box<[Place]>,
-    share_nbytes: usize,
-}
-
-impl Groups {
-    /// Deals the segments out in forward order, each to the group with the fewest bytes: groups
-    /// are of about one size, and each has its part of every layer.
-    fn new(segments: &Segments, dtypes: &[Dtype], interval: usize) -> Result<Self> {
-        if !(1..=INTERVAL_MAX).contains(&interval) {
-            return Err(Error::value(format!(
-                "interval is `{interval}`, expected 1 to {INTERVAL_MAX}"
-            )));
-        }
-        if dtypes.len() != segments.tensors() {
-            return Err(Error::value(format!(
-                "dtypes has `{}` entries, expected one for each of {} tensors",
-                dtypes.len(),
-                segments.tensors()
-            )));
-        }
-        let mut filled = [0; INTERVAL_MAX];
-        let filled = &mut filled[..interval];
-        let mut places = Vec::with_capacity(segments.count());
-        for (tensor, dtype) in dtypes.iter().enumerate() {
-            for segment in segments.of(tensor) {
-                let nbytes = segments.elements(tensor, segment).len() * dtype.size();
-                let group = (0..interval).min_by_key(|&group| filled[group]).unwrap_or(0);
-                places.push(Place { group, offset: filled[group] });
-                filled[group] += nbytes.next_multiple_of(ALIGN_BYTES);
-            }
-        }
-        let share_nbytes = filled.iter().copied().max().unwrap_or(0);
-        Ok(Self { interval, places: places.into(), share_nbytes })
-    }
-
-    /// How many shares it takes.
-    fn shares(&self) -> usize {
-        self.interval * (self.interval + 1) / 2 + self.interval
-    }
-
-    /// The group of a segment.
-    pub(super) fn of(&self, segment: usize) -> usize {
-        self.places[segment].group
-    }
-
-    /// How many there are.
-    pub(super) fn count(&self) -> usize {
-        self.interval
-    }
-
-    /// Where a segment's bytes begin within a share.
-    pub(super) fn offset(&self, segment: usize) -> usize {
-        self.places[segment].offset
-    }
+    Ok((groups.shares() * groups.share_nbytes(), groups.share_nbytes()))
 }
 
 /// The shares of one generation or group, by their numbers.
@@ -174,9 +96,9 @@ impl Ring {
                 view.address()
             )))
         };
-        expect("gradients", gradients, shares * groups.share_nbytes)?;
+        expect("gradients", gradients, shares * groups.share_nbytes())?;
         if let Some(predicted) = predicted {
-            expect("predicted", predicted, groups.share_nbytes)?;
+            expect("predicted", predicted, groups.share_nbytes())?;
         }
         let owned = Owned {
             free: (0..shares).rev().collect(),
@@ -221,7 +143,7 @@ impl Ring {
         segment: usize,
     ) -> Option<View> {
         let share = self.owned().filled[generation][self.groups.of(segment)]?;
-        let begin = share * self.groups.share_nbytes;
+        let begin = share * self.groups.share_nbytes();
         Some(self.view(self.gradients, begin, segments, tensor, segment))
     }
 

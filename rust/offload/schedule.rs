@@ -1,6 +1,6 @@
 //! Which segments have their turn in a job, and in which order they are stepped.
 
-use super::{job::Job, pending::Pending, ring::Groups, segment::Segments};
+use super::{groups::Groups, job::Job, pending::Pending, segment::Segments};
 use crate::sync::atomic::{AtomicBool, AtomicUsize};
 
 /// A segment's turn in a job: all its gradients that are pending are applied.

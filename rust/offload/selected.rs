@@ -31,8 +31,8 @@
 use std::ops::Range;
 
 use super::{
+    groups::Groups,
     job::Update,
-    ring::Groups,
     segment::Segments,
     selection::{ALIGN_BYTES, Plan, Plans, Selectable, Selection},
 };

@@ -5,10 +5,7 @@
 //! each segment the larger of what rows and columns take, one after the other on the device, and in
 //! host memory for one group of segments at a time.
 
-use super::{
-    ring::{Groups, groups_of},
-    segment::Segments,
-};
+use super::{groups::Groups, segment::Segments};
 use crate::{
     adam::selected::Shape,
     error::{Error, Result},
@@ -49,7 +46,7 @@ pub fn selection_nbytes(
     fraction: f64,
 ) -> Result<(usize, usize)> {
     let segments = Segments::new(numels);
-    let groups = groups_of(&segments, dtypes, interval)?;
+    let groups = Groups::new(&segments, dtypes, interval)?;
     let plans = Plans::new(&segments, &groups, row_lens, fraction)?;
     Ok((plans.device_nbytes, plans.staging_nbytes))
 }

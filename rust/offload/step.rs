@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use super::{
     engine::Shared,
+    groups::INTERVAL_MAX,
     handover::Handover,
     job::{Job, Kind, Timing, Update, Work},
     pending::{Entry, Landing, Pending},
-    ring::INTERVAL_MAX,
     schedule::{Turn, list_all, list_group},
     selected::{Picking, Selected},
 };

@@ -60,7 +60,9 @@ pub(super) struct PyAdamTensor(pub(super) AdamTensor);
 #[pymethods]
 impl PyAdamTensor {
     #[new]
-    #[pyo3(signature = (*, param, grad=None, weight_out=None, key=0, first=0, **parts: "TensorView"))]
+    #[pyo3(signature = (
+        *, param, grad=None, weight_out=None, key=0, first=0, **parts: "TensorView"
+    ))]
     fn new(
         param: &PyTensorView,
         grad: Option<&PyTensorView>,

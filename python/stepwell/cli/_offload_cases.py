@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -179,7 +179,7 @@ def _stepwell(
     moments: str,
     gate: str = "module",
     told: bool = True,
-    interval: int | None = None,
+    interval: int | Literal["auto"] | None = None,
     durability: Durability | None = None,
     fraction: float = 0.0,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
@@ -243,6 +243,16 @@ _ZERO_3_OFFLOAD_PARAM = {
     "reduce_bucket_size": BUCKET,
     "stage3_prefetch_bucket_size": BUCKET,
     "offload_param": _ON_CPU,
+}
+_ZENFLOW = {
+    **ZERO_2,
+    "zenflow": {
+        "topk_ratio": 0.1,
+        "select_strategy": "step",
+        "select_interval": 16,
+        "update_interval": 4,
+        "overlap_step": True,
+    },
 }
 _TWIN_FLOW = {
     "stage": 3,
@@ -360,7 +370,14 @@ def deepspeed_run(
         def breakdown() -> dict[str, float]:
             return engine.optimizer.timing if register else {}
 
-        return Run(_loss_of(engine), engine.backward, step, breakdown=breakdown, steps_itself=True)
+        return Run(
+            _loss_of(engine),
+            engine.backward,
+            step,
+            breakdown=breakdown,
+            finish=getattr(engine.optimizer, "drain", lambda: None),
+            steps_itself=True,
+        )
 
     return prepare
 
@@ -383,6 +400,7 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell, deferred=2": _stepwell("fp32", interval=2),
     "stepwell, deferred=4": _stepwell("fp32", interval=4),
     "stepwell, deferred=4, fraction=0.1": _stepwell("fp32", interval=4, fraction=0.1),
+    "stepwell, deferred=auto": _stepwell("fp32", interval="auto"),
     "stepwell q8, deferred=1": _stepwell("q8", interval=1),
     "stepwell q8, deferred=2": _stepwell("q8", interval=2),
     "stepwell q8, deferred=4": _stepwell("q8", interval=4),
@@ -395,6 +413,7 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "deepspeed on stepwell, accumulate=device": deepspeed_run(
         register=True, block={"accumulate": "device"}
     ),
+    "deepspeed on stepwell, zenflow": deepspeed_run(register=True, zero=_ZENFLOW),
     "deepspeed, offload_param": deepspeed_run(register=False, zero=_ZERO_3_OFFLOAD_PARAM),
     "deepspeed on stepwell, offload_param": deepspeed_run(
         register=True, zero=_ZERO_3_OFFLOAD_PARAM

@@ -525,8 +525,10 @@ def zenflow_plan(
     if (obstacle := zenflow.obstacle_of(engine, options)) is not None:
         return None, obstacle
     device = device_of(engine.zero_offload_optimizer())
-    if device is None:
-        return None, "nothing is offloaded"
+    if device != "cpu":
+        return None, (
+            "nothing is offloaded" if device is None else "deferred updates are of state in RAM"
+        )
     case = _Case(engine, None, options, stage, device, True, unfit("OffloadZeroOptimizer"))
     found = [row for row in _OBSTACLES if row.is_early and row.is_there(case)]
     if found:
