@@ -1,7 +1,7 @@
 //! The ring: host memory for gradients that wait for their segments' turns.
 //!
-//! A *share* is the memory for the gradients of one group of segments (`groups.rs`) of one step. All
-//! shares have the size of the largest.
+//! A *share* is the memory for the gradients of one group of segments (`groups.rs`) of one step.
+//! All shares have the size of the largest.
 //!
 //! ```text
 //! group 0   . . . turn . . .      its shares: one per step, up to `interval`
