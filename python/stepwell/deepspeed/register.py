@@ -222,8 +222,9 @@ def register(*, nonfinite: Literal["raise", "propagate"] = "raise") -> None:
 
     From then on DeepSpeed's CPU Adam (ZeRO-1/2/3 with CPU offload, `bf16_optimizer_states`,
     SuperOffload, ZenFlow) runs on Stepwell's kernels, `"optimizer": {"type": "StepwellAdamW"}` is
-    known, and none of these paths compiles anything. ZeRO with CPU offload runs on the offload
-    engine as a whole, unless the block `"stepwell"` of the JSON says otherwise (`options.Options`).
+    known, and none of these paths compiles anything. ZeRO with optimizer state in host memory or on
+    NVMe runs on the offload engine as a whole, unless the block `"stepwell"` of the JSON says
+    otherwise (`options.Options`).
     What DeepSpeed reads and writes through its op `async_io` (parameters on NVMe, FastFileWriter,
     `ds_io`) goes through Stepwell's files, where every failure is an OSError.
 
