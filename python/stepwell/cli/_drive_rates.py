@@ -145,7 +145,7 @@ class PlainCalls:
             num_blocks = max(self.file_nbytes // _BLOCK_BYTES, 1)
             block = number % _CALLS_AT_ONCE
             try:
-                while time.perf_counter() - begin < seconds:
+                while not moved[number] or time.perf_counter() - begin < seconds:
                     moved[number] += call(file, [memory], block % num_blocks * _BLOCK_BYTES)
                     block += _CALLS_AT_ONCE
             except OSError as error:
