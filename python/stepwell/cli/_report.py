@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-__all__ = ["circumstances", "write"]
+__all__ = ["circumstances", "write", "write_json"]
 
 
 def circumstances() -> dict[str, Any]:
@@ -49,6 +49,20 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+def write_json(folder: Path, name: str, report: dict[str, Any]) -> Path:
+    """Writes `NAME.json` into `folder`, which is made if it is not there.
+
+    Returns the file.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / f"{name}.json"
+    data.write_text(json.dumps(report, indent=2) + "\n")
+    return data
+
+
 def write(
     console: Console,
     folder: Path,
@@ -68,9 +82,7 @@ def write(
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / f"{name}.json"
-    data.write_text(json.dumps(report, indent=2) + "\n")
+    data = write_json(folder, name, report)
     console.print(f"written: {data}", highlight=False, soft_wrap=True)
     try:
         # Not pyplot: that would look for a display.

@@ -51,6 +51,7 @@ CASES = (
     "deepspeed on stepwell, zenflow",
     "deepspeed, offload_param",
     "deepspeed on stepwell, offload_param",
+    "deepspeed on stepwell, offload_param, fetch=deepspeed",
     "deepspeed, ratio=0.5",
     "deepspeed on stepwell, ratio=0.5",
     "deepspeed, nvme",
@@ -150,7 +151,7 @@ def bench_offload(
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
       the GPU, not in host memory.
     - `deepspeed, offload_param`, `deepspeed on stepwell, offload_param`: ZeRO-3 with parameters
-      offloaded as well.
+      offloaded as well; `fetch=deepspeed`: with DeepSpeed's hooks that fetch them.
     - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
       state in host memory, and half on the GPU.
     - `deepspeed, nvme`, `deepspeed on stepwell, nvme`: ZeRO-3 with optimizer state on the drives;
@@ -170,7 +171,7 @@ def bench_offload(
     from rich.console import Console
 
     from stepwell.cli._offload_cases import SIZES, Workload
-    from stepwell.cli._report import circumstances, write
+    from stepwell.cli._report import circumstances, write, write_json
     from stepwell.cli._step_times import circumstances_line
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
@@ -240,7 +241,10 @@ def bench_offload(
             if bytes_per_param and alone:
                 step = bytes_per_param * result["num_params"] / report["memory_gb_per_second"] / 1e9
                 result |= {"bound_seconds": alone + step, "bytes_per_param": bytes_per_param}
+            console.print(f"    {result['mean_seconds']:.3f} s per step", style="dim")
         cases.append(result)
+        # A run that is stopped has what came before.
+        write_json(out, "bench_offload", report)
     _print(console, report)
     write(console, out, "bench_offload", report, lambda figure: _draw(figure, report))
 
