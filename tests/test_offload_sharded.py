@@ -132,7 +132,15 @@ def differences_are_errors():
     optimizer.param_groups[0]["lr"] = -1.0 if rank else 1e-2
     with pytest.raises(ValueError, match="lr" if rank else "another rank could not step"):
         optimizer.step()
+    # Other hyper-parameters on one rank, as of a scheduler that follows the rank's own loss.
+    optimizer.param_groups[0]["lr"] = 2e-2 if rank else 1e-2
+    with pytest.raises(ValueError, match=r"different lr(.|\n)*hint"):
+        optimizer.step()
     optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.clip_norm = 1.0 if rank else None
+    with pytest.raises(ValueError, match="clip_norm"):
+        optimizer.step()
+    optimizer.clip_norm = None
     net.up.bias.grad[0] = torch.inf
     optimizer.step()
     assert optimizer.skipped_steps == 1
@@ -150,6 +158,15 @@ def differences_are_errors():
     # The ranks are together.
     with torch.no_grad():
         dist.broadcast(net.down.weight, 0)
+    optimizer.step()
+    # State that one rank has loaded.
+    whole = optimizer.full_state_dict(rank=None)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    if not rank:
+        optimizer.load_state_dict(whole)
+    with pytest.raises(ValueError, match="different numbers of steps"):
+        optimizer.step()
+    optimizer.load_state_dict(whole)
     optimizer.step()
     optimizer.synchronize()
     return [bits(param) for param in net.parameters()]

@@ -714,6 +714,8 @@ class OffloadAdamW(OffloadStateDicts):
         else:
             found_inf, has_error = self._sharding.agree(
                 params,
+                updates,
+                clip_norm=self.clip_norm,
                 has_error=error is not None,
                 found_inf=found_inf,
                 is_written=error is None and bool(self._twins.stale(params)),

@@ -2,7 +2,8 @@
 
 What makes it safe is that no rank steps alone:
 
-- Before a step all ranks tell each other whether they can step, and what they step.
+- Before a step all ranks tell each other whether they can step, what they step, and how: each
+  steps its rows with its own hyper-parameters and the count of its own state.
 - Where parameters were written since the last step, and so before the first, the ranks compare
   checksums of all of them.
 - The norm of the gradients is that of all, on every rank, and has to be the same to the last bit.
@@ -28,6 +29,8 @@ from stepwell.offload.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from stepwell._operand import Update
 
 __all__ = ["Shard", "Sharding", "open_sharding"]
 
@@ -78,7 +81,9 @@ class Sharding:
     def agree(
         self,
         params: Sequence[torch.Tensor],
+        updates: Sequence[Update],
         *,
+        clip_norm: float | None,
         has_error: bool,
         found_inf: bool,
         is_written: bool,
@@ -89,6 +94,8 @@ class Sharding:
 
         Args:
             params: of the step.
+            updates: of these.
+            clip_norm: what the norm of all gradients is clipped to.
             has_error: whether this rank cannot step.
             found_inf: whether a GradScaler has found an infinity here.
             is_written: whether some of `params` were written here since the last step.
@@ -96,12 +103,17 @@ class Sharding:
             label: what errors call a parameter.
 
         Raises:
-            ValueError: on all ranks: they step different parameters, or weights differ.
+            ValueError: on all ranks: they step different parameters or differently, or weights
+                differ.
             OSError: another rank is gone.
         """
         mine = StepFacts(has_error=has_error, found_inf=found_inf, is_written=is_written)
-        digest = 0 if has_error or found_inf else self.shares.digest(params)
-        of_any = self.peers.agree_on_step(mine, digest)
+        is_refused = has_error or found_inf
+        of_any = self.peers.agree_on_step(
+            mine,
+            params=0 if is_refused else self.shares.digest(params),
+            settings=0 if is_refused else _digest(updates, clip_norm),
+        )
         if of_any.is_written and not of_any.has_error and not of_any.found_inf:
             self._check_weights(params, checksums, label)
         return of_any.found_inf, of_any.has_error
@@ -125,6 +137,19 @@ class Sharding:
                 "and nothing was changed. hint: DistributedDataParallel(model) makes them equal; "
                 "load and write weights alike on all ranks; shard=False steps each rank's own"
             )
+
+
+def _digest(updates: Sequence[Update], clip_norm: float | None) -> int:
+    """A number of 62 bits that is the same where the same is done with equal gradients."""
+    found = blake2b(f"{clip_norm}".encode(), digest_size=8)
+    hyper = None
+    for update in updates:
+        # Parameters of one group have one object.
+        if update.hyper is not hyper:
+            hyper = update.hyper
+            found.update(f"{hyper}".encode())
+        found.update(f" {update.step}".encode())
+    return int.from_bytes(found.digest(), "little") >> 2
 
 
 def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) -> Sharding | None:
