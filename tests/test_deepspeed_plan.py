@@ -604,6 +604,7 @@ def test_a_zenflow_block_in_the_terms_of_deferred(keys, expected):
         ({"offload": True}, "zenflow.offload is true"),
         ({"auto_ratio": 0.9}, "auto_ratio has no effect"),
         ({"select_strategy": "epoch", "select_interval": 1}, "every 16 steps"),
+        ({"select_interval": 5}, "select_interval is `5`, but select_strategy is `auto`"),
     ],
 )
 def test_keys_of_zenflow_without_effect_are_said(keys, remark):

@@ -203,7 +203,7 @@ def memory(system: dict[str, Any]) -> Iterator[Finding]:
         found="unlimited" if limit is None else f"{limit / 2**20:,.0f} MiB",
         meaning="buffers can be kept resident"
         if limit is None
-        else "only `Buffer(lock=True)` needs more; no optimizer uses that",
+        else "parameters of DeepSpeed's on NVMe have buffers to lock; no optimizer has",
         fix=None if limit is None else "ulimit -l unlimited; for a container --ulimit memlock=-1",
     )
 

@@ -210,7 +210,7 @@ _PARTS = (
     _Part(
         topic="ZenFlow",
         seams=("offload engine, ZenFlow", "step of ZenFlowCPUAdam", "process of"),
-        works="ZenFlow and SuperOffload step on Stepwell's kernels, in their own processes too",
+        works="under ZeRO-1 and -2 on the engine; else, and SuperOffload, on Stepwell's kernels",
         otherwise="ZenFlow or SuperOffload runs without Stepwell",
     ),
     _Part(

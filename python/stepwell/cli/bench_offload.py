@@ -141,15 +141,17 @@ def bench_offload(
     - `stepwell`: OffloadAdamW with fp32 moments; `stepwell q8`: with q8 moments.
     - `stepwell, gate=step`: the next forward waits for all weights at once.
     - `stepwell, untold`: `accumulation_steps` is not given.
-    - `stepwell, deferred=4`: updates are deferred, and every fourth step of a part of the model is
-      its turn. Other numbers of steps, and q8 moments, likewise. `fraction=0.1`: a tenth of the
-      rows or columns is stepped at once, on the GPU.
+    - `stepwell, deferred=4`: updates are deferred; each part of the model is stepped in every
+      fourth step. Other numbers of steps, and q8 moments, likewise; `deferred=auto`: the number is
+      chosen as training goes. `fraction=0.1`: a tenth of the rows or columns is stepped at once, on
+      the GPU.
     - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
       host memory as can be; `durability=none`: without commits. q8 moments likewise.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
       the GPU, not in host memory.
+    - `deepspeed on stepwell, zenflow`: with a block `zenflow`, whose updates the engine defers.
     - `deepspeed, offload_param`, `deepspeed on stepwell, offload_param`: ZeRO-3 with parameters
       offloaded as well; `fetch=deepspeed`: with DeepSpeed's hooks that fetch them.
     - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer

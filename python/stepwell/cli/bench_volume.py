@@ -24,7 +24,7 @@ def bench_volume(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FOLDER...",
+            metavar="FOLDER",
             exists=True,
             file_okay=False,
             writable=True,
@@ -37,14 +37,15 @@ def bench_volume(
     weights: Annotated[
         str | None,
         typer.Option(
-            help="The bandwidth of each drive, such as 400,400,200.", show_default="tuned"
+            help="The bandwidth of each drive, such as 400,400,200.",
+            show_default="as tuned, else alike",
         ),
     ] = None,
     stripe_kib: Annotated[
-        int | None, typer.Option(min=1, help="KiB of a stripe.", show_default="tuned")
+        int | None, typer.Option(min=1, help="KiB of a stripe.", show_default="as tuned, else 1024")
     ] = None,
     queue_depth: Annotated[
-        int | None, typer.Option(min=1, help="Calls at once.", show_default="tuned")
+        int | None, typer.Option(min=1, help="Calls at once.", show_default="as tuned, else 32")
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of each measurement.")] = 3.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of all measurements.")] = 5,

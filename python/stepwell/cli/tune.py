@@ -29,7 +29,7 @@ def tune(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FOLDER...",
+            metavar="FOLDER",
             exists=True,
             file_okay=False,
             writable=True,

@@ -19,7 +19,7 @@ __all__ = ["check", "ls", "rm"]
 Folders = Annotated[
     list[Path],
     typer.Argument(
-        metavar="FOLDER...",
+        metavar="FOLDER",
         exists=True,
         file_okay=False,
         help="The folders of the volume's members, in any order.",

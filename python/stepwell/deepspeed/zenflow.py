@@ -107,20 +107,26 @@ def zenflow_of(engine: Any) -> ZenFlow:
 def _reselect(engine: Any, block: Any) -> tuple[int, list[str]]:
     """After how many steps channels are selected anew, and what to say of that."""
     strategy, interval = block.select_strategy, block.select_interval
+    remarks = []
+    if strategy == "auto" and isinstance(interval, int):
+        remarks.append(
+            f"zenflow.select_interval is `{interval}`, but select_strategy is `auto`: every epoch. "
+            'hint: select_strategy "step" or "epoch"'
+        )
+        interval = "auto"
     if strategy == "step" and isinstance(interval, int):
         return max(1, interval), []
-    if strategy == "epoch" or interval == "auto":
-        loader = engine.training_dataloader
-        steps = block.steps_per_epoch or (
-            0 if loader is None else len(loader) // engine.gradient_accumulation_steps()
-        )
-        if steps:
-            return max(1, steps * (interval if isinstance(interval, int) else 1)), []
+    loader = engine.training_dataloader
+    steps = block.steps_per_epoch or (
+        0 if loader is None else len(loader) // engine.gradient_accumulation_steps()
+    )
+    if steps:
+        return max(1, steps * (interval if isinstance(interval, int) else 1)), remarks
     if strategy != "epoch":
-        return Deferred.reselect, []
-    remark = (
+        return Deferred.reselect, remarks
+    remarks.append(
         "zenflow.select_strategy is `epoch`, but the epochs of a program's own data loader are not "
         f"known: channels are selected anew every {Deferred.reselect} steps. hint: "
         'select_strategy "step" with a select_interval'
     )
-    return Deferred.reselect, [remark]
+    return Deferred.reselect, remarks

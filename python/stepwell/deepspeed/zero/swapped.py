@@ -80,7 +80,7 @@ class SwappedPartitions:
             with a function that gives memory.
         identity: what the partitions are: a volume of others is not resumed.
         rank: of this process, or None if it is the only one: a part of the volume's name.
-        ranks_of_host: how many processes share the host's memory.
+        ranks_on_host: how many processes share the host's memory.
     """
 
     def __init__(
@@ -90,13 +90,14 @@ class SwappedPartitions:
         new_state: Callable[[torch.Tensor, _state.Memory], _state.State],
         identity: str,
         rank: int | None,
-        ranks_of_host: int,
+        ranks_on_host: int,
     ) -> None:
         self._volume = volume
         self._new_state = new_state
         self._identity = identity
         self._rank = rank
-        self._ranks_of_host = ranks_of_host
+        self.ranks_on_host = ranks_on_host
+        """How many processes share the host's memory."""
         self._core: _core.Swap | None = None
         self._held: dict[int, _Held] = {}
         self._weights: dict[int, torch.Tensor] = {}
@@ -155,7 +156,7 @@ class SwappedPartitions:
         """
         if host_bytes is None:
             free = _core.free_memory_bytes() or 0
-            host_bytes = max(int(free * FREE_SHARE) // self._ranks_of_host - beside, 0)
+            host_bytes = max(int(free * FREE_SHARE) // self.ranks_on_host - beside, 0)
         nbytes = sum(
             each.moments_bytes + _is_rounded(each) * each.master.itemsize * each.weight.numel()
             for each in partitions
@@ -519,13 +520,13 @@ def swapped_of(plan: Plan, operands: Operands, params: object) -> SwappedPartiti
         return None
     ranks = torch.distributed.get_world_size()
     rank = torch.distributed.get_rank()
+    system: dict[str, Any] = _core.system_info()
     return SwappedPartitions(
         plan.volume,
         new_state=operands.new_state,
         identity=repr([params, rank, ranks]),
         rank=rank if ranks > 1 else None,
-        # As torchrun and as DeepSpeed's launcher say it.
-        ranks_of_host=int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1),
+        ranks_on_host=system["ranks_on_host"],
     )
 
 
