@@ -83,7 +83,7 @@ SLOW = StepTimes(step=1.2, waited=0.2, turn=1.05)
 def auto(
     monkeypatch: pytest.MonkeyPatch, times: StepTimes, **options: int
 ) -> tuple[nn.Module, OffloadAdamW]:
-    monkeypatch.setattr(OffloadAdamW, "_step_times", lambda *_: times)
+    monkeypatch.setattr(StepTimes, "of", lambda *_: times)
     model = model_of()
     deferred = Deferred(interval="auto")
     return model, OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred, **options)

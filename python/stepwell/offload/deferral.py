@@ -5,10 +5,23 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["DeferralMetrics", "SettledSteps"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["DeferralMetrics", "SettledSteps", "waited_seconds_of"]
 
 _LOGGER = logging.getLogger(__name__)
+
+
+def waited_seconds_of(timing: Mapping[str, float]) -> float:
+    """How long forwards waited for weights, and the step for the step before it.
+
+    Args:
+        timing: what the last step took, as `OffloadAdamW.timing` has it.
+    """
+    return timing.get("background", 0.0) + timing["gate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +41,23 @@ class DeferralMetrics:
     """How long forwards waited for weights, and the step for the step before it."""
     background_seconds: float
     """How long the background stepped."""
+
+    @classmethod
+    def of(cls, interval: int, timing: Mapping[str, float]) -> DeferralMetrics:
+        """Those of a step.
+
+        Args:
+            interval: every how many steps a part of the model has its turn.
+            timing: what the step took, as `OffloadAdamW.timing` has it.
+        """
+        return cls(
+            interval=interval,
+            captured_share=timing.get("selected_share", 0.0),
+            selected_bytes=int(timing.get("selected_bytes", 0)),
+            oldest_age=int(timing["oldest_age"]),
+            waited_seconds=waited_seconds_of(timing),
+            background_seconds=timing["step"],
+        )
 
 
 class SettledSteps:

@@ -12,9 +12,13 @@ So an interval grows only where steps wait, and shrinks only with time to spare.
 from __future__ import annotations
 
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from stepwell.offload.deferral import waited_seconds_of
 from stepwell.offload.deferred import INTERVAL_MAX, Deferred
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["WINDOW_STEPS", "IntervalTuner", "StepTimes"]
 
@@ -40,6 +44,17 @@ class StepTimes(NamedTuple):
     """The part of it that forwards and the next step waited for the background."""
     turn: float
     """What the background took for its turn."""
+
+    @classmethod
+    def of(cls, step: float, timing: Mapping[str, float]) -> StepTimes:
+        """Those of a step.
+
+        Args:
+            step: from its beginning to that of the next.
+            timing: what it took, as `OffloadAdamW.timing` has it.
+        """
+        turn = timing["step"] - timing["gradients"]
+        return cls(step=step, waited=waited_seconds_of(timing), turn=turn)
 
 
 class IntervalTuner:

@@ -489,16 +489,21 @@ class OffloadAdamW(OffloadStateDicts):
     def timing(self) -> dict[str, float]:
         """What the last step took, in seconds, and the bytes that crossed the bus.
 
-        `norm`: waiting for the backward, and the norm of its gradients. `prepare`: until the
-            background had the step.
-        `release`: until the device had all copies of gradients, which may be written from then on.
-            `step`: its first chunk to its last, within it `gradients`: waiting for them. `gate`:
-            forwards that have waited for its weights. `bytes_downloaded`, `bytes_uploaded`.
-            `background`: waiting for the step before, which is to be over. `oldest_age`: how many
-            steps ago the oldest gradient was computed that is deferred. `bytes_read`,
-            `bytes_written`: with a volume, what its drives have moved since it was made.
-        With `deferred.fraction`: `selected_share`: which share of the squared norms the selected
-            channels had when they were chosen; `selected_bytes`: device memory for their state.
+        - `norm`: waiting for the backward, and the norm of its gradients.
+        - `prepare`: until the background had the step.
+        - `release`: until the device had all copies of gradients, which may be written from then
+          on.
+        - `step`: its first chunk to its last; within it `gradients`: waiting for them.
+        - `gate`: forwards that have waited for its weights.
+        - `background`: waiting for the step before, which is to be over.
+        - `bytes_downloaded`, `bytes_uploaded`.
+        - `oldest_age`: how many steps ago the oldest gradient was computed that is deferred.
+        - `bytes_read`, `bytes_written`: with a volume, what its drives have moved since it was
+          made.
+        - `bytes_gathered`: with `shard`, of weights that came from other ranks.
+        - `selected_share`: with `deferred.fraction`, which share of the squared norms the selected
+          channels had when they were chosen.
+        - `selected_bytes`: likewise, device memory for their state.
         """
         if self._engine is None:
             return {}
@@ -518,15 +523,7 @@ class OffloadAdamW(OffloadStateDicts):
         """Deferred updates in the last step; None without `deferred`, and before the first step."""
         if self._deferred is None or self._engine is None:
             return None
-        timing = self.timing
-        return DeferralMetrics(
-            interval=self._deferred.turns,
-            captured_share=timing.get("selected_share", 0.0),
-            selected_bytes=int(timing.get("selected_bytes", 0)),
-            oldest_age=int(timing["oldest_age"]),
-            waited_seconds=timing.get("background", 0.0) + timing["gate"],
-            background_seconds=timing["step"],
-        )
+        return DeferralMetrics.of(self._deferred.turns, self.timing)
 
     # ---- gradients ----
 
@@ -610,19 +607,11 @@ class OffloadAdamW(OffloadStateDicts):
         if engine.is_settled:
             tuner.forget()
         elif engine.behind:
-            tuner.note(self._step_times(begin))
+            tuner.note(StepTimes.of(begin - self._step_began, self.timing))
         self._step_began = begin
         interval = tuner.choice()
         if interval is not None:
             self._set_interval(interval)
-
-    def _step_times(self, begin: float) -> StepTimes:
-        """Of the last step, which was deferred. `begin`: when the next one began."""
-        assert self._engine is not None
-        timing = self.timing
-        waited = timing.get("background", 0.0) + timing["gate"]
-        turn = timing["step"] - timing["gradients"]
-        return StepTimes(step=begin - self._step_began, waited=waited, turn=turn)
 
     def _set_interval(self, interval: int) -> None:
         """Makes the engine anew for another interval, with all updates applied."""

@@ -86,15 +86,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
     @property
     def deferral(self) -> DeferralMetrics:
         """Deferred updates in the last step."""
-        timing = self._partitions.timing()
-        return DeferralMetrics(
-            interval=self._deferred.turns,
-            captured_share=timing.get("selected_share", 0.0),
-            selected_bytes=int(timing.get("selected_bytes", 0)),
-            oldest_age=int(timing["oldest_age"]),
-            waited_seconds=timing["background"] + timing["gate"],
-            background_seconds=timing["step"],
-        )
+        return DeferralMetrics.of(self._deferred.turns, self._partitions.timing())
 
     def watch(self, module: torch.nn.Module) -> None:
         """Has forwards in evaluation mode noticed that several ranks read late weights in."""
