@@ -2,6 +2,7 @@
 
 import io
 import os
+import queue
 from hashlib import blake2b
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_ranks import Net, Ranks
 from stepwell.offload import gathering
+from stepwell.offload.peers import Peers, StepFacts
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
@@ -323,6 +325,32 @@ def failed_step_on_one_rank():
 
 def test_a_step_that_fails_on_one_rank_stops_all(two):
     two.run(failed_step_on_one_rank)
+
+
+def calls_differ():
+    # By gloo, rounds of other sizes would end the process.
+    facts = StepFacts(has_error=False, found_inf=False, is_written=False)
+    calls = [
+        lambda peers: peers.agree_on_step(facts, 1, 2),
+        lambda peers: peers.check_norm(1.0),
+        lambda peers: peers.first_difference(list(range(20))),
+        lambda peers: peers.objects("catalog"),
+    ]
+    for nth in range(len(calls)):
+        peers = Peers(None)
+        for _ in range(2):
+            with pytest.raises(OSError, match=r"not at the same step(.|\n)*hint"):
+                calls[(nth + dist.get_rank()) % len(calls)](peers)
+
+
+def test_ranks_that_call_differently_are_told(two):
+    two.run(calls_differ)
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent():
+    steps, last = queue.SimpleQueue(), gathering._Gathering([], None)
+    gathering._close(steps, [last], os.getpid() + 1)
+    assert steps.empty()
 
 
 def one_rank_dies():

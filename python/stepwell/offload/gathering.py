@@ -20,6 +20,7 @@ rank where its rows are not dealt out evenly.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -238,8 +239,13 @@ class _Gatherer:
         ]
 
 
-def _close(steps: queue.SimpleQueue[_Gathering | None], last: list[_Gathering | None]) -> None:
+def _close(
+    steps: queue.SimpleQueue[_Gathering | None], last: list[_Gathering | None], pid: int
+) -> None:
     """The optimizer is gone: its last step is waited for, and the thread ends."""
+    if os.getpid() != pid:
+        # A forked child has no such thread: nothing would ever end.
+        return
     steps.put(None)
     if last[0] is not None:
         # Its error has no caller any more.
@@ -274,7 +280,7 @@ class RankEngine(Engine):
         gatherer = _Gatherer(self._core, sharding.peers, device)
         self._steps = gatherer.steps
         threading.Thread(target=gatherer.run, name="stepwell-gather", daemon=True).start()
-        weakref.finalize(self, _close, self._steps, self._last)
+        weakref.finalize(self, _close, self._steps, self._last, os.getpid())
 
     @property
     @override

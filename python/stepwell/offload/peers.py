@@ -6,6 +6,8 @@
   connection is closed, else after the timeout of the process group.
 - Ctrl-C in a wait leaves the ranks apart. Then every later call is an error, here and, since this
   rank is missing, on the others.
+- Every call begins with a round of one size, which says what is called. gloo ends the process where
+  sizes differ; so ranks that call differently (one has left a step by an error) get an error.
 
 Cost: two rounds of up to 72 bytes per step, each 0.1 to 0.3 ms on one host.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 import struct
 import time
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,6 +31,20 @@ __all__ = ["Peers", "StepFacts", "wait_for_work"]
 
 # Polls of a work that has not ended: soon after the first look, then less often.
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 2e-5, 1e-3
+
+# Of 8 bytes each, in a round.
+_WORDS = 9
+
+
+class _Call(IntEnum):
+    """What a round is of."""
+
+    STEP = 0
+    NORM = 1
+    DIFFERENCE = 2
+    OBJECTS = 3
+    BROADCAST = 4
+    OPEN = 5
 
 
 class StepFacts(NamedTuple):
@@ -84,6 +101,7 @@ class Peers:
         """Of the thread that gathers weights, for what is in host memory."""
         self.data = self._new_group(backend, timeout)
         """Of the same thread, for weights."""
+        self._is_data_open = False
         self._round = 0
         self._is_apart = False
 
@@ -99,6 +117,25 @@ class Peers:
         assert isinstance(group, dist.ProcessGroup)
         return group
 
+    def open_data(self, device: torch.device) -> None:
+        """Has `data` connect, once, while no other collective of this rank is under way.
+
+        NCCL connects, allocates and loads its kernels with the first collectives, and may wait for
+        the whole device meanwhile: on the thread that gathers, beside a collective of the program
+        that waits for this rank, neither would end.
+        """
+        if self._is_data_open or self.world_size == 1:
+            return
+        self._meet(_Call.OPEN)
+        mine = torch.zeros(1, dtype=torch.uint8, device=device)
+        whole = torch.zeros(self.world_size, dtype=torch.uint8, device=device)
+        for begin in (
+            lambda: dist.all_gather_into_tensor(whole, mine, group=self.data, async_op=True),
+            lambda: dist.broadcast(mine, self.ranks[0], group=self.data, async_op=True),
+        ):
+            self._wait(self._call(begin))
+        self._is_data_open = True
+
     def agree_on_step(self, mine: StepFacts, params: int, settings: int) -> StepFacts:
         """What is known on any rank.
 
@@ -112,7 +149,7 @@ class Peers:
                 settings, or another number of steps behind them.
         """
         flags = [int(flag) for flag in mine]
-        most = self._greatest([*flags, params, -params, settings, -settings])
+        most = self._greatest(_Call.STEP, [*flags, params, -params, settings, -settings])
         agreed = StepFacts(*(flag > 0 for flag in most[:3]))
         if agreed.has_error or agreed.found_inf:
             return agreed
@@ -134,7 +171,7 @@ class Peers:
     def check_norm(self, norm: float) -> None:
         """Raises ValueError, on all ranks, if their norms of the gradients differ."""
         bits = struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(norm) else norm))[0]
-        most = self._greatest([bits, -bits])
+        most = self._greatest(_Call.NORM, [bits, -bits])
         if most[0] != -most[1]:
             raise ValueError(
                 f"the norm of the gradients is `{norm}` here and another on other ranks, expected "
@@ -148,16 +185,28 @@ class Peers:
 
         The ranks give equally many.
         """
-        most = self._greatest([*digests, *(-each for each in digests)])
+        self._meet(_Call.DIFFERENCE)
+        most = self._greatest(_Call.DIFFERENCE, [*digests, *(-each for each in digests)])
         count = len(digests)
         return next((at for at in range(count) if most[at] != -most[count + at]), None)
 
-    def _greatest(self, numbers: Sequence[int]) -> list[int]:
-        """The greatest of all ranks at each place."""
+    def _meet(self, call: _Call) -> None:
+        """All ranks make this call. What follows may have any size.
+
+        Raises:
+            OSError: they do not.
+        """
+        self._greatest(call, [])
+
+    def _greatest(self, call: _Call, numbers: Sequence[int]) -> list[int]:
+        """The greatest of all ranks at each place. More than 7 `numbers` come behind `_meet`."""
         self._check_together()
         self._round += 1
-        # Ranks that are not in the same round have not made the same calls.
-        mine = torch.tensor([self._round, -self._round, *numbers], dtype=torch.int64, device="cpu")
+        # Ranks that are not in the same round, or not of the same call, have gone apart.
+        mark = self._round * len(_Call) + call
+        words = [mark, -mark, *numbers]
+        words += [0] * (_WORDS - len(words))
+        mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         work = self._call(
             lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
         )
@@ -166,11 +215,11 @@ class Peers:
         if most[0] != -most[1]:
             self._is_apart = True
             self._check_together()
-        return most[2:]
+        return most[2 : 2 + len(numbers)]
 
     def objects(self, mine: object) -> list[Any]:
         """The picklable objects of all ranks, in their order."""
-        self._check_together()
+        self._meet(_Call.OBJECTS)
         found: list[Any] = [None] * self.world_size
         self._is_apart = True
         self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing))
@@ -179,7 +228,7 @@ class Peers:
 
     def broadcast(self, memory: torch.Tensor, owner: int) -> None:
         """Fills `memory`, contiguous and in host memory, with that of the rank `owner`."""
-        self._check_together()
+        self._meet(_Call.BROADCAST)
         whole, source = memory.view(-1).view(torch.uint8), self.ranks[owner]
         self._wait(
             self._call(lambda: dist.broadcast(whole, source, group=self._agreeing, async_op=True))

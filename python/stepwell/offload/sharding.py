@@ -114,8 +114,10 @@ class Sharding:
             params=0 if is_refused else self.shares.digest(params),
             settings=0 if is_refused else _digest(updates, clip_norm),
         )
-        if of_any.is_written and not of_any.has_error and not of_any.found_inf:
-            self._check_weights(params, checksums, label)
+        if params and not of_any.has_error and not of_any.found_inf:
+            if of_any.is_written:
+                self._check_weights(params, checksums, label)
+            self.peers.open_data(params[0].device)
         return of_any.found_inf, of_any.has_error
 
     def _check_weights(
