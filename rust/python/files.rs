@@ -244,7 +244,7 @@ impl PyFiles {
 
 impl Drop for PyFiles {
     fn drop(&mut self) {
-        // What is in flight uses memory that may be freed after this. Nobody is there to be told.
+        // What is in flight uses memory that may be freed after this. No caller is left to be told.
         let begin = Instant::now();
         for pending in std::mem::take(&mut *lock(&self.pending)) {
             while !pending.transfer.is_over() && begin.elapsed() < self.io_timeout {

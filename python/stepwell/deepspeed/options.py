@@ -21,7 +21,7 @@ class Options:
     """The block, with defaults for what it leaves out."""
 
     engine: bool = True
-    """Whether ZeRO with CPU offload runs on the offload engine.
+    """Whether ZeRO with its state in host memory or on NVMe runs on the offload engine.
 
     If not, it is DeepSpeed's own path, on Stepwell's kernels.
     """

@@ -106,7 +106,7 @@ class _Gathering:
     def end(self, error: OSError | None) -> None:
         """Nothing more comes."""
         with self._changed:
-            # The memory is the parameters' again: who counts references to it sees theirs alone.
+            # The memory is the parameters' again: a count of its references has theirs alone.
             self.weights = []
             self.error = error
             self.is_over = True

@@ -439,7 +439,7 @@ class OffloadAdamW(OffloadStateDicts):
             self._engine.finish()
 
     def synchronize(self) -> None:
-        """Waits until the last step is complete: then parameters can be read and written by anyone.
+        """Waits until the last step is complete: then any code may read and write parameters.
 
         Raises:
             OSError: the step failed in the background.

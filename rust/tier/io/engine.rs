@@ -74,8 +74,8 @@ pub(in crate::tier) struct Failure {
     pub(in crate::tier) error: io::Error,
 }
 
-/// What operations belong to. It keeps their memory until the last of them has ended, whatever
-/// becomes of who waits for them.
+/// What operations belong to. It keeps their memory until the last of them has ended, also where
+/// the caller waits for them no more.
 pub(in crate::tier) trait Outcome: Send + Sync {
     /// One of its operations has ended.
     fn end_operation(&self, failure: Option<Failure>);

@@ -19,7 +19,8 @@
 //!   given to the drive; it is durable with an `fsync` of the file.
 //! - FIL-3 A page of the file is written by one way only within a transfer, and by the page cache
 //!   where two transfers share it. So neighbours in flight leave each other's bytes alone.
-//! - FIL-4 Memory is the caller's, which keeps it until the transfer is over, whoever waits.
+//! - FIL-4 Memory is the caller's. The caller keeps it until the transfer is over, also after a
+//!   wait that timed out.
 //!
 //! Cost: 100 B per block in flight. Nothing is copied but through the page cache.
 

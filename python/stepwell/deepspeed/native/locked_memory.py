@@ -1,7 +1,7 @@
 """Host memory that is locked in RAM, for DeepSpeed's `new_cpu_locked_tensor`.
 
 One table for the process: what one handle has made, another one knows. DeepSpeed's own table keeps
-memory until it is freed, and frees it under whoever still uses it. Here memory lives as long as a
+memory until it is freed, and frees it while tensors still use it. Here memory lives as long as a
 tensor on it, and `free` takes it out of the table.
 """
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's seams for ZeRO with CPU offload on the offload engine."""
+"""DeepSpeed's seams for ZeRO whose offloaded state is on the offload engine."""
 
 from __future__ import annotations
 

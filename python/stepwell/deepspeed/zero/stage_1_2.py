@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-1 and -2 optimizer with its CPU offload on the offload engine.
+"""DeepSpeed's ZeRO-1 and -2 optimizer with its offloaded state on the offload engine.
 
 This module imports DeepSpeed's optimizer, and is imported late.
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3 optimizer with its CPU offload on the offload engine.
+"""DeepSpeed's ZeRO-3 optimizer with its offloaded state on the offload engine.
 
 Imports DeepSpeed's, and is imported late.
 
@@ -7,14 +7,16 @@ three times; unscaling, clip, Adam and the new 16-bit weights are one pass over 
 weights go up while later ones are stepped. `step()` waits for the end of it, since partitions on
 the device are gathered on other streams than that of forwards.
 
-With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where it uploads
-what a module needs. The pass writes them there: 2 bytes per parameter less on the bus and in host
-memory. It goes on behind the next forward. What it writes (weights, masters, moments) waits where
-it is used, each for its own part (`offload.writes`), on any number of ranks.
+With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where what a
+module needs is uploaded: on one rank by `zero.module_hooks`, on several by DeepSpeed. The pass
+writes them there: 2 bytes per parameter less on the bus and in host memory. It goes on behind the
+next forward. What it writes (weights, masters, moments) waits where it is used, each for its own
+part (`offload.writes`), on any number of ranks.
 
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
   after the workers' writes. DeepSpeed waits for each gather before it uses it, and for those left
-  when a step begins. So all copies have ended when the next step writes.
+  when a step begins; `zero.fetcher` waits for all of its copies then. So all copies have ended when
+  the next step writes.
 - Persistent parameters go up one by one, when something waits for them (`zero.persistent`). Several
   ranks gather them at the end of `step()`, which waits for that.
 """
