@@ -525,6 +525,24 @@ def test_other_memory_after_a_skipped_step_is_read():
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_data_that_is_written_after_a_step_that_was_not_taken_is_stepped(dtype, nonfinite):
+    ours, theirs = pair(dtype=dtype)
+    ours[1]._nonfinite = nonfinite
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 2)
+        if net is ours[0]:
+            loss_of(net, 2).backward()
+            net[3].bias.grad[1] = torch.nan
+            with contextlib.suppress(ValueError):
+                optimizer.step()
+        # A parameter is written, and the others keep their trailing bits.
+        net[0].weight.data.mul_(0.5)
+        train(net, optimizer, 2, first=2)
+    assert_equal(ours, theirs)
+
+
 def test_a_weight_that_was_read_holds_the_identity_of_its_storage():
     """Until another is read: no other storage can have it meanwhile."""
     twins = Twins()

@@ -79,9 +79,9 @@ class OffloadAdamW(OffloadStateDicts):
 
     What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
     ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`,
-    `parameter.data += ...`) before the first step, and with `gate="module"` between a step and the
-    next forward. At another time it changes no version and is not seen: call `reread_parameters()`
-    after it.
+    `parameter.data += ...`) before the first step, and with `gate="module"` between a step, also a
+    skipped one, and the next forward. At another time, and of a parameter that had no gradient in
+    that step, it changes no version and is not seen: call `reread_parameters()` after it.
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
@@ -598,6 +598,7 @@ class OffloadAdamW(OffloadStateDicts):
             self._abandon()
             # No forward is ahead that lands weights, so no access would be seen.
             self.drain()
+            self._twins.forget(self._twins)
 
     def _tune(self, begin: float) -> None:
         """Has the interval follow what the last step took, which is over."""
@@ -646,6 +647,7 @@ class OffloadAdamW(OffloadStateDicts):
                     else:
                         self._abandon()
                         self.drain()
+                        self._twins.forget(self._twins)
                     self._wait_for_weights()
                 break
             except KeyboardInterrupt as caught:
