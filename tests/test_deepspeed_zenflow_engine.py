@@ -104,7 +104,10 @@ def test_a_resumed_run_has_the_bits_of_the_one_that_went_on(tmp_path, ranks):
         for weight, expected in zip(loaded["weights"], weights, strict=True):
             assert torch.equal(weight, expected)
         return
-    assert found[0]["warnings"]
+    # Of a state dict of the module, and of an evaluation; a checkpoint has all updates.
+    of_state_dict, of_evaluation = found[0]["warnings"]
+    assert "a state dict of the module" in of_state_dict
+    assert "a forward in evaluation mode" in of_evaluation
     for one, other in zip(found[0]["weights"], found[1]["weights"], strict=True):
         assert torch.equal(one, other)
 

@@ -11,8 +11,8 @@ means what). It is the optimizer of `stage_1_2`, but that its partitions are tho
   dicts see all updates: what is pending is applied first.
 - On several, that would be a collective, which a look of one rank cannot be. There `drain`,
   `save_checkpoint` and a step that is skipped apply and gather, and a forward in evaluation mode
-  before that is warned of. Masters and moments are a rank's own: a look at them applies what is
-  pending of them, and weights on the device stay as they are.
+  or a state dict of the module before that is warned of. Masters and moments are a rank's own: a
+  look at them applies what is pending of them, and weights on the device stay as they are.
 - The first step, the first after what is pending was applied, and `warmup_steps` are exact. So a
   run that is resumed has the bits of the one that went on.
 """
@@ -89,10 +89,18 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         return DeferralMetrics.of(self._deferred.turns, self._partitions.timing())
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Has forwards in evaluation mode noticed that several ranks read late weights in."""
+        """Has forwards in evaluation mode, and state dicts, noticed that have late weights.
+
+        Of several ranks.
+        """
         if not self._is_alone:
-            handle = module.register_forward_pre_hook(_LateForward(self))
-            weakref.finalize(self, handle.remove)
+            hook = _LateUse(self)
+            for handle in (
+                module.register_forward_pre_hook(hook.forward),
+                # torch has no types for it.
+                module.register_state_dict_pre_hook(hook.state_dict),  # type: ignore[no-untyped-call]
+            ):
+                weakref.finalize(self, handle.remove)
 
     # ---- the step ----
 
@@ -229,22 +237,36 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
                 "hint: engine.optimizer.drain() on all ranks before an evaluation"
             )
 
+    def note_state_dict(self) -> None:
+        """Several ranks make a state dict of the module."""
+        if not self._partitions.is_landed:
+            self._warn_once(
+                "a state dict of the module has weights that lack up to "
+                f"{self._deferred.interval} updates, since several ranks cannot gather there. "
+                "hint: engine.optimizer.drain() on all ranks before it, or engine.save_checkpoint()"
+            )
+
     def _warn_once(self, text: str) -> None:
         if text not in self._has_warned:
             self._has_warned.add(text)
             warn(text)
 
 
-class _LateForward:
-    """A hook, which does not keep the optimizer alive."""
+class _LateUse:
+    """Hooks of a module, which do not keep the optimizer alive."""
 
     def __init__(self, optimizer: DeferredZeroOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
 
-    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+    def forward(self, module: torch.nn.Module, _: Any) -> None:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer.note_forward(module)
+
+    def state_dict(self, *_: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.note_state_dict()
 
 
 class _Landings:
