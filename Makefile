@@ -95,9 +95,11 @@ test-rust: ## the Rust tests, and the Criterion benchmarks once each
 test-python: $(VENV)/.installed target/wheels/.$(HOST) ## the Python tests (ARGS='-k ...')
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# The releases of DeepSpeed and torch that are supported beside those of `make test`. Weekly, and
-# before a release: minutes each, and gigabytes for torch. ARGS='deepspeed' leaves torch out.
+# An installation from source, and the releases of DeepSpeed and torch that are supported beside
+# those of `make test`. Weekly, and before a release: minutes each, and gigabytes for torch.
+# ARGS='deepspeed' leaves torch out.
 test-versions: $(VENV)/.installed ## the tests on older DeepSpeed and torch (ARGS='deepspeed')
+	STEPWELL_TEST_SOURCE=1 $(BIN)/python -m pytest tests/test_package.py -k source_installs
 	$(BIN)/python tests/versions/run.py $(ARGS)
 
 # After a change of what a class of `deepspeed/zero/` overrides or calls.

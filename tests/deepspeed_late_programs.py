@@ -169,6 +169,19 @@ def waits(result):
     squared(engine, next(vectors(1, first=90)))
     result["waits"] = found
     late.keep_busy = False
+    result["fragments"] = {
+        name: tuple(positions[engine.optimizer.get_param_id(param)])
+        for name, param in engine.module.named_parameters()
+    }
+    engine.destroy()
+
+
+def prefetches(result):
+    """What DeepSpeed's own fetches are told of how much may be prefetched."""
+    config = offloaded()
+    config["stepwell"] = {**config.get("stepwell", {}), "fetch": "deepspeed"}
+    engine, late, _ = trained_late(config)
+    squared(engine, next(vectors(1, first=90)))
     coordinator = engine.optimizer._get_param_coordinator()
     size = coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz
     # What DeepSpeed asks: whether there is one, and which is less.
@@ -176,10 +189,6 @@ def waits(result):
     late.keep_busy = True
     result["prefetch"] += [size > 0]
     late.keep_busy = False
-    result["fragments"] = {
-        name: tuple(positions[engine.optimizer.get_param_id(param)])
-        for name, param in engine.module.named_parameters()
-    }
     engine.destroy()
 
 
@@ -276,6 +285,7 @@ def program_late(result):
     stale(result, "stale", offloaded())
     gates(result.setdefault("gates", {}))
     waits(result)
+    prefetches(result)
     written(result)
     exposed(result)
     result["moved"] = moved({})

@@ -228,12 +228,15 @@ def test_a_wait_can_be_interrupted_and_gone_on_with(handle, tmp_path, fifo):
     found = torch.zeros(1000)
     handle.async_pread(found, path)
     handle.async_pwrite(torch.ones(10), tmp_path / "other")
-    main = threading.main_thread().ident
-    timer = threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        handle.wait()
-    timer.join()
+    # Workers of pytest ignore Ctrl-C.
+    kept = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            handle.wait()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, kept)
     os.write(far, bytes_of(torch.ones(1000)))
     assert handle.wait() == 2
     assert torch.equal(found, torch.ones(1000))

@@ -562,6 +562,7 @@ class Programs(RuleBasedStateMachine):
 _PROFILE = hypothesis.settings()
 TestPrograms = pytest.mark.timeout(0)(Programs.TestCase)
 TestPrograms.settings = hypothesis.settings(
+    max_examples=25 if _PROFILE.derandomize else _PROFILE.max_examples,
     stateful_step_count=30,
     phases=set(hypothesis.Phase) - ({hypothesis.Phase.shrink} if _PROFILE.derandomize else set()),
     suppress_health_check=list(hypothesis.HealthCheck),
