@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import threading
 
 import deepspeed_run
 import pytest

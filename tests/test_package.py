@@ -283,7 +283,7 @@ def test_sdist_holds_the_sources(sdist):
 
 @pytest.mark.skipif(
     "STEPWELL_TEST_SOURCE" not in os.environ,
-    reason="compiles all anew, for a minute and a half: STEPWELL_TEST_SOURCE=1 (make test-versions)",
+    reason="compiles all anew, for a minute: STEPWELL_TEST_SOURCE=1, as make test-versions has it",
 )
 def test_source_installs(sdist, tmp_path):
     if shutil.which("cargo") is None:
