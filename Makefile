@@ -20,20 +20,22 @@ RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs')
 PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
   $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
-.PHONY: help dev test lint lint-rust test-rust test-python test-versions fingerprints shuttle \
-  asan-lib asan tsan mutants-rust mutants-python format demo bench bench-codec bench-offload \
+.PHONY: help dev test lint lint-rust lint-python test-rust test-python test-versions \
+  fingerprints shuttle asan-lib asan tsan mutants-rust mutants-python format demo bench bench-codec bench-offload \
   wheel stubs aarch64-toolchain aarch64-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The compiler takes one core for the wheel, and minutes. The other one fetches packages and lints
-# meanwhile.
+# meanwhile. Then Rust and Python tests run side by side, and the failures of both are seen.
 test: $(VENV)/.tools ## all that CI runs
 	$(MAKE) target/wheels/.$(HOST) & wheel=$$!; \
 	  $(MAKE) lint-rust $(VENV)/.requirements || { kill $$wheel; exit 1; }; \
 	  wait $$wheel
-	$(MAKE) lint test-rust shuttle $(if $(filter x86_64,$(HOST)),asan-lib) test-python
+	$(MAKE) test-rust shuttle $(if $(filter x86_64,$(HOST)),asan-lib) & rust=$$!; \
+	  python=0; $(MAKE) lint-python test-python || python=$$?; \
+	  wait $$rust && exit $$python
 
 # ---- environment -------------------------------------------------------------------------------
 
@@ -78,7 +80,9 @@ lint-rust: $(VENV)/.tools target/stubs/stepwell/_core.pyi ## rustfmt, clippy, ru
 	PYO3_PYTHON=$(BIN)/python RUSTDOCFLAGS='-D warnings' \
 	  cargo doc -q --locked --no-deps --features python
 
-lint: lint-rust $(VENV)/.installed ## those, ruff, mypy, stubs
+lint: lint-rust lint-python ## both
+
+lint-python: $(VENV)/.installed target/stubs/stepwell/_core.pyi ## ruff, mypy, stubs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
