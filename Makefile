@@ -21,8 +21,8 @@ PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
   $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
 .PHONY: help dev test lint lint-rust lint-python test-rust test-python test-versions \
-  fingerprints shuttle asan-lib asan tsan mutants-rust mutants-python format demo bench bench-codec bench-offload \
-  wheel stubs aarch64-toolchain aarch64-test
+  fingerprints shuttle asan-lib asan tsan mutants-rust mutants-python format demo bench \
+  bench-codec bench-offload wheel stubs aarch64-toolchain aarch64-test
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
