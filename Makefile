@@ -72,11 +72,12 @@ dev: ## the extension as of now, in place, within a minute
 
 # ---- checks ------------------------------------------------------------------------------------
 
-# clippy also compiles the benchmarks, as far as it takes to check them.
+# The library alone, and all targets with the extension and the benchmarks.
 lint-rust: $(VENV)/.tools target/stubs/stepwell/_core.pyi ## rustfmt, clippy, rustdoc
 	cargo fmt --check
-	cargo clippy -q --locked --all-targets -- -D warnings
-	PYO3_PYTHON=$(BIN)/python cargo clippy -q --locked --all-targets --features python -- -D warnings
+	cargo clippy -q --locked --lib -- -D warnings
+	PYO3_PYTHON=$(BIN)/python \
+	  cargo clippy -q --locked --all-targets --features python,bench -- -D warnings
 	PYO3_PYTHON=$(BIN)/python RUSTDOCFLAGS='-D warnings' \
 	  cargo doc -q --locked --no-deps --features python
 
@@ -91,9 +92,10 @@ lint-python: $(VENV)/.installed target/stubs/stepwell/_core.pyi ## ruff, mypy, s
 	$(BIN)/python -m mypy.stubtest \
 	  --mypy-config-file <(printf '[mypy]\nfollow_imports = skip\n') stepwell._core
 
-# Without the feature `python`: no libpython is linked. --benches runs each benchmark once.
-test-rust: ## the Rust tests, and the Criterion benchmarks once each
-	cargo test --locked --lib --tests --benches
+# Without the feature `python`: no libpython is linked. The library's own tests are those of
+# asan-lib, where there is an address sanitizer.
+test-rust: ## the Rust tests
+	cargo test --locked $(if $(filter x86_64,$(HOST)),,--lib) --test '*' --bench volume
 	cargo test --locked --doc
 
 test-python: $(VENV)/.installed target/wheels/.$(HOST) ## the Python tests (ARGS='-k ...')
@@ -119,12 +121,13 @@ shuttle: ## the tests of the threads under a model checker
 # The compiler's sanitizers, which the stable compiler has and does not offer yet. The standard
 # library is not instrumented. Few cases: instrumented code is slow, and writing out a backtrace
 # takes longer than tests of failures wait.
-sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=4 \
+sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=$${PROPTEST_CASES:-4} \
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
   cargo test -q --locked --profile checked --target $(X86_64) --target-dir target/$(1)-sanitizer
 ASAN_TESTS := deferred downloads generations jobs memory offload slots volume
 TSAN_TESTS := deferred downloads generations jobs offload
 
+asan-lib: export PROPTEST_CASES ?= 256
 asan-lib: ## the library's own tests under the address sanitizer
 	$(call sanitize,address) --lib $(ARGS)
 
@@ -159,7 +162,7 @@ demo: $(VENV)/.installed ## train a small Llama on DeepSpeed, with Stepwell and 
 	$(BIN)/stepwell demo $(ARGS)
 
 bench: $(VENV)/.installed ## Criterion, then against DeepSpeedCPUAdam and torch, then imports
-	cargo bench --locked
+	cargo bench --locked --features bench
 	$(BIN)/stepwell bench adam $(ARGS)
 	$(BIN)/python benches/import_time.py
 

@@ -6,7 +6,7 @@
 //!     [--engine auto|io_uring|positional] [--durability none|commit]
 //! ```
 //!
-//! Each folder is a member. Without folders, a few records move in a temporary one: then it is only
+//! Each folder is a member. Without drives, a few records move in a temporary one: then it is only
 //! tried that it works. Rows are of what moves at once:
 //!
 //! | row | what is in flight |
@@ -29,7 +29,7 @@ use stepwell::{
 };
 
 struct Arguments {
-    folders: Vec<PathBuf>,
+    drives: Vec<PathBuf>,
     weights: Vec<u32>,
     record_kib: usize,
     records: usize,
@@ -44,7 +44,7 @@ struct Arguments {
 impl Arguments {
     fn parse(mut words: impl Iterator<Item = String>) -> std::result::Result<Self, Box<dyn Error>> {
         let mut found = Self {
-            folders: Vec::new(),
+            drives: Vec::new(),
             weights: Vec::new(),
             record_kib: 644,
             records: 512,
@@ -89,7 +89,7 @@ impl Arguments {
                     }
                 }
                 flag if flag.starts_with('-') => return Err(format!("argument `{flag}`").into()),
-                folder => found.folders.push(folder.into()),
+                folder => found.drives.push(folder.into()),
             }
         }
         Ok(found)
@@ -99,16 +99,16 @@ impl Arguments {
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     let mut arguments = Arguments::parse(std::env::args().skip(1))?;
     let temporary = tempfile::tempdir()?;
-    if arguments.folders.is_empty() {
+    if arguments.drives.is_empty() {
         arguments = Arguments {
-            folders: vec![temporary.path().to_owned()],
+            drives: vec![temporary.path().to_owned()],
             records: 4,
             buffers: 3,
             seconds: 0.0,
             ..arguments
         };
     }
-    let location = Location { name: unique_name()?, folders: arguments.folders };
+    let location = Location { name: unique_name()?, drives: arguments.drives };
     let shape = Shape {
         weights: arguments.weights,
         stripe_bytes: arguments.stripe_kib << 10,
@@ -128,7 +128,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
     writeln!(
         out,
         "{} members, {} records of {} KiB, made in {:.2} s; io_uring {}, O_DIRECT {}",
-        location.folders.len(),
+        location.drives.len(),
         arguments.records,
         arguments.record_kib,
         begin.elapsed().as_secs_f64(),

@@ -4,10 +4,15 @@ import gc
 import os
 import shutil
 import sys
+import tempfile
 
 import hypothesis
 import pytest
 from fork_server import PATIENCE
+
+# Threads of OpenMP spin for a while behind each operation of torch. Tests run side by side, in more
+# processes than there are cores: they took two and a half times as much of the processor.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The default repeats the same examples, so that a run is the same run. `thorough` takes more of
 # them, `random` others in every run, `deep` both: `--hypothesis-profile=deep`, or
@@ -25,6 +30,10 @@ hypothesis.settings.register_profile(
     "deep", parent=hypothesis.settings.get_profile("thorough"), derandomize=False
 )
 hypothesis.settings.load_profile(os.environ.get("STEPWELL_HYPOTHESIS", "default"))
+
+# What other runs on this host claim is no business of this one.
+_CLAIMS = tempfile.TemporaryDirectory(prefix="stepwell-claims-")
+os.environ["STEPWELL_CLAIMS_FOLDER"] = _CLAIMS.name
 
 
 def _has_gpu():
