@@ -62,7 +62,7 @@ impl Rig {
             AddressSpace::new(one.held.moved(0).tensor().layout().slot_nbytes()).expect("addresses")
         };
         let config = Config {
-            location: Location { name: "v".to_owned(), folders: paths },
+            location: Location { name: "v".to_owned(), drives: paths },
             weights: Vec::new(),
             stripe_bytes: 64 << 10,
             durability,
@@ -173,8 +173,9 @@ impl Rig {
         for (index, (one, expected)) in self.all.iter_mut().zip(&mut self.expected).enumerate() {
             one.assert_uploaded();
             let to = one.held.tensor();
+            let all = 0..to.layout().numel();
             // SAFETY: the tensor is held, and no step runs.
-            assert!(unsafe { swap.read(index, &to, &never) }.expect("state"));
+            assert!(unsafe { swap.read(index, &to, all, &never) }.expect("state"));
             one.held.assert_same(expected, what);
         }
     }
@@ -229,8 +230,9 @@ fn a_master_that_no_step_has_written_is_the_weight() {
             for (index, (one, expected)) in rig.all.iter_mut().zip(&mut rig.expected).enumerate() {
                 (0..one.held.numel).for_each(|at| one.held.param.set_value(at, f32::NAN));
                 let to = one.held.tensor();
+                let all = 0..to.layout().numel();
                 // SAFETY: the tensor is held, and no step runs.
-                let read = unsafe { swap.read(index, &to, &AtomicBool::new(false)) };
+                let read = unsafe { swap.read(index, &to, all, &AtomicBool::new(false)) };
                 assert!(read.expect("state"));
                 one.held.assert_same(expected, "no step");
             }
@@ -268,43 +270,77 @@ fn state_that_no_step_has_written_reads_as_zeros() {
     let mut rig = Rig::of_split(Durability::None);
     let swap = rig.create().expect("a swap");
     let to = rig.all[0].held.tensor();
+    let all = 0..to.layout().numel();
     // SAFETY: the tensor is held.
-    assert!(unsafe { swap.read(0, &to, &AtomicBool::new(false)) }.expect("state"));
+    assert!(unsafe { swap.read(0, &to, all.clone(), &AtomicBool::new(false)) }.expect("state"));
     for (name, view) in to.written().filter(|(name, _)| !["param", "fingerprints"].contains(name)) {
         assert!(on_device::bytes(view).iter().all(|&byte| byte == 0), "{name}");
     }
     // SAFETY: as above.
-    let read = unsafe { swap.read(0, &to, &AtomicBool::new(true)) };
+    let read = unsafe { swap.read(0, &to, all, &AtomicBool::new(true)) };
     assert!(!read.expect("state"), "it is interrupted");
 }
 
+/// Weights that have records of their own, and those that follow from their masters.
 #[test]
 fn a_commit_is_found_again_with_counts_and_weights() {
-    let mut rig = Rig::of_split(Durability::Commit);
-    rig.config.options.keep = true;
-    rig.config.ram_nbytes = 1 << 20;
-    let swap = rig.create().expect("a swap");
-    let engine = rig.engine(host_device(&rig.all), &swap);
-    rig.step(&engine);
-    rig.step(&engine);
-    drop((engine, swap));
-    rig.config.ram_nbytes = 2 << 20;
-    let (swap, counts) = rig.open().expect("the volume");
-    assert_eq!(counts, [2; 4]);
-    for (index, one) in rig.all.iter_mut().enumerate() {
-        let param = one.held.tensor().param;
-        let before = on_device::bytes(param);
-        // SAFETY: the tensor is held, and no step runs.
-        unsafe {
-            zero(param);
-            swap.read_weights(index, param).expect("weights");
+    for param in [
+        ParamKind::Split,
+        ParamKind::Shadowed,
+        ParamKind::Float32,
+        ParamKind::Float32WithBf16,
+        ParamKind::Float32WithF16,
+    ] {
+        let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
+        let mut rig = Rig::new(of(layout), Durability::Commit);
+        rig.config.options.keep = true;
+        rig.config.ram_nbytes = 1 << 20;
+        let swap = rig.create().expect("a swap");
+        let engine = rig.engine(host_device(&rig.all), &swap);
+        rig.step(&engine);
+        rig.step(&engine);
+        drop((engine, swap));
+        rig.config.ram_nbytes = 2 << 20;
+        let (swap, counts) = rig.open().expect("the volume");
+        assert_eq!(counts, [2; 4]);
+        for (index, one) in rig.all.iter_mut().enumerate() {
+            let weight = one.held.tensor().weight();
+            let before = on_device::bytes(weight);
+            // SAFETY: the tensor is held, and no step runs.
+            unsafe {
+                zero(weight);
+                swap.read_weights(index, weight).expect("weights");
+            }
+            assert!(on_device::bytes(weight) == before, "{param:?}");
         }
-        assert!(on_device::bytes(param) == before);
+        rig.assert_as_expected(&swap, "opened again");
+        let engine = rig.engine(host_device(&rig.all), &swap);
+        rig.step(&engine);
+        rig.assert_as_expected(&swap, "a step after that");
     }
-    rig.assert_as_expected(&swap, "opened again");
-    let engine = rig.engine(host_device(&rig.all), &swap);
-    rig.step(&engine);
-    rig.assert_as_expected(&swap, "a step after that");
+}
+
+/// A commit writes what the next step cannot go on without, and no byte more.
+#[test]
+fn weights_that_follow_from_masters_are_not_written() {
+    for (param, weight_nbytes) in [(ParamKind::Split, 2), (ParamKind::Float32WithBf16, 0)] {
+        let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
+        let written = |durability| {
+            let mut rig = Rig::new(of(layout), durability);
+            let swap = rig.create().expect("a swap");
+            let engine = rig.engine(host_device(&rig.all), &swap);
+            rig.step(&engine);
+            let before = swap.volume().bytes_moved().1;
+            rig.step(&engine);
+            swap.volume().bytes_moved().1 - before
+        };
+        let numel: u64 = NUMELS.iter().map(|&numel| numel as u64).sum();
+        let more = written(Durability::Commit) - written(Durability::None);
+        // Blocks of records of a few elements, the catalog, and both copies of the index.
+        let rest = 64 << 10;
+        let weights = weight_nbytes * numel;
+        assert!((weights..weights + rest).contains(&more), "{param:?}: {more} bytes more");
+    }
 }
 
 /// # Safety
@@ -384,9 +420,10 @@ fn a_drive_that_fails_ends_the_engine_and_nothing_is_uploaded() {
         for (index, one) in rig.all.iter_mut().enumerate() {
             let mut held = one.held.moved(0);
             let to = held.tensor();
+            let all = 0..to.layout().numel();
             // SAFETY: the tensor is held, and no step runs.
             unsafe {
-                assert!(swap.read(index, &to, &never).expect("state"));
+                assert!(swap.read(index, &to, all, &never).expect("state"));
                 swap.read_weights(index, to.param).expect("weights");
             }
             let expected = rig.expected[index].tensor();

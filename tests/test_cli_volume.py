@@ -3,6 +3,8 @@
 import gc
 import json
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import stepwell
@@ -74,10 +76,10 @@ def test_whole_and_damaged_volumes(folders):
     path.rename(folders[1] / "elsewhere")
     code, text = run("check", *folders)
     assert code == 1
-    assert "members 1 are not in these folders" in text
+    assert "members 1 are not on these drives" in text
     code, text = run("rm", *folders, "--all")
     assert code == 1
-    assert "give all folders" in text
+    assert "give all drives" in text
 
 
 def test_what_is_removed(folders):
@@ -93,6 +95,58 @@ def test_what_is_removed(folders):
     assert "walk" in run("ls", *folders)[1]
     assert run("rm", *folders, "--all")[0] == 0
     assert run("ls", *folders)[1] == ""
+
+
+@pytest.fixture
+def device(tmp_path):
+    """A block device."""
+    image = tmp_path / "image"
+    with image.open("wb") as file:
+        file.truncate(32 << 20)
+    command = ["losetup", "--find", "--show", str(image)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    if made.returncode:
+        pytest.skip(f"losetup makes no device here: {made.stderr}")
+    path = Path(made.stdout.strip())
+    yield path
+    subprocess.run(["losetup", "-d", str(path)], timeout=20, check=True)
+
+
+@pytest.mark.root
+def test_a_device_is_prepared_used_and_free_again(device, folders):
+    with pytest.raises(OSError, match="volume format"):
+        trained([device, folders[0]])
+    with device.open("r+b") as file:
+        file.seek(1080)
+        file.write(b"\x53\xef")
+    code, text = run("format", device)
+    assert code == 1
+    assert "is not empty" in text
+    assert "--overwrite" in text
+    assert run("format", device, "--overwrite") == (0, f"{device}: ready for a volume\n")
+    drives = [device, folders[0]]
+    optimizer = trained(drives)
+    code, text = run("ls", *drives)
+    assert code == 0
+    assert f"0  {device}" in text
+    assert str(os.getpid()) in text
+    assert "is used by" in run("rm", *drives, "--name", "run")[1]
+    expected = optimizer.param_groups[0]["params"][0].detach().clone()
+    del optimizer
+    gc.collect()
+    assert "step 1 is committed" in run("check", *drives)[1]
+    param = torch.nn.Parameter(torch.ones(70_000))
+    tier = stepwell.Volume(drives, name="run", resume=True)
+    optimizer = stepwell.OffloadAdamW([param], tier=tier, host_bytes_max=4 << 20, threads=1)
+    assert torch.equal(param, expected)
+    del optimizer
+    gc.collect()
+    assert run("rm", *drives, "--name", "run") == (0, "run: removed\n")
+    assert f"{device}: a device without a volume" in run("ls", *drives)[1]
+    for command in (["tune"], ["bench", "volume"]):
+        code, text = invoke(*command, device)
+        assert code in (1, 2)
+        assert "expected a folder" in text.replace("\n", " ")
 
 
 # ---- measurements: at sizes where nothing is learned about speed ----

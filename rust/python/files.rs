@@ -14,7 +14,10 @@ use rustix::io::Errno;
 use super::swap::engine_named;
 use crate::{
     error::{Error, Result},
-    tier::io::files::{Files, Options, Place, Transfer},
+    tier::{
+        io::files::{Files, Options, Place, Transfer},
+        volume::QUEUE_DEPTH,
+    },
 };
 
 /// How long a wait leaves signals alone.
@@ -112,7 +115,7 @@ impl PyFiles {
 impl PyFiles {
     #[new]
     #[pyo3(signature = (
-        *, block_bytes=1 << 20, queue_depth=32, io_engine="auto", io_timeout=60.0
+        *, block_bytes=1 << 20, queue_depth=QUEUE_DEPTH, io_engine="auto", io_timeout=60.0
     ))]
     fn new(
         py: Python<'_>,
@@ -242,18 +245,32 @@ impl PyFiles {
     }
 }
 
-impl Drop for PyFiles {
-    fn drop(&mut self) {
-        // What is in flight uses memory that may be freed after this. No caller is left to be told.
+impl PyFiles {
+    /// Waits until what is in flight is over, or drives have not answered for long.
+    fn wait_for_the_last(&self, pending: &VecDeque<Pending>) {
         let begin = Instant::now();
-        for pending in std::mem::take(&mut *lock(&self.pending)) {
-            while !pending.transfer.is_over() && begin.elapsed() < self.io_timeout {
-                if !matches!(pending.transfer.wait(SIGNAL_INTERVAL), Ok(None)) {
+        for Pending { transfer, .. } in pending {
+            while !transfer.is_over() && begin.elapsed() < self.io_timeout {
+                if !matches!(transfer.wait(SIGNAL_INTERVAL), Ok(None)) {
                     break;
                 }
             }
-            pending.release();
         }
+    }
+}
+
+impl Drop for PyFiles {
+    fn drop(&mut self) {
+        // What is in flight uses memory that may be freed after this. No caller is left to be told.
+        let pending = std::mem::take(&mut *lock(&self.pending));
+        if pending.iter().any(|each| !each.transfer.is_over()) {
+            // The interpreter goes on meanwhile. Where it is ending, no other thread needs it.
+            let waited = Python::try_attach(|py| py.detach(|| self.wait_for_the_last(&pending)));
+            if waited.is_none() {
+                self.wait_for_the_last(&pending);
+            }
+        }
+        pending.into_iter().for_each(Pending::release);
     }
 }
 

@@ -17,7 +17,8 @@ use crate::{
     tier::{
         swap::{Config, Swap},
         volume::{
-            Durability, EngineKind, Location, Options, Volume,
+            Durability, EngineKind, Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Volume,
+            block_device,
             found::{self, Found},
             unique_name,
         },
@@ -30,7 +31,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 /// The state of some parameters, on a volume and in host memory of its own.
 ///
 /// Args:
-///     folders: one for each member of the volume.
+///     drives: a folder or a block device for each member of the volume.
 ///     places: the parameters; their state is at addresses of `addresses`.
 ///     addresses: what the places are made of.
 ///     name: of the volume; if None, one that no other job has.
@@ -95,15 +96,15 @@ pub(super) fn seconds(name: &str, seconds: f64) -> Result<Duration> {
 impl PySwap {
     #[new]
     #[pyo3(signature = (
-        folders, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=1 << 20,
+        drives, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=STRIPE_BYTES,
         durability="commit", keep=false, resume=false, identity=0, ram_nbytes=0,
-        buffers_nbytes_max=1 << 30, workers=None, io_engine="auto", queue_depth=32,
+        buffers_nbytes_max=1 << 30, workers=None, io_engine="auto", queue_depth=QUEUE_DEPTH,
         io_timeout=60.0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
         py: Python<'_>,
-        folders: Vec<PathBuf>,
+        drives: Vec<PathBuf>,
         places: Vec<PyRef<'_, PyAdamTensor>>,
         addresses: Py<PyAddressSpace>,
         name: Option<String>,
@@ -122,7 +123,7 @@ impl PySwap {
     ) -> PyResult<Self> {
         let places: Vec<_> = places.iter().map(|place| place.0).collect();
         let io_timeout = seconds("io_timeout", io_timeout)?;
-        let location = Location { name: name.map_or_else(unique_name, Ok)?, folders };
+        let location = Location { name: name.map_or_else(unique_name, Ok)?, drives };
         let options = Options {
             engine: engine_named(io_engine)?,
             queue_depth,
@@ -144,21 +145,21 @@ impl PySwap {
             workers: workers.unwrap_or_else(|| pool.threads()),
             options,
         };
-        let (swap, counts) = if resume {
-            let mut waited = Duration::ZERO;
-            loop {
-                match py.detach(|| Swap::open(&config, &places, pool)) {
-                    Ok((swap, counts)) => break (swap, Some(counts)),
-                    // What a killed process had submitted is still landing.
-                    Err(Error::Os { source, .. }) if waited < io_timeout && is_locked(&source) => {
-                        waited += SIGNAL_INTERVAL;
-                        py.check_signals()?;
-                    }
-                    Err(error) => return Err(error.into()),
+        let make = || match resume {
+            true => Swap::open(&config, &places, pool).map(|(swap, counts)| (swap, Some(counts))),
+            false => Swap::create(&config, &places, pool).map(|swap| (swap, None)),
+        };
+        let mut waited = Duration::ZERO;
+        let (swap, counts) = loop {
+            match py.detach(make) {
+                Ok(made) => break made,
+                // What a killed process had submitted is still landing.
+                Err(Error::Os { source, .. }) if waited < io_timeout && is_locked(&source) => {
+                    waited += SIGNAL_INTERVAL;
+                    py.check_signals()?;
                 }
+                Err(error) => return Err(error.into()),
             }
-        } else {
-            (py.detach(|| Swap::create(&config, &places, pool))?, None)
         };
         Ok(Self { swap: Mutex::new(Some(Arc::new(swap))), counts, _addresses: addresses })
     }
@@ -222,16 +223,29 @@ impl PySwap {
     /// Args:
     ///     tensor: which of the places.
     ///     to: the parameter with memory for its state; its fingerprints are left alone.
+    ///     begin: the first element that is copied; those of its chunk are copied with it.
+    ///     end: the element before which copying ends, likewise; None: the last one is copied too.
     ///
     /// Raises:
-    ///     ValueError: for another layout, or while a step runs.
+    ///     ValueError: for another layout, elements that there are not, or while a step runs.
     ///     OSError: where a drive fails.
-    fn read(&self, py: Python<'_>, tensor: usize, to: &PyAdamTensor) -> PyResult<()> {
+    #[pyo3(signature = (tensor, to, *, begin=0, end=None))]
+    fn read(
+        &self,
+        py: Python<'_>,
+        tensor: usize,
+        to: &PyAdamTensor,
+        begin: usize,
+        end: Option<usize>,
+    ) -> PyResult<()> {
         let (swap, to) = (self.swap()?, to.0);
-        // SAFETY: the caller vouches for the memory during this call (see TensorView), within which
-        // the reading ends.
-        interruptible(py, |is_interrupted| unsafe { swap.read(tensor, &to, is_interrupted) })
-            .map(|_| ())
+        let elements = begin..end.unwrap_or_else(|| to.layout().numel());
+        interruptible(py, |is_interrupted| {
+            // SAFETY: the caller vouches for the memory during this call (see TensorView), within
+            // which the reading ends.
+            unsafe { swap.read(tensor, &to, elements, is_interrupted) }
+        })
+        .map(|_| ())
     }
 
     /// Copies the weights of a parameter's last committed step to memory, where it was stepped.
@@ -269,10 +283,10 @@ fn is_locked(error: &std::io::Error) -> bool {
 /// Raises:
 ///     ValueError: for another durability.
 #[pyfunction]
-#[pyo3(signature = (folders, places, *, durability="commit", buffers_nbytes_max=1 << 30,
+#[pyo3(signature = (drives, places, *, durability="commit", buffers_nbytes_max=1 << 30,
     workers=None))]
 pub(super) fn swap_buffers_nbytes(
-    folders: Vec<PathBuf>,
+    drives: Vec<PathBuf>,
     places: Vec<PyRef<'_, PyAdamTensor>>,
     durability: &str,
     buffers_nbytes_max: usize,
@@ -280,7 +294,7 @@ pub(super) fn swap_buffers_nbytes(
 ) -> Result<usize> {
     let places: Vec<_> = places.iter().map(|place| place.0).collect();
     let config = Config {
-        location: Location { name: String::new(), folders },
+        location: Location { name: String::new(), drives },
         weights: Vec::new(),
         stripe_bytes: 0,
         durability: durability_named(durability)?,
@@ -293,7 +307,7 @@ pub(super) fn swap_buffers_nbytes(
     Ok(config.buffers_nbytes(&places))
 }
 
-/// A file of a volume's member, as it was found.
+/// A file or a block device of a volume's member, as it was found.
 #[pyclass(name = "MemberFile", module = "stepwell._core", frozen)]
 pub(super) struct PyMemberFile(Found);
 
@@ -303,6 +317,12 @@ impl PyMemberFile {
     #[getter]
     fn path(&self) -> PathBuf {
         self.0.path.clone()
+    }
+
+    /// The folder that the file is in, or the device.
+    #[getter]
+    fn drive(&self) -> PathBuf {
+        self.0.drive.clone()
     }
 
     /// The name of its volume.
@@ -317,7 +337,7 @@ impl PyMemberFile {
         self.0.member
     }
 
-    /// Bytes of the file.
+    /// Bytes of the file; of a device those that the volume takes.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.0.nbytes
@@ -342,25 +362,41 @@ impl PyMemberFile {
     }
 }
 
-/// The files of volumes' members in a folder, by name. Takes no lock.
+/// The files of volumes' members in a folder, by name; of a block device the member that it is, if
+/// any. Takes no lock.
 ///
 /// Raises:
-///     OSError: where the folder cannot be read.
+///     OSError: where the drive cannot be read.
 #[pyfunction]
-#[pyo3(signature = (folder))]
-pub(super) fn list_members(py: Python<'_>, folder: PathBuf) -> Result<Vec<PyMemberFile>> {
-    py.detach(|| found::list(&folder)).map(|all| all.into_iter().map(PyMemberFile).collect())
+#[pyo3(signature = (drive))]
+pub(super) fn list_members(py: Python<'_>, drive: PathBuf) -> Result<Vec<PyMemberFile>> {
+    py.detach(|| found::list(&drive)).map(|all| all.into_iter().map(PyMemberFile).collect())
 }
 
-/// Removes the files of a volume that no process uses.
+/// Prepares a block device for volumes. Everything on it is lost.
+///
+/// Args:
+///     device: its path.
+///     overwrite: whether anything may be there.
+///
+/// Raises:
+///     ValueError: for another file, a device that is too small, or one that has something.
+///     OSError: where something uses it, or it cannot be written.
+#[pyfunction]
+#[pyo3(signature = (device, *, overwrite=false))]
+pub(super) fn format_device(py: Python<'_>, device: PathBuf, overwrite: bool) -> Result<()> {
+    py.detach(|| block_device::format(&device, overwrite))
+}
+
+/// Removes the files of a volume that no process uses, and makes its devices free.
 ///
 /// Raises:
 ///     ValueError: for a name that a volume cannot have.
 ///     OSError: where a process uses it, or none of its files is there.
 #[pyfunction]
-#[pyo3(signature = (name, folders))]
-pub(super) fn remove_volume(py: Python<'_>, name: String, folders: Vec<PathBuf>) -> Result<()> {
-    py.detach(|| found::remove(&Location { name, folders }, SIGNAL_INTERVAL))
+#[pyo3(signature = (name, drives))]
+pub(super) fn remove_volume(py: Python<'_>, name: String, drives: Vec<PathBuf>) -> Result<()> {
+    py.detach(|| found::remove(&Location { name, drives }, SIGNAL_INTERVAL))
 }
 
 /// Reads every record of a volume that no process uses.
@@ -372,15 +408,15 @@ pub(super) fn remove_volume(py: Python<'_>, name: String, folders: Vec<PathBuf>)
 ///     ValueError: for a name that a volume cannot have.
 ///     OSError: where a process uses it, or a member is missing or damaged.
 #[pyfunction]
-#[pyo3(signature = (name, folders))]
+#[pyo3(signature = (name, drives))]
 pub(super) fn check_volume(
     py: Python<'_>,
     name: String,
-    folders: Vec<PathBuf>,
+    drives: Vec<PathBuf>,
 ) -> PyResult<(Option<u64>, usize, Vec<String>)> {
     let options = Options { keep: true, lock_timeout: SIGNAL_INTERVAL, ..Options::default() };
     let volume =
-        py.detach(|| Volume::open(&Location { name, folders }, &options, Pool::global()?))?;
+        py.detach(|| Volume::open(&Location { name, drives }, &options, Pool::global()?))?;
     let mut wrong = Vec::new();
     let records = volume.num_records();
     for begin in (0..records).step_by(RECORDS_BETWEEN_LOOKS) {

@@ -15,7 +15,7 @@ use crate::{
     error::Error,
     host::pool::Pool,
     tier::volume::{
-        Location, Options, Shape, Volume,
+        Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Shape, Volume,
         passes::{Passes, Pattern},
         unique_name,
     },
@@ -24,7 +24,7 @@ use crate::{
 /// A volume of records of one size, to measure what it moves. Its files are removed with it.
 ///
 /// Args:
-///     folders: one for each member.
+///     drives: a folder or a block device for each member.
 ///     record_nbytes: bytes of a record.
 ///     num_records: how many.
 ///     num_buffers: records in flight.
@@ -45,13 +45,14 @@ pub(super) struct PyVolumePasses(Mutex<Option<Passes>>);
 impl PyVolumePasses {
     #[new]
     #[pyo3(signature = (
-        folders, *, record_nbytes, num_records, num_buffers, weights=Vec::new(),
-        stripe_bytes=1 << 20, durability="none", io_engine="auto", queue_depth=32, io_timeout=60.0
+        drives, *, record_nbytes, num_records, num_buffers, weights=Vec::new(),
+        stripe_bytes=STRIPE_BYTES, durability="none", io_engine="auto", queue_depth=QUEUE_DEPTH,
+        io_timeout=60.0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
         py: Python<'_>,
-        folders: Vec<PathBuf>,
+        drives: Vec<PathBuf>,
         record_nbytes: usize,
         num_records: usize,
         num_buffers: usize,
@@ -63,7 +64,7 @@ impl PyVolumePasses {
         io_timeout: f64,
     ) -> PyResult<Self> {
         let io_timeout = seconds("io_timeout", io_timeout)?;
-        let location = Location { name: unique_name()?, folders };
+        let location = Location { name: unique_name()?, drives };
         let durability = durability_named(durability)?;
         let record_nbytes = vec![record_nbytes; num_records];
         let shape = Shape { record_nbytes, weights, stripe_bytes, durability };

@@ -170,6 +170,18 @@ impl Layout {
         (is_state && field.part.name != FINGERPRINTS).then(|| field.offset - begin)
     }
 
+    /// Where in a record the fp32 master begins whose rounded copy the weight is, in bytes. None: a
+    /// record has no such master, and the weight does not follow from it.
+    #[must_use]
+    pub fn record_master_offset(&self) -> Option<usize> {
+        let is_shadowed = self.master == MasterKind::Shadowed;
+        let is_master = |field: &Field| match self.has_master_in_param() {
+            true => field.is_param(),
+            false => is_shadowed && self.master.parts().contains(&field.part),
+        };
+        self.record_offset(&self.fields().find(is_master)?)
+    }
+
     /// Bytes of a record.
     #[must_use]
     pub fn record_nbytes(&self) -> usize {

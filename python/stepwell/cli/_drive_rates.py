@@ -25,7 +25,16 @@ from stepwell.cli._quiet import quiet_deepspeed
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["PATTERNS", "Contender", "DeepSpeedAio", "Fio", "Pattern", "PlainCalls", "ThroughVolume"]
+__all__ = [
+    "PATTERNS",
+    "Contender",
+    "DeepSpeedAio",
+    "Fio",
+    "Pattern",
+    "PlainCalls",
+    "ThroughVolume",
+    "check_folders",
+]
 
 Pattern: TypeAlias = Literal["write", "read", "swap"]
 PATTERNS: tuple[Pattern, ...] = ("write", "read", "swap")
@@ -33,8 +42,14 @@ PATTERNS: tuple[Pattern, ...] = ("write", "read", "swap")
 _MIB = 1 << 20
 # As most benchmarks of drives have it.
 _BLOCK_BYTES = _MIB
-_CALLS_AT_ONCE = 16
 _FILE_NAME = "stepwell_bench.tmp"
+
+
+def check_folders(drives: Sequence[Path]) -> None:
+    """Raises ValueError for a block device: what is measured are files."""
+    for drive in drives:
+        if not drive.is_dir():
+            raise ValueError(f"`{drive}` is to be measured, expected a folder on the drive")
 
 
 class Contender(Protocol):
@@ -118,6 +133,8 @@ class PlainCalls:
 
     folders: Sequence[Path]
     file_nbytes: int
+    calls_at_once: int
+    """Of each drive."""
     name: str = "plain calls"
     _files: list[int] = field(default_factory=list)
 
@@ -133,21 +150,21 @@ class PlainCalls:
 
     def rate(self, pattern: Pattern, seconds: float) -> float:
         """As `Contender.rate`."""
-        moved = [0] * (_CALLS_AT_ONCE * len(self._files))
+        moved = [0] * (self.calls_at_once * len(self._files))
         errors: list[OSError] = []
         begin = time.perf_counter()
 
         def run(number: int) -> None:
-            file = self._files[number // _CALLS_AT_ONCE]
+            file = self._files[number // self.calls_at_once]
             memory = mmap.mmap(-1, _BLOCK_BYTES)  # page-aligned
             writes = pattern == "write" or (pattern == "swap" and number % 2 == 0)
             call = os.pwritev if writes else os.preadv
             num_blocks = max(self.file_nbytes // _BLOCK_BYTES, 1)
-            block = number % _CALLS_AT_ONCE
+            block = number % self.calls_at_once
             try:
                 while not moved[number] or time.perf_counter() - begin < seconds:
                     moved[number] += call(file, [memory], block % num_blocks * _BLOCK_BYTES)
-                    block += _CALLS_AT_ONCE
+                    block += self.calls_at_once
             except OSError as error:
                 errors.append(error)
 
@@ -175,6 +192,8 @@ class Fio:
 
     folders: Sequence[Path]
     file_nbytes: int
+    calls_at_once: int
+    """Of each drive."""
     name: str = "fio"
 
     @staticmethod
@@ -192,7 +211,7 @@ class Fio:
         """As `Contender.rate`."""
         command = [
             *("fio", "--output-format=json", "--ioengine=io_uring", "--direct=1", "--bs=1M"),
-            *(f"--iodepth={_CALLS_AT_ONCE}", "--time_based", f"--runtime={seconds:g}"),
+            *(f"--iodepth={self.calls_at_once}", "--time_based", f"--runtime={seconds:g}"),
             f"--rw={'rw' if pattern == 'swap' else pattern}",
             *(f"--size={self.file_nbytes}", "--thread", "--overwrite=1"),
         ]
@@ -212,10 +231,12 @@ class Fio:
 
 @dataclass
 class DeepSpeedAio:
-    """DeepSpeed's own `async_io`, a file for each folder; 1 MiB blocks, 16 at once."""
+    """DeepSpeed's own `async_io`, a file for each folder; 1 MiB blocks."""
 
     folders: Sequence[Path]
     file_nbytes: int
+    calls_at_once: int
+    """Of each drive and way."""
     native: Any
     name: str = "deepspeed aio"
 
@@ -244,8 +265,9 @@ class DeepSpeedAio:
             for paths in self._paths:
                 for path in paths:
                     _fill(path, self.file_nbytes)
+            aio_handle = self.native.aio_handle
             self._handles = [
-                [self.native.aio_handle(_BLOCK_BYTES, _CALLS_AT_ONCE, False, True, 1) for _ in "rw"]
+                [aio_handle(_BLOCK_BYTES, self.calls_at_once, False, True, 1) for _ in "rw"]
                 for _ in self.folders
             ]
             example = torch.empty(0, dtype=torch.uint8)

@@ -64,12 +64,22 @@ def bench_volume(
     """
     from rich.console import Console
 
-    from stepwell.cli._drive_rates import DeepSpeedAio, Fio, PlainCalls, ThroughVolume
+    from stepwell.cli._drive_rates import (
+        DeepSpeedAio,
+        Fio,
+        PlainCalls,
+        ThroughVolume,
+        check_folders,
+    )
     from stepwell.cli._report import circumstances, write
     from stepwell.offload.tuning import shape_of
     from stepwell.offload.volume import Volume
 
     console = Console()
+    try:
+        check_folders(folders)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     said = _weights(weights, len(folders))
     absent: dict[str, str] = {}
     native = None
@@ -101,12 +111,15 @@ def bench_volume(
             queue_depth=shape.queue_depth,
         )
         contenders.append(through)
-        contenders.append(PlainCalls(folders, mib * _MIB))
+        # All have as much in flight.
+        calls_at_once = min(shape.queue_depth, buffers)
+        contenders.append(PlainCalls(folders, mib * _MIB, calls_at_once))
         if "fio" not in absent:
-            contenders.append(Fio(folders, mib * _MIB))
+            contenders.append(Fio(folders, mib * _MIB, calls_at_once))
         if native is not None:
             # For each way, and as much memory.
-            contenders.append(DeepSpeedAio(folders, mib * _MIB // 4 or _MIB, native))
+            nbytes = mib * _MIB // 4 or _MIB
+            contenders.append(DeepSpeedAio(folders, nbytes, calls_at_once, native))
         rates = _measure(console, contenders, seconds, rounds)
     except (OSError, ValueError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, highlight=False)

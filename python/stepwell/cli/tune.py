@@ -52,8 +52,11 @@ def tune(
     """
     from rich.console import Console
 
+    from stepwell.cli._drive_rates import check_folders
+
     console = Console()
     try:
+        check_folders(folders)
         for folder in folders:
             found = _tune(console, folder, mib, seconds, rounds, io_engine)
             path = found.write(folder)

@@ -228,7 +228,8 @@ class Swapped:
             owner: with it, or with the program, the volume ends.
             weights: of all parameters, in the order in which the forward uses them, their host
                 sides.
-            host_bytes: for state and buffers; None: three quarters of what is free.
+            host_bytes: for state and buffers; None: three quarters of what is free, of which each
+                rank of the host takes its part.
             names: of parameters that have one: a volume of other names or shapes is not resumed.
 
         Returns:
@@ -245,8 +246,8 @@ class Swapped:
                 "ZeRO or FSDP2 with the state in host memory"
             )
         if host_bytes is None:
-            free = _core.free_memory_bytes()
-            host_bytes = 0 if free is None else int(free * FREE_SHARE)
+            ranks_on_host: Any = _core.system_info()["ranks_on_host"]
+            host_bytes = int((_core.free_memory_bytes() or 0) * FREE_SHARE) // ranks_on_host
         sizes = {param: _state.nbytes(weights[param], self._moments) for param in params}
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")

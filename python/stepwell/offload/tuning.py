@@ -12,23 +12,19 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepwell import _core
+
 if TYPE_CHECKING:
     import os
 
     from stepwell.offload.volume import Volume
 
-__all__ = ["QUEUE_DEPTH", "STRIPE_BYTES", "TUNING_FILE", "DriveTuning", "VolumeShape", "shape_of"]
+__all__ = ["TUNING_FILE", "DriveTuning", "VolumeShape", "shape_of"]
 
 TUNING_FILE = "stepwell_tuning.json"
 """The file's name."""
 
-STRIPE_BYTES = 1 << 20
-"""Without a measurement."""
-QUEUE_DEPTH = 32
-"""Without a measurement."""
-
 _LOGGER = logging.getLogger(__name__)
-_WEIGHT_MAX = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +42,9 @@ class DriveTuning:
 
     def __post_init__(self) -> None:
         for name, largest in (
-            ("mb_per_second", _WEIGHT_MAX),
-            ("stripe_bytes", 1 << 30),
-            ("queue_depth", 4096),
+            ("mb_per_second", _core.DRIVE_WEIGHT_MAX),
+            ("stripe_bytes", _core.STRIPE_BYTES_MAX),
+            ("queue_depth", _core.QUEUE_DEPTH_MAX),
         ):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= largest:
@@ -56,7 +52,7 @@ class DriveTuning:
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> DriveTuning | None:
-        """That of a folder; None where it was not measured.
+        """That of a folder; None where it was not measured, and of a block device.
 
         Raises:
             ValueError: the file is not one that `stepwell tune` has written.
@@ -65,8 +61,8 @@ class DriveTuning:
         path = Path(folder) / TUNING_FILE
         try:
             text = path.read_text()
-        except FileNotFoundError:
-            return None
+        except (FileNotFoundError, NotADirectoryError):
+            return None  # nothing has a place on a block device
         try:
             found = json.loads(text)
             return DriveTuning(**{field.name: found[field.name] for field in fields(DriveTuning)})
@@ -121,9 +117,9 @@ def shape_of(volume: Volume) -> VolumeShape:
             else [drive.mb_per_second for drive in tuned]
         ),
         stripe_bytes=volume.stripe_bytes
-        or min((drive.stripe_bytes for drive in tuned), default=STRIPE_BYTES),
+        or min((drive.stripe_bytes for drive in tuned), default=_core.STRIPE_BYTES),
         queue_depth=volume.queue_depth
-        or min((drive.queue_depth for drive in tuned), default=QUEUE_DEPTH),
+        or min((drive.queue_depth for drive in tuned), default=_core.QUEUE_DEPTH),
     )
     if tuned:
         _LOGGER.info(

@@ -1,4 +1,4 @@
-"""What a user says of a volume: the folders, one on each drive, that state is kept in."""
+"""What a user says of a volume: the drives that state is kept on."""
 
 from __future__ import annotations
 
@@ -25,18 +25,21 @@ class Volume:
     """
 
     paths: Sequence[str | os.PathLike[str]]
-    """A folder on each drive. The files are made there."""
+    """A folder on each drive, where the files are made; or a block device, which `stepwell volume
+    format` has prepared. A device has one volume at a time, and so one rank's."""
 
     _: KW_ONLY
 
     durability: Durability = "commit"
     """What is left after a crash. "commit": each step ends with a commit, and a volume that is
-    resumed is at the last one, whole. It takes twice the space, and the weights are written too.
-    "none": steps are written in place, and nothing is left when the process ends."""
+    resumed is at the last one, whole. It takes twice the space, and weights are written too where
+    they are not the rounded copies of masters. "none": steps are written in place, and nothing is
+    left when the process ends."""
 
     keep: bool | None = None
-    """Whether the files stay when the program or the optimizer ends. After a kill, those of
-    durability "commit" stay in any case. None: they do where the volume has a name."""
+    """Whether the files stay when the program or the optimizer ends, and devices keep what they
+    have. After a kill, those of durability "commit" do in any case. None: they do where the volume
+    has a name."""
 
     resume: bool = False
     """Whether to go on from the volume of that name: the optimizer begins with its state, and
@@ -68,14 +71,17 @@ class Volume:
     def __post_init__(self) -> None:
         if isinstance(self.paths, (str, os.PathLike)):
             raise ValueError(  # noqa: TRY004
-                f"`paths` is `{os.fspath(self.paths)}`, expected a list of folders. "
+                f"`paths` is `{os.fspath(self.paths)}`, expected a list of folders or devices. "
                 f"hint: Volume([{os.fspath(self.paths)!r}])"
             )
         if not self.paths:
-            raise ValueError("`paths` is empty, expected a folder on each drive")
+            raise ValueError("`paths` is empty, expected a folder on each drive, or its device")
         for path in self.paths:
-            if not Path(path).is_dir():
-                raise ValueError(f"`paths` has `{os.fspath(path)}`, expected a folder that exists")
+            if not Path(path).is_dir() and not Path(path).is_block_device():
+                raise ValueError(
+                    f"`paths` has `{os.fspath(path)}`, expected a folder or a block device that "
+                    "exists"
+                )
         if self.durability not in ("commit", "none"):
             raise ValueError(f"`durability` is `{self.durability}`, expected commit or none")
         if self.durability == "none" and (self.keep or self.resume):

@@ -44,7 +44,7 @@ pub enum EngineKind {
 const POSITIONAL_THREADS_MAX: usize = 8;
 
 /// The most operations that a drive is given at once.
-pub(in crate::tier) const QUEUE_DEPTH_MAX: usize = 4096;
+pub const QUEUE_DEPTH_MAX: usize = 4096;
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,4 +9,4 @@ pub(super) mod engine;
 pub mod files;
 mod uring;
 
-pub use engine::EngineKind;
+pub use engine::{EngineKind, QUEUE_DEPTH_MAX};

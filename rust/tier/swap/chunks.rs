@@ -2,7 +2,8 @@
 //!
 //! Chunks are numbered through, tensor after tensor. The first ones are in host memory. Records are
 //! numbered alike: with [`Durability::None`] those of the other chunks' state; with
-//! [`Durability::Commit`] the state of all chunks, then their weights, then the catalog.
+//! [`Durability::Commit`] the state of all chunks, then the weights that do not follow from it,
+//! then the catalog. A weight that is the rounded copy of an fp32 master has no record.
 
 use super::{super::volume::Durability, catalog};
 use crate::{
@@ -19,6 +20,8 @@ pub(super) struct Held {
     pub(super) place: AdamTensor,
     /// The number of its first chunk.
     pub(super) first: usize,
+    /// Of all records of weights, which is the first of this tensor; None: it has none.
+    first_weight: Option<usize>,
 }
 
 impl Held {
@@ -63,6 +66,8 @@ pub(super) struct Chunks {
     /// For each chunk in host memory where its state begins there, and one more for the end.
     ram_offsets: Box<[usize]>,
     count: usize,
+    /// Records of weights, with [`Durability::Commit`].
+    weights: usize,
     durability: Durability,
 }
 
@@ -70,15 +75,18 @@ impl Chunks {
     /// Of tensors at these places; as many of the first chunks are in host memory as have room in
     /// `ram_nbytes`.
     pub(super) fn new(places: &[AdamTensor], ram_nbytes: usize, durability: Durability) -> Self {
-        let mut count = 0;
+        let (mut count, mut weights) = (0, 0);
         let mut tensors = Vec::with_capacity(places.len());
         let mut ram_offsets = vec![0];
         let mut is_full = false;
         for place in places {
             let layout = *place.without_fingerprints().layout();
-            tensors.push(Held { place: *place, first: count });
             let num = num_chunks(layout.numel());
+            let has_weights = layout.record_master_offset().is_none();
+            let first_weight = has_weights.then_some(weights);
+            tensors.push(Held { place: *place, first: count, first_weight });
             count += num;
+            weights += if has_weights { num } else { 0 };
             for index in 0..num {
                 let end = ram_offsets[ram_offsets.len() - 1] + layout.chunk(index).record_nbytes();
                 is_full |= end > ram_nbytes;
@@ -88,7 +96,13 @@ impl Chunks {
                 ram_offsets.push(end);
             }
         }
-        Self { tensors: tensors.into(), ram_offsets: ram_offsets.into(), count, durability }
+        Self {
+            tensors: tensors.into(),
+            ram_offsets: ram_offsets.into(),
+            count,
+            weights,
+            durability,
+        }
     }
 
     pub(super) fn tensors(&self) -> &[Held] {
@@ -157,12 +171,14 @@ impl Chunks {
 
     /// The record of a chunk's weight; None: it has none.
     pub(super) fn weight_record(&self, number: usize) -> Option<usize> {
-        (self.durability == Durability::Commit).then_some(self.count + number)
+        let (held, index) = self.of(number);
+        let first = held.first_weight.filter(|_| self.durability == Durability::Commit)?;
+        Some(self.count + first + index)
     }
 
     /// The record of the catalog, with [`Durability::Commit`].
     pub(super) fn catalog_record(&self) -> usize {
-        2 * self.count
+        self.count + self.weights
     }
 
     /// Bytes of each record.
@@ -175,7 +191,11 @@ impl Chunks {
             Durability::Commit => numbers
                 .clone()
                 .map(|number| self.state_nbytes(number))
-                .chain(numbers.map(|number| self.weight_nbytes(number)))
+                .chain(
+                    numbers
+                        .filter(|&number| self.weight_record(number).is_some())
+                        .map(|number| self.weight_nbytes(number)),
+                )
                 .chain([catalog::nbytes(self.tensors.len())])
                 .collect(),
         }

@@ -9,22 +9,26 @@ use std::{
 
 use super::{Swap, catalog};
 use crate::{
-    adam::{exchange::widen, tensor::AdamTensor},
+    adam::{
+        exchange::{round, widen},
+        tensor::AdamTensor,
+    },
     error::{Error, Result},
     state::{
         chunk::{CHUNK_LEN, Chunk},
         layout::Field,
     },
-    stream::view::View,
-    tier::volume::{RecordBuffer, Ticket},
+    stream::{element::Dtype, view::View},
+    tier::volume::{Durability, RecordBuffer, Ticket},
 };
 
 /// Records that are in flight at once, and buffers for them.
 const IN_FLIGHT: usize = 32;
 
 impl Swap {
-    /// Copies the state of a tensor to the memory that `to` names, as it is after the last step.
-    /// Ends early, with `false`, when `is_interrupted` is set.
+    /// Copies the state of a tensor to the memory that `to` names, as it is after the last step: of
+    /// the chunks that have some of `elements`. Ends early, with `false`, when `is_interrupted` is
+    /// set.
     ///
     /// # Safety
     /// The memory of the parts of `to`, but for its fingerprints, is alive, and nothing else uses
@@ -32,12 +36,13 @@ impl Swap {
     /// read.
     ///
     /// # Errors
-    /// [`Error::Value`] for a tensor that there is not, or of another layout, or during a step;
-    /// [`Error::Os`] where the volume cannot be read.
+    /// [`Error::Value`] for a tensor or elements that there are not, or of another layout, or
+    /// during a step; [`Error::Os`] where the volume cannot be read.
     pub unsafe fn read(
         &self,
         tensor: usize,
         to: &AdamTensor,
+        elements: Range<usize>,
         is_interrupted: &AtomicBool,
     ) -> Result<bool> {
         let held = self.chunks.tensors().get(tensor).ok_or_else(|| {
@@ -48,8 +53,16 @@ impl Swap {
         if held.is_placed(to) {
             return Err(Error::value("state is to be copied to its own place, expected memory"));
         }
+        let numel = to.layout().numel();
+        if elements.start > elements.end || elements.end > numel {
+            return Err(Error::value(format!(
+                "the elements `{elements:?}` of a tensor are to be copied, expected some of its \
+                 {numel}"
+            )));
+        }
         self.pipeline().check_idle()?;
-        let numbers = held.first..held.first + to.layout().numel().div_ceil(CHUNK_LEN);
+        let [begin, end] = [elements.start / CHUNK_LEN, elements.end.div_ceil(CHUNK_LEN)];
+        let numbers = held.first + begin..held.first + end;
         let copy = |number: usize, from: Option<usize>| {
             let chunk = to.chunk(number - held.first);
             let layout = *chunk.layout();
@@ -205,21 +218,32 @@ impl Swap {
         let layout = *held.place.layout();
         to.expect("the weight", &[layout.weight()], layout.numel())?;
         self.pipeline().check_idle()?;
+        if self.durability != Durability::Commit {
+            return Err(Error::value(
+                "weights are asked for, expected a volume with durability commit",
+            ));
+        }
         for index in 0..layout.numel().div_ceil(CHUNK_LEN) {
-            let Some(record) = self.chunks.weight_record(held.first + index) else {
-                return Err(Error::value(
-                    "weights are asked for, expected a volume with durability commit",
-                ));
-            };
+            let number = held.first + index;
+            let state = || self.chunks.record(number).unwrap_or_else(|| unreachable!("all have"));
+            let record = self.chunks.weight_record(number).unwrap_or_else(state);
             if !self.volume.is_written(record)? {
                 continue;
             }
             let buffer = self.end_of(self.volume.read(record, self.buffer()?)?)?;
-            let chunk = Chunk { tensor, index }.range(layout.numel());
-            let part = to.part(chunk);
-            // SAFETY: the caller vouches for `to`; the buffer is this thread's, with a record of
-            // as many bytes.
-            unsafe { part.at(buffer.as_ptr().expose_provenance()).copy_to(part) };
+            let address = buffer.as_ptr().expose_provenance();
+            let part = to.part(Chunk { tensor, index }.range(layout.numel()));
+            // SAFETY: the caller vouches for `to`; the buffer is this thread's, and has the record
+            // of a chunk of as many elements.
+            unsafe {
+                match layout.chunk(index).record_master_offset() {
+                    None => part.at(address).copy_to(part),
+                    Some(offset) => {
+                        let master = View::new(address + offset, Dtype::Float32, part.numel())?;
+                        round(self.isa, master, part);
+                    }
+                }
+            }
         }
         Ok(())
     }

@@ -7,6 +7,12 @@ use crate::{
     tier::io::{EngineKind, disk::Between},
 };
 
+/// The most bytes of a record that lie together on one member, unless the user says more or less.
+pub const STRIPE_BYTES: usize = 1 << 20;
+
+/// Operations that each drive is given at once, unless the user says more or fewer.
+pub const QUEUE_DEPTH: usize = 32;
+
 /// What a step is after a crash.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
@@ -17,13 +23,13 @@ pub enum Durability {
     None,
 }
 
-/// Which volume: its name, and the folders of its members in their order.
+/// Which volume: its name, and the drives of its members in their order.
 #[derive(Clone, Debug)]
 pub struct Location {
     /// Letters, digits, `.`, `_` and `-`. [`unique_name`] makes one.
     pub name: String,
-    /// One for each member.
-    pub folders: Vec<PathBuf>,
+    /// One for each member: a folder on it, or a block device.
+    pub drives: Vec<PathBuf>,
 }
 
 /// What a volume is when it is made, and stays.
@@ -40,13 +46,13 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Of these records, on members that are alike, in stripes of 1 MiB, with commits.
+    /// Of these records, on members that are alike, in stripes of [`STRIPE_BYTES`], with commits.
     #[must_use]
     pub fn new(record_nbytes: Vec<usize>) -> Self {
         Self {
             record_nbytes,
             weights: Vec::new(),
-            stripe_bytes: 1 << 20,
+            stripe_bytes: STRIPE_BYTES,
             durability: Durability::Commit,
         }
     }
@@ -66,8 +72,9 @@ pub struct Options {
     /// How long a drive may take to answer where the volume waits by itself: in a commit, at the
     /// end.
     pub io_timeout: Duration,
-    /// How long [`super::Volume::open`] waits for the last writes of a process that was killed. A
-    /// caller that has to look for signals gives little, and opens again.
+    /// How long [`super::Volume::open`] waits for the last writes of a process that was killed, and
+    /// [`super::Volume::create`] where it takes a device. A caller that has to look for signals
+    /// gives little, and tries again.
     pub lock_timeout: Duration,
     /// What stands between the volume and its files. It has positional calls.
     pub between: Option<Between>,
@@ -77,7 +84,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             engine: EngineKind::Auto,
-            queue_depth: 32,
+            queue_depth: QUEUE_DEPTH,
             num_buffers: 16,
             keep: false,
             io_timeout: Duration::from_secs(60),

@@ -2,12 +2,15 @@
 //! integers are little-endian.
 //!
 //! ```text
-//! member file    | header | header | index | index | index | index | records of slot 0 | slot 1 |
+//! member         | header | header | index | index | index | index | records of slot 0 | slot 1 |
 //!                  copy 0   copy 1   place 0         place 1
 //!                                    copy 0  copy 1  copy 0  copy 1
 //! record         | state of a chunk, opaque | zeros | trailer (64 B) |   whole blocks
 //! index          | head (64 B) | entry (32 B) of each record |
 //! ```
+//!
+//! A member is a file, or a block device from its first byte on. A device without a volume has a
+//! label in the place of each copy of the header.
 //!
 //! Every member has room for all of this. The header is written on each member, when the volume is
 //! made, and never again. Copy 0 of the index is used on the first member, copy 1 on the last
@@ -27,7 +30,10 @@ use super::geometry::{MEMBERS_MAX, STRIPE_BYTES_MAX};
 use crate::{Error, Result, tier::io::disk::BLOCK_BYTES};
 
 /// The version of all of this.
-pub(super) const VERSION: u32 = 1;
+pub(super) const VERSION: u32 = 2;
+
+/// The most bytes of a volume's name: a file's name has a member's number and an ending beside it.
+pub(super) const NAME_BYTES_MAX: usize = 200;
 
 /// Room for one copy of the header: the largest block of a file system.
 pub(super) const HEADER_SPACE_BYTES: usize = 64 << 10;
@@ -41,6 +47,7 @@ pub(super) const TRAILER_BYTES: usize = 64;
 const HEAD_BYTES: usize = 64;
 const ENTRY_BYTES: usize = 32;
 const HEADER_MAGIC: u64 = u64::from_le_bytes(*b"stepwell");
+const LABEL_MAGIC: u64 = u64::from_le_bytes(*b"swdevice");
 const INDEX_MAGIC: u64 = u64::from_le_bytes(*b"swindex\0");
 const TRAILER_MAGIC: u32 = u32::from_le_bytes(*b"swrc");
 
@@ -121,6 +128,8 @@ pub(super) struct Header {
     pub(super) slot_bytes: u64,
     /// One for each member.
     pub(super) weights: Vec<u32>,
+    /// Of the volume when it was made. A device has no other name of it; a file may be renamed.
+    pub(super) name: String,
 }
 
 /// Why bytes are no header.
@@ -153,6 +162,8 @@ impl Header {
         to.u32(self.slots);
         to.u32(self.weights.len() as u32);
         self.weights.iter().for_each(|&weight| to.u32(weight));
+        to.u32(self.name.len() as u32);
+        self.name.bytes().for_each(|byte| to.put([byte]));
         seal(&mut bytes);
         bytes
     }
@@ -190,6 +201,12 @@ impl Header {
             return Err(NoHeader::Damaged);
         }
         let weights = (0..num_members).map(|_| from.u32()).collect();
+        let name_bytes = from.u32() as usize;
+        if name_bytes > NAME_BYTES_MAX {
+            return Err(NoHeader::Damaged);
+        }
+        let name = (0..name_bytes).map(|_| from.take::<1>()[0]).collect();
+        let name = String::from_utf8(name).map_err(|_| NoHeader::Damaged)?;
         Ok(Self {
             volume,
             member,
@@ -199,6 +216,7 @@ impl Header {
             num_records,
             slot_bytes,
             weights,
+            name,
         })
     }
 
@@ -210,6 +228,22 @@ impl Header {
             slots: self.slots,
         }
     }
+}
+
+/// Writes the label of a device without a volume to the beginning of `bytes`.
+pub(super) fn encode_label(bytes: &mut [u8]) {
+    let bytes = &mut bytes[..Header::BYTES];
+    bytes.fill(0);
+    let mut to = Writer { bytes, at: 0 };
+    to.u64(LABEL_MAGIC);
+    to.u32(VERSION);
+    seal(bytes);
+}
+
+/// Whether the bytes begin with the label of a device without a volume, of any version.
+pub(super) fn is_label(bytes: &[u8]) -> bool {
+    let bytes = &bytes[..Header::BYTES];
+    Reader { bytes, at: 0 }.u64() == LABEL_MAGIC && is_sealed(bytes)
 }
 
 /// Bytes of one copy of the index, to a multiple of the block.
@@ -433,6 +467,7 @@ mod tests {
             num_records: 300,
             slot_bytes: 77 * 4096,
             weights: vec![400, 400, 200],
+            name: "run-7".to_owned(),
         }
     }
 

@@ -14,7 +14,7 @@ use super::{
     bytes_of,
     commit::Image,
     config::random,
-    format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NoHeader},
+    format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NAME_BYTES_MAX, NoHeader},
     geometry::{Geometry, MEMBERS_MAX, STRIPE_BYTES_MAX},
     ledger::Ledger,
     member::Member,
@@ -33,10 +33,7 @@ use crate::{
     },
 };
 
-/// The most bytes of a name: a file's name has a member's number and an ending beside it.
-const NAME_BYTES_MAX: usize = 200;
-
-/// The files of members, which are removed again unless the volume comes to be.
+/// The members, which are removed, and devices free, again unless the volume comes to be.
 struct Made(Vec<Member>);
 
 impl Drop for Made {
@@ -66,13 +63,14 @@ impl Volume {
         pool: &Pool,
     ) -> Result<Self> {
         check_location(location)?;
-        let Location { name, folders } = location;
-        let entries = check_shape(shape, folders.len(), options)?;
-        let mut made = Made(Vec::with_capacity(folders.len()));
-        for (number, folder) in folders.iter().enumerate() {
-            made.0.push(Member::create(name, number, folder, options.between.as_ref())?);
+        let Location { name, drives } = location;
+        let entries = check_shape(shape, drives.len(), options)?;
+        let mut made = Made(Vec::with_capacity(drives.len()));
+        for (number, drive) in drives.iter().enumerate() {
+            let (timeout, between) = (options.lock_timeout, options.between.as_ref());
+            made.0.push(Member::create(name, number, drive, timeout, between)?);
         }
-        let (headers, geometry) = design(shape, &made.0, &entries)?;
+        let (headers, geometry) = design(name, shape, &made.0, &entries)?;
         for (number, (member, header)) in made.0.iter().zip(&headers).enumerate() {
             member.allocate(name, number, header.extents().file_bytes())?;
         }
@@ -96,18 +94,18 @@ impl Volume {
     }
 
     /// Opens a volume that was kept, or left by a process that has ended, at its last committed
-    /// step. Its folders are given in the order that it was made with.
+    /// step. Its drives are given in the order that it was made with.
     ///
     /// # Errors
     /// [`Error::Value`] for arguments that cannot work; [`Error::Os`] where a member is missing,
     /// used by another process, truncated, damaged or another one's.
     pub fn open(location: &Location, options: &Options, pool: &Pool) -> Result<Self> {
         check_location(location)?;
-        let Location { name, folders } = location;
-        let mut members = Vec::with_capacity(folders.len());
-        for (number, folder) in folders.iter().enumerate() {
+        let Location { name, drives } = location;
+        let mut members = Vec::with_capacity(drives.len());
+        for (number, drive) in drives.iter().enumerate() {
             let (timeout, between) = (options.lock_timeout, options.between.as_ref());
-            members.push(Member::open(name, number, folder, timeout, between)?);
+            members.push(Member::open(name, number, drive, timeout, between)?);
         }
         let headers = read_headers(name, &members, pool)?;
         let num_records = headers[0].num_records as usize;
@@ -212,7 +210,7 @@ fn image_for(header: &Header, pool: &Pool) -> Result<Buffer> {
     Buffer::new(nbytes, &BufferConfig::default(), pool)
 }
 
-pub(super) fn check_location(Location { name, folders }: &Location) -> Result<()> {
+pub(super) fn check_location(Location { name, drives }: &Location) -> Result<()> {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
     if !(1..=NAME_BYTES_MAX).contains(&name.len())
         || name.starts_with('.')
@@ -223,28 +221,28 @@ pub(super) fn check_location(Location { name, folders }: &Location) -> Result<()
              `.`, `_` and `-`, and no `.` first"
         )));
     }
-    if !(1..=MEMBERS_MAX).contains(&folders.len()) {
+    if !(1..=MEMBERS_MAX).contains(&drives.len()) {
         return Err(Error::value(format!(
-            "volume `{name}` has `{}` folders, expected 1 to {MEMBERS_MAX}",
-            folders.len()
+            "volume `{name}` has `{}` drives, expected 1 to {MEMBERS_MAX}",
+            drives.len()
         )));
     }
     let mut seen = BTreeSet::new();
-    for (number, folder) in folders.iter().enumerate() {
-        let found: PathBuf = folder.canonicalize().map_err(|error| {
+    for (number, drive) in drives.iter().enumerate() {
+        let found: PathBuf = drive.canonicalize().map_err(|error| {
             Error::os(
                 format!(
-                    "cannot use the folder of member `{number}` of volume `{name}` ({})",
-                    folder.display()
+                    "cannot use the drive of member `{number}` of volume `{name}` ({})",
+                    drive.display()
                 ),
                 error,
             )
         })?;
         if !seen.insert(found) {
             return Err(Error::value(format!(
-                "the folder of member `{number}` of volume `{name}` ({}) is another member's too\n\
-                 hint: one folder for each drive",
-                folder.display()
+                "the drive of member `{number}` of volume `{name}` ({}) is another member's too\n\
+                 hint: one folder on each drive, or the device",
+                drive.display()
             )));
         }
     }
@@ -285,7 +283,12 @@ fn check_shape(shape: &Shape, num_members: usize, options: &Options) -> Result<B
 }
 
 /// The headers of the members, and where the records go.
-fn design(shape: &Shape, members: &[Member], entries: &[Entry]) -> Result<(Vec<Header>, Geometry)> {
+fn design(
+    name: &str,
+    shape: &Shape,
+    members: &[Member],
+    entries: &[Entry],
+) -> Result<(Vec<Header>, Geometry)> {
     let block_bytes = members.iter().map(Member::block_bytes).max().unwrap_or(1);
     let stripe_bytes = shape.stripe_bytes.next_multiple_of(block_bytes);
     let equal = vec![1; members.len()];
@@ -304,6 +307,7 @@ fn design(shape: &Shape, members: &[Member], entries: &[Entry]) -> Result<(Vec<H
         num_records: entries.len() as u64,
         slot_bytes,
         weights: weights.clone(),
+        name: name.to_owned(),
     });
     Ok((headers.collect(), geometry))
 }
@@ -351,6 +355,17 @@ fn read_headers(name: &str, members: &[Member], pool: &Pool) -> Result<Vec<Heade
     let mut headers: Vec<Header> = Vec::with_capacity(members.len());
     for (number, member) in members.iter().enumerate() {
         let header = read_header(name, number, member, bytes_of(&mut space))?;
+        if member.is_of_another(&header, name) {
+            return Err(Error::os(
+                format!(
+                    "{} has member `{}` of volume `{}`",
+                    named(name, number, member),
+                    header.member,
+                    header.name
+                ),
+                Errno::BADMSG,
+            ));
+        }
         check_header(&header, number, headers.first().unwrap_or(&header), members.len()).map_err(
             |what| {
                 let named = named(name, number, member);
@@ -418,7 +433,7 @@ fn check_header(
     }
     if header.member as usize != number {
         return Err(format!(
-            "is member `{}` of the volume; hint: name the folders in the order that it was made \
+            "is member `{}` of the volume; hint: name the drives in the order that it was made \
              with",
             header.member
         ));
@@ -439,11 +454,8 @@ fn check_header(
 /// Whether the file is what its header says.
 fn check_file(name: &str, number: usize, member: &Member, header: &Header) -> Result<()> {
     let named = named(name, number, member);
-    let nbytes = member
-        .file
-        .metadata()
-        .map_err(|error| Error::os(format!("cannot look at {named}"), error))?
-        .len();
+    let nbytes =
+        member.nbytes().map_err(|error| Error::os(format!("cannot look at {named}"), error))?;
     let expected = header.extents().file_bytes();
     if nbytes < expected {
         return Err(Error::os(

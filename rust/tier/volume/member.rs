@@ -1,4 +1,4 @@
-//! The file of a member: made, found again, locked, removed.
+//! A member's file, or the block device that is one: made, found again, locked, removed.
 //!
 //! - MBR-1 The space of a file is taken when it is made. A full drive is an error there. (What
 //!   shares space among snapshots can still be full later. That is an error of the write then.)
@@ -8,13 +8,15 @@
 //!   later: the lock is the fence.
 //! - MBR-3 I/O bypasses the page cache (`O_DIRECT`) where the file system can. What it asks of
 //!   offsets is found out, and a volume's block is a multiple of it.
+//! - MBR-4 Of a device all of it is taken when it is large enough. What it has before, and what is
+//!   left on it, is said in `block_device.rs`.
 
 use std::{
     fs::{self, File, OpenOptions},
     io,
     os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
 
@@ -23,7 +25,10 @@ use rustix::{
     io::Errno,
 };
 
-use super::format::{BLOCK_BYTES_MIN, HEADER_SPACE_BYTES};
+use super::{
+    block_device::{self, Contents},
+    format::{BLOCK_BYTES_MIN, HEADER_SPACE_BYTES, Header},
+};
 use crate::{
     Error, Result,
     tier::io::{
@@ -40,25 +45,32 @@ const LOCK_RETRY: Duration = Duration::from_millis(5);
 /// process looks like any other.
 const HOLDER_GRACE: Duration = Duration::from_millis(100);
 
+/// How long a device may take to be made free, when its volume ends.
+const LABEL_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Set in the flags of a process that is ending (`PF_EXITING`).
 const FLAG_EXITING: u64 = 4;
 
 /// SIGKILL in a set of signals.
 const SIGKILL_BIT: u64 = 1 << 8;
 
-/// The file of a member.
+/// The file or the device of a member.
 pub(super) struct Member {
     pub(super) path: PathBuf,
     pub(super) file: Arc<File>,
+    is_device: bool,
     /// The file, or what stands between.
     pub(super) disk: Arc<dyn Disk>,
     /// What offsets have to be multiples of; `None` where the page cache is between.
     direct_bytes: Option<usize>,
 }
 
-/// The name of a member's file.
-pub(super) fn path(folder: &Path, name: &str, member: usize) -> PathBuf {
-    folder.join(format!("{name}.{member}.stepwell"))
+/// The file of a member: on a drive that is a folder by its name, else the device itself.
+fn path(drive: &Path, name: &str, member: usize) -> PathBuf {
+    if block_device::is_one(drive) {
+        return drive.to_owned();
+    }
+    drive.join(format!("{name}.{member}.stepwell"))
 }
 
 /// The name of the volume and the number of the member whose file this is, by its name.
@@ -73,14 +85,22 @@ fn named(volume: &str, member: usize, path: &Path) -> String {
 }
 
 impl Member {
-    /// Makes the file, locked and empty.
+    /// Makes the file, locked and empty; or takes a device that is free, and waits up to `timeout`
+    /// for the last writes to it of a process that has ended.
     pub(super) fn create(
         volume: &str,
         number: usize,
-        folder: &Path,
+        drive: &Path,
+        timeout: Duration,
         between: Option<&Between>,
     ) -> Result<Self> {
-        let path = path(folder, volume, number);
+        let path = path(drive, volume, number);
+        let named = named(volume, number, &path);
+        if block_device::is_one(drive) {
+            let file = lock_device(&named, &path, timeout)?;
+            check_free(&named, &file)?;
+            return Ok(Self::new(number, path, file, true, between));
+        }
         let refused = |error: io::Error| {
             let hint = match error.kind() {
                 io::ErrorKind::AlreadyExists => {
@@ -90,7 +110,7 @@ impl Member {
                 io::ErrorKind::ReadOnlyFilesystem => "it is mounted read-only",
                 _ => "it has to be a folder that this process may write to",
             };
-            Error::os(format!("cannot make {}; hint: {hint}", named(volume, number, &path)), error)
+            Error::os(format!("cannot make {named}; hint: {hint}"), error)
         };
         let file = OpenOptions::new()
             .read(true)
@@ -100,9 +120,9 @@ impl Member {
             .open(&path)
             .map_err(refused)?;
         set_in_place(&file);
-        let member = Self::new(number, path.clone(), file, between);
+        let member = Self::new(number, path.clone(), file, false, between);
         // Nothing else knows the file, unless it opened it this moment to look whether it is one.
-        match member.try_lock() {
+        match try_lock(&member.file) {
             Ok(()) => Ok(member),
             Err(error) => {
                 member.remove();
@@ -111,72 +131,48 @@ impl Member {
         }
     }
 
-    fn new(number: usize, path: PathBuf, file: File, between: Option<&Between>) -> Self {
-        let direct_bytes = set_direct(&file);
+    fn new(
+        number: usize,
+        path: PathBuf,
+        file: File,
+        is_device: bool,
+        between: Option<&Between>,
+    ) -> Self {
+        let direct_bytes = set_direct(&file, is_device);
         let file = Arc::new(file);
         let disk: Arc<dyn Disk> = match between {
             Some(between) => between(number, Arc::clone(&file)),
             None => Arc::clone(&file) as _,
         };
-        Self { path, file, disk, direct_bytes }
+        Self { path, file, is_device, disk, direct_bytes }
     }
 
-    /// Opens the file of a volume that was made before, and locks it. Where the process that holds
-    /// the lock has ended, waits up to `timeout` for its last writes.
+    /// Opens the file or the device of a volume that was made before, and locks it. Where the
+    /// process that holds the lock has ended, waits up to `timeout` for its last writes.
     pub(super) fn open(
         volume: &str,
         number: usize,
-        folder: &Path,
+        drive: &Path,
         timeout: Duration,
         between: Option<&Between>,
     ) -> Result<Self> {
-        let path = path(folder, volume, number);
+        let path = path(drive, volume, number);
         let named = named(volume, number, &path);
+        if block_device::is_one(drive) {
+            let file = lock_device(&named, &path, timeout)?;
+            return Ok(Self::new(number, path, file, true, between));
+        }
         let refused = |error: io::Error| {
             let hint = match error.kind() {
-                io::ErrorKind::NotFound => "it is missing: name the folders that it was made with",
+                io::ErrorKind::NotFound => "it is missing: name the drives that it was made with",
                 _ => "it has to be a file that this process may read and write",
             };
             Error::os(format!("cannot open {named}; hint: {hint}"), error)
         };
         let file = OpenOptions::new().read(true).write(true).open(&path).map_err(refused)?;
-        let member = Self::new(number, path, file, between);
-        let begin = Instant::now();
-        let mut has_warned = false;
-        while let Err(error) = member.try_lock() {
-            if error.kind() != io::ErrorKind::WouldBlock {
-                return Err(refused(error));
-            }
-            let holder = holder(&member.file).filter(|_| begin.elapsed() >= HOLDER_GRACE);
-            if let Some(holder) = &holder {
-                return Err(Error::os(
-                    format!("{named} is used by {holder}; hint: one job at a time uses a volume"),
-                    Errno::BUSY,
-                ));
-            }
-            if begin.elapsed() >= timeout {
-                return Err(Error::os(
-                    format!(
-                        "{named} is locked, and not by a process that can be seen from here, after \
-                         `{:.1}` s; hint: writes of a process that was killed are still on their \
-                         way to the drive, a forked child of it still runs, or a process of \
-                         another container uses it",
-                        timeout.as_secs_f64()
-                    ),
-                    error,
-                ));
-            }
-            if !has_warned && begin.elapsed() > Duration::from_secs(1) {
-                has_warned = true;
-                log::warn!(
-                    target: "stepwell",
-                    "{named}: waiting for the last writes of a process that has ended, up to \
-                     {:.0} s",
-                    timeout.as_secs_f64()
-                );
-            }
-            std::thread::sleep(LOCK_RETRY);
-        }
+        let member = Self::new(number, path, file, false, between);
+        lock_within(&named, timeout, || try_lock(&member.file), || holder(&member.file))?
+            .map_err(refused)?;
         if member.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0) {
             return Err(Error::os(
                 format!("{named} was removed by the process that used it"),
@@ -186,8 +182,23 @@ impl Member {
         Ok(member)
     }
 
-    fn try_lock(&self) -> io::Result<()> {
-        Ok(rustix::fs::flock(&*self.file, FlockOperation::NonBlockingLockExclusive)?)
+    /// What a device has, if it is one.
+    pub(super) fn device_contents(&self) -> io::Result<Option<Contents>> {
+        self.is_device.then(|| block_device::contents(&self.file)).transpose()
+    }
+
+    /// Whether a header names another volume than the one whose member this is. The volume of a
+    /// file is the one that the file's name says.
+    pub(super) fn is_of_another(&self, header: &Header, volume: &str) -> bool {
+        self.is_device && header.name != volume
+    }
+
+    /// Bytes that there are.
+    pub(super) fn nbytes(&self) -> io::Result<u64> {
+        if self.is_device {
+            return block_device::nbytes(&self.file);
+        }
+        Ok(self.file.metadata()?.len())
     }
 
     /// The file as an engine uses it.
@@ -209,8 +220,13 @@ impl Member {
     /// Takes the space.
     pub(super) fn allocate(&self, volume: &str, number: usize, nbytes: u64) -> Result<()> {
         let no_room = |error: io::Error| {
-            let free = rustix::fs::fstatvfs(&*self.file)
-                .map_or("unknown".to_owned(), |stat| (stat.f_bavail * stat.f_frsize).to_string());
+            let free = match self.is_device {
+                true => self.nbytes().ok(),
+                false => {
+                    rustix::fs::fstatvfs(&*self.file).ok().map(|stat| stat.f_bavail * stat.f_frsize)
+                }
+            };
+            let free = free.map_or("unknown".to_owned(), |free| free.to_string());
             Error::os(
                 format!(
                     "cannot take `{nbytes}` bytes for {}, `{free}` are free; hint: `durability` \
@@ -220,17 +236,31 @@ impl Member {
                 error,
             )
         };
+        if self.is_device {
+            return match self.nbytes() {
+                Ok(there) if there >= nbytes => Ok(()),
+                Ok(_) => Err(no_room(Errno::NOSPC.into())),
+                Err(error) => Err(no_room(error)),
+            };
+        }
         self.disk.allocate(nbytes).map_err(no_room)
     }
 
-    /// Makes the file's name durable.
+    /// Makes the file's name durable. A device has its own.
     pub(super) fn sync_folder(&self) -> io::Result<()> {
+        if self.is_device {
+            return Ok(());
+        }
         let folder = self.path.parent().unwrap_or(Path::new("/"));
         File::open(folder)?.sync_all()
     }
 
-    /// Whether the file still has a name: what a commit writes is found by it.
+    /// Whether the file still has a name: what a commit writes is found by it. A device is found by
+    /// any of its names.
     pub(super) fn check_name(&self, volume: &str, number: usize) -> Result<()> {
+        if self.is_device {
+            return Ok(());
+        }
         let named = || named(volume, number, &self.path);
         match self.file.metadata() {
             Ok(metadata) if metadata.nlink() > 0 => Ok(()),
@@ -246,8 +276,19 @@ impl Member {
         }
     }
 
-    /// Removes the file's name, where it is still this file's.
+    /// Removes the file's name, where it is still this file's; makes a device free.
     pub(super) fn remove(&self) {
+        if self.is_device {
+            if let Err(error) = self.set_free() {
+                log::warn!(
+                    target: "stepwell",
+                    "cannot make {} free ({error}): the volume stays on it; hint: stepwell volume \
+                     rm {0}",
+                    self.path.display()
+                );
+            }
+            return;
+        }
         let inode = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
         let is_ours = self
             .file
@@ -266,9 +307,120 @@ impl Member {
         }
     }
 
+    /// Writes a device's label. One that hangs holds up a thread of its own, and not the caller.
+    fn set_free(&self) -> io::Result<()> {
+        let (tell, told) = mpsc::channel();
+        let file = Arc::clone(&self.file);
+        std::thread::Builder::new().name("stepwell-label".to_owned()).spawn(move || {
+            // The caller may have gone on.
+            let _ = tell.send(block_device::write_label(&file));
+        })?;
+        told.recv_timeout(LABEL_TIMEOUT).unwrap_or(Err(Errno::TIMEDOUT.into()))
+    }
+
     /// Gives the lock back, also where a forked child holds the file open.
     pub(super) fn unlock(&self) {
         let _ = rustix::fs::flock(&*self.file, FlockOperation::Unlock);
+    }
+}
+
+fn try_lock(file: &File) -> io::Result<()> {
+    Ok(rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?)
+}
+
+/// Opens a device that nothing uses, and locks it, so that others see who has it.
+fn lock_device(named: &str, path: &Path, timeout: Duration) -> Result<File> {
+    if let Some(at) = block_device::mounted_at(path) {
+        return Err(Error::os(
+            format!("{named} is mounted at {at}; hint: a folder there can be a member"),
+            Errno::BUSY,
+        ));
+    }
+    let claim = || match block_device::claim(path) {
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => Err(Errno::AGAIN.into()),
+        claimed => claimed.and_then(|file| try_lock(&file).map(|()| file)),
+    };
+    // Only to ask who has it: without a claim.
+    let holder = || File::open(path).ok().as_ref().and_then(holder);
+    lock_within(named, timeout, claim, holder)?.map_err(|error| {
+        Error::os(
+            format!(
+                "cannot open {named}; hint: it has to be a block device that this process may read \
+                 and write"
+            ),
+            error,
+        )
+    })
+}
+
+/// Checks that a device is free.
+fn check_free(named: &str, device: &File) -> Result<()> {
+    let contents = block_device::contents(device)
+        .map_err(|error| Error::os(format!("cannot read {named}"), error))?;
+    let what = match contents {
+        Contents::Free => return Ok(()),
+        Contents::Member(header) => format!(
+            "has member `{}` of volume `{}`; hint: another job's, or kept: open it, or remove it \
+             (`stepwell volume rm`)",
+            header.member, header.name
+        ),
+        Contents::Unknown => {
+            "has a volume that is damaged, or of another version; hint: `stepwell \
+                              volume format --overwrite` makes it free"
+                .to_owned()
+        }
+        Contents::Other => "was not prepared for volumes; hint: `stepwell volume format` does \
+                            that, and what is on it is lost"
+            .to_owned(),
+    };
+    Err(Error::os(format!("{named} {what}"), Errno::EXIST))
+}
+
+/// Tries until nothing is in the way: `EAGAIN` says that something is. Waits for what cannot be
+/// seen, the last writes of a process that has ended, up to `timeout`.
+fn lock_within<T>(
+    named: &str,
+    timeout: Duration,
+    mut try_lock: impl FnMut() -> io::Result<T>,
+    holder: impl Fn() -> Option<String>,
+) -> Result<io::Result<T>> {
+    let begin = Instant::now();
+    let mut has_warned = false;
+    loop {
+        let error = match try_lock() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => error,
+            done => return Ok(done),
+        };
+        if begin.elapsed() >= HOLDER_GRACE
+            && let Some(holder) = holder()
+        {
+            return Err(Error::os(
+                format!("{named} is used by {holder}; hint: one job at a time uses a volume"),
+                Errno::BUSY,
+            ));
+        }
+        if begin.elapsed() >= timeout {
+            return Err(Error::os(
+                format!(
+                    "{named} is locked, and not by a process that can be seen from here, after \
+                     `{:.1}` s; hint: writes of a process that was killed are still on their way \
+                     to the drive, a forked child of it still runs, or a process of another \
+                     container uses it; of a device a part may be mounted, or swap, LVM or RAID \
+                     use it",
+                    timeout.as_secs_f64()
+                ),
+                error,
+            ));
+        }
+        if !has_warned && begin.elapsed() > Duration::from_secs(1) {
+            has_warned = true;
+            log::warn!(
+                target: "stepwell",
+                "{named}: waiting for the last writes of a process that has ended, up to {:.0} s",
+                timeout.as_secs_f64()
+            );
+        }
+        std::thread::sleep(LOCK_RETRY);
     }
 }
 
@@ -323,9 +475,11 @@ fn set_in_place(file: &File) {
 }
 
 /// Lets the file's I/O bypass the page cache, and says what offsets have to be multiples of then.
-fn set_direct(file: &File) -> Option<usize> {
+fn set_direct(file: &File, is_device: bool) -> Option<usize> {
     let flags = rustix::fs::fcntl_getfl(file).ok()?;
     let Alignment { memory_bytes, offset_bytes } = direct::alignment(file)?;
+    let logical_bytes = if is_device { block_device::block_bytes(file).ok()? } else { 1 };
+    let offset_bytes = offset_bytes.max(logical_bytes);
     // Buffers are aligned to pages.
     if offset_bytes > HEADER_SPACE_BYTES || memory_bytes > rustix::param::page_size() {
         return None;

@@ -1,6 +1,6 @@
 //! A volume: the state of chunks on several drives, as one space of records.
 //!
-//! A **volume** has **members**: folders, on a drive each, with one file of the volume. It has a
+//! A **volume** has **members**, on a drive each: a file in a folder, or a block device. It has a
 //! fixed list of **records**, each of a fixed size. A record is the state of one chunk
 //! ([`crate::state::layout`]); to the volume it is opaque bytes. Records are cut into **stripes**,
 //! which go to the members in proportion to their weights ([`geometry`]).
@@ -41,6 +41,7 @@
 //! records writes each once, and two indices; a thread that reads or writes computes one checksum
 //! (CRC-64, tens of GB/s on one core) over the record.
 
+pub mod block_device;
 mod buffers;
 mod commit;
 mod config;
@@ -80,7 +81,7 @@ use self::{
 };
 pub use self::{
     buffers::RecordBuffer,
-    config::{Durability, Location, Options, Shape, unique_name},
+    config::{Durability, Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Shape, unique_name},
     ticket::Ticket,
 };
 pub use crate::tier::io::EngineKind;

@@ -1,0 +1,54 @@
+//! A power cut, on drives with volatile caches.
+
+use super::*;
+
+/// What a program does with a volume until the power goes.
+fn train_until_cut(place: &Place, power: &std::sync::Arc<Power>) -> Option<u64> {
+    let between = power.between(|member| member_path(&place.location, member.min(1)));
+    let options = Options { between, ..kept() };
+    let volume = place.open_with(&options).ok()?;
+    let mut committed = volume.step();
+    for step in committed? + 1.. {
+        let done = write_all(&volume, step).and_then(|()| volume.commit(step));
+        match done {
+            Ok(()) => committed = Some(step),
+            Err(_) => break,
+        }
+    }
+    committed
+}
+
+impl Place {
+    fn open_with(&self, options: &Options) -> Result<Volume> {
+        Volume::open(&self.location, options, &pool())
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+
+    /// VOL-1: at whatever write or flush the power goes, and whatever of the caches is there then.
+    #[test]
+    fn a_power_cut_leaves_a_committed_step(
+        cuts in prop::collection::vec((0_usize..70, any::<u64>()), 1..4),
+    ) {
+        let place = Place::in_memory(2);
+        left_at_step_1(&place);
+        let mut acknowledged = 1;
+        for (calls, seed) in cuts {
+            let power = Power::new(calls);
+            acknowledged = train_until_cut(&place, &power).unwrap_or(acknowledged);
+            prop_assert!(power.is_cut());
+            let mut random = seed;
+            power.leave_behind(|num| {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (random >> 33) as usize % num
+            });
+            let volume = place.open().expect("a committed step");
+            let step = volume.step().expect("a committed step");
+            prop_assert!(step == acknowledged || step == acknowledged + 1);
+            assert_is_step(&volume, step);
+            acknowledged = step;
+        }
+    }
+}
