@@ -119,6 +119,7 @@ def test_json_has_what_the_findings_are_drawn_from(usual):
         "instructions",
         "threads",
         "NUMA",
+        "ranks",
         "huge pages",
         "free memory",
         "locked memory",
@@ -236,9 +237,13 @@ def host():
         "pool_cpus": [0, 1, 2, 3],
         "pool_error": None,
         "ranks_on_host": 1,
+        "others_on_cpus": [],
         "numa_nodes": [0],
+        "gpus": [],
         "huge_page_policy": "always [madvise] never",
         "free_memory_bytes": 64 << 30,
+        "claimed_memory_bytes": 0,
+        "claimants": [],
         "memlock_limit_bytes": None,
         "io_uring": "available",
     }
@@ -265,6 +270,35 @@ def test_a_machine_that_lacks_something_gets_a_warning_with_a_hint(monkeypatch, 
     assert result.output.count("warning") == 2
     assert result.output.count("hint:") >= 3
     assert "could be better: threads, huge pages" in result.output
+
+
+def test_nodes_and_the_cores_of_each_rank_are_told(monkeypatch, host):
+    host |= {
+        "cpus": [
+            {"id": cpu, "core": cpu, "node": cpu // 3, "kind": "performance"} for cpu in range(6)
+        ],
+        "pool_cpus": list(range(6)),
+        "numa_nodes": [0, 1],
+        "gpus": [("0000:3b:00.0", 1), ("0000:5e:00.0", 1), ("0000:61:00.0", None)],
+        "claimed_memory_bytes": 16 << 30,
+    }
+    places = [([3, 0, 1], "0000:3b:00.0"), ([4, 2], "0000:5e:00.0"), ([5], None)]
+    monkeypatch.setattr(_core, "places_of_ranks", lambda num_ranks: places[:num_ranks])
+    text = " ".join(run_with(monkeypatch, host).output.split())
+    assert "2 nodes: node 0 has 3 cores; node 1 has 3 cores and 2 GPUs (0000:3b" in text
+    assert "of 3 ranks on this host" in text
+    first = "rank 0 gets 1 core of node 1 (CPUs 3) and 2 cores of node 0 (CPUs 0-1), beside GPU"
+    assert first in text
+    assert "rank 2 gets 1 core of node 1 (CPUs 5) if a launcher says" in text
+    assert "other processes have claimed 16.0 GiB of it" in text
+
+
+def test_another_process_on_the_same_cores_is_a_warning(monkeypatch, host):
+    host |= {"others_on_cpus": [77, 78]}
+    text = " ".join(run_with(monkeypatch, host).output.split())
+    assert "other processes (77, 78) step on the same cores" in text
+    assert "LOCAL_WORLD_SIZE" in text
+    assert "could be better: ranks" in text
 
 
 def test_a_sys_that_cannot_be_read_is_a_warning(monkeypatch, host):

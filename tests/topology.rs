@@ -45,6 +45,7 @@ fn choose(topology: &Topology, allowed: &[usize], threads: Option<usize>) -> Vec
         allowed,
         &PoolConfig { threads, ..PoolConfig::default() },
         RankShare::WHOLE,
+        &[],
     )
     .expect("CPUs")
 }
@@ -117,6 +118,56 @@ fn devices_and_their_nodes() {
     ] {
         assert_eq!(topology.node_of_drive(drive), node, "{drive}");
     }
+}
+
+/// The cores of each rank, whose GPUs hang on these nodes.
+fn shares(topology: &Topology, allowed: &[usize], gpu_nodes: &[usize]) -> Vec<Vec<usize>> {
+    let num_ranks = gpu_nodes.len();
+    (0..num_ranks)
+        .map(|rank| {
+            let share = RankShare { rank, num_ranks };
+            choose_cpus(topology, allowed, &PoolConfig::default(), share, gpu_nodes).expect("CPUs")
+        })
+        .collect()
+}
+
+#[test]
+fn ranks_have_cores_near_their_gpus() {
+    let topology = server().read();
+    let all: Vec<usize> = (0..8).collect();
+    // Cores 0 and 2 are on node 0, 1 and 3 on node 1.
+    assert_eq!(shares(&topology, &all, &[1, 0]), [[1, 3], [0, 2]]);
+    assert_eq!(shares(&topology, &all, &[1, 1]), [[1, 0], [3, 2]], "no rank is on node 0");
+    assert_eq!(shares(&topology, &all, &[1, 0, 1]), [vec![1], vec![0, 2], vec![3]]);
+    assert_eq!(shares(&topology, &all, &[1]), [[1, 3, 0, 2]], "its own node first");
+    assert_eq!(shares(&topology, &all, &[1, 1, 1]), [vec![1], vec![3], vec![0, 2]]);
+    assert_eq!(shares(&topology, &all, &[2, 1]), [[0, 2], [1, 3]], "node 2 has no cores");
+    assert_eq!(shares(&topology, &[0, 2, 4], &[1, 1]), [[0], [2]], "nor has node 1 here");
+    // More ranks than cores: as without GPUs.
+    assert_eq!(shares(&topology, &[1, 3], &[0, 1, 1]), [[1], [1], [3]]);
+}
+
+#[test]
+fn a_node_without_a_gpu_is_shared_by_the_nearest_ranks() {
+    // Two sockets of two nodes; the GPUs hang on the second node of each.
+    let fixture = Fixture::new(&[("devices/system/cpu/online", "0-7")]);
+    for (node, distances) in
+        ["10 12 32 32", "12 10 32 32", "32 32 10 12", "32 32 12 10"].iter().enumerate()
+    {
+        let folder = format!("devices/system/node/node{node}");
+        fixture.file(&format!("{folder}/cpulist"), &format!("{}-{}", 2 * node, 2 * node + 1));
+        fixture.file(&format!("{folder}/distance"), distances);
+    }
+    let topology = fixture.read();
+    assert_eq!((topology.distance(0, 1), topology.distance(1, 2)), (12, 32));
+    let all: Vec<usize> = (0..8).collect();
+    assert_eq!(shares(&topology, &all, &[3, 1]), [[6, 7, 4, 5], [2, 3, 0, 1]]);
+    assert_eq!(shares(&topology, &all, &[3, 3, 1, 1]), [[6, 4], [7, 5], [2, 0], [3, 1]]);
+    assert_eq!(shares(&topology, &all, &[3]), [[6, 7, 4, 5, 0, 1, 2, 3]]);
+    // A list of another length is none.
+    fixture.file("devices/system/node/node0/distance", "10 12");
+    let topology = fixture.read();
+    assert_eq!((topology.distance(0, 0), topology.distance(0, 3)), (10, 20));
 }
 
 #[test]
@@ -201,7 +252,7 @@ fn bad_requests_name_the_value() {
         (vec![0], config(None, None), rank(2, 2), "`2`"),
         (vec![0], config(None, None), rank(0, 0), "`0`"),
     ] {
-        let error = choose_cpus(&topology, &allowed, &config, share).expect_err(part);
+        let error = choose_cpus(&topology, &allowed, &config, share, &[]).expect_err(part);
         assert!(matches!(error, Error::Value(_)) && error.to_string().contains(part), "{error}");
     }
 }
@@ -303,7 +354,7 @@ proptest! {
     fn ranks_share_the_cores((topology, allowed) in machine(), num_ranks in 1_usize..16) {
         let of_rank = |rank| {
             let share = RankShare { rank, num_ranks };
-            choose_cpus(&topology, &allowed, &PoolConfig::default(), share).expect("CPUs")
+            choose_cpus(&topology, &allowed, &PoolConfig::default(), share, &[]).expect("CPUs")
         };
         let whole = choose(&topology, &allowed, None);
         let shares: Vec<Vec<usize>> = (0..num_ranks).map(of_rank).collect();
@@ -326,6 +377,51 @@ proptest! {
         } else {
             prop_assert!(shares.iter().all(|share| share.len() == 1));
             prop_assert_eq!(union.len(), whole.len(), "no core is left out");
+        }
+    }
+
+    #[test]
+    fn ranks_share_the_cores_near_their_gpus(
+        (topology, allowed) in machine(),
+        gpu_nodes in prop::collection::vec(0_usize..4, 1..8),
+    ) {
+        let whole: HashSet<usize> = choose(&topology, &allowed, None).into_iter().collect();
+        let shares = shares(&topology, &allowed, &gpu_nodes);
+        let of_node = |share: &[usize], node| {
+            share.iter().filter(|&&cpu| topology.cpu(cpu).node == node).count()
+        };
+        prop_assert!(shares.iter().all(|share| !share.is_empty()));
+        let union: HashSet<usize> = shares.iter().flatten().copied().collect();
+        prop_assert_eq!(&union, &whole, "no core is left out");
+        if gpu_nodes.len() <= whole.len() {
+            let total = shares.iter().map(Vec::len).sum::<usize>();
+            prop_assert_eq!(total, whole.len(), "each core is one rank's");
+            for node in 0..3 {
+                let ranks = gpu_nodes.iter().filter(|&&gpu_node| gpu_node == node).count();
+                let cores = whole.iter().filter(|&&cpu| topology.cpu(cpu).node == node).count();
+                // Ranks of this node that are there share it with none of another node's, unless
+                // that found no core on its own.
+                let counts: Vec<usize> = shares
+                    .iter()
+                    .zip(&gpu_nodes)
+                    .filter(|(_, gpu_node)| **gpu_node == node)
+                    .map(|(share, _)| of_node(share, node))
+                    .collect();
+                let here = counts.iter().filter(|&&count| count > 0).count();
+                prop_assert_eq!(here, ranks.min(cores), "as many as there are cores for");
+                if ranks <= cores {
+                    let (least, most) = (counts.iter().min(), counts.iter().max());
+                    prop_assert!(most <= least.map(|least| least + 1).as_ref(), "{:?}", counts);
+                }
+            }
+            for (share, node) in shares.iter().zip(&gpu_nodes) {
+                let kinds = share.iter().map(|&cpu| topology.cpu(cpu).kind);
+                let first = kinds.clone().min().expect("a core");
+                let is_first = |cpu: &&usize| topology.cpu(**cpu).kind == first;
+                let nodes = share.iter().filter(is_first).map(|&cpu| topology.cpu(cpu).node);
+                prop_assert!(nodes.is_sorted_by_key(|each| each != *node), "its own node first");
+                prop_assert!(kinds.is_sorted(), "performance first");
+            }
         }
     }
 }

@@ -164,6 +164,19 @@ pub(crate) unsafe fn widen(isa: Isa, weight: View, master: View) {
     }
 }
 
+/// Writes fp32 masters, rounded as a step rounds them, to a 16-bit weight of as many elements.
+///
+/// # Safety
+/// As [`super::batch::step`].
+pub(crate) unsafe fn round(isa: Isa, master: View, weight: View) {
+    let route = Route { from: weight, to: weight };
+    // SAFETY: passed on from the caller.
+    unsafe {
+        let from = Source::new(master.slice::<f32>(0..master.numel()));
+        visit_master(isa, MasterKind::Plain16, route, &[], None, WriteFrom { isa, from });
+    }
+}
+
 pub(super) struct ReadInto<'a> {
     pub(super) isa: Isa,
     pub(super) to: Cursor<'a, f32>,

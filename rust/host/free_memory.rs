@@ -8,6 +8,7 @@
 
 use std::{
     fs,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
@@ -40,24 +41,59 @@ const HIERARCHIES: [Hierarchy; 2] = [
     },
 ];
 
+/// What one thing leaves of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Limit {
+    /// Bytes.
+    pub(super) left: u64,
+    /// The control group; `None`: the host.
+    pub(super) group: Option<u64>,
+}
+
 /// Bytes that this process can still take; `None` where the system does not say.
 #[must_use]
 pub fn free_bytes() -> Option<u64> {
-    free_bytes_of(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
+    limits().into_iter().map(|limit| limit.left).min()
 }
 
-fn free_bytes_of(proc: &Path, cgroups: &Path) -> Option<u64> {
+/// What the host and each control group of this process leave.
+pub(super) fn limits() -> Vec<Limit> {
+    limits_of(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
+}
+
+/// The control groups of this process, the innermost first, by the numbers that limits have.
+pub(super) fn groups() -> Vec<u64> {
+    group_folders(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
+        .iter()
+        .filter_map(|(_, folder)| number_of(folder))
+        .collect()
+}
+
+fn limits_of(proc: &Path, cgroups: &Path) -> Vec<Limit> {
     let meminfo = fs::read_to_string(proc.join("meminfo")).ok();
     let host = meminfo.and_then(|text| {
         Some(number_in(&text, "MemAvailable:", 1)? * 1024 + reclaimable_of_zfs(proc))
     });
-    let membership = fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
-    let groups = HIERARCHIES.iter().flat_map(|hierarchy| {
-        let folder = cgroups.join(hierarchy.folder);
-        groups_of(hierarchy, &membership)
-            .filter_map(move |group| left_in(hierarchy, &folder.join(group)))
+    let groups = group_folders(proc, cgroups).into_iter().filter_map(|(hierarchy, folder)| {
+        Some(Limit { left: left_in(hierarchy, &folder)?, group: number_of(&folder) })
     });
-    host.into_iter().chain(groups).min()
+    host.into_iter().map(|left| Limit { left, group: None }).chain(groups).collect()
+}
+
+/// The folder of each control group of this process, and of those above.
+fn group_folders(proc: &Path, cgroups: &Path) -> Vec<(&'static Hierarchy, PathBuf)> {
+    let membership = fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
+    let folders = HIERARCHIES.iter().flat_map(|hierarchy| {
+        let folder = cgroups.join(hierarchy.folder);
+        groups_of(hierarchy, &membership).map(move |group| (hierarchy, folder.join(group)))
+    });
+    folders.collect()
+}
+
+/// A group is what its folder is: containers see it at other paths. `None` for no folder.
+fn number_of(folder: &Path) -> Option<u64> {
+    let metadata = fs::metadata(folder).ok()?;
+    Some((metadata.ino() ^ metadata.dev().rotate_left(32)).max(1))
 }
 
 /// What ZFS holds in its cache beyond the least that it keeps: no part of the kernel's estimate.
@@ -121,7 +157,8 @@ mod tests {
         for (path, text) in files {
             write(root.path().join("cgroup").join(path), text);
         }
-        free_bytes_of(&root.path().join("proc"), &root.path().join("cgroup"))
+        let limits = limits_of(&root.path().join("proc"), &root.path().join("cgroup"));
+        limits.into_iter().map(|limit| limit.left).min()
     }
 
     fn bytes(gib: u64) -> String {
@@ -200,6 +237,6 @@ mod tests {
 
     #[test]
     fn a_system_that_does_not_say_limits_nothing() {
-        assert_eq!(free_bytes_of(Path::new("/nonexistent"), Path::new("/nonexistent")), None);
+        assert_eq!(limits_of(Path::new("/nonexistent"), Path::new("/nonexistent")), []);
     }
 }

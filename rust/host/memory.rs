@@ -6,8 +6,9 @@
 //! - MEM-2 Worker `w` of `n` touches the `w`-th part first, so those pages lie on its NUMA node.
 //! - MEM-3 The pages before and after a buffer are not accessible: an overrun is a fault, not a
 //!   corruption.
-//! - MEM-4 A buffer of megabytes that is more than what is free is refused before it is taken: the
-//!   kernel grants it all the same, and kills the process that touches it.
+//! - MEM-4 A buffer of megabytes that is more than what is free, less what other processes have
+//!   claimed, is refused before it is taken: the kernel grants it all the same, and kills the
+//!   process that touches it.
 //!
 //! Cost: the kernel zeroes every page once, at the memory bandwidth of all workers; address space
 //! for one huge page and two pages beside it.
@@ -23,7 +24,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 
-use crate::host::free_memory::free_bytes;
+use crate::host::claims;
 use crate::host::pool::Pool;
 use crate::{Error, Result};
 
@@ -34,6 +35,9 @@ const HUGE_PAGE_BYTES_USUAL: usize = 2 << 20;
 
 /// From this size on, asking what is free costs less than faulting in.
 const CHECKED_BYTES_MIN: usize = 2 << 20;
+
+/// How much a worker faults in before it says so: whole huge pages.
+const NOTED_BYTES: usize = 256 << 20;
 
 /// How a buffer is held.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,22 +60,26 @@ impl Buffer {
     /// page is held.
     ///
     /// # Errors
-    /// [`Error::Os`] where there is not so much free memory, the system does not give it, or does
-    /// not let this process lock it (the message names `RLIMIT_MEMLOCK`); [`Error::Value`] for a
-    /// size beyond the address space.
+    /// [`Error::Os`] where there is not so much free memory, or others have claimed it, or the
+    /// system does not give it, or does not let this process lock it (the message names
+    /// `RLIMIT_MEMLOCK`); [`Error::Value`] for a size beyond the address space.
     pub fn new(nbytes: usize, config: &BufferConfig, pool: &Pool) -> Result<Self> {
         let huge_page = huge_page_size();
         let extent = Extent::new(nbytes, huge_page)?;
-        if nbytes >= CHECKED_BYTES_MIN {
-            refuse_beyond(free_bytes(), nbytes)?;
-        }
+        let taking =
+            if nbytes >= CHECKED_BYTES_MIN { Some(claims::take(nbytes as u64)?) } else { None };
         let mapping = Mapping::new(&extent)?;
         let room = mapping.len / huge_page * huge_page;
         if room > 0 {
             // Refused only by a kernel without huge pages; what was given is measured below.
             let _ = mapping.advise(0, mapping.len, Advice::LinuxHugepage);
         }
-        mapping.populate(pool, huge_page)?;
+        mapping.populate(pool, huge_page, &|nbytes| {
+            if let Some(taking) = &taking {
+                taking.touched(nbytes as u64);
+            }
+        })?;
+        drop(taking);
         if config.lock {
             mapping.lock()?;
         }
@@ -173,22 +181,6 @@ pub fn huge_page_policy() -> Option<String> {
     fs::read_to_string(format!("{HUGE_PAGE_FOLDER}/enabled"))
         .ok()
         .map(|text| text.trim().to_owned())
-}
-
-/// Two processes may both read that the same memory is free: this is for the user that asks for
-/// too much, not a reservation.
-fn refuse_beyond(free: Option<u64>, nbytes: usize) -> Result<()> {
-    match free {
-        Some(free) if nbytes as u64 > free => Err(Error::os(
-            format!(
-                "cannot take `{nbytes}` bytes of host memory, `{free}` are free; hint: moments of \
-                 `q8` or `bf16` take less than fp32; \
-                 see `free -h` and the container's limit"
-            ),
-            Errno::NOMEM,
-        )),
-        _ => Ok(()),
-    }
 }
 
 fn huge_page_size() -> usize {
@@ -304,12 +296,18 @@ impl Mapping {
         unsafe { rustix::mm::madvise(self.begin.as_ptr().add(offset).cast(), len, advice) }
     }
 
-    /// Faults every page in, each worker its part, cut at huge pages.
-    fn populate(&self, pool: &Pool, huge_page: usize) -> Result<()> {
+    /// Faults every page in, each worker its part, cut at huge pages. `note` is told how many bytes
+    /// more are there.
+    fn populate(&self, pool: &Pool, huge_page: usize, note: &(dyn Fn(usize) + Sync)) -> Result<()> {
         let failure = Mutex::new(None);
         let populate = |begin: usize, end: usize| {
-            if let Err(errno) = self.populate_range(begin, end) {
-                *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(errno);
+            for begin in (begin..end).step_by(NOTED_BYTES) {
+                let end = end.min(begin + NOTED_BYTES);
+                if let Err(errno) = self.populate_range(begin, end) {
+                    *failure.lock().unwrap_or_else(PoisonError::into_inner) = Some(errno);
+                    return;
+                }
+                note(end - begin);
             }
         };
         let num_units = self.len.div_ceil(huge_page);
@@ -337,9 +335,6 @@ impl Mapping {
     }
 
     fn populate_range(&self, begin: usize, end: usize) -> rustix::io::Result<()> {
-        if begin == end {
-            return Ok(());
-        }
         loop {
             match self.advise(begin, end - begin, Advice::LinuxPopulateWrite) {
                 Err(Errno::INTR | Errno::AGAIN) => {}
@@ -433,18 +428,6 @@ Size:               6144 kB\nAnonHugePages:      4096 kB\nVmFlags: rd wr\n\
 Size:               1024 kB\n\
 7f0000a00000-7f0000b00000 ---p 00000000 00:00 0 \n\
 AnonHugePages:      1024 kB\n";
-
-    #[test]
-    fn more_than_is_free_is_refused_with_both_numbers() {
-        let error = refuse_beyond(Some(4095), 4096).expect_err("more than is free").to_string();
-        assert!(
-            error.contains("`4096`")
-                && error.contains("`4095` are free")
-                && error.contains("hint: "),
-            "{error}"
-        );
-        assert!(refuse_beyond(Some(4096), 4096).is_ok() && refuse_beyond(None, usize::MAX).is_ok());
-    }
 
     #[test]
     fn smaps_entry_is_found_by_its_begin() {

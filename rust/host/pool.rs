@@ -16,25 +16,29 @@
 //!
 //! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes
 //! the pool (or the one before an OpenMP runtime narrowed it, see [`remember_affinity`]). Where
-//! several ranks share the host ([`LAUNCHERS`]), each takes its share of it;
-//! unless the mask is narrower than what the container allows: then a launcher has bound this
-//! process, and its mask is its share.
+//! several ranks share the host ([`LAUNCHERS`]), each takes its share of it, near its GPU; unless
+//! the mask is narrower than what the container allows: then a launcher has bound this process, and
+//! its mask is its share. A pool is made before any GPU is opened, so which GPU a rank has is taken
+//! from its local rank (`host/gpus.rs`).
 
 mod crew;
-mod fork;
+pub(super) mod fork;
 mod futex;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;
 mod placement;
 
+use std::collections::HashSet;
 use std::io;
 use std::panic::resume_unwind;
+use std::path::Path;
 use std::sync::OnceLock;
 use std::thread;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::host::topology::{Topology, format_cpu_list};
+use crate::host::{claims, gpus};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, PoisonError};
 use crate::{Error, Result};
@@ -74,6 +78,9 @@ pub struct Pool {
     nice: i32,
     crew: Mutex<Option<Crew>>,
     warned: AtomicBool,
+    has_claimed_cpus: AtomicBool,
+    /// Whether the launcher knows of more ranks than cores: then some share one.
+    has_more_ranks_than_cores: bool,
 }
 
 impl std::fmt::Debug for Crew {
@@ -137,15 +144,19 @@ impl Pool {
             before_openmp(now, AT_LOAD.get(), |name| std::env::var_os(name).is_some());
         let environment = Environment::of_process()?;
         let config = environment.complete(config);
-        let share = match environment.share {
-            Some(_) if is_bound(&allowed, &topology) => RankShare::WHOLE,
-            Some(share) => share,
-            None => RankShare::WHOLE,
+        let share = environment.share.unwrap_or(RankShare::WHOLE);
+        let mut gpu_nodes = gpu_nodes(&topology, share.num_ranks);
+        let is_whole = share == RankShare::WHOLE;
+        let share = if !is_whole && is_bound(&allowed, &topology) {
+            gpu_nodes = gpu_nodes.get(share.rank).copied().into_iter().collect();
+            RankShare::WHOLE
+        } else {
+            share
         };
-        let cpus = choose_cpus(&topology, &allowed, &config, share)?;
+        let cpus = choose_cpus(&topology, &allowed, &config, share, &gpu_nodes)?;
 
         let mut warnings = Vec::from_iter(narrowed);
-        let distinct = cpus.iter().collect::<std::collections::HashSet<_>>().len();
+        let distinct = cpus.iter().collect::<HashSet<_>>().len();
         if distinct < cpus.len() {
             warnings.push(format!(
                 "`{}` workers share the `{distinct}` CPUs `{}`; hint: {THREADS_VARIABLE} and \
@@ -167,6 +178,8 @@ impl Pool {
                 nice: config.nice,
                 crew: Mutex::new(Some(crew)),
                 warned: AtomicBool::new(false),
+                has_claimed_cpus: AtomicBool::new(false),
+                has_more_ranks_than_cores: share.num_ranks > num_cores(&topology, &allowed),
             },
             warnings,
         })
@@ -180,6 +193,18 @@ impl Pool {
     /// The CPU of each worker.
     pub fn cpus(&self) -> &[usize] {
         &self.cpus
+    }
+
+    /// Tells other processes that steps run on the CPUs of these workers, and warns, once in this
+    /// process, where steps of another one run on them too. Called before steps; only the first
+    /// call costs more than a look at a flag.
+    pub fn claim_cpus(&self) {
+        if self.has_more_ranks_than_cores || self.has_claimed_cpus.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        if let Some(warning) = claims::claim_cpus(&self.cpus) {
+            log_all(&[warning]);
+        }
     }
 
     /// Calls `task(i)` once for every `i` in `0..tasks`, on the workers, and returns when all are
@@ -281,7 +306,7 @@ struct Environment {
 
 impl Environment {
     fn of_process() -> Result<Self> {
-        Self::read(|name| Some(std::env::var_os(name)?.to_string_lossy().into_owned()))
+        Self::read(variable)
     }
 
     fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
@@ -325,6 +350,49 @@ pub fn rank_share() -> Result<Option<RankShare>> {
     Environment::of_process().map(|environment| environment.share)
 }
 
+/// The NUMA node of each rank's GPU; empty where one of them is not known.
+fn gpu_nodes(topology: &Topology, num_ranks: usize) -> Vec<usize> {
+    gpus::nodes_of_ranks(topology, Path::new("/"), variable, num_ranks)
+}
+
+/// A variable of the environment.
+fn variable(name: &str) -> Option<String> {
+    Some(std::env::var_os(name)?.to_string_lossy().into_owned())
+}
+
+/// What falls to one of several ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankPlace {
+    /// The CPU of each of its workers.
+    pub cpus: Vec<usize>,
+    /// The PCI address of its GPU; `None` where it has none, or that is not known.
+    pub gpu: Option<String>,
+}
+
+/// What would fall to each of `num_ranks` ranks of this host, with the CPUs that this process may
+/// use.
+///
+/// # Errors
+/// As [`choose_cpus`]; [`Error::Value`] for no ranks; [`Error::Os`] where the affinity mask cannot
+/// be read.
+pub fn places_of_ranks(num_ranks: usize) -> Result<Vec<RankPlace>> {
+    if num_ranks == 0 {
+        return Err(Error::value("invalid number of ranks `0`, expected at least 1"));
+    }
+    let topology = Topology::host();
+    let allowed =
+        allowed_cpus().map_err(|error| Error::os("cannot read the affinity mask", error))?;
+    let gpus = gpus::of_ranks(Path::new("/"), variable, num_ranks).unwrap_or_default();
+    let nodes = gpu_nodes(&topology, num_ranks);
+    (0..num_ranks)
+        .map(|rank| {
+            let share = RankShare { rank, num_ranks };
+            let cpus = choose_cpus(&topology, &allowed, &PoolConfig::default(), share, &nodes)?;
+            Ok(RankPlace { cpus, gpu: gpus.get(rank).cloned() })
+        })
+        .collect()
+}
+
 /// The affinity mask of the calling thread.
 fn allowed_cpus() -> io::Result<Vec<usize>> {
     let set = sched_getaffinity(None)?;
@@ -365,6 +433,10 @@ fn before_openmp(
         }
         _ => (now, None),
     }
+}
+
+fn num_cores(topology: &Topology, cpus: &[usize]) -> usize {
+    cpus.iter().map(|&cpu| topology.cpu(cpu).core).collect::<HashSet<_>>().len()
 }
 
 /// Whether this process is bound to fewer CPUs than the container lets it use.

@@ -18,6 +18,10 @@ const CPU_LIMIT: usize = 1 << 16;
 /// four fifths.
 const EFFICIENCY_BELOW_PERCENT: u64 = 80;
 
+/// Distances of NUMA nodes, where the firmware does not say.
+const DISTANCE_SELF: u64 = 10;
+const DISTANCE_OTHER: u64 = 20;
+
 /// PCI base classes of what computes: display controllers and processing accelerators.
 const PCI_CLASSES_GPU: [&str; 2] = ["0x03", "0x12"];
 
@@ -58,6 +62,7 @@ pub struct Device {
 pub struct Topology {
     cpus: BTreeMap<usize, Cpu>,
     nodes: Vec<usize>,
+    distances: BTreeMap<(usize, usize), u64>,
     isolated: Vec<usize>,
     gpus: Vec<Device>,
     drives: Vec<Device>,
@@ -84,8 +89,9 @@ impl Topology {
             })
             .collect();
         let nodes = if nodes.is_empty() { vec![0] } else { nodes.into_keys().collect() };
+        let distances = distances(&sys, &nodes);
         let isolated = read_cpu_list(&sys.join("devices/system/cpu/isolated")).unwrap_or_default();
-        Self { cpus, nodes, isolated, gpus: gpus(&sys), drives: drives(&sys) }
+        Self { cpus, nodes, distances, isolated, gpus: gpus(&sys), drives: drives(&sys) }
     }
 
     /// The CPUs that are online, by number. Empty where `/sys` is not mounted.
@@ -106,6 +112,13 @@ impl Topology {
     /// The NUMA nodes, by number; at least one. A node without CPUs (memory only) is among them.
     pub fn nodes(&self) -> &[usize] {
         &self.nodes
+    }
+
+    /// How far the memory of one node is from the cores of another, as the firmware says: 10 is the
+    /// node itself, and larger is farther. All others are equally far where it does not say.
+    pub fn distance(&self, from: usize, to: usize) -> u64 {
+        let usual = if from == to { DISTANCE_SELF } else { DISTANCE_OTHER };
+        self.distances.get(&(from, to)).copied().unwrap_or(usual)
     }
 
     /// CPUs taken out of the scheduler by the boot option `isolcpus`.
@@ -245,6 +258,20 @@ fn nodes(sys: &Path) -> BTreeMap<usize, Vec<usize>> {
         .collect()
 }
 
+/// Each node has a list of distances, in the order of the nodes.
+fn distances(sys: &Path, nodes: &[usize]) -> BTreeMap<(usize, usize), u64> {
+    let mut found = BTreeMap::new();
+    for &from in nodes {
+        let path = sys.join(format!("devices/system/node/node{from}/distance"));
+        let text = read_text(&path).unwrap_or_default();
+        let row: Option<Vec<u64>> =
+            text.split_whitespace().map(|distance| distance.parse().ok()).collect();
+        let row = row.filter(|row| row.len() == nodes.len()).unwrap_or_default();
+        found.extend(nodes.iter().zip(row).map(|(&to, distance)| ((from, to), distance)));
+    }
+    found
+}
+
 /// Which CPUs are efficiency cores, by the first source that tells CPUs apart.
 struct Kinds {
     efficiency: Vec<usize>,
@@ -319,7 +346,7 @@ fn drives(sys: &Path) -> Vec<Device> {
 }
 
 /// Lower case with a domain of four digits, as `/sys` writes it.
-fn normalise_pci_address(address: &str) -> String {
+pub(super) fn normalise_pci_address(address: &str) -> String {
     let address = address.trim().to_ascii_lowercase();
     match address.split_once(':') {
         Some((domain, rest))

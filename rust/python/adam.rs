@@ -167,9 +167,13 @@ pub(super) fn adam_step(
     let hyper = hyper.0;
     let tensors = tensors_of(&tensors);
     let pool = PyPool::pool(pool);
-    // SAFETY: the caller that made the views vouches for their memory during this call (see
-    // TensorView).
-    py.detach(|| unsafe { batch::step(pool.get()?, Isa::detect()?, &tensors, &steps, &hyper) })
+    py.detach(|| {
+        let pool = pool.get()?;
+        pool.claim_cpus();
+        // SAFETY: the caller that made the views vouches for their memory during this call (see
+        // TensorView).
+        unsafe { batch::step(pool, Isa::detect()?, &tensors, &steps, &hyper) }
+    })
 }
 
 /// Undoes the step that `adam_step` took with the same arguments, for plain float32 parameters with

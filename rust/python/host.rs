@@ -1,14 +1,21 @@
 //! Pool, memory, and what this machine is.
 
-use std::sync::Arc;
+use std::{
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
 
-use pyo3::{prelude::*, types::PyDict};
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyTuple},
+};
 
 use crate::{
     adam::ceiling::{self, Streams},
     error::Result,
     host::{
-        free_memory, io_uring,
+        claims::{self, Announcement, Room},
+        gpus, io_uring,
         memory::{self, AddressSpace, Buffer, BufferConfig},
         pool::{self, Pool, PoolConfig},
         topology::{CoreKind, Topology},
@@ -193,10 +200,93 @@ pub(super) fn stream_ceiling(
 }
 
 /// Bytes of host memory that this process can still take: what the kernel estimates, and what its
-/// control groups leave. None where the system does not say.
+/// control groups leave; less what processes have claimed of that. None where the system does not
+/// say.
 #[pyfunction]
-pub(super) fn free_memory_bytes() -> Option<u64> {
-    free_memory::free_bytes()
+pub(super) fn free_memory_bytes(py: Python<'_>) -> Option<u64> {
+    py.detach(claims::room).bytes()
+}
+
+/// Host memory that buffers will take: other processes of this host count it as used until then.
+///
+/// A context manager. The claim ends behind the block, with `end`, or with the object.
+///
+/// Args:
+///     nbytes: how much.
+///     held_nbytes: how much of that is taken already, by what is given back meanwhile.
+///     is_checked: whether the claim is refused where there is less.
+#[pyclass(name = "MemoryClaim", module = "stepwell._core", frozen)]
+pub(super) struct PyMemoryClaim {
+    announcement: Mutex<Option<Announcement>>,
+    is_refused: bool,
+    room: Room,
+}
+
+#[pymethods]
+impl PyMemoryClaim {
+    #[new]
+    #[pyo3(signature = (nbytes, *, held_nbytes=0, is_checked=true))]
+    fn new(py: Python<'_>, nbytes: u64, held_nbytes: u64, is_checked: bool) -> Self {
+        let (announcement, room) = py.detach(|| claims::announce(nbytes, held_nbytes, is_checked));
+        let is_refused = announcement.is_none();
+        Self { announcement: Mutex::new(announcement), is_refused, room }
+    }
+
+    /// Whether nothing was claimed, since there is less.
+    #[getter]
+    fn is_refused(&self) -> bool {
+        self.is_refused
+    }
+
+    /// What there was, beside all claims, in bytes; None where the system does not say.
+    #[getter]
+    fn room_nbytes(&self) -> Option<u64> {
+        self.room.bytes()
+    }
+
+    /// What other processes had claimed and not taken, in bytes.
+    #[getter]
+    fn others_nbytes(&self) -> u64 {
+        self.room.others_bytes
+    }
+
+    /// Those processes, by number.
+    #[getter]
+    fn others(&self) -> Vec<u32> {
+        self.room.others.clone()
+    }
+
+    /// What no buffer has taken is free again.
+    fn end(&self, py: Python<'_>) {
+        let announcement = self.announcement.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(announcement));
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_args: "object"))]
+    fn __exit__(&self, py: Python<'_>, _args: &Bound<'_, PyTuple>) {
+        self.end(py);
+    }
+}
+
+/// What would fall to each of `num_ranks` ranks of this host, with the CPUs that this process may
+/// use.
+///
+/// Returns:
+///     for each rank the CPUs of its workers, and the PCI address of its GPU, if that is known.
+///
+/// Raises:
+///     ValueError: for no ranks.
+#[pyfunction]
+pub(super) fn places_of_ranks(
+    py: Python<'_>,
+    num_ranks: usize,
+) -> Result<Vec<(Vec<usize>, Option<String>)>> {
+    let places = py.detach(|| pool::places_of_ranks(num_ranks))?;
+    Ok(places.into_iter().map(|place| (place.cpus, place.gpu)).collect())
 }
 
 /// Chunks of a parameter of `numel` elements.
@@ -239,8 +329,18 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let share = pool::rank_share().ok().flatten();
     info.set_item("ranks_on_host", share.map_or(1, |share| share.num_ranks))?;
     info.set_item("numa_nodes", topology.nodes())?;
+    let gpus = gpus::addresses(Path::new("/")).into_iter().map(|gpu| {
+        let node = topology.node_of_gpu(&gpu);
+        (gpu, node)
+    });
+    info.set_item("gpus", gpus.collect::<Vec<_>>())?;
     info.set_item("huge_page_policy", memory::huge_page_policy())?;
-    info.set_item("free_memory_bytes", free_memory::free_bytes())?;
+    let room = py.detach(claims::room);
+    info.set_item("free_memory_bytes", room.free_bytes)?;
+    info.set_item("claimed_memory_bytes", room.others_bytes)?;
+    info.set_item("claimants", room.others)?;
+    let cpus = Pool::global().map_or(vec![], |pool| pool.cpus().to_vec());
+    info.set_item("others_on_cpus", py.detach(|| claims::others_on(&cpus)))?;
     info.set_item("memlock_limit_bytes", memory::memlock_limit_bytes())?;
     info.set_item(
         "io_uring",

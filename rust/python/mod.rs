@@ -25,8 +25,8 @@ mod _core {
     use super::files::PyFiles;
     #[pymodule_export]
     use super::host::{
-        PyAddressSpace, PyBuffer, PyPool, build_info, connect, free_memory_bytes, num_chunks,
-        stream_ceiling, system_info,
+        PyAddressSpace, PyBuffer, PyMemoryClaim, PyPool, build_info, connect, free_memory_bytes,
+        num_chunks, places_of_ranks, stream_ceiling, system_info,
     };
     #[pymodule_export]
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
@@ -37,7 +37,8 @@ mod _core {
     };
     #[pymodule_export]
     use super::swap::{
-        PyMemberFile, PySwap, check_volume, list_members, remove_volume, swap_buffers_nbytes,
+        PyMemberFile, PySwap, check_volume, format_device, list_members, remove_volume,
+        swap_buffers_nbytes,
     };
     #[pymodule_export]
     use super::tensor::PyTensorView;
@@ -47,6 +48,21 @@ mod _core {
     /// Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
     #[pymodule_export]
     const CHUNK_LEN: usize = crate::state::chunk::CHUNK_LEN;
+    /// The most bytes of a record that lie together on one drive of a volume, if nothing is said.
+    #[pymodule_export]
+    const STRIPE_BYTES: usize = crate::tier::volume::STRIPE_BYTES;
+    /// The largest stripe.
+    #[pymodule_export]
+    const STRIPE_BYTES_MAX: usize = crate::tier::volume::geometry::STRIPE_BYTES_MAX;
+    /// Reads and writes that each drive of a volume is given at once, where nothing is said.
+    #[pymodule_export]
+    const QUEUE_DEPTH: usize = crate::tier::volume::QUEUE_DEPTH;
+    /// The most reads and writes that a drive is given at once.
+    #[pymodule_export]
+    const QUEUE_DEPTH_MAX: usize = crate::tier::io::QUEUE_DEPTH_MAX;
+    /// The largest weight of a drive of a volume.
+    #[pymodule_export]
+    const DRIVE_WEIGHT_MAX: u32 = crate::tier::volume::geometry::WEIGHT_MAX;
     /// How many sums the checksum of a tensor has.
     #[pymodule_export]
     const CHECKSUM_SUMS: usize = crate::device::CHECKSUM_SUMS;

@@ -1,17 +1,19 @@
-"""What `stepwell doctor` says of the machine: instructions, cores, memory, storage."""
+"""What `stepwell doctor` says of the machine: instructions, cores, ranks, memory, storage."""
 
 from __future__ import annotations
 
 import os
 import re
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from stepwell import _core
 from stepwell.cli._finding import Finding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-__all__ = ["build", "cores", "instructions", "memory", "numa", "storage", "without_hint"]
+__all__ = ["build", "cores", "instructions", "memory", "numa", "ranks", "storage", "without_hint"]
 
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _NO_STEP = "nothing steps on Stepwell: each step raises this error"
@@ -158,15 +160,66 @@ def _fix_of_pool(error: str) -> str:
 
 def numa(system: dict[str, Any]) -> Iterator[Finding]:
     """How near memory is."""
-    count = len(system["numa_nodes"])
+    nodes = system["numa_nodes"]
+    if len(nodes) == 1:
+        found, meaning = "1 node", "all memory is equally near"
+    else:
+        found = f"{len(nodes)} nodes: {'; '.join(_node(system, node) for node in nodes)}"
+        meaning = "memory is nearer to the cores of its node: one rank per node steps fastest"
+    yield Finding(topic="NUMA", status="ok", found=found, meaning=meaning)
+
+
+def _node(system: dict[str, Any], node: int) -> str:
+    cores = {cpu["core"] for cpu in system["cpus"] if cpu["node"] == node}
+    gpus = [gpu for gpu, of_node in system["gpus"] if of_node == node]
+    beside = f" and {_count(len(gpus), 'GPU')} ({', '.join(gpus)})" if gpus else ""
+    return f"node {node} has {_count(len(cores), 'core')}{beside}"
+
+
+def ranks(system: dict[str, Any]) -> Iterator[Finding]:
+    """What each of several ranks would get, and who is on these cores already."""
+    if processes := system["others_on_cpus"]:
+        numbers = ", ".join(map(str, processes))
+        yield Finding(
+            topic="ranks",
+            status="warning",
+            found=f"other processes ({numbers}) step on the same cores",
+            meaning="steps of one wait for those of the other",
+            fix="for ranks of one job torchrun, or LOCAL_RANK and LOCAL_WORLD_SIZE for each; for "
+            "several jobs `taskset -c`, which gives each cores of its own",
+        )
+    num_ranks = max(system["ranks_on_host"], len(system["gpus"]), len(system["numa_nodes"]), 2)
+    places = _core.places_of_ranks(num_ranks)
+    node_of = {cpu["id"]: cpu["node"] for cpu in system["cpus"]}
     yield Finding(
-        topic="NUMA",
+        topic="ranks",
         status="ok",
-        found=_count(count, "node"),
-        meaning="all memory is equally near"
-        if count == 1
-        else "one rank per node steps fastest: its threads and its memory stay on that node",
+        found=f"of {num_ranks} ranks on this host\n"
+        + "\n".join(
+            f"rank {rank} gets {_cores(cpus, node_of)}{f', beside GPU {gpu}' if gpu else ''}"
+            for rank, (cpus, gpu) in enumerate(places)
+        ),
+        meaning="if a launcher says how many there are, as torchrun does; else each takes all cores"
+        if any(gpu for _, gpu in places)
+        else "if a launcher says how many there are, as torchrun does; else each takes all cores. "
+        "Which GPU is whose is not known, so that cores go by their number",
     )
+
+
+def _cores(cpus: list[int], node_of: dict[int, int]) -> str:
+    """Such as `3 cores of node 0 (CPUs 0-2)`."""
+    by_node = [(node, list(each)) for node, each in groupby(cpus, lambda cpu: node_of.get(cpu, 0))]
+    return " and ".join(
+        f"{_count(len(each), 'core')} of node {node} (CPUs {_ranges(each)})"
+        for node, each in by_node
+    )
+
+
+def _ranges(cpus: Iterable[int]) -> str:
+    """Such as `0-2,7`."""
+    runs = groupby(enumerate(sorted(cpus)), lambda each: each[1] - each[0])
+    edges = [[cpu for _, cpu in run] for _, run in runs]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in edges)
 
 
 def memory(system: dict[str, Any]) -> Iterator[Finding]:
@@ -187,11 +240,12 @@ def memory(system: dict[str, Any]) -> Iterator[Finding]:
             found=policy,
             meaning="state lies in huge pages where memory is not fragmented",
         )
-    free = system["free_memory_bytes"]
+    free, claimed = system["free_memory_bytes"], system["claimed_memory_bytes"]
+    others = f"; other processes have claimed {claimed / 2**30:,.1f} GiB of it and not taken it yet"
     yield Finding(
         topic="free memory",
         status="ok" if free is not None else "note",
-        found="unknown" if free is None else f"{free / 2**30:,.1f} GiB",
+        found="unknown" if free is None else f"{free / 2**30:,.1f} GiB{others if claimed else ''}",
         meaning="state that takes more is refused"
         if free is not None
         else "state that takes more than there is ends in the kernel killing the process",

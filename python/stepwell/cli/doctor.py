@@ -63,6 +63,7 @@ def diagnose() -> dict[str, Any]:
             *examine("instructions", lambda: _machine.instructions(system)),
             *examine("threads", lambda: _machine.cores(system)),
             *examine("NUMA", lambda: _machine.numa(system)),
+            *examine("ranks", lambda: _machine.ranks(system)),
             *examine("memory", lambda: _machine.memory(system)),
             *examine("io_uring", lambda: _machine.storage(system)),
         ]

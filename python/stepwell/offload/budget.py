@@ -1,4 +1,8 @@
-"""Host memory that is about to be taken: said in the log, and refused where it is not there."""
+"""Host memory that is about to be taken: said in the log, claimed, refused where it is not there.
+
+What was claimed counts as used for other processes of this host until it is taken
+(`rust/host/claims.rs`): ranks that begin at the same time do not each count on all that is free.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,20 @@ import logging
 
 from stepwell import _core
 
-__all__ = ["GIB", "announce"]
+__all__ = ["GIB", "announce", "announced_pinned_bytes"]
 
 GIB = 1 << 30
 
 _LOGGER = logging.getLogger(__name__)
 
+# Of all optimizers of this process, also of those that are gone.
+_ANNOUNCED_PINNED: list[int] = []
 
-def announce(numel: int, *, state: int, pinned: int, limit: int | None, held: int = 0) -> None:
-    """Logs what an optimizer over `numel` parameters takes, in bytes.
+
+def announce(
+    numel: int, *, state: int, pinned: int, limit: int | None, held: int = 0
+) -> _core.MemoryClaim:
+    """Logs and claims what an optimizer over `numel` parameters takes, in bytes.
 
     Args:
         numel: elements of all parameters.
@@ -23,17 +32,24 @@ def announce(numel: int, *, state: int, pinned: int, limit: int | None, held: in
         limit: the most that may be taken; None: what is free.
         held: bytes of these that are taken already, by what will be moved.
 
+    Returns:
+        the claim, which lasts until all is taken: `with` it, `end` it, or let go of it.
+
     Raises:
         ValueError: it is more than that.
     """
-    most, what = limit, "are left of `host_bytes_max`"
-    if limit is None and (free := _core.free_memory_bytes()) is not None:
-        most, what = free + held, "are free"
-    if most is not None and pinned + state > most:
-        raise ValueError(
-            f"{numel} parameters take `{pinned + state}` bytes of host memory, `{most}` {what}. "
-            "hint: moments='q8' takes 6 bytes per parameter less than fp32"
-        )
+    nbytes = pinned + state
+    if limit is not None and nbytes > limit:
+        raise _refused(numel, nbytes, f"`{limit}` are left of `host_bytes_max`")
+    claim = _core.MemoryClaim(nbytes, held_nbytes=held, is_checked=limit is None)
+    if claim.is_refused:
+        what = f"`{(claim.room_nbytes or 0) + held}` are free"
+        if claim.others_nbytes:
+            what += (
+                f" beside `{claim.others_nbytes}` that processes `{claim.others}` of this host "
+                "have claimed and not taken yet"
+            )
+        raise _refused(numel, nbytes, what)
     _LOGGER.info(
         "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB pinned for "
         "gradients and weights",
@@ -42,3 +58,17 @@ def announce(numel: int, *, state: int, pinned: int, limit: int | None, held: in
         state / GIB,
         pinned / GIB,
     )
+    _ANNOUNCED_PINNED.append(pinned)
+    return claim
+
+
+def _refused(numel: int, nbytes: int, most: str) -> ValueError:
+    return ValueError(
+        f"{numel} parameters take `{nbytes}` bytes of host memory, {most}. "
+        "hint: moments='q8' takes 6 bytes per parameter less than fp32"
+    )
+
+
+def announced_pinned_bytes() -> int:
+    """Bytes of pinned memory that optimizers of this process have announced."""
+    return sum(_ANNOUNCED_PINNED)

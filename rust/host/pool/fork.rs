@@ -1,11 +1,11 @@
 //! Keeps `fork` and running jobs apart, so that a child never inherits a lock that no thread will
 //! release.
 //!
-//! Every call that uses a pool's locks or workers stands inside a gate ([`enter`]). The handlers
-//! that `pthread_atfork` runs close it, wait until it is empty, and open it again in parent and
-//! child. So at the moment of a fork no pool has a job in flight, no lock of a pool is held, and no
-//! buffer is half written. A `fork` therefore waits for the jobs that run at that time; jobs
-//! started after it wait for the fork.
+//! Every call that uses a pool's locks or workers, or the lock of this process's claims, stands
+//! inside a gate ([`enter`]). The handlers that `pthread_atfork` runs close it, wait until it is
+//! empty, and open it again in parent and child. So at the moment of a fork no pool has a job in
+//! flight, none of these locks is held, and no buffer is half written. A `fork` therefore waits for
+//! the jobs that run at that time; jobs started after it wait for the fork.
 //!
 //! Two rules follow. Nothing inside the gate waits for a lock that a forking thread may hold
 //! (Python holds the GIL while it forks, and a log record takes the GIL): so a task must not, and
@@ -74,17 +74,17 @@ impl Drop for TaskScope {
 }
 
 /// The generation of this process.
-pub(super) fn generation() -> u32 {
+pub(in crate::host) fn generation() -> u32 {
     GATE.generation()
 }
 
 /// Waits out a fork, then enters the gate of this process.
-pub(super) fn enter() -> Entered<'static> {
+pub(in crate::host) fn enter() -> Entered<'static> {
     GATE.enter()
 }
 
 /// Inside the gate until dropped.
-pub(super) struct Entered<'a> {
+pub(in crate::host) struct Entered<'a> {
     gate: &'a Gate,
     /// `None` for a call from a task: the task's job is inside already.
     generation: Option<u32>,
@@ -171,7 +171,7 @@ impl Gate {
 }
 
 /// Registers the handlers, once per process image.
-pub(super) fn register() -> Result<()> {
+pub(in crate::host) fn register() -> Result<()> {
     static REGISTERED: OnceLock<i32> = OnceLock::new();
     let errno = *REGISTERED.get_or_init(|| {
         // SAFETY: the handlers are `extern "C"` functions that live as long as this library (the C

@@ -149,6 +149,8 @@ fn callers_take_turns_around_a_fork() {
             nice: 0,
             crew: Mutex::new(None),
             warned: AtomicBool::new(false),
+            has_claimed_cpus: AtomicBool::new(false),
+            has_more_ranks_than_cores: false,
         });
         let running = Arc::new(AtomicUsize::new(0));
         let callers: Vec<_> = (0..2)
