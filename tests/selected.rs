@@ -4,12 +4,15 @@
 mod battery;
 mod on_device;
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::HashMap,
+    sync::{Arc, atomic::Ordering},
+};
 
 use battery::{
     Draw, Guarded, Held, Layout, MomentsKind, ParamKind, Spread, is_same, pool_of, widest,
 };
-use on_device::{OnDevice, Resumed, SOON, STREAM, bytes, drain, finish, numels};
+use on_device::{Gated, OnDevice, Resumed, SOON, STREAM, bytes, drain, finish, numels};
 use stepwell::{
     Error,
     adam::{
@@ -17,7 +20,7 @@ use stepwell::{
         selected::{self, ChannelState, Shape as Channels, WeightKind},
         tensor::AdamTensor,
     },
-    device::{Lane, host::HostDevice},
+    device::Lane,
     offload::{
         Change, Deferral, Engine, OnDevice as Work, SEGMENT_LEN, Selectable, Selection, Shape,
         Update, deferral_nbytes, selection_nbytes,
@@ -59,7 +62,7 @@ fn row_lens() -> Vec<usize> {
 /// An engine with its memory. Fields are dropped in this order.
 struct Selecting {
     engine: Engine,
-    host: Arc<HostDevice>,
+    device: Arc<Gated>,
     guarded: [Guarded; 4],
 }
 
@@ -83,11 +86,10 @@ fn selecting(all: &mut [OnDevice], interval: usize, fraction: f64) -> Selecting 
         selection: Some(selection),
     };
     let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
-    let host = Arc::new(HostDevice::new(Engine::events(shape)).expect("a device"));
-    let tier = Arc::new(Ram);
-    let device: Arc<HostDevice> = Arc::clone(&host);
-    let engine = Engine::on(device, shape, tier, pool_of(3), widest()).expect("an engine");
-    Selecting { engine, host, guarded }
+    let device = Arc::new(Gated::with_events(Engine::events(shape)));
+    let on: Arc<Gated> = Arc::clone(&device);
+    let engine = Engine::on(on, shape, Arc::new(Ram), pool_of(3), widest()).expect("an engine");
+    Selecting { engine, device, guarded }
 }
 
 fn draw(all: &mut [OnDevice], expected: &mut [Held], seed: u64) {
@@ -414,8 +416,8 @@ fn weights_of_selected_channels_outlast_a_late_landing() {
             _ => Vec::new(),
         };
         let (deferred, hyper) = ((step > 1).then_some(2.0), hyper_of(step));
-        let _resumed = Resumed(&selecting.host);
-        selecting.host.pause(Lane::Upload, true);
+        let _resumed = Resumed(&selecting.device.host);
+        selecting.device.host.pause(Lane::Upload, true);
         submit(engine, &mut all, deferred, (step, hyper), |_| Some(false), changes.clone())
             .expect("a step");
         expected.iter_mut().for_each(|one| one.step(widest(), step, &hyper));
@@ -427,7 +429,7 @@ fn weights_of_selected_channels_outlast_a_late_landing() {
             known.held.values_mut().for_each(|(_, _, is_stepped)| *is_stepped = true);
             known.assert_current(&all, &mut expected, &format!("step {step}, before its landing"));
         }
-        selecting.host.pause(Lane::Upload, false);
+        selecting.device.host.pause(Lane::Upload, false);
         finish(engine);
         known.assert_current(&all, &mut expected, &format!("step {step}"));
     }
@@ -435,6 +437,37 @@ fn weights_of_selected_channels_outlast_a_late_landing() {
     finish(engine);
     assert_stepped(&mut all, &mut expected, "late");
     drain(engine).expect("a device that works");
+}
+
+/// Some channels are stepped and some are not: the step says so, and so does all that comes after
+/// it. The host's state is that of the step before.
+#[test]
+fn a_device_that_fails_within_a_step_fails_it_and_all_that_follow() {
+    let mut all = tensors();
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let selecting = selecting(&mut all, 2, 0.2);
+    let engine = &selecting.engine;
+    let mut draw_of = Draw::new(11);
+    let changes = engine.selectable().map(|one| change_of(&mut draw_of, &one)).collect();
+    draw(&mut all, &mut expected, 1);
+    submit(engine, &mut all, None, (1, hyper_of(1)), |_| Some(false), changes).expect("a step");
+    finish(engine);
+    expected.iter_mut().for_each(|one| one.step(widest(), 1, &hyper_of(1)));
+    assert_stepped(&mut all, &mut expected, "before");
+    draw(&mut all, &mut expected, 2);
+    selecting.device.steps_left.store(2, Ordering::Relaxed);
+    let failed = submit(engine, &mut all, Some(2.0), (2, hyper_of(2)), |_| Some(false), vec![]);
+    assert!(failed.expect_err("it has failed").to_string().contains("out of order"));
+    selecting.device.steps_left.store(usize::MAX, Ordering::Relaxed);
+    let said = |result: Result<bool, Error>| result.expect_err("it has failed").to_string();
+    let later = submit(engine, &mut all, Some(2.0), (3, hyper_of(3)), |_| Some(false), vec![]);
+    assert!(said(later.map(|()| true)).contains("out of order"));
+    assert!(said(engine.settle(STREAM)).contains("out of order"));
+    assert!(said(engine.finish(STREAM, SOON)).contains("out of order"));
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        one.held.set_grad(|at| expected.grad.value(at));
+        one.held.assert_same(expected, &format!("{:?}, after the failure", expected.layout));
+    }
 }
 
 #[test]
@@ -475,6 +508,19 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     let change = change_of(&mut draw_of, other);
     let error = submit(engine, &mut all, Some(2.0), (2, hyper_of(2)), all_have, vec![change]);
     assert!(error.expect_err("must be refused").to_string().contains("whose turn it is"));
+    // A step without the gradients of what is selected, though nothing is selected anew.
+    let updates: Vec<Update> = all
+        .iter_mut()
+        .enumerate()
+        .map(|(index, one)| {
+            let update = one.update(index, 2, hyper_of(2));
+            Update { tensor: without_grad(update.tensor), ..update }
+        })
+        .collect();
+    let work = Work { grads: &[], changes: Vec::new() };
+    // SAFETY: the tensors outlive the engine.
+    let error = unsafe { engine.submit_with(Some(2.0), &updates, work, &mut None, STREAM) };
+    assert!(error.expect_err("must be refused").to_string().contains("grads has `0` entries"));
     expected.iter_mut().for_each(|one| one.step(widest(), 1, &hyper_of(1)));
     assert_stepped(&mut all, &mut expected, "refused");
     let numels = [10];

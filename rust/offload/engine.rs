@@ -9,7 +9,6 @@ use super::{
     generation::Generation,
     gradients::Next,
     job::{Announced, Jobs, Kind, Timing, Update},
-    landing::Landing,
     owners::Owners,
     pending::Pending,
     ring::{Deferral, Ring},
@@ -18,6 +17,7 @@ use super::{
     selection::Selectable,
     step::Stepper,
     thread::start,
+    uploads::Uploads,
 };
 use crate::{
     device::{Attached, CHECKSUM_SUMS, Device, Stream},
@@ -52,7 +52,7 @@ pub(super) struct Shared {
     pub(super) tier: Arc<dyn Tier>,
     pub(super) downloads: Downloads,
     pub(super) generations: Box<[Generation]>,
-    pub(super) landing: Landing,
+    pub(super) uploads: Uploads,
     pub(super) ring: Option<Ring>,
     pub(super) selected: Option<Selected>,
     /// A job that steps has it until it is stepped.
@@ -103,7 +103,7 @@ impl Engine {
     pub fn events(shape: Shape<'_>) -> usize {
         let segments = Segments::new(shape.numels);
         let of_gradients = shape.generations * Generation::events(&segments) + IN_FLIGHT;
-        of_gradients + Landing::events(&segments) + Selected::EVENTS
+        of_gradients + Uploads::events(&segments) + Selected::EVENTS
     }
 
     /// As [`Engine::new`], on a device that is open, with room for [`Engine::events`], and with the
@@ -137,7 +137,7 @@ impl Engine {
         let generations: Box<[Generation]> = (0..shape.generations)
             .map(|_| Generation::new(&segments, next_events(Generation::events(&segments))))
             .collect();
-        let first_of_landing = next_events(Landing::events(&segments));
+        let first_of_uploads = next_events(Uploads::events(&segments));
         let first_of_downloads = next_events(IN_FLIGHT);
         let selection = shape.deferral.and_then(|deferral| deferral.selection);
         let selected = match (&ring, selection) {
@@ -152,7 +152,7 @@ impl Engine {
         let shared = Arc::new(Shared {
             downloads: Downloads::new(Arc::clone(&device), first_of_downloads, places),
             generations,
-            landing: Landing::new(Arc::clone(&device), &segments, first_of_landing),
+            uploads: Uploads::new(Arc::clone(&device), &segments, first_of_uploads),
             device,
             pool,
             isa,
@@ -256,7 +256,7 @@ impl Engine {
     ) -> Result<()> {
         let kind =
             deferred.map_or(Kind::Whole, |predicted_updates| Kind::Deferred { predicted_updates });
-        let Shared { device, segments, downloads, generations, landing, jobs, ring, .. } =
+        let Shared { device, segments, downloads, generations, uploads, jobs, ring, .. } =
             &*self.shared;
         let selected = self.shared.selected.as_ref();
         self.check_process()?;
@@ -296,13 +296,13 @@ impl Engine {
             for update in updates.iter().filter(|update| update.is_at_once) {
                 selected.drop_of(segments.of(update.index));
             }
-            landing.order_stream_after_all(stream)?;
+            uploads.order_stream_after_all(stream)?;
             // SAFETY: the caller vouches for weights, gradients and the stream, which comes after
             // the landings of the job before.
             let stepped = unsafe { selected.step(&**device, segments, updates, work, stream) };
             stepped.inspect_err(|error| jobs.fail(error))?;
         }
-        landing.order_after(stream).inspect_err(|error| {
+        uploads.order_after(stream).inspect_err(|error| {
             if selected.is_some() {
                 jobs.fail(error);
             }
@@ -329,7 +329,7 @@ impl Engine {
     /// # Errors
     /// [`Error::Value`] while a step is running; [`Error::Os`] where the device has failed.
     pub fn settle(&self, stream: Stream) -> Result<bool> {
-        let Shared { device, landing, jobs, .. } = &*self.shared;
+        let Shared { device, uploads, jobs, .. } = &*self.shared;
         self.check_process()?;
         // No other job comes in between.
         let _next = self.next();
@@ -339,7 +339,7 @@ impl Engine {
             return Ok(false);
         }
         let _attached = Attached::to(&**device)?;
-        landing.order_after(stream)?;
+        uploads.order_after(stream)?;
         if let Some(selected) = &self.shared.selected {
             selected.drop_all();
         }
@@ -372,25 +372,25 @@ impl Engine {
         pending: &Pending,
         is_in_job: impl Fn(usize) -> bool,
     ) {
-        let Shared { segments, landing, .. } = &*self.shared;
+        let Shared { segments, uploads, .. } = &*self.shared;
         let is_deferred = matches!(kind, Kind::Deferred { .. });
         for update in updates.iter().filter(|update| !is_deferred || update.is_at_once) {
-            landing.expect(segments.of(update.index));
+            uploads.expect(segments.of(update.index));
         }
         if is_deferred {
             for one in pending.landings() {
-                landing.expect(one.segment..one.segment + 1);
+                uploads.expect(one.segment..one.segment + 1);
             }
             for tensor in (0..segments.tensors()).filter(|&tensor| !is_in_job(tensor)) {
                 segments
                     .of(tensor)
                     .filter(|&segment| self.shared.is_left_ahead(pending, segment))
-                    .for_each(|segment| landing.expect(segment..segment + 1));
+                    .for_each(|segment| uploads.expect(segment..segment + 1));
             }
         } else {
             (0..segments.count())
                 .filter(|&segment| pending.is_pending(segment) || pending.is_behind(segment))
-                .for_each(|segment| landing.expect(segment..segment + 1));
+                .for_each(|segment| uploads.expect(segment..segment + 1));
         }
     }
 
@@ -439,7 +439,7 @@ impl Engine {
         stream: Stream,
         timeout: Duration,
     ) -> Result<bool> {
-        let Shared { device, segments, landing, jobs, .. } = &*self.shared;
+        let Shared { device, segments, uploads, jobs, .. } = &*self.shared;
         segments.check_tensor(index)?;
         if elements.start > elements.end || elements.end > segments.numel(index) {
             return Err(Error::value(format!(
@@ -451,11 +451,11 @@ impl Engine {
         }
         self.check_process()?;
         let holding = segments.holding(index, elements);
-        if !jobs.wait_until(timeout, || landing.are_enqueued(holding.clone()))? {
+        if !jobs.wait_until(timeout, || uploads.are_enqueued(holding.clone()))? {
             return Ok(false);
         }
         let _attached = Attached::to(&**device)?;
-        landing.order_stream(stream, holding)?;
+        uploads.order_stream(stream, holding)?;
         Ok(true)
     }
 
@@ -465,13 +465,13 @@ impl Engine {
     /// # Errors
     /// [`Error::Os`] where the step or the device has failed.
     pub fn finish(&self, stream: Stream, timeout: Duration) -> Result<bool> {
-        let Shared { device, landing, jobs, .. } = &*self.shared;
+        let Shared { device, uploads, jobs, .. } = &*self.shared;
         self.check_process()?;
         if !jobs.wait_until_idle(timeout)? {
             return Ok(false);
         }
         let _attached = Attached::to(&**device)?;
-        landing.order_stream_after_all(stream)?;
+        uploads.order_stream_after_all(stream)?;
         Ok(true)
     }
 

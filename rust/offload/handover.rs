@@ -11,7 +11,7 @@
 //! - HAND-3 A worker that writes memory that a landing reads waits until that one is handed over,
 //!   and then for its upload.
 
-use super::{landing::Landing as Uploads, pending::Landing};
+use super::{pending::Landing, uploads::Uploads};
 use crate::{
     error::{Error, Result},
     sync::{Condvar, Mutex, MutexGuard, PoisonError},

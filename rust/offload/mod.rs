@@ -17,7 +17,7 @@
 //! | pending | `pending.rs` | gradients that no step has applied, weights that the device lacks |
 //! | schedule | `schedule.rs` | which segments have their turn in a job, and in which order |
 //! | tier | [`crate::tier`] | where a chunk's state is: begin, fetch, store, commit |
-//! | landing | `landing.rs` | when new weights are written on the device; what waits for them |
+//! | uploads | `uploads.rs` | when new weights are written on the device; what waits for them |
 //! | selected | `selected.rs` | channels whose state is on the device, and its way there and back |
 //!
 //! The other files:
@@ -110,7 +110,6 @@ mod gradients;
 mod groups;
 mod handover;
 mod job;
-mod landing;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;
 mod owners;
@@ -122,6 +121,7 @@ mod selected;
 mod selection;
 mod step;
 mod thread;
+mod uploads;
 
 pub use downloads::IN_FLIGHT;
 pub use engine::{Engine, Shape};

@@ -146,12 +146,12 @@ impl Work for Stepper {
     }
 
     fn commit(&mut self, job: &Job) -> Result<()> {
-        let Shared { device, downloads, landing, tier, generations, jobs, .. } = &*self.shared;
+        let Shared { device, downloads, uploads, tier, generations, jobs, .. } = &*self.shared;
         let _attached = Attached::to(&**device)?;
         tier.commit()?;
         let pending = self.shared.pending();
         for turn in self.turns.iter().filter(|turn| turn.lands_now) {
-            if !landing.are_enqueued(turn.segment..turn.segment + 1)
+            if !uploads.are_enqueued(turn.segment..turn.segment + 1)
                 && let Some(update) = pending.update(turn.tensor)
             {
                 self.shared.upload(update, turn.segment, None)?;
@@ -159,7 +159,7 @@ impl Work for Stepper {
             }
         }
         drop(pending);
-        landing.close()?;
+        uploads.close()?;
         // What was taken and not stepped arrives as well.
         if let Some(number) = job.generation {
             let generation = &generations[number];
@@ -171,9 +171,9 @@ impl Work for Stepper {
     }
 
     fn upload(&mut self) -> Result<()> {
-        let Shared { device, landing, .. } = &*self.shared;
+        let Shared { device, uploads, .. } = &*self.shared;
         let _attached = Attached::to(&**device)?;
-        landing.wait()
+        uploads.wait()
     }
 }
 
@@ -195,7 +195,7 @@ impl Shared {
         let failure = Mutex::new(None);
         let longest_wait_ns = AtomicU64::new(0);
         let hand_over = || {
-            pass.landings.hand_over(&self.landing, |&Landing { tensor, segment, predicted }| {
+            pass.landings.hand_over(&self.uploads, |&Landing { tensor, segment, predicted }| {
                 if let Some(update) = pass.pending.update(tensor) {
                     self.upload(update, segment, predicted)?;
                     self.jobs.notify();
@@ -310,7 +310,7 @@ impl Shared {
     /// Waits until no upload reads the memory that the turn writes a weight to.
     fn wait_for_landed(&self, pass: &Pass<'_>, turn: &Turn) -> Result<()> {
         let written = self.predicted(pass.kind, turn).map(|(view, _)| view);
-        pass.landings.wait_for_last(&self.landing, |landing| match (landing.predicted, written) {
+        pass.landings.wait_for_last(&self.uploads, |landing| match (landing.predicted, written) {
             (Some(read), Some(written)) => read.address() < written.address() + written.nbytes(),
             (None, None) => landing.segment == turn.segment,
             _ => landing.segment == turn.segment && landing.predicted.is_none(),
@@ -412,7 +412,7 @@ impl Shared {
         unsafe {
             let landing = |selected: &Selected| selected.landing(update, segment);
             let selected = self.selected.as_ref().map(landing).transpose()?.flatten();
-            self.landing.enqueue(&self.segments, update, segment, predicted, selected)
+            self.uploads.enqueue(&self.segments, update, segment, predicted, selected)
         }
     }
 }

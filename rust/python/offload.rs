@@ -215,6 +215,7 @@ impl PyOffloadEngine {
             // In the background of a whole step workers meet the threads that launch it.
             let nice = if deferral.is_some() { BACKGROUND_NICE } else { 0 };
             let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None, nice })?;
+            pool.claim_cpus();
             let shape = Shape { numels: &numels, generations, deferral };
             let device = device::open(device, Engine::events(shape))?;
             Engine::on(device, shape, tier, pool, Isa::detect()?)

@@ -24,8 +24,8 @@ use std::{
 
 use stepwell::{
     Error,
-    adam::Hyper,
-    device::{Device, Lane, Mark, Stream, host::HostDevice},
+    adam::{Hyper, Step},
+    device::{Channels, Device, Lane, Mark, Stream, host::HostDevice},
     offload::{Engine, Lent, Owners, Shape, Update},
     stream::{element::Dtype, view::View},
     tier::{Tier, ram::Ram},
@@ -268,6 +268,8 @@ pub(crate) struct Gated {
     pub(crate) uploads_fail: AtomicBool,
     /// How many more copies to the host are taken.
     pub(crate) downloads_left: AtomicUsize,
+    /// How many more blocks of selected channels are stepped.
+    pub(crate) steps_left: AtomicUsize,
     /// Whether the next panics, instead of failing.
     pub(crate) panics: AtomicBool,
     /// How often each thread is attached.
@@ -288,16 +290,25 @@ pub(crate) enum Call {
 
 impl Gated {
     pub(crate) fn new(all: &[OnDevice]) -> Self {
+        Self::with_events(events(all))
+    }
+
+    pub(crate) fn with_events(events: usize) -> Self {
         Self {
-            host: HostDevice::new(events(all)).expect("a device"),
+            host: HostDevice::new(events).expect("a device"),
             streams_wait: AtomicBool::new(true),
             uploads_fail: AtomicBool::new(false),
             downloads_left: AtomicUsize::new(usize::MAX),
+            steps_left: AtomicUsize::new(usize::MAX),
             panics: AtomicBool::new(false),
             depths: Mutex::default(),
             calls: Mutex::default(),
             pinned: Mutex::default(),
         }
+    }
+
+    fn out_of_order() -> Error {
+        Error::os("copy", std::io::Error::other("the bus is out of order"))
     }
 
     pub(crate) fn log(&self, call: Call) {
@@ -327,16 +338,11 @@ unsafe impl Device for Gated {
     ) -> Result<(), Error> {
         let fails = match lane {
             Lane::Upload => self.uploads_fail.load(Ordering::Relaxed),
-            Lane::Download => {
-                let one_less = |left: usize| left.checked_sub(1);
-                self.downloads_left
-                    .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less)
-                    .is_err()
-            }
+            Lane::Download => !has_left(&self.downloads_left),
         };
         if fails {
             assert!(!self.panics.load(Ordering::Relaxed), "the device is out of its mind");
-            return Err(Error::os("copy", std::io::Error::other("the bus is out of order")));
+            return Err(Self::out_of_order());
         }
         self.log(Call::Copy(lane, device));
         // SAFETY: passed on.
@@ -374,6 +380,29 @@ unsafe impl Device for Gated {
         self.host.drain()
     }
 
+    fn prepare_channels(&self) -> Result<(), Error> {
+        self.host.prepare_channels()
+    }
+
+    unsafe fn step_channels(
+        &self,
+        stream: Stream,
+        channels: &Channels,
+        grad: u64,
+        step: &Step,
+    ) -> Result<(), Error> {
+        if !has_left(&self.steps_left) {
+            return Err(Self::out_of_order());
+        }
+        // SAFETY: passed on.
+        unsafe { self.host.step_channels(stream, channels, grad, step) }
+    }
+
+    unsafe fn restore_weights(&self, channels: &Channels) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.host.restore_weights(channels) }
+    }
+
     unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<(), Error> {
         self.pinned.lock().expect("no panic").push(address);
         // SAFETY: passed on.
@@ -384,4 +413,10 @@ unsafe impl Device for Gated {
         self.pinned.lock().expect("no panic").retain(|&pinned| pinned != address);
         self.host.unpin(address);
     }
+}
+
+/// Takes one of what is left, if there is one.
+fn has_left(left: &AtomicUsize) -> bool {
+    let one_less = |left: usize| left.checked_sub(1);
+    left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less).is_ok()
 }

@@ -1,11 +1,11 @@
-//! The landing: when new weights may be written on the device, and what waits for them.
+//! Uploads: when new weights may be written on the device, and what waits for them.
 //!
-//! - LAND-1 Uploads of a step come after what the caller's stream held when the step was submitted.
-//! - LAND-2 A segment is uploaded once its new state is final: as soon as it is stepped where its
+//! - UP-1 Uploads of a step come after what the caller's stream held when the step was submitted.
+//! - UP-2 A segment is uploaded once its new state is final: as soon as it is stepped where its
 //!   tier says so, else after the tier's commit.
 //!   A weight of a deferred turn lands with the next job: new weights are written between a
 //!   backward and the next forward only.
-//! - LAND-3 A segment is *enqueued* once the device has its upload and its event is recorded. Only
+//! - UP-3 A segment is *enqueued* once the device has its upload and its event is recorded. Only
 //!   from then on does the event stand for this upload. A thread that has a stream wait for a
 //!   weight waits for that first.
 
@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// See the [module](self).
-pub(super) struct Landing {
+pub(super) struct Uploads {
     device: Arc<dyn Device>,
     /// One event per segment, and one for all of a step.
     first_event: usize,
@@ -31,14 +31,14 @@ pub(super) struct Landing {
     enqueued: Box<[AtomicBool]>,
 }
 
-impl Landing {
-    /// One on which nothing is under way. Events from `first_event` on are its own.
+impl Uploads {
+    /// Nothing is under way. Events from `first_event` on are their own.
     pub(super) fn new(device: Arc<dyn Device>, segments: &Segments, first_event: usize) -> Self {
         let enqueued = (0..segments.count()).map(|_| AtomicBool::new(true)).collect();
         Self { device, first_event, enqueued }
     }
 
-    /// How many events one has.
+    /// How many events they have.
     pub(super) fn events(segments: &Segments) -> usize {
         segments.count() + 1
     }
