@@ -231,22 +231,22 @@ def unused(config):
 
 def pinned(says):
     """How many buffers are pinned where the JSON says `says` of it; None: it does not."""
-    from stepwell.deepspeed.zero.partitions import Partitions
+    from stepwell.deepspeed.zero import partitions
 
-    calls, memory = [], Partitions._memory
+    calls, memory = [], partitions.host_memory
 
-    def counting(self, numel, dtype, *, pinned):
-        calls.append(pinned)
-        return memory(self, numel, dtype, pinned=pinned)
+    def counting(engine, numel, dtype, *, is_pinned):
+        calls.append(is_pinned)
+        return memory(engine, numel, dtype, is_pinned=is_pinned)
 
-    Partitions._memory = counting
+    partitions.host_memory = counting
     config = configuration(dtype="bf16")
     if says is not None:
         config["zero_optimization"]["offload_optimizer"]["pin_memory"] = says
     try:
         engine = initialize(perceptron(), config)
     finally:
-        Partitions._memory = memory
+        partitions.host_memory = memory
     losses = train(engine, vectors(3), squared)
     engine.destroy()
     return sum(calls), losses

@@ -3,6 +3,8 @@
 Each model trains with them and with DeepSpeed's.
 """
 
+import time
+
 import torch
 from deepspeed_engines import initialize, vectors
 from deepspeed_offload_param_programs import Adapted, offloaded, weights
@@ -246,15 +248,21 @@ def unhook(engine, step):
             assert engine.module(torch.ones(2, 32, dtype=torch.bfloat16)).shape == (2, 32)
 
 
-def failing(fetch):
-    """A forward that raises in the middle, and the steps after it."""
+def failing(fetch, *, is_inferred=False):
+    """A forward that raises in the middle, and the steps after it.
+
+    In inference mode it raises where a module has its weights, and keeps them.
+    """
     engine = initialize(Model(), offloaded(stepwell={"fetch": fetch}))
     losses = []
     for step, batch in enumerate(vectors(STEPS)):
         if step == 2:
-            handle = engine.module.layers[1].register_forward_hook(lambda *_: 1 / 0)
+            layer = engine.module.layers[1]
+            hook = layer.register_forward_pre_hook if is_inferred else layer.register_forward_hook
+            handle = hook(lambda *_: 1 / 0)
             try:
-                loss_of(engine, batch)
+                with torch.inference_mode(is_inferred):
+                    loss_of(engine, batch)
             except ZeroDivisionError:
                 handle.remove()
         loss = loss_of(engine, batch)
@@ -266,9 +274,114 @@ def failing(fetch):
     return found
 
 
+def tokens(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 64, (2, 12), generator=generator)
+
+
+def generate(engine, step):
+    """Samples from the model, by greedy search and by chance, with and without a cache of keys."""
+    prompt = tokens(100 + step)[:, :4]
+    options = {"max_new_tokens": 4, "use_cache": step % 2 == 0, "pad_token_id": 0}
+    torch.manual_seed(step)
+    found = [
+        engine.module.generate(prompt, do_sample=chance, **options) for chance in (False, True)
+    ]
+    return torch.cat(found)
+
+
+def stopped(engine, step):
+    """Sampling that raises after two tokens."""
+    prompt = tokens(100 + step)[:, :4]
+
+    def stop(ids, *_):
+        if ids.shape[1] == 6:
+            raise InterruptedError
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    try:
+        engine.module.generate(prompt, max_new_tokens=4, stopping_criteria=[stop], pad_token_id=0)
+    except InterruptedError:
+        return prompt
+    raise AssertionError("it went on")
+
+
+def scored(engine, step):
+    """A loss of the model in evaluation mode, with its gradients: they count."""
+    loss = engine(input_ids=tokens(step), labels=tokens(step)).loss
+    engine.backward(loss)
+    return loss.detach()
+
+
+def inferred(engine, step):
+    """A forward whose tensors autograd never sees."""
+    with torch.inference_mode():
+        return engine.module(input_ids=tokens(step)).logits.clone()
+
+
+def spoken(fetch, look, *, checkpoints=False, zero=None):
+    """Trains a language model, which is looked at in evaluation mode before each step's forward."""
+    from deepspeed_engines import llama
+
+    model = llama()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = initialize(model, offloaded(stepwell={"fetch": fetch}, zero=zero))
+    losses, looks = [], []
+    for step in range(3):
+        engine.eval()
+        found = look(engine, step)
+        looks.append(torch.as_tensor(found).clone())
+        engine.train()
+        loss = engine(input_ids=tokens(step), labels=tokens(step)).loss
+        if look is generate:
+            # Between a forward and its backward.
+            engine.eval()
+            looks.append(look(engine, step))
+            engine.train()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    result = {"losses": losses, "weights": weights(engine), "looks": looks}
+    engine.destroy()
+    return result
+
+
+def waits_after_a_step():
+    """How often a forward waits for parts of a step that is complete, and of one that is not."""
+    from stepwell.deepspeed.zero.partitions import Partitions
+
+    engine = initialize(Model(), offloaded())
+    waits, wait = [], Partitions.wait
+
+    def counted(self, fragments):
+        fragments = list(fragments)
+        waits.append(len(fragments))
+        return wait(self, fragments)
+
+    Partitions.wait = counted
+    try:
+        for batch in vectors(STEPS):
+            engine.backward(loss_of(engine, batch))
+            engine.step()
+            deadline = time.monotonic() + 30
+            while engine.optimizer._partitions.is_busy:
+                assert time.monotonic() < deadline
+            waits.clear()
+            written = [
+                type(param.ds_tensor) is not torch.Tensor for param in engine.module.parameters()
+            ]
+            loss_of(engine, batch)
+    finally:
+        Partitions.wait = wait
+    engine.destroy()
+    return written, waits
+
+
 def counted():
     """What the fetcher has on the device after a step, and how DeepSpeed's stack stands."""
     from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.muon import original_muon
 
     engine = initialize(AdaptedAgain(), offloaded(zero=TIGHT))
     depth = len(parameter_offload.FWD_MODULE_STACK)
@@ -284,6 +397,8 @@ def counted():
         "depth": len(parameter_offload.FWD_MODULE_STACK) - depth,
         "class": type(fetcher).__name__,
         "plan": engine.stepwell_plan.fetch,
+        # To compile its functions takes seconds.
+        "is_muon_compiled": hasattr(original_muon.muon_update, "_torchdynamo_orig_callable"),
     }
     engine.destroy()
     return found
@@ -317,4 +432,14 @@ def program_fetch(result):
     result["written"] = both(Model, between=write)
     result["unhooked"] = both(Model, between=unhook)
     result["failing"] = [failing(fetch) for fetch in ("stepwell", "deepspeed")]
+    result["failing, inferred"] = [
+        failing("stepwell", is_inferred=True),
+        result["failing"][0],
+    ]
+    result["generate"] = [spoken(fetch, generate) for fetch in ("stepwell", "deepspeed")]
+    for look in (generate, stopped, scored, inferred):
+        result[f"{look.__name__}, tight"] = [
+            spoken(fetch, look, checkpoints=True, zero=TIGHT) for fetch in ("stepwell", "deepspeed")
+        ]
+    result["waits"] = waits_after_a_step()
     result["counted"] = counted()

@@ -1,60 +1,17 @@
-"""Programs (see deepspeed_run) of ZeRO-3 with `offload_param` whose steps are late.
+"""Programs (see deepspeed_run) whose steps are late: ZeRO-3 with `offload_param`, and two ranks.
 
 A step does not begin before something waits for it. So what does not wait reads old weights.
 """
 
-import functools
 import gc
+import threading
 
 import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
+from late_engine import GATHERS, SECONDS_MAX, LateEngine, late_ranks
 
 STEPS = 3
-
-
-class LateEngine:
-    """Begins a step when it is first waited for.
-
-    Args:
-        engine: the OffloadEngine that takes the steps.
-    """
-
-    def __init__(self, engine):
-        self._engine = engine
-        self._submission = None
-        self.keep_busy = False
-        """Whether it is busy for ever."""
-        self.waits = []
-        """The calls that have waited since the last step was submitted."""
-
-    def submit(self, *args, **keywords):
-        self._submission = functools.partial(self._engine.submit, *args, **keywords)
-        self.waits = []
-
-    @property
-    def is_late(self):
-        return self._submission is not None
-
-    @property
-    def busy(self):
-        return self.keep_busy or self.is_late or self._engine.busy
-
-    def release(self, **keywords):
-        if not self.is_late:
-            self._engine.release(**keywords)
-
-    def __getattr__(self, name):
-        found = getattr(self._engine, name)
-        return functools.partial(self._waiting, name, found) if callable(found) else found
-
-    def _waiting(self, name, method, *args, **keywords):
-        if self.is_late:
-            submit, self._submission = self._submission, None
-            submit()
-            self._engine.release(stream=0)
-        self.waits.append((name, *args))
-        return method(*args, **keywords)
 
 
 def large(seed=0):
@@ -295,18 +252,227 @@ def program_late(result):
     ]
 
 
+# ---- several ranks ----
+
+RANKS = {
+    "offload_param": lambda gate: offloaded(
+        persistent=100, zero={"sub_group_size": 3000}, stepwell={"gate": gate}
+    ),
+    "nothing persistent": lambda gate: offloaded(stepwell={"gate": gate}),
+    "ZeRO-3": lambda gate: on_device(gate),
+    "ZeRO-3, prefetch": lambda gate: on_device(gate, {"stage3_prefetch_bucket_size": 2048}),
+    "ZeRO-3, fp32": lambda gate: on_device(gate, dtype="fp32"),
+    "ZeRO-2": lambda gate: configuration(dtype="bf16", stepwell={"gate": gate}),
+    "ZeRO-2, round robin": lambda gate: configuration(
+        dtype="bf16",
+        zero={"round_robin_gradients": True},
+        gradient_accumulation_steps=2,
+        stepwell={"gate": gate},
+    ),
+    "ZeRO-1, fp32": lambda gate: configuration(stage=1, clip=0.1, stepwell={"gate": gate}),
+}
+
+
+def on_device(gate, zero=None, **options):
+    persistent = {"stage3_param_persistence_threshold": 100, "sub_group_size": 3000}
+    return configuration(
+        stage=3,
+        zero=persistent | (zero or {}),
+        **{"dtype": "bf16", "stepwell": {"gate": gate}, **options},
+    )
+
+
+def deep():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(4)),
+        torch.nn.Linear(32, 32),
+    )
+
+
+# Those that are not collective. One rank reads alone.
+ALONE = {
+    "partition": lambda weight, _, __: weight.ds_tensor.clone(),
+    "partition's data": lambda weight, _, __: weight.ds_tensor.data.clone(),
+    "flat": lambda _, __, zero: zero.fp16_partitioned_groups_flat[0].clone(),
+    "persistent": lambda _, bias, __: bias.detach().clone(),
+    "persistent data": lambda _, bias, __: bias.data.clone(),
+    "master": lambda _, __, zero: zero.fp32_partitioned_groups_flat[0].detach().clone(),
+    "state": lambda _, __, zero: next(iter(zero.optimizer.state.values()))["exp_avg"].clone(),
+    "written": lambda _, bias, __: bias.data.mul_(1.0).clone(),
+}
+
+
+PERSISTENT = ("persistent", "persistent data", "written")
+
+
+def evaluated_alone(weight, bias, zero):
+    net = zero.module_of_test
+    net.eval()
+    with torch.no_grad():
+        found = net(next(vectors(1, first=90)).to(weight.dtype))
+    net.train()
+    return found
+
+
+# Below ZeRO-3 a forward is not collective.
+BELOW = {
+    "weight": lambda weight, _, __: weight.detach().clone(),
+    "data": lambda weight, _, __: weight.data.clone(),
+    "norm": lambda weight, _, __: torch.linalg.vector_norm(weight).detach(),
+    "bias": lambda _, bias, __: torch._foreach_mul([bias], 2.0)[0].detach(),
+    "evaluation": evaluated_alone,
+    "state dict": lambda _, __, zero: zero.module_of_test.state_dict()["4.weight"].clone(),
+    "master": lambda _, __, zero: zero.single_partition_of_fp32_groups[0].detach().clone(),
+    "own state dict": lambda _, __, zero: (
+        zero.state_dict()["single_partition_of_fp32_groups"][0].detach().clone()
+    ),
+    "groups": lambda _, __, zero: zero.param_groups[0]["params"][0].detach().clone(),
+    "state": lambda _, __, zero: next(iter(zero.optimizer.state.values()))["exp_avg"].clone(),
+    "base's state dict": lambda _, __, zero: zero.optimizer.state_dict()["state"][0][
+        "exp_avg_sq"
+    ].clone(),
+    "written": lambda weight, _, __: weight.data.mul_(1.0).clone(),
+}
+
+
+def rank_run(result, name, gate, *, looks_alone=True):
+    """Losses and weights of a run that looks at something behind each step."""
+    import deepspeed
+
+    config = RANKS[name](gate)
+    count = config.get("gradient_accumulation_steps", 1)
+    others = threading.enumerate()
+    engine = initialize(deep(), config)
+    rank, zero = torch.distributed.get_rank(), engine.optimizer
+    late = zero._partitions._engine if gate == "module" else None
+    weight, bias = engine.module[2][0].weight, engine.module[2][0].bias
+    zero.module_of_test = engine.module
+    looks = dict(ALONE if config["zero_optimization"]["stage"] == 3 else BELOW)
+    if not bias.numel():
+        # What is not persistent is empty where nothing gathers it.
+        looks = {look: looks[look] for look in looks if look not in PERSISTENT}
+    losses, found = [], []
+    alone = looks if looks_alone else [None]
+    for step, look in enumerate([None, None, *alone, "gathered", None]):
+        losses += train(engine, vectors(count, first=step * count, rank=rank), squared)
+        # Without a step before it a gate knows no forward.
+        is_late = late is not None and late.is_late
+        found.append(step == 0 or gate == "step" or is_late)
+        if look == "gathered":
+            with deepspeed.zero.GatheredParameters([weight]):
+                found.append(weight.detach().clone())
+        elif look is not None and rank == step % 2:
+            found.append(looks[look](weight, bias, zero))
+            found.append(late is None or not late.is_late)
+    result[name, gate] = losses, found, weights(engine)
+    own = [each for each in threading.enumerate() if each not in others and each.name == GATHERS]
+    engine.destroy()
+    if config["zero_optimization"]["stage"] == 3:
+        for thread in own:
+            # It would hold the engine's memory.
+            thread.join(SECONDS_MAX)
+            assert not thread.is_alive()
+
+
 def program_late_ranks(result):
     """What each of two ranks does."""
-    import deepspeed
+    import pytest
     import stepwell.deepspeed
+    from stepwell.deepspeed.zero import gathers
 
     stepwell.deepspeed.register()
-    for persistent in (0, 100):
-        for is_late in (True, False):
-            config = offloaded(persistent=persistent, zero={"sub_group_size": 3000})
-            engine, late, losses = trained_late(config, is_late=is_late)
-            was_late = late is not None and late.is_late
-            with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-                found = [param.detach().clone() for param in engine.module.parameters()]
-            result[persistent, is_late] = was_late, losses, found
-            engine.destroy()
+    for name in RANKS:
+        with pytest.MonkeyPatch.context() as patched, late_ranks(patched):
+            patched.setattr(gathers, "_BUCKET_LEN", 700)
+            rank_run(result, name, "module")
+        rank_run(result, name, "step")
+    result["unguarded"] = unguarded()
+    result["left"] = {name: left(name) for name in ("ZeRO-2", "ZeRO-3")}
+    result["left alone"] = left_alone()
+
+
+class LeftError(Exception):
+    pass
+
+
+def left(name):
+    """What a run says in which ranks raise before they submit a step: all, twice, and then one."""
+    import pytest
+    from stepwell.deepspeed.zero.operands import Operands
+    from stepwell.offload import writes
+
+    engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
+    bias, begin = engine.module[2][0].bias, writes._begin
+
+    def leave(*_):
+        raise LeftError("no memory")
+
+    def begin_and_leave(tensor):
+        begin(tensor)
+        leave()
+
+    of, protect = (Operands, "of", leave), (writes, "_begin", begin_and_leave)
+    found = []
+    cases = [((), of), ((0, 1), of), ((0, 1), protect), ((), of), ((1,), of)]
+    for step, (raising, place) in enumerate(cases):
+        with pytest.MonkeyPatch.context() as patched:
+            if rank in raising:
+                patched.setattr(*place)
+            try:
+                found += train(engine, vectors(1, first=step, rank=rank), squared)
+                bias.sum()
+            except (LeftError, OSError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+            if place is protect:
+                # Nothing is left with the class that waits.
+                assert not engine.optimizer._partitions._writes
+    with pytest.raises(OSError, match="hint"):
+        engine.optimizer._partitions.finish()
+    return found
+
+
+def left_alone():
+    """As `left`, where nothing is gathered behind a step: the next one says so."""
+    import pytest
+    from stepwell.deepspeed.zero.operands import Operands
+
+    engine = initialize(deep(), RANKS["nothing persistent"]("module"))
+    rank = torch.distributed.get_rank()
+
+    def leave(*_):
+        raise LeftError("no memory")
+
+    found = []
+    for step, raising in enumerate([(), (0, 1), (), (1,), (), ()]):
+        with pytest.MonkeyPatch.context() as patched:
+            if rank in raising:
+                patched.setattr(Operands, "of", leave)
+            try:
+                found += train(engine, vectors(1, first=step, rank=rank), squared)
+            except (LeftError, OSError) as error:
+                found.append(f"{type(error).__name__}: {error}")
+    engine.destroy()
+    return found
+
+
+def unguarded():
+    """Losses of late runs in which partitions, or what is gathered, are not waited for."""
+    import pytest
+    from stepwell.offload import writes
+    from stepwell.offload.gathering import Gatherer
+
+    found = {}
+    # Where nothing else begins the step.
+    for name, owner, method in (
+        ("nothing persistent", writes, "_begin"),
+        ("ZeRO-3", Gatherer, "wait"),
+        ("ZeRO-2", Gatherer, "wait"),
+    ):
+        with pytest.MonkeyPatch.context() as patched, late_ranks(patched):
+            patched.setattr(owner, method, lambda *_: None)
+            result = {}
+            # A rank that looks would wait for the other, which would not wait for its step.
+            rank_run(result, name, "module", looks_alone=False)
+            found[name] = result[name, "module"][0]
+    return found

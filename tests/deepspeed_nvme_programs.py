@@ -3,11 +3,14 @@
 Against the same runs with the state in host memory.
 """
 
+import contextlib
+import ctypes
 import os
 import shutil
 import signal
 from pathlib import Path
 
+import pytest
 import torch
 from deepspeed_engines import (
     configuration,
@@ -158,6 +161,115 @@ def accesses(config):
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+MS_REMOUNT, MNT_DETACH = 32, 2
+
+
+def looks(config):
+    """Bytes that are read for looks at fragments, and what is trained with looks and without."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    results = []
+    for is_looked_at in (False, True):
+        engine = engine_of(config)
+        params = list(engine.module.parameters())
+        read = []
+
+        def note(read=read, engine=engine):
+            engine.optimizer._partitions.finish()
+            read.append(engine.optimizer.timing["bytes_read"])
+
+        losses = train(engine, vectors(2), squared)
+        note()
+        kept = None
+        if is_looked_at:
+            kept = safe_get_full_fp32_param(params[0])
+            note()
+            for key in MOMENTS:
+                safe_get_full_optimizer_state(params[0], key).sum()
+            note()
+            seen = kept.clone()
+        losses += train(engine, vectors(1, 2), squared)
+        note()
+        if is_looked_at:
+            assert torch.equal(kept, seen), "a look before a step is a snapshot after it"
+            assert not torch.equal(safe_get_full_fp32_param(params[0]), seen)
+        found = []
+        for step, look in enumerate((fragments_of, whole_state_of), 3):
+            with pytest.MonkeyPatch.context() as patched:
+                if is_looked_at:
+                    look_before_steps(patched, engine, look)
+                losses += train(engine, vectors(1, step), squared)
+            found += [each.clone() for each in fragments_of(engine)]
+        results.append(
+            {"losses": losses, "read": read, "found": found, "partitions": ended(engine)}
+        )
+    return results
+
+
+def fragments_of(engine):
+    """A moment and the master of one parameter."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    param = next(engine.module.parameters())
+    return [safe_get_full_optimizer_state(param, MOMENTS[0]) + 0, safe_get_full_fp32_param(param)]
+
+
+def whole_state_of(engine):
+    for state in engine.optimizer._operands._optimizer.state.values():
+        state[MOMENTS[0]].sum()
+
+
+def look_before_steps(patched, engine, look):
+    """As another thread may: when a step is ready, and before it is submitted."""
+    swapped = engine.optimizer._operands.swapped
+    leaving = swapped.leaving
+
+    def looked_at(groups):
+        calls = leaving(groups)
+        look(engine)
+        return calls
+
+    patched.setattr(swapped, "leaving", looked_at)
+
+
+def full_drive(result, at):
+    """A drive that has no room for a volume; one that is full once the volume is made."""
+    if os.geteuid() != 0:
+        result["skipped"] = "it mounts a file system, which takes root"
+        return
+    at.mkdir(parents=True)
+    config = bf16(3)
+
+    # Programs have no PATH.
+    libc, target = ctypes.CDLL(None), os.fsencode(at)
+
+    def mount(options, flags=0):
+        return libc.mount(b"tmpfs", target, b"tmpfs", ctypes.c_ulong(flags), options) == 0
+
+    if not mount(b"size=1m"):
+        result["skipped"] = "no file system can be mounted here"
+        return
+    try:
+        result["refused"] = error_of(lambda: engine_of(on_volume(config, at)))
+        result["left"] = sorted(path.name for path in at.iterdir())
+        assert mount(b"size=64m", MS_REMOUNT)
+        engine = engine_of(on_volume(config, at))
+        losses = train(engine, vectors(1), squared)
+        with (at / "filler").open("wb") as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        losses += train(engine, vectors(2, 1), squared)
+        flat = engine.optimizer.fp32_partitioned_groups_flat[0]
+        result["look"] = error_of(flat.sum)
+        losses += train(engine, vectors(1, 3), squared)
+        (at / "filler").unlink()
+        result["ended"] = {"losses": losses, "partitions": ended(engine)}
+    finally:
+        libc.umount2(target, MNT_DETACH)
+    result["in memory"] = run(config, steps=4)
+
+
 def checkpoints(result, folder, stage):
     """Saved in the middle of a run, and loaded: here, there, and the other way round."""
     at = folder / f"stage {stage}"
@@ -288,9 +400,11 @@ def program_nvme(result, *, folder):
         at = folder / f"accesses {stage}"
         at.mkdir(parents=True)
         result["accesses", stage] = [accesses(on_volume(config, at)), accesses(config)]
+        result["looks", stage] = looks(on_volume(config, at))
         checkpoints(result.setdefault(("checkpoints", stage), {}), folder / "checkpoints", stage)
         result["consolidated", stage] = consolidated(folder / "checkpoints", stage)
         resumed(result.setdefault(("resumed", stage), {}), folder, stage)
+    full_drive(result.setdefault("full drive", {}), folder / "full")
     result["ignored keys"] = ignored_keys(folder / "ignored")
 
 

@@ -207,7 +207,7 @@ def memory(result):
 
     def announce(*args, **keywords):
         announced.append(keywords)
-        original(*args, **keywords)
+        return original(*args, **keywords)
 
     module.announce = announce
     engine = initialize(perceptron(), offloaded(persistent=100))

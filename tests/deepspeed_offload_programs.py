@@ -210,7 +210,9 @@ def program_offload_ranks(result):
         result[name] = both(config, rank=rank)
     said = Lines()
     logging.getLogger("DeepSpeed").addHandler(said)
-    initialize(perceptron(), configuration(stepwell={"gate": "module"})).destroy()
+    initialize(
+        perceptron(), configuration(wall_clock_breakdown=True, stepwell={"gate": "module"})
+    ).destroy()
     result["said"] = [line for line in said.lines if "stepwell" in line]
     with autocast() as block:
         result["autocast"] = both(configuration(torch_autocast=block), rank=rank)

@@ -152,7 +152,23 @@ def changed_sources(result):
     changed("called", DeepSpeedZeroOptimizer_Stage3, "_post_step", 3)
     changed("calling", engines.DeepSpeedEngine, "_backward_epilogue", 1)
     result["unchanged"] = run(configuration(dtype="bf16"), steps=1)["class"]
+    result["digests"], result["renamed"] = digests(DeepSpeedZeroOptimizer_Stage3)
     logger.removeHandler(handler)
+
+
+def digests(cls):
+    """Of which methods digests are made, and what is said of a method that has another's place."""
+    import pytest
+    from stepwell.deepspeed import fingerprints
+
+    made = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(fingerprints, "digest_of", made.append)
+        for name in fingerprints.tested():
+            fingerprints.difference(name)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cls, "step", cls.backward)
+        return len(made), fingerprints.difference("OffloadZeroOptimizerStage3")
 
 
 def program_optimizer(result):

@@ -193,6 +193,7 @@ def program_two_ranks(result):
         ("q8", {"optimizer": "StepwellAdamW", "params": {"moments": "q8"}}),
     ):
         result[name] = trained(configuration(**options), batches=list(vectors(STEPS, rank=rank)))
+    result["set in codes"] = set_in_codes(vectors(1, rank=rank))
     # The gradients of both ranks' batches averaged are those of one batch of all.
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
@@ -201,6 +202,24 @@ def program_two_ranks(result):
         optimizer.step()
         optimizer.zero_grad()
     result["torch"] = torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def set_in_codes(batches):
+    """What setting a moment of each parameter says where moments are codes."""
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    config = configuration(optimizer="StepwellAdamW", params={"moments": "q8"})
+    engine = initialize(perceptron(), config)
+    train(engine, batches, squared)
+    said = []
+    for param in engine.module.parameters():
+        try:
+            safe_set_full_optimizer_state(param, torch.zeros_like(param), "exp_avg")
+            said.append(None)
+        except ValueError as error:
+            said.append(str(error))
+    engine.destroy()
+    return said
 
 
 def program_refusals(result):

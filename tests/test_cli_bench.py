@@ -278,6 +278,9 @@ def test_the_readme_s_picture_is_drawn_by_one_command(tmp_path, monkeypatch):
         files = [str(data)] * (2 if name == "both.png" else 1)
         ended = invoke("bench", "plot", *files, "--out", name)
         assert ended.exit_code == 0, ended.output
+    ended = invoke("bench", "plot", str(data), "--out", "steps.svg", "--every-step")
+    assert ended.exit_code == 0, ended.output
+    assert "slowest" in (tmp_path / "steps.svg").read_text()
     first = (tmp_path / "one.svg").read_bytes()
     assert first == (tmp_path / "two.svg").read_bytes()  # no date, no random identifiers
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")

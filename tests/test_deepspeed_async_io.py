@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 import subprocess
+import threading
+import weakref
 
 import deepspeed_run
 import pytest
@@ -239,6 +241,51 @@ def test_a_wait_can_be_interrupted_and_gone_on_with(handle, tmp_path, fifo):
     os.write(far, bytes_of(torch.ones(1000)))
     assert handle.wait() == 2
     assert torch.equal(found, torch.ones(1000))
+
+
+def test_a_signal_s_handler_that_uses_a_handle_that_waits_is_refused(handle, tmp_path, fifo):
+    path, far = fifo
+    found = torch.zeros(1000)
+    handle.async_pread(found, path)
+    refused = []
+
+    def on_signal(*_):
+        for use in (handle.wait, lambda: handle.async_pwrite(found, tmp_path / "other")):
+            with pytest.raises(OSError, match="the handler of a signal") as error:
+                use()
+            refused.append(error.value.errno)
+        os.write(far, bytes_of(torch.ones(1000)))
+
+    kept = signal.signal(signal.SIGALRM, on_signal)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert handle.wait() == 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, kept)
+    assert refused == [errno.EDEADLK] * 2
+    assert torch.equal(found, torch.ones(1000))
+
+
+def test_a_handle_that_goes_lets_other_threads_run(handle, fifo):
+    path, far = fifo
+    own = async_io.aio_handle()
+    own.async_pread(torch.zeros(1000), path)
+    goes, has_run = threading.Event(), threading.Event()
+    weakref.finalize(own, goes.set)
+
+    def end():
+        assert goes.wait(30)
+        os.write(far, bytes(4000))
+        has_run.set()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    # Waits for the read, which the thread ends.
+    del own
+    gc.collect()
+    assert has_run.is_set()
+    thread.join()
 
 
 def test_locked_memory_is_known_to_every_handle(handle):

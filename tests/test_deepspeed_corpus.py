@@ -4,18 +4,15 @@
 index have a file at that path ("uses").
 """
 
-import importlib.metadata
-
 import deepspeed_run
 import pytest
-import stepwell.deepspeed
 import torch
 from deepspeed_corpus_programs import CORPUS
+from deepspeed_release import HAS_ENGINE
 
 PROGRAM_TIMEOUT = 240
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PROGRAM_TIMEOUT + 30)]
 RUN = [entry for entry in CORPUS if "not run" not in entry]
-HAS_ENGINE = importlib.metadata.version("deepspeed") in stepwell.deepspeed.fingerprints.releases()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import deepspeed_run
 import pytest
 import torch
 
-PROGRAM_TIMEOUT = 150
+PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
 
 MODELS = (
@@ -47,10 +47,30 @@ def test_the_bits_are_those_of_deepspeeds_hooks(runs, model, settings):
 
 
 @pytest.mark.parametrize(
-    "name", ["persistent", "accumulated", "evaluated", "written", "unhooked", "failing"]
+    "name",
+    [
+        *("persistent", "accumulated", "evaluated", "written", "unhooked"),
+        *("failing", "failing, inferred"),
+    ],
 )
 def test_what_programs_do_between_steps(runs, name):
     assert_same(*runs[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["generate", "generate, tight", "stopped, tight", "scored, tight", "inferred, tight"],
+)
+def test_a_language_model_that_is_looked_at_in_evaluation_mode(runs, name):
+    ours, theirs = runs[name]
+    assert_same(ours, theirs)
+    assert all(map(torch.equal, ours["looks"], theirs["looks"]))
+
+
+def test_behind_the_end_of_a_step_no_weight_waits_for_its_part_of_it(runs):
+    written, waits = runs["waits"]
+    assert all(written)
+    assert waits == []
 
 
 def test_nothing_is_left_behind(runs):
@@ -60,4 +80,5 @@ def test_nothing_is_left_behind(runs):
         "depth": 0,
         "class": "Fetcher",
         "plan": "stepwell",
+        "is_muon_compiled": False,
     }

@@ -1,4 +1,4 @@
-"""ZeRO-3 with `offload_param`: whatever uses what a step writes in host memory waits for it.
+"""ZeRO-3 with `offload_param`, and ZeRO on two ranks: what uses what a step writes waits for it.
 
 In these programs no step begins before something waits for it.
 """
@@ -6,6 +6,7 @@ In these programs no step begins before something waits for it.
 import deepspeed_run
 import pytest
 import torch
+from deepspeed_late_programs import RANKS
 
 PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -106,13 +107,49 @@ def test_states_go_to_host_memory_and_back(runs):
     assert "not supported for offloaded parameters" in ours
 
 
-def test_two_ranks(tmp_path):
-    ranks = deepspeed_run.run("late_ranks", tmp_path, timeout=PROGRAM_TIMEOUT, ranks=2)
-    for persistent in (0, 100):
-        _, _, expected = ranks[0][persistent, False]
-        for rank in ranks:
-            was_late, losses, weights = rank[persistent, True]
-            # Persistent parameters are gathered in the step.
-            assert was_late == (persistent == 0)
-            assert losses == rank[persistent, False][1]
-            assert_all_equal(weights, expected)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    return deepspeed_run.run("late_ranks", folder, timeout=PROGRAM_TIMEOUT, ranks=2)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_wait_where_they_use_something(ranks, name):
+    for rank in ranks:
+        losses, found, weights = rank[name, "module"]
+        expected_losses, expected_found, expected = rank[name, "step"]
+        assert losses == expected_losses
+        assert_all_equal(weights, expected)
+        assert all(found[at] for at in range(len(found)) if isinstance(found[at], bool))
+        assert_all_equal(tensors(found), tensors(expected_found))
+
+
+@pytest.mark.parametrize("name", ["ZeRO-2", "ZeRO-3"])
+def test_a_rank_that_leaves_a_step_is_named_to_the_others(ranks, name):
+    first, second = (rank["left"][name] for rank in ranks)
+    for losses in first, second:
+        assert losses[1:3] == ["LeftError: no memory"] * 2
+        assert all(isinstance(loss, float) for loss in (losses[0], losses[3]))
+    assert second[4:] == ["LeftError: no memory"]
+    assert first[5].startswith("OSError: the step has failed on rank 1 (`LeftError: no memory`)")
+
+
+def test_ranks_of_which_one_has_left_a_step_all_refuse_the_next(ranks):
+    first, second = (rank["left alone"] for rank in ranks)
+    for found in first, second:
+        assert found[1] == "LeftError: no memory"
+        assert all(isinstance(loss, float) for loss in (found[0], found[2]))
+        for said in found[4:]:
+            assert said.startswith("OSError: 1 of 2 ranks have left a step by an error")
+    assert second[3] == "LeftError: no memory"
+    assert isinstance(first[3], float)
+
+
+def test_what_two_ranks_do_not_wait_for_is_stale(ranks):
+    for rank in ranks:
+        for name, losses in rank["unguarded"].items():
+            assert losses != rank[name, "step"][0][: len(losses)]
+
+
+def tensors(found):
+    return [each for each in found if isinstance(each, torch.Tensor)]

@@ -69,6 +69,37 @@ def test_accessors_get_and_set_what_is_on_the_volume(runs, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_a_look_at_a_fragment_brings_its_chunks_alone(runs, stage):
+    straight, looked = runs["looks", stage]
+    assert looked["losses"] == straight["losses"]
+    assert_same_partitions(looked["partitions"], straight["partitions"])
+    assert all(map(torch.equal, looked["found"], straight["found"]))
+    before, after, moments, stepped = looked["read"]
+    # Of the three chunks of the model the parameter is the first.
+    record = 65_536 * 12
+    assert record <= after - before < 2 * record
+    assert moments == after
+    # What was not written to is read by the step as without a look.
+    assert stepped - moments == straight["read"][1] - straight["read"][0]
+
+
+def test_a_full_drive_is_named_and_harms_nothing(runs):
+    found = runs["full drive"]
+    if "skipped" in found:
+        pytest.skip(found["skipped"])
+    kind, text = found["refused"]
+    assert kind == "OSError"
+    assert "member `0`" in text
+    assert "are free" in text
+    assert found["left"] == []
+    kind, text = found["look"]
+    assert kind == "OSError"
+    assert "no access to masters and moments" in text
+    assert found["ended"]["losses"] == found["in memory"]["losses"]
+    assert_same_partitions(found["ended"]["partitions"], found["in memory"]["partitions"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "way", ["volume to volume", "volume to memory", "volume to DeepSpeed", "memory to volume"]
 )

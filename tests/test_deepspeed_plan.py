@@ -14,6 +14,7 @@ import torch
 from stepwell.deepspeed import fingerprints
 from stepwell.deepspeed.options import Options, options_of
 from stepwell.deepspeed.plan import device_of, inference_plan, plan, zenflow_plan
+from stepwell.deepspeed.zero import seams
 from stepwell.offload.volume import Volume
 
 
@@ -177,20 +178,24 @@ def test_offloaded_weights_are_fetched_by_stepwell_on_one_rank(deepspeed):
     assert "with several ranks DeepSpeed fetches" in found.warning
 
 
-def test_several_ranks_wait_in_the_step(deepspeed):
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"zero_optimization_stage": 1},
+        {"zero_optimization_stage": 2},
+        {"zero_optimization_stage": 3},
+        {"zero_optimization_stage": 3, "zero_offload_param": offload("cpu")},
+    ],
+)
+def test_several_ranks_wait_in_their_forwards(deepspeed, changed, monkeypatch):
     deepspeed.world_size = 2
-    found = planned(Engine())
-    assert (found.gate, found.warning) == ("step", None)
-    found = planned(Engine(block={"gate": "module"}))
-    assert "`stepwell.gate` is `module`, but with several ranks" in found.warning
-    assert planned(Engine(block={"gate": "step"})).warning is None
-
-
-def test_several_ranks_gather_weights_in_host_memory_in_their_forwards(deepspeed):
-    deepspeed.world_size = 2
-    in_host_memory = {"zero_optimization_stage": 3, "zero_offload_param": offload("cpu")}
-    found = planned(Engine(block={"gate": "module"}, **in_host_memory))
-    assert (found.gate, found.warning) == ("module", None)
+    for gate in ("module", "step"):
+        found = planned(Engine(block={"gate": gate}, **changed))
+        assert (found.gate, found.warning) == (gate, None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    found = planned(Engine(block={"gate": "module"}, **changed))
+    assert found.gate == "step"
+    assert "but with CUDA_DEVICE_MAX_CONNECTIONS=1" in found.warning
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,10 @@ def test_state_on_nvme_is_on_a_volume(stage, tmp_path):
     [
         ({"nvme_paths": "/"}, "`stepwell.nvme_paths` is `/`, expected a list"),
         ({"nvme_paths": []}, "`paths` is empty"),
-        ({"nvme_paths": ["/nonexistent"]}, "`/nonexistent`, expected a folder that exists"),
+        (
+            {"nvme_paths": ["/nonexistent"]},
+            "`/nonexistent`, expected a folder or a block device that exists",
+        ),
         ({"volume": "none"}, "`stepwell.volume` is `none`, expected a block"),
         ({"volume": {"paths": ["/"], "kept": 1}}, "`kept, paths` in the block `stepwell.volume`"),
         ({"volume": {"durability": "some"}}, "`durability` is `some`"),
@@ -657,3 +665,22 @@ def test_a_plan_with_zenflow():
     # The user's own choice is not warned of.
     left = Engine(zenflow=True, block={"zenflow": False})
     assert planned(left).warning is None
+
+
+def test_what_is_compiled_later_is_compiled_once_when_it_is_called():
+    compiled = []
+
+    def compiles(**options):
+        def decorate(function):
+            compiled.append((function.__name__, options))
+            return lambda *args, **kwargs: ("compiled", function(*args, **kwargs))
+
+        return decorate
+
+    @seams._compiled_later(compiles)(fullgraph=True)
+    def update(x, *, scale):
+        return x * scale
+
+    assert (compiled, update.__name__) == ([], "update")
+    assert update(2, scale=3) == update(3, scale=2) == ("compiled", 6)
+    assert compiled == [("update", {"fullgraph": True})]

@@ -36,6 +36,10 @@ def test_the_digests_are_of_what_stepwells_classes_override_and_call():
         assert made[name][INSTALLED] == known[INSTALLED], "stale. hint: make fingerprints"
 
 
+def test_checksums_of_files_are_those_of_the_installed_release():
+    assert maker.checksums({INSTALLED: read})[INSTALLED] == fingerprints.files()[INSTALLED]
+
+
 def digest(source):
     return fingerprints.digest(ast.parse(source).body)
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import stepwell
 import torch
-from offload_cases import WIDTH, Net, batch, reversed_params
+from offload_cases import WIDTH, Net, batch, reversed_params, small
 from offload_landing import Later, flat
 from optim_cases import bits
 from stepwell.offload.guard import WeightGuard
@@ -266,6 +266,54 @@ def test_writes_through_data_after_a_step_are_stepped_on(write, dtype):
     ours = train(stepwell.OffloadAdamW, threads=1)
     for one, other in zip(ours, train(stepwell.AdamW, nonfinite="skip"), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"gate": "step"}),
+        (torch.float32, {"accumulate": "host"}),
+    ],
+    ids=["fp32", "bf16", "step", "host"],
+)
+def test_writes_through_data_to_frozen_parameters_are_stepped_on(dtype, options):
+    """Whenever they come: a step leaves the parameter out before the next one takes it."""
+
+    def train(kind, **options):
+        net = small(dtype)
+        optimizer = kind(net.named_parameters(), lr=1e-2, **options)
+        for step in range(7):
+            net[0].weight.requires_grad_(step in (0, 2, 6))
+            optimizer.zero_grad()
+            net(batch(step, dtype)).float().square().sum().backward()
+            optimizer.step()
+            # A forward has waited, so it is a plain parameter.
+            net(batch(step, dtype))
+            net[0].weight.data.mul_(0.5)
+        optimizer.zero_grad()
+        return [bits(param) for param in net.parameters()]
+
+    ours = train(stepwell.OffloadAdamW, threads=1, **options)
+    # Compares contents.
+    for one, other in zip(ours, train(stepwell.AdamW, nonfinite="skip"), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_every_step_takes_is_not_read_again():
+    net = small()
+    frozen = net[0].weight
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), threads=1)
+    found = []
+    for step in range(6):
+        frozen.requires_grad_(step not in (2, 3))
+        optimizer.zero_grad()
+        net(batch(step)).square().sum().backward()
+        found.append(optimizer._twins.stale(net.parameters()))
+        optimizer.step()
+    # The first step waits for weights by itself: no forward was seen. The next one reads them.
+    assert found[2:] == [[], [frozen], [frozen], []]
 
 
 def test_zero_grad_waits_for_nothing():

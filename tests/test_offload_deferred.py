@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import stepwell
 import torch
-from stepwell import Deferred, OffloadAdamW
+from stepwell import Deferred, OffloadAdamW, _core
+from stepwell.offload.deferred import INTERVAL_MAX
 from torch import nn
 
 # The host is a device too: there copies are late as well.
@@ -330,6 +331,33 @@ def test_a_write_between_a_step_and_the_next_forward_counts() -> None:
     assert torch.allclose(first.float().cpu(), torch.tensor(0.25), atol=1e-2)
 
 
+def test_writes_through_data_to_frozen_parameters_count() -> None:
+    """At any time, once their last update has landed."""
+    model = model_of()
+    first = next(iter(model.parameters()))
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-9, deferred=Deferred(interval=2))
+    train(model, optimizer, range(4))
+    first.requires_grad_(requires_grad=False)
+    train(model, optimizer, range(4, 8))
+    engine = optimizer._engine
+    assert engine is not None and first in engine.behind
+    train(model, optimizer, range(8, 9))
+    assert engine.behind and first not in engine.behind
+    loss_of(model, 10)
+    # What lay ahead along the momentum is the host's own weight by now.
+    assert torch.equal(first.cpu(), optimizer._twins.weight(first))
+    for values in (0.5, 0.25):
+        loss_of(model, 10)
+        first.data.fill_(values)
+        train(model, optimizer, range(10, 13))
+        first.requires_grad_(requires_grad=True)
+        train(model, optimizer, range(13, 16))
+        optimizer.drain()
+        assert torch.allclose(first.float().cpu(), torch.tensor(values), atol=1e-2)
+        first.requires_grad_(requires_grad=False)
+        train(model, optimizer, range(16, 23))
+
+
 def test_what_cannot_be_seen_is_not_deferred(caplog: pytest.LogCaptureFixture) -> None:
     params = [nn.Parameter(torch.randn(50, device=DEVICE))]
     optimizer = OffloadAdamW(params, lr=1e-2, deferred=Deferred())
@@ -353,6 +381,12 @@ def test_options_that_do_not_go_together_are_refused() -> None:
     with pytest.raises(ValueError, match="`warmup_steps` is `-1`"):
         Deferred(warmup_steps=-1)
     assert stepwell.Deferred is Deferred
+
+
+def test_the_largest_interval_is_the_cores() -> None:
+    _core.deferral_nbytes([1], ["bfloat16"], INTERVAL_MAX)
+    with pytest.raises(ValueError, match=f"expected 1 to {INTERVAL_MAX}"):
+        _core.deferral_nbytes([1], ["bfloat16"], INTERVAL_MAX + 1)
 
 
 def test_memory_is_announced_and_taken_as_announced() -> None:

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from offload_landing import SIZE, Landing, old_and_new, parameters_under_way
-from stepwell.offload.guard import WeightGuard, exposed
+from stepwell.offload.guard import WeightGuard, clear_grads, exposed
 from torch.nn import Parameter
 
 
@@ -198,3 +198,40 @@ def test_other_classes_are_exposed_and_left_alone():
     guard.protect(params)
     assert [type(param) for param in params] == [Special, torch.Tensor]
     assert not guard.any_under_way
+
+
+def test_finish_lands_all_and_ends_their_protection():
+    params, new = old_and_new()
+    uploads = Landing()
+    uploads.send(params, new)
+    guard = WeightGuard(uploads)
+    guard.protect(params)
+    guard.finish()
+    assert [type(param) for param in params] == [Parameter, Parameter]
+    assert not guard.any_under_way
+    assert all(map(torch.equal, params, new))
+
+
+def test_a_storage_that_is_held_has_one_more_reference():
+    params, _ = old_and_new(2)
+    first, second = params
+    storage = first.untyped_storage()
+    assert exposed(params, params) == [first]
+    assert exposed(params, params, held={first}) == []
+    # What is said to be held, and is not, is looked at from elsewhere or was given other memory.
+    assert exposed(params, params, held={first, second}) == [second]
+    del storage
+    assert exposed(params, params) == []
+
+
+def test_gradients_are_cleared_without_a_wait():
+    params, _ = old_and_new()
+    uploads = Landing()
+    guard = WeightGuard(uploads)
+    for param in params:
+        param.grad = torch.ones(SIZE, SIZE)
+    guard.protect(params)
+    clear_grads(params)
+    assert [param.grad for param in params] == [None, None]
+    assert uploads.waits == []
+    guard.clear(guard.num_steps)

@@ -11,6 +11,7 @@ import stepwell
 import torch
 from stepwell import Deferred, OffloadAdamW
 from stepwell.offload.deferral import SettledSteps
+from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.interval import WINDOW_STEPS, IntervalTuner, StepTimes
 from test_offload_deferred import loss_of, model_of, train
 
@@ -194,3 +195,67 @@ def test_warnings_of_looks_become_rare(caplog: pytest.LogCaptureFixture) -> None
 def test_other_intervals_are_refused(interval: int) -> None:
     with pytest.raises(ValueError, match=f"`interval` is `{interval}`, expected 1 to 8, or auto"):
         stepwell.Deferred(interval=interval)
+
+
+# ---- which steps are deferred ----
+
+
+def test_a_step_is_deferred_once_it_is_warm_seen_and_not_the_first() -> None:
+    said: list[str] = []
+    steps = DeferredSteps(Deferred(interval=2, warmup_steps=3), "fp32", said.append)
+    assert steps.chosen_interval is None
+    assert steps.measure(1.0, {}, is_settled=False, is_behind=True) is None
+    for step, is_deferred in ((1, False), (3, False), (4, True), (5, True)):
+        assert steps.is_deferred(step, is_seen=True, is_settled=False) == is_deferred
+        assert not steps.is_deferred(step, is_seen=True, is_settled=True)
+        # The next step is one more.
+        assert steps.is_followed_by_deferred(step, is_seen=True) == (step >= 3)
+        assert not steps.is_followed_by_deferred(step, is_seen=False)
+    assert not said
+    # After the last update was applied nothing is known of the next forward.
+    assert not steps.is_deferred(5, is_seen=False, is_settled=True)
+    assert not said
+    for _ in range(2):
+        assert not steps.is_deferred(5, is_seen=False, is_settled=False)
+    assert len(said) == 1
+    assert "every step is exact" in said[0]
+
+
+def test_the_interval_of_steps_is_chosen_from_their_beginnings() -> None:
+    steps = DeferredSteps(Deferred(interval="auto"), "fp32")
+    assert (steps.deferred.interval, steps.chosen_interval) == (4, 4)
+    # Of 1 s each, and in time by far.
+    timing = {"step": 0.25, "gradients": 0.05, "gate": 0.0}
+    found = []
+    for second in range(2 * WINDOW_STEPS):
+        is_settled, is_behind = second == 3, second > 3
+        found.append(
+            steps.measure(100.0 + second, timing, is_settled=is_settled, is_behind=is_behind)
+        )
+    # The steps after the fourth are measured.
+    assert found.index(1) == 3 + WINDOW_STEPS
+    assert [each for each in found if each is not None] == [1]
+    assert steps.at_interval(1).interval == 1
+    assert steps.deferred.interval == 4
+    steps.set_interval(1)
+    assert (steps.deferred.interval, steps.chosen_interval) == (1, 1)
+    late = {"step": 3.0, "gradients": 0.0, "gate": 2.0}
+    # There is no memory for what would be better.
+    for expected in (5, None):
+        found = [
+            steps.measure(200.0 + 3 * second, late, is_settled=second == 0, is_behind=True)
+            for second in range(WINDOW_STEPS + 1)
+        ]
+        assert found[-1] == expected
+        steps.limit_interval()
+
+
+def test_looks_are_warned_of_where_steps_would_be_deferred(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step, is_seen, count in ((3, True, 0), (4, False, 0), (4, True, 1)):
+        steps = DeferredSteps(Deferred(interval=2, warmup_steps=3), "fp32")
+        caplog.clear()
+        for _ in range(16):
+            steps.note(step, is_seen=is_seen, is_settled=True)
+        assert caplog.text.count("were exact") == count

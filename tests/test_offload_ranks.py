@@ -3,6 +3,7 @@
 Their norms and their checkpoints too.
 """
 
+import fsdp_late_programs
 import pytest
 import stepwell
 import torch
@@ -336,3 +337,35 @@ def test_nonfinite_gradient_on_one_rank_is_skipped_by_all(ranks):
 
 def test_error_on_one_rank_stops_all(ranks):
     ranks.run(error_on_one_rank)
+
+
+# ---- steps that go on behind, under FSDP2 ----
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        fsdp_late_programs.forwards_wait,
+        fsdp_late_programs.forwards_wait_without_torch_functions,
+        fsdp_late_programs.own_shards_only,
+        fsdp_late_programs.readers_wait,
+        fsdp_late_programs.kept_tensors_wait,
+        fsdp_late_programs.tensors_that_are_placed_wait,
+        fsdp_late_programs.the_tests_would_notice,
+        fsdp_late_programs.late_on_one_rank,
+        fsdp_late_programs.interrupted_before_a_step,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_uses_of_shards_wait_for_a_late_step(ranks, program):
+    ranks.run(program)
+
+
+def test_a_rank_whose_step_fails_ends_the_others(ranks):
+    # It ends, and the ranks are started anew where another test follows.
+    ranks.run(parameters_are_read_again_only_if_written)
+    for tasks in ranks.tasks:
+        tasks.put((fsdp_late_programs.fails_on_one_rank, ()))
+    rank, failure, told = ranks.results.get(timeout=40)
+    ranks.stop()
+    assert (rank, failure, told) == (0, None, True)

@@ -172,6 +172,24 @@ def test_parameters_without_gradient_stay_as_they_are(tmp_path):
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("durability", ["none", "commit"])
+def test_writes_through_data_to_frozen_parameters_count(tmp_path, caplog, durability):
+    ours, theirs = pair(tmp_path, torch.bfloat16, durability=durability)
+    for net, optimizer in (ours, theirs):
+        for step in range(6):
+            net[2].requires_grad_(step not in (2, 3))
+            train(net, optimizer, 1, first=step)
+            if step in (1, 2, 3):
+                # A forward has waited for it.
+                net(torch.zeros(1, SIZES[0], dtype=torch.bfloat16))
+                net[2].weight.data.mul_(0.5)
+                if net is theirs[0]:
+                    optimizer.reread_parameters()
+    assert_equal(ours, theirs)
+    # Nothing was seen.
+    assert "were written by the program" not in caplog.text
+
+
 def test_loaded_state_that_no_commit_has_is_told(tmp_path, caplog):
     net, optimizer = pair(tmp_path)[0]
     train(net, optimizer, 1)
@@ -381,7 +399,7 @@ def test_a_full_drive_is_an_error_at_the_beginning(tmp_path):
     [
         ({"paths": "/tmp"}, "a list of folders"),
         ({"paths": []}, "is empty"),
-        ({"paths": ["/nowhere"]}, "a folder that exists"),
+        ({"paths": ["/nowhere"]}, "a folder or a block device that exists"),
         ({"paths": ["/tmp"], "durability": "full"}, "commit or none"),
         ({"paths": ["/tmp"], "durability": "none", "keep": True}, "expected commit"),
         ({"paths": ["/tmp"], "resume": True}, "`name` is not"),

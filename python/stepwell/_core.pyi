@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "STATE_FORMAT", "__version__", "AdamTensor", "AddressSpace", "Buffer", "Files", "GradStats", "Hyper", "MemberFile", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -19,10 +19,35 @@ CHUNK_LEN: Final[int]
 Elements per chunk: what a worker takes at a time, and what one fingerprint covers.
 """
 
+DRIVE_WEIGHT_MAX: Final[int]
+"""
+The largest weight of a drive of a volume.
+"""
+
+QUEUE_DEPTH: Final[int]
+"""
+Reads and writes that each drive of a volume is given at once, where nothing is said.
+"""
+
+QUEUE_DEPTH_MAX: Final[int]
+"""
+The most reads and writes that a drive is given at once.
+"""
+
 STATE_FORMAT: Final[int]
 """
 What the bytes of coded state mean: trailing bits, fingerprints, q8 codes and scales. State
 dicts of another number are refused.
+"""
+
+STRIPE_BYTES: Final[int]
+"""
+The most bytes of a record that lie together on one drive of a volume, if nothing is said.
+"""
+
+STRIPE_BYTES_MAX: Final[int]
+"""
+The largest stripe.
 """
 
 __version__: Final[str]
@@ -142,7 +167,7 @@ class Files:
         ValueError: for arguments that cannot work.
         OSError: where io_uring is asked for and not there.
     """
-    def __new__(cls, /, *, block_bytes: int = ..., queue_depth: int = 32, io_engine: str = "auto", io_timeout: float = 60.0) -> Files: ...
+    def __new__(cls, /, *, block_bytes: int = ..., queue_depth: int = ..., io_engine: str = "auto", io_timeout: float = 60.0) -> Files: ...
     @property
     def has_rings(self, /) -> bool:
         """
@@ -245,8 +270,13 @@ class Hyper:
 @final
 class MemberFile:
     """
-    A file of a volume's member, as it was found.
+    A file or a block device of a volume's member, as it was found.
     """
+    @property
+    def drive(self, /) -> Path:
+        """
+        The folder that the file is in, or the device.
+        """
     @property
     def holder(self, /) -> str | None:
         """
@@ -265,7 +295,7 @@ class MemberFile:
     @property
     def nbytes(self, /) -> int:
         """
-        Bytes of the file.
+        Bytes of the file; of a device those that the volume takes.
         """
     @property
     def num_members(self, /) -> int | None:
@@ -281,6 +311,46 @@ class MemberFile:
     def path(self, /) -> Path:
         """
         Where it is.
+        """
+
+@final
+class MemoryClaim:
+    """
+    Host memory that buffers will take: other processes of this host count it as used until then.
+
+    A context manager. The claim ends behind the block, with `end`, or with the object.
+
+    Args:
+        nbytes: how much.
+        held_nbytes: how much of that is taken already, by what is given back meanwhile.
+        is_checked: whether the claim is refused where there is less.
+    """
+    def __enter__(self, /) -> MemoryClaim: ...
+    def __exit__(self, /, *_args: "object") -> None: ...
+    def __new__(cls, /, nbytes: int, *, held_nbytes: int = 0, is_checked: bool = True) -> MemoryClaim: ...
+    def end(self, /) -> None:
+        """
+        What no buffer has taken is free again.
+        """
+    @property
+    def is_refused(self, /) -> bool:
+        """
+        Whether nothing was claimed, since there is less.
+        """
+    @property
+    def others(self, /) -> list[int]:
+        """
+        Those processes, by number.
+        """
+    @property
+    def others_nbytes(self, /) -> int:
+        """
+        What other processes had claimed and not taken, in bytes.
+        """
+    @property
+    def room_nbytes(self, /) -> int | None:
+        """
+        What there was, beside all claims, in bytes; None where the system does not say.
         """
 
 @final
@@ -614,7 +684,7 @@ class Swap:
     The state of some parameters, on a volume and in host memory of its own.
 
     Args:
-        folders: one for each member of the volume.
+        drives: a folder or a block device for each member of the volume.
         places: the parameters; their state is at addresses of `addresses`.
         addresses: what the places are made of.
         name: of the volume; if None, one that no other job has.
@@ -634,7 +704,7 @@ class Swap:
         ValueError: for arguments that cannot work, or a volume of other parameters.
         OSError: where a drive is full, or a member is missing, used or damaged.
     """
-    def __new__(cls, /, folders: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, identity: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = 32, io_timeout: float = 60.0) -> Swap: ...
+    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, identity: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
     @property
     def buffers_nbytes(self, /) -> int:
         """
@@ -679,16 +749,18 @@ class Swap:
         """
         Bytes of host memory for the state of the first chunks.
         """
-    def read(self, /, tensor: int, to: AdamTensor) -> None:
+    def read(self, /, tensor: int, to: AdamTensor, *, begin: int = 0, end: int | None = None) -> None:
         """
         Copies the state of a parameter to memory, as it is after the last step. Not while one runs.
 
         Args:
             tensor: which of the places.
             to: the parameter with memory for its state; its fingerprints are left alone.
+            begin: the first element that is copied; those of its chunk are copied with it.
+            end: the element before which copying ends, likewise; None: the last one is copied too.
 
         Raises:
-            ValueError: for another layout, or while a step runs.
+            ValueError: for another layout, elements that there are not, or while a step runs.
             OSError: where a drive fails.
         """
     def read_weights(self, /, tensor: int, to: TensorView) -> None:
@@ -749,7 +821,7 @@ class VolumePasses:
     A volume of records of one size, to measure what it moves. Its files are removed with it.
 
     Args:
-        folders: one for each member.
+        drives: a folder or a block device for each member.
         record_nbytes: bytes of a record.
         num_records: how many.
         num_buffers: records in flight.
@@ -764,7 +836,7 @@ class VolumePasses:
         ValueError: for arguments that cannot work.
         OSError: where a drive is full or fails.
     """
-    def __new__(cls, /, folders: Sequence[str | PathLike[str]], *, record_nbytes: int, num_records: int, num_buffers: int, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "none", io_engine: str = "auto", queue_depth: int = 32, io_timeout: float = 60.0) -> VolumePasses: ...
+    def __new__(cls, /, drives: Sequence[str | PathLike[str]], *, record_nbytes: int, num_records: int, num_buffers: int, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "none", io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> VolumePasses: ...
     def close(self, /) -> None:
         """
         Removes the files.
@@ -880,7 +952,7 @@ def channel_sq_norms(grads: Sequence[TensorView], *, columns: Sequence[int], row
         ValueError: with nothing written, for views of another dtype or size, or that overlap.
     """
 
-def check_volume(name: str, folders: Sequence[str | PathLike[str]]) -> tuple[int | None, int, list[str]]:
+def check_volume(name: str, drives: Sequence[str | PathLike[str]]) -> tuple[int | None, int, list[str]]:
     """
     Reads every record of a volume that no process uses.
 
@@ -934,10 +1006,24 @@ def deferral_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int)
         ValueError: for an interval out of range.
     """
 
+def format_device(device: str | PathLike[str], *, overwrite: bool = False) -> None:
+    """
+    Prepares a block device for volumes. Everything on it is lost.
+
+    Args:
+        device: its path.
+        overwrite: whether anything may be there.
+
+    Raises:
+        ValueError: for another file, a device that is too small, or one that has something.
+        OSError: where something uses it, or it cannot be written.
+    """
+
 def free_memory_bytes() -> int | None:
     """
     Bytes of host memory that this process can still take: what the kernel estimates, and what its
-    control groups leave. None where the system does not say.
+    control groups leave; less what processes have claimed of that. None where the system does not
+    say.
     """
 
 def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | None = None) -> GradStats:
@@ -949,12 +1035,13 @@ def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | N
         ValueError: for a dtype that gradients do not have.
     """
 
-def list_members(folder: str | PathLike[str]) -> list[MemberFile]:
+def list_members(drive: str | PathLike[str]) -> list[MemberFile]:
     """
-    The files of volumes' members in a folder, by name. Takes no lock.
+    The files of volumes' members in a folder, by name; of a block device the member that it is, if
+    any. Takes no lock.
 
     Raises:
-        OSError: where the folder cannot be read.
+        OSError: where the drive cannot be read.
     """
 
 def master_parts(dtype: str) -> list[StatePart]:
@@ -983,6 +1070,18 @@ def num_chunks(numel: int) -> int:
     Chunks of a parameter of `numel` elements.
     """
 
+def places_of_ranks(num_ranks: int) -> list[tuple[list[int], str | None]]:
+    """
+    What would fall to each of `num_ranks` ranks of this host, with the CPUs that this process may
+    use.
+
+    Returns:
+        for each rank the CPUs of its workers, and the PCI address of its GPU, if that is known.
+
+    Raises:
+        ValueError: for no ranks.
+    """
+
 def read_state(tensor: AdamTensor, *, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:
     """
     Decodes a tensor's state into float32 views of `numel` elements: the master, both moments, or
@@ -993,9 +1092,9 @@ def read_state(tensor: AdamTensor, *, master: TensorView | None = None, exp_avg:
             other.
     """
 
-def remove_volume(name: str, folders: Sequence[str | PathLike[str]]) -> None:
+def remove_volume(name: str, drives: Sequence[str | PathLike[str]]) -> None:
     """
-    Removes the files of a volume that no process uses.
+    Removes the files of a volume that no process uses, and makes its devices free.
 
     Raises:
         ValueError: for a name that a volume cannot have.
@@ -1038,7 +1137,7 @@ def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: S
         OSError: where there is no memory for them.
     """
 
-def swap_buffers_nbytes(folders: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, durability: str = "commit", buffers_nbytes_max: int = ..., workers: int | None = None) -> int:
+def swap_buffers_nbytes(drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, durability: str = "commit", buffers_nbytes_max: int = ..., workers: int | None = None) -> int:
     """
     Bytes of the buffers of a swap, at most; the arguments are its own.
 

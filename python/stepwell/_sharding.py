@@ -28,6 +28,7 @@ __all__ = [
     "agree",
     "check_placements",
     "is_dtensor",
+    "is_exactly_dtensor",
     "like",
     "local",
     "longest_piece",
@@ -50,6 +51,11 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_exactly_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether the class of `tensor` is DTensor itself."""
+    return is_dtensor(tensor) and type(tensor) is sys.modules["torch.distributed.tensor"].DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -189,6 +189,13 @@ def nbytes(param: torch.Tensor, moments: str) -> int:
     )
 
 
+def step_bytes(dtype: torch.dtype, moments: str) -> float:
+    """Bytes per element that a step reads and writes of parameters of `dtype` and their state."""
+    numel = 1 << 20
+    state = nbytes(torch.empty(numel, dtype=dtype, device="meta"), moments)
+    return 2 * (state / numel + dtype.itemsize)
+
+
 def nbytes_of(state: State) -> int:
     """Bytes of the tensors of `state`, this rank's pieces, beside `step`."""
     return sum(

@@ -13,7 +13,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from stepwell.deepspeed.fingerprints import digest
+from stepwell.deepspeed.fingerprints import checksum, digest
 
 RELEASES = ("0.19.6", "0.19.7", "0.19.8")
 """The releases of DeepSpeed that tests run on."""
@@ -158,6 +158,20 @@ def sources(release):
     return read
 
 
+def checksums(readers):
+    """Of the files of the methods that count, by release.
+
+    Args:
+        readers: as `tables` has it.
+    """
+    modules = sorted({ENGINE[0], BASES[0], *(module for module, _ in CLASSES.values())})
+    return {
+        release: {module: checksum(read(module).encode()) for module in modules}
+        for release, read in readers.items()
+    }
+
+
 if __name__ == "__main__":
-    made = tables({release: sources(release) for release in RELEASES})
+    readers = {release: sources(release) for release in RELEASES}
+    made = {"files": checksums(readers), "methods": tables(readers)}
     TABLE.write_text(json.dumps(made, indent=1) + "\n")

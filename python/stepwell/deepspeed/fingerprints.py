@@ -2,11 +2,12 @@
 
 A subclass of ours depends on more than the names of what it overrides. `fingerprints.json` has the
 methods that it overrides or calls and those that call an overridden one, by the class of ours, with
-their digests in each release of DeepSpeed that it was tested on. `make fingerprints` makes the file
-from DeepSpeed's sources.
+their digests in each release of DeepSpeed that it was tested on; and the checksums of the files
+that these methods are in. `make fingerprints` makes it from DeepSpeed's sources.
 
 Comments, docstrings and layout do not count. A digest is the same in all versions of Python. It is
-of the method as it is in this process, so a patch of another library counts.
+of the method as it is in this process, so a patch of another library counts. A method whose file is
+a release's needs no digest: parsing them all takes half a second of each start.
 """
 
 from __future__ import annotations
@@ -19,13 +20,23 @@ import inspect
 import json
 import os
 from importlib import resources
-from types import FunctionType
+from pathlib import Path
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["UNTESTED_VARIABLE", "difference", "digest", "digest_of", "releases", "tested"]
+__all__ = [
+    "UNTESTED_VARIABLE",
+    "checksum",
+    "difference",
+    "digest",
+    "digest_of",
+    "files",
+    "releases",
+    "tested",
+]
 
 UNTESTED_VARIABLE = "STEPWELL_UNTESTED_DEEPSPEED"
 """Environment variable: `1` uses Stepwell's classes also where DeepSpeed's methods have changed."""
@@ -65,6 +76,11 @@ def digest(functions: Iterable[ast.AST]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]
 
 
+def checksum(source: bytes) -> str:
+    """The checksum of a file with methods."""
+    return hashlib.sha256(source).hexdigest()[:_DIGEST_CHARS]
+
+
 def _inner(function: Any) -> Any:
     """What a decorator of DeepSpeed's, torch's or Stepwell's is around; None: it is no such."""
     package = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
@@ -84,16 +100,22 @@ def _plain(function: Any) -> Any:
     return function
 
 
-def _definitions(method: Any) -> Iterator[ast.AST]:
+def _codes(method: Any) -> list[CodeType]:
+    """The code of a method, and of all that a property has.
+
+    Not of what is around it: `inspect.getsource` of a function looks through every decorator.
+    """
     functions = (
         [method.fget, method.fset, method.fdel] if isinstance(method, property) else [method]
     )
-    for function in functions:
-        if function is not None:
-            # Of the code: `getsource` of a function looks through every decorator.
-            source = inspect.getsource(_plain(function).__code__)
-            tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
-            yield tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
+    return [_plain(function).__code__ for function in functions if function is not None]
+
+
+def _definitions(method: Any) -> Iterator[ast.AST]:
+    for code in _codes(method):
+        source = inspect.getsource(code)
+        tree = ast.parse(f"if True:\n{source}" if source[0].isspace() else source)
+        yield tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
 
 
 def digest_of(method: Any) -> str | None:
@@ -104,12 +126,52 @@ def digest_of(method: Any) -> str | None:
         return None
 
 
+def _is_of_file(method: Any, name: str, known: dict[str, str]) -> bool:
+    """Whether a method is the one of that name in a file that is a release's.
+
+    Args:
+        method: a function or property.
+        name: its name in its class.
+        known: the release's checksums of files, by their names within DeepSpeed.
+    """
+    try:
+        codes = _codes(method)
+        return bool(codes) and all(
+            _is_called(code.co_name, name) and _checksum_of(code.co_filename) in known.values()
+            for code in codes
+        )
+    except (AttributeError, OSError):
+        return False
+
+
+def _is_called(own: str, name: str) -> bool:
+    """Whether what is called `own` in its source has `name` in its class."""
+    is_private = own.startswith("__") and not own.endswith("__")
+    return name == own or (is_private and name.endswith(own))
+
+
 @functools.cache
+def _checksum_of(path: str) -> str:
+    return checksum(Path(path).read_bytes())
+
+
+@functools.cache
+def _known() -> dict[str, Any]:
+    text = resources.files(__package__).joinpath("fingerprints.json").read_text("utf-8")
+    known: dict[str, Any] = json.loads(text)
+    return known
+
+
 def tested() -> dict[str, Table]:
     """What is known, by the names of Stepwell's classes."""
-    text = resources.files(__package__).joinpath("fingerprints.json").read_text("utf-8")
-    tables: dict[str, Table] = json.loads(text)
+    tables: dict[str, Table] = _known()["methods"]
     return tables
+
+
+def files() -> dict[str, dict[str, str]]:
+    """Release -> module of DeepSpeed -> checksum of its file."""
+    found: dict[str, dict[str, str]] = _known()["files"]
+    return found
 
 
 def releases() -> list[str]:
@@ -134,26 +196,30 @@ def difference(zero_class: str) -> str | None:
     """
     found: dict[tuple[str, str], str | None] = {}
 
-    def digest_found(owner: str, name: str) -> str | None:
+    def is_as_tested(release: str, owner: str, name: str, known: str) -> bool:
+        method = _method(owner, name)
+        if _is_of_file(method, name, files().get(release, {})):
+            return True
         if (owner, name) not in found:
-            found[owner, name] = digest_of(_method(owner, name))
-        return found[owner, name]
+            found[owner, name] = digest_of(method)
+        return found[owner, name] == known
 
-    differing = {
-        release: [
+    differing = {}
+    for release, owners in reversed(tested()[zero_class].items()):
+        differing[release] = [
             (owner, name)
             for owner, methods in owners.items()
             for name, known in methods.items()
-            if digest_found(owner, name) != known
+            if not is_as_tested(release, owner, name, known)
         ]
-        for release, owners in tested()[zero_class].items()
-    }
+        if not differing[release]:
+            return None
     release, methods = min(differing.items(), key=lambda item: len(item[1]))
     installed = importlib.import_module("deepspeed").__version__
     missing = [f"{owner}.{name}" for owner, name in methods if _method(owner, name) is None]
     if missing:
         return f"DeepSpeed {installed} lacks {_named(missing)}"
-    if not methods or os.environ.get(UNTESTED_VARIABLE) == "1":
+    if os.environ.get(UNTESTED_VARIABLE) == "1":
         return None
     changed = _named([f"{owner}.{name}" for owner, name in methods])
     return (

@@ -52,12 +52,12 @@ class Options:
     """The most host memory that may be taken; None: what is free, or with a volume three quarters
     of it."""
     nvme_paths: Sequence[str] | None = None
-    """With `offload_optimizer.device` nvme, a folder on each drive of the volume.
+    """With `offload_optimizer.device` nvme, a folder on each drive of the volume, or its device.
 
     None: `offload_optimizer.nvme_path` alone.
     """
     volume: Mapping[str, Any] | None = None
-    """Options of `stepwell.Volume` for it, beside the folders: `durability`, `keep`, `name`, ..."""
+    """Options of `stepwell.Volume` for it, beside the drives: `durability`, `keep`, `name`, ..."""
     zenflow: bool = True
     """Whether a block `zero_optimization.zenflow` runs on the offload engine, where that can.
 

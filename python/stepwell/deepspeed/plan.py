@@ -6,6 +6,7 @@ to change. What a user who asked for offload is not getting is in `Plan.warning`
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -180,12 +181,16 @@ class _Case(NamedTuple):
         if self.engine.wall_clock_breakdown():
             # Timers are to time the step.
             return "with wall_clock_breakdown"
-        if self.stage == _STAGE_3:
-            # DeepSpeed gathers weights from the device on streams of its own.
-            is_in_host_memory = device_of(self.engine.zero_offload_param()) == "cpu"
-            return None if is_in_host_memory else "under ZeRO-3 without offload_param"
-        # Several ranks gather in the step.
-        return None if self.is_alone else "with several ranks"
+        if self.is_alone:
+            # DeepSpeed computes with the partitions themselves.
+            is_on_device = device_of(self.engine.zero_offload_param()) != "cpu"
+            waits = self.stage == _STAGE_3 and is_on_device
+            return "under ZeRO-3 without offload_param on one rank" if waits else None
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            # Collectives of two threads wait for each other where ranks launch them in two orders.
+            return "with CUDA_DEVICE_MAX_CONNECTIONS=1 and several ranks"
+        # What is deferred is gathered with a later step.
+        return None if self.zenflow is None else "under zenflow with several ranks"
 
     @property
     def zenflow(self) -> zenflow.ZenFlow | None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["INTERVAL_MAX", "Deferred", "Extents", "Memory", "deferred_core", "memory_of"]
 
 INTERVAL_MAX = 8
-"""The most steps between two turns."""
+"""The most steps between two turns: the core's `INTERVAL_MAX`, as a test compares."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from stepwell.offload.under_way import as_plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell._operand import BoundUpdate
     from stepwell.offload.deferred import Deferred
@@ -133,8 +134,9 @@ class Engine:
         """A thread that submits or settles has it: a look on another thread may settle."""
         self.is_settled = True
         """Whether nothing was submitted since `settle`, which may have found nothing to do."""
-        # Those of which deferred steps have left updates pending, or weights to land.
-        self._behind: set[torch.Tensor] = set()
+        # Those of which deferred steps have left updates pending, or weights to land; and for how
+        # many deferred steps more, if no gradient comes.
+        self._behind: dict[torch.Tensor, int] = {}
         for buffer in self._buffers:
             self._core.pin(buffer)
         self._submit_stream = self._stream()
@@ -147,6 +149,10 @@ class Engine:
     def _stream(self) -> int:
         return current_stream(self._device)
 
+    def _streams(self, step_stream: int | None) -> set[int]:
+        """The current stream, and that of the last step."""
+        return {self._stream(), *([] if step_stream is None else [step_stream])}
+
     @property
     def held(self) -> Collection[torch.Tensor]:
         """The parameters whose storage it keeps alive, by one reference, between deferred steps."""
@@ -154,8 +160,12 @@ class Engine:
 
     @property
     def behind(self) -> Collection[torch.Tensor]:
-        """The parameters of which updates are deferred, that no exact step has followed."""
-        return self._behind
+        """The parameters of which the device may lack an update, or have a predicted weight.
+
+        Deferred steps have stepped them, and no exact step has followed. Those that get no gradient
+        any more have their own weight after `2 * interval + 1` deferred steps.
+        """
+        return self._behind.keys()
 
     def is_behind(self) -> bool:
         """Whether there is any in `behind`."""
@@ -254,7 +264,9 @@ class Engine:
         }
         # Deferred steps hold them here, not with each job: the guard counts what refers to one.
         before = self._held[0]
-        held = {} if at_once is None else {**before, **storages}
+        behind = self._behind_after([update.param for update, _ in stepped], at_once)
+        still = {param: old for param, old in before.items() if param in behind}
+        held = {} if at_once is None else {**still, **storages}
         owners_of_weights = [old for param, old in before.items() if old is not held.get(param)]
         deferral: dict[str, Any] = {}
         if at_once is None:
@@ -286,10 +298,6 @@ class Engine:
             stream=self._submit_stream,
             **deferral,
         )
-        behind: set[torch.Tensor] = set()
-        if at_once is not None:
-            stepped_params = {update.param for update, _ in stepped}
-            behind = (self._behind | stepped_params).difference(at_once)
         return [
             submit,
             partial(self._held.__setitem__, 0, held),
@@ -297,6 +305,32 @@ class Engine:
             partial(setattr, self, "is_settled", False),
             partial(setattr, self, "_step_stream", self._submit_stream),
         ]
+
+    def decided(self) -> AbstractContextManager[None]:
+        """A context in which a step is submitted that ranks have agreed on, where they share it."""
+        return contextlib.nullcontext()
+
+    def withdraw(self) -> None:
+        """What `submission` has made ready is not submitted, or was before.
+
+        So waits are for the weights of the last step, and end it.
+        """
+        if self._step_stream is None:
+            self._step_stream = self._submit_stream
+
+    def _behind_after(
+        self, stepped: Iterable[torch.Tensor], at_once: Collection[torch.Tensor] | None
+    ) -> dict[torch.Tensor, int]:
+        """`_behind` once a step of these parameters was submitted; `at_once` as there."""
+        if at_once is None:
+            return {}
+        assert self._deferred is not None
+        # The turn of the last gradient, the landing of its predicted weight, and, at the turn after
+        # that, of the weight itself (`submit` in `rust/offload/engine.rs`).
+        num_steps = 2 * self._deferred.turns + 1
+        left = {param: count - 1 for param, count in self._behind.items() if count > 1}
+        left.update(dict.fromkeys(stepped, num_steps))
+        return {param: count for param, count in left.items() if param not in at_once}
 
     def settle(self) -> None:
         """Applies all updates that are deferred. The weights on the device are all there are then.
@@ -339,7 +373,7 @@ class Engine:
                 # Its memory may be another than the one that the weight went to.
                 local(param).copy_(local(self._twins.weight(param)))
             self._twins.note(params)
-        self._behind = set()
+        self._behind = {}
         self._let_go()
         if written:
             raise ValueError(
@@ -379,7 +413,7 @@ class Engine:
         begin = time.perf_counter()
         # Read before the wait: a step may be submitted on another thread meanwhile.
         step_stream = self._step_stream
-        streams = {self._stream(), *([] if step_stream is None else [step_stream])}
+        streams = self._streams(step_stream)
         for param in params:
             for stream in streams:
                 self._core.wait(self._indices[param], 0, self._numels[param], stream=stream)
@@ -391,8 +425,7 @@ class Engine:
 
         These are the current stream and the stream that the step began on.
         """
-        step_stream = self._step_stream
-        for stream in {self._stream(), *([] if step_stream is None else [step_stream])}:
+        for stream in self._streams(self._step_stream):
             self._core.finish(stream=stream)
 
     def synchronize(self) -> None:

@@ -7,7 +7,8 @@ take short cuts, the first module called waits for everything beneath it.
 
 The gate is there for speed: it waits for all weights of a module at once, before they are needed
 one by one. `guard` makes every access wait, also one that no hook sees. The step itself waits for
-weights that no forward is known to wait for, and for those that can be reached past the guard.
+weights that no forward is known to wait for, and for those that can be reached past the guard. What
+FSDP2 gathers ahead of a forward waits in the gather (`shard_guard`).
 
 Compiled code has no hooks, and does not look at the class of a parameter. Where torch.compile or
 torch.jit traces a gated module, or a CUDA graph captures its forward, the gate is closed: every
@@ -26,10 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell._sharding import is_dtensor
 from stepwell.offload.guard import WeightGuard
+from stepwell.offload.shard_guard import ShardGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from stepwell.offload.guard import Uploads
 
@@ -91,6 +94,7 @@ class Gate:
         release: a method that waits until the gradients of the last step may be written; held
             weakly. None: they may be written once a step was submitted.
         settle: as `WeightGuard` has it.
+        confirm: likewise.
         is_behind: a method that says whether updates are deferred that `settle` would apply; held
             weakly. None: none is.
         wait_bytes_max: of weights that one module waits for at once, before it begins, though only
@@ -104,6 +108,7 @@ class Gate:
         release: Callable[[], None] | None = None,
         settle: Callable[[], None] | None = None,
         *,
+        confirm: Callable[[], None] | None = None,
         is_behind: Callable[[], bool] | None = None,
         wait_bytes_max: int = 0,
     ) -> None:
@@ -129,14 +134,18 @@ class Gate:
         self._nbytes: dict[int, int] = {}
         self._is_behind = None if is_behind is None else weakref.WeakMethod(is_behind)
         self._wait_bytes_max = wait_bytes_max
-        self.guard = WeightGuard(uploads, settle)
+        modules = _modules()
+        self.guard = (
+            ShardGuard(self._params, uploads, settle, modules)
+            if any(map(is_dtensor, self._params))
+            else WeightGuard(uploads, settle, confirm)
+        )
         """What knows which weights are under way."""
         self.is_open = False
         """Whether forwards wait by themselves. If not, the step has to wait for all uploads."""
-        self._attach()
+        self._attach(modules)
 
-    def _attach(self) -> None:
-        modules = _modules()
+    def _attach(self, modules: list[torch.nn.Module]) -> None:
         by_id = {id(module): module for module in modules}
         for module in modules:
             children = [
@@ -160,6 +169,8 @@ class Gate:
             why = f"`{compiled[0]}` is compiled"
         elif unowned:
             why = f"{unowned} parameters are in no module"
+            if gc.get_freeze_count():
+                why += " that is seen: gc.freeze() hides modules, call it after the first step"
         else:
             self._hook([by_id[key] for key in gated])
             return
@@ -201,6 +212,17 @@ class Gate:
         self._is_entered = False
         self.guard.protect(params)
 
+    def exposed(
+        self, params: Iterable[torch.Tensor], held: Collection[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """Those of `params` whose memory can be reached without an access that the guard sees.
+
+        Args:
+            params: what is about to be stepped.
+            held: as `guard.exposed` has it.
+        """
+        return self.guard.exposed(params, self._params, held)
+
     def not_covered(
         self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()
     ) -> list[torch.Tensor]:
@@ -219,6 +241,9 @@ class Gate:
 
     def wait_for_uncovered(self) -> None:
         """Waits for the weights that no forward is known to wait for, and for those exposed."""
+        if self._uncovered:
+            # A program may have a way to them that no guard sees.
+            self.guard.confirm()
         self.guard.wait_for(self._uncovered)
         self._uncovered = []
         self._unfinished_on = None
@@ -318,9 +343,12 @@ class Gate:
         self._end_interrupted_step()
         # Not where a forward in training uses a part in evaluation mode: its other parts have read
         # their weights, which backward needs as they are.
-        if not (self._is_entered and torch.is_grad_enabled() and self._is_part(module)):
+        is_part = self._is_entered and torch.is_grad_enabled() and self._is_part(module)
+        if not is_part:
             self.guard.settle()
         if self.guard.any_under_way:
+            if not is_part:
+                self.guard.confirm()
             beneath = self._reached([id(module)], self._children)
             self.guard.enter(param for key in beneath for param in self._owned.get(key, ()))
 

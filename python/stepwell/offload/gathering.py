@@ -1,30 +1,37 @@
-"""The engine of one of several ranks: its weights go to all others, and theirs come here.
+"""New weights of one of several ranks go to all others, and theirs come here, behind the step.
 
-A thread gathers the weights of a step, parameter by parameter, in the engine's order. So all ranks
-make the same collectives in the same order, whatever their other threads do meanwhile: a forward, a
-look at a weight or an evaluation waits for what the thread has gathered, and calls no collective.
-The collectives are those of process groups that nothing else uses.
+A thread gathers the weights of a step, piece by piece, in an order that is a plan: the same on all
+ranks. So all ranks make the same collectives in the same order, whatever their other threads do
+meanwhile: a forward, a look at a weight or an evaluation waits for what the thread has gathered,
+and calls no collective. The collectives are those of process groups that nothing else uses.
 
-- A parameter is gathered when this rank's rows of it are on the device. Its rows are written in
-  place on the others, after all that the stream of the step held when it was submitted.
+- A piece is gathered when this rank's part of it is on the device. It is written in place on the
+  others, after all that the stream of the step held when it was submitted.
 - On CUDA collectives are on a stream of their own; what waits is the current stream.
-- A rank whose own step fails goes on with the collectives, with old weights, and says so behind the
-  last. Then the next wait for all weights is an error on every rank: `step()` begins with one.
+- Before the first piece and behind the last all ranks tell whether their own step is good. One that
+  has left the step by an error (`decided`) says so at once, and no piece is gathered. One whose
+  step fails later goes on with the collectives, with old weights. The errors of the others name it.
+- A forward waits for its pieces alone: meanwhile another rank may have failed. The wait for the
+  last weight is one for what is told behind it, so no forward of the whole model ends with old
+  weights. What a program may keep (a look at a weight, an evaluation) waits for that at once
+  (`confirm`), but for a look at a weight that a forward in training has used since: it is a plain
+  one then. `step()` begins with a wait for all.
 - A rank that is gone fails the collectives of the others: at once by gloo, after the timeout of the
   process group by NCCL, whose watchdog ends the process.
 
-Cost: each rank receives what it does not step, once per step; one call per parameter, and one per
-rank where its rows are not dealt out evenly.
+Cost: each rank receives what it does not step, once per step; one call per piece, and one per rank
+where its parts are not even, or do not lie together. What is told is 40 bytes, twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import os
 import queue
 import threading
 import time
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,98 +41,115 @@ from typing_extensions import override
 
 from stepwell._sharding import local
 from stepwell.offload.engine import Engine, stream_of
-from stepwell.offload.peers import wait_for_work
+from stepwell.offload.finalizers import finalize, postponed
+from stepwell.offload.peers import wait_for_work, why_lost
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell import _core
     from stepwell._operand import BoundUpdate
-    from stepwell.offload.peers import Peers
+    from stepwell.offload.peers import Peers, ToldOfStep
     from stepwell.offload.selection import Selected
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.twins import Twins
 
-__all__ = ["RankEngine"]
+__all__ = ["Gatherer", "Piece", "RankEngine", "bytes_of"]
 
 # How long copies that have been enqueued are not looked at.
 _POLL_SECONDS = 5e-4
 
+# For a thread that has nothing left to do but to let go of what it has.
+_JOIN_SECONDS_MAX = 10.0
 
-class _Weight(NamedTuple):
-    """A parameter of a step, without its class, which guards it."""
+
+class Piece(NamedTuple):
+    """What is gathered at once, of tensors without their class, which guards them."""
 
     place: int
-    """Among the engine's parameters."""
-    memory: torch.Tensor
-    """All of it, as bytes."""
-    cuts: list[int]
-    """In bytes, where the rows of each rank begin, and the end."""
-    own_numel: int
-    """Elements that this rank steps."""
-    own_nbytes: int
-    """Bytes of these."""
-
-    @property
-    def is_even(self) -> bool:
-        """Whether every rank has as much."""
-        sizes = [end - begin for begin, end in zip(self.cuts, self.cuts[1:], strict=False)]
-        return len(set(sizes)) == 1
-
-    def part(self, rank: int) -> torch.Tensor:
-        """The rows of `rank`."""
-        return self.memory[self.cuts[rank] : self.cuts[rank + 1]]
+    """Of the engine's tensor of which this rank steps a part."""
+    begin: int
+    """The first element of this part."""
+    end: int
+    """Behind its last element."""
+    parts: Sequence[torch.Tensor]
+    """What each rank steps, as bytes, where it belongs on this device."""
+    whole: torch.Tensor | None = None
+    """All parts, one behind the other; None: they are not even, or do not lie together."""
+    source: torch.Tensor | None = None
+    """This rank's part in host memory, whence the thread copies it; None: the engine uploads it."""
 
 
-class _Gathering:
+class _GatheredStep:
     """What is gathered of one step.
 
-    The thread marks one weight after the other; others wait for them.
+    The thread marks one piece after the other; others wait for them.
     """
 
-    def __init__(self, weights: list[_Weight], after: torch.cuda.Event | None) -> None:
-        self.weights = weights
+    def __init__(
+        self,
+        pieces: list[Piece],
+        after: torch.cuda.Event | None,
+        last: Mapping[Any, int],
+        why_left: str | None = None,
+    ) -> None:
+        self.why_left = why_left
+        """The error by which this rank has left the step; None: it has submitted it."""
+        self.pieces = pieces
         self.after = after
-        """What the memory of the weights is written after."""
-        self.places = {weight.place: nth for nth, weight in enumerate(weights)}
+        """What the memory of the pieces is written after."""
+        self.last = last
+        """Of each weight, its last piece."""
+        self._last_place = max(last.values(), default=-1)
         self.error: OSError | None = None
-        """Why it has ended early, or that another rank has failed."""
+        """Why this rank's step has failed; or, at the end, that another rank's has."""
         self.is_over = False
         """Whether it has ended, on this rank."""
-        self.bytes_received = sum(weight.memory.numel() - weight.own_nbytes for weight in weights)
-        """Bytes of the rows of other ranks."""
         self._events: list[torch.cuda.Event | None] = []
         self._changed = threading.Condition()
 
     def mark(self, event: torch.cuda.Event | None) -> None:
-        """The next weight is gathered, or is when `event` has passed."""
+        """The next piece is gathered, or is when `event` has passed."""
         with self._changed:
             self._events.append(event)
+            self._changed.notify_all()
+
+    def fail(self, error: OSError) -> None:
+        """This rank's step has failed. The others are told at the end."""
+        with self._changed:
+            self.error = error
             self._changed.notify_all()
 
     def end(self, error: OSError | None) -> None:
         """Nothing more comes."""
         with self._changed:
             # The memory is the parameters' again: a count of its references has theirs alone.
-            self.weights = []
+            self.pieces = []
             self.error = error
             self.is_over = True
             self._changed.notify_all()
 
-    def wait(self, indices: Iterable[int], streams: Iterable[int], device: torch.device) -> None:
-        """`streams` wait for the weights of `indices`; the thread until they are enqueued.
+    def wait(self, weights: Iterable[Any], streams: Iterable[int], device: torch.device) -> None:
+        """`streams` wait for `weights`; the thread until they are enqueued.
+
+        For the last of all weights until all ranks have told that they have stepped: what waits for
+        all of them, part by part, has new ones only.
 
         Raises:
-            OSError: they do not come.
+            OSError: they do not come; or this rank or another has failed, as far as that is known.
         """
-        places = [self.places[index] for index in indices if index in self.places]
-        if not places:
+        place = max((self.last[key] for key in weights if key in self.last), default=-1)
+        if place < 0:
             return
+        count = place + 1 if place < self._last_place else math.inf
         with self._changed:
-            self._changed.wait_for(lambda: self.is_over or len(self._events) > max(places))
-            if len(self._events) <= max(places):
+            self._changed.wait_for(
+                lambda: self.is_over or self.error is not None or len(self._events) >= count
+            )
+            if self.error is not None:
                 self._raise()
-            last = self._events[max(places)]
+            last = self._events[place]
         if last is not None:
             # All are on one stream: the last is behind the others.
             for stream in streams:
@@ -154,93 +178,132 @@ class _Gathering:
         raise OSError(str(self.error)) from self.error
 
 
-class _Gatherer:
-    """The thread's side: gathers the weights of one step after the other."""
+class _GatherThread:
+    """What the thread has: it gathers the pieces of one step after the other."""
 
     def __init__(self, core: _core.OffloadEngine, peers: Peers, device: torch.device) -> None:
         self._core = core
         self._peers = peers
         self._device = device
         self._stream: torch.cuda.Stream | None = None
-        self.steps: queue.SimpleQueue[_Gathering | None] = queue.SimpleQueue()
+        self._num_told = 0
+        self.steps: queue.SimpleQueue[_GatheredStep | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        while (step := self.steps.get()) is not None:
-            error: OSError | None = None
-            try:
-                error = self._gather(step)
-            except OSError as caught:
-                error = caught
-            except BaseException as caught:  # noqa: BLE001 - a thread has no caller
-                error = OSError(
-                    f"new weights could not be brought to the other ranks: {caught}. hint: another "
-                    "rank may be gone, its own error says why; resume all ranks from a checkpoint"
-                )
-            step.end(error)
-            del step
+        # What is collected on this thread may wait for it.
+        with postponed() as call_finalizers:
+            while (step := self.steps.get()) is not None:
+                self._take(step)
+                del step
+                call_finalizers()
+
+    def _take(self, step: _GatheredStep) -> None:
+        error: OSError | None = None
+        try:
+            error = self._gather(step)
+        except OSError as caught:
+            error = caught
+        except BaseException as caught:  # noqa: BLE001 - a thread has no caller
+            error = OSError(f"new weights did not come from all ranks: {why_lost(caught)}")
+        step.end(error)
 
     @torch.no_grad()
-    def _gather(self, step: _Gathering) -> OSError | None:
-        """Gathers all weights; returns why this rank or another has failed, if one has."""
+    def _gather(self, step: _GatheredStep) -> OSError | None:
+        """Gathers all pieces; returns why this rank or another has failed, if one has."""
+        told = self._tell(step.why_left)
+        if step.why_left is not None:
+            return self._is_left(told, step.why_left)
         error: OSError | None = None
+        is_begun = False
         stream = self._stream
         if stream is not None and step.after is not None:
             stream.wait_event(step.after)
-        for weight in step.weights:
+        for piece in step.pieces:
             if error is None:
                 try:
                     self._core.wait(
-                        weight.place,
-                        0,
-                        weight.own_numel,
+                        piece.place,
+                        piece.begin,
+                        piece.end,
                         stream=0 if stream is None else stream.cuda_stream,
                     )
                 except (OSError, ValueError) as caught:
                     # The others wait for this rank's part of each collective.
                     error = OSError(str(caught))
-            if stream is None:
-                for work in self._collectives(weight):
-                    wait_for_work(work)
-                step.mark(None)
-                continue
-            with torch.cuda.stream(stream):
-                for work in self._collectives(weight):
-                    work.wait()
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record(stream)
+                    step.fail(error)
+            if not is_begun:
+                # Behind the wait for the first chunks, which takes longer.
+                if left := self._failure(told, None):
+                    return error or left
+                is_begun = True
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                if piece.source is not None:
+                    piece.parts[self._peers.rank].copy_(piece.source, non_blocking=True)
+                event = self._finish(self._collectives(piece))
             step.mark(event)
-        failed = torch.tensor([error is not None], dtype=torch.int32, device="cpu")
-        wait_for_work(
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self._peers.status, async_op=True)
-        )
-        if error is None and int(failed):
-            error = OSError(
-                "the step has failed on another rank, and its weights are not new. hint: its own "
-                "error says why; resume all ranks from a checkpoint"
-            )
-        return error
+        if not is_begun and (left := self._failure(told, None)):
+            return left
+        why = None if error is None else str(error)
+        failure = self._failure(self._tell(why), why)
+        return error or failure
 
-    def _collectives(self, weight: _Weight) -> list[Any]:
+    def _tell(self, failure: str | None) -> ToldOfStep:
+        self._num_told += 1
+        return self._peers.tell_of_step(self._num_told, failure)
+
+    def _failure(self, told: ToldOfStep, own: str | None) -> OSError | None:
+        ranks, why = self._peers.who_failed(told, own)
+        if not ranks:
+            return None
+        return OSError(
+            f"the step has failed on rank {ranks[0]} (`{why}`), and its weights are not new. "
+            "hint: resume all ranks from a checkpoint"
+        )
+
+    def _is_left(self, told: ToldOfStep, why: str) -> OSError | None:
+        """This rank has left the step by an error. Where all have, nothing was changed."""
+        ranks, _ = self._peers.who_failed(told, why)
+        if len(ranks) == self._peers.world_size:
+            return None
+        return OSError(
+            f"this rank has left a step (`{why}`) that others have taken. hint: resume all ranks "
+            "from a checkpoint"
+        )
+
+    def _finish(self, works: list[Any]) -> torch.cuda.Event | None:
+        """Waits for collectives: the thread in host memory; on CUDA the current stream does."""
+        if self._stream is None:
+            for work in works:
+                wait_for_work(work)
+            return None
+        for work in works:
+            work.wait()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+    def _collectives(self, piece: Piece) -> list[Any]:
         peers = self._peers
-        if peers.world_size == 1 or not weight.memory.numel():
+        if peers.world_size == 1 or not any(part.numel() for part in piece.parts):
             return []
-        if weight.is_even:
-            mine = weight.part(peers.rank)
-            return [
-                dist.all_gather_into_tensor(weight.memory, mine, group=peers.data, async_op=True)
-            ]
+        if piece.whole is not None:
+            mine = piece.parts[peers.rank]
+            return [dist.all_gather_into_tensor(piece.whole, mine, group=peers.data, async_op=True)]
         return [
             dist.broadcast(part, peers.ranks[rank], group=peers.data, async_op=True)
-            for rank in range(peers.world_size)
-            if (part := weight.part(rank)).numel()
+            for rank, part in enumerate(piece.parts)
+            if part.numel()
         ]
 
 
 def _close(
-    steps: queue.SimpleQueue[_Gathering | None], last: list[_Gathering | None], pid: int
+    thread: threading.Thread,
+    steps: queue.SimpleQueue[_GatheredStep | None],
+    last: list[_GatheredStep | None],
+    pid: int,
 ) -> None:
     """The optimizer is gone: its last step is waited for, and the thread ends."""
     if os.getpid() != pid:
@@ -252,6 +315,130 @@ def _close(
         with contextlib.suppress(OSError):
             last[0].wait_for_end()
             last[0].wait_for_copies()
+    if thread is not threading.current_thread():
+        # With the thread its process groups may go. Where the interpreter ends before that, torch
+        # ends the process by SIGABRT.
+        thread.join(_JOIN_SECONDS_MAX)
+
+
+class Gatherer:
+    """Gathers the weights of each step behind it, on a thread of its own.
+
+    Args:
+        core: what steps this rank's parts.
+        peers: the ranks, whose `open_data` was called.
+        device: where the weights are.
+    """
+
+    def __init__(self, core: _core.OffloadEngine, peers: Peers, device: torch.device) -> None:
+        self._device = device
+        self._peers = peers
+        # In a list for the finalizer's sake.
+        self._last: list[_GatheredStep | None] = [None]
+        thread = _GatherThread(core, peers, device)
+        self._steps = thread.steps
+        runner = threading.Thread(target=thread.run, name="stepwell-gather", daemon=True)
+        runner.start()
+        finalize(self, _close, runner, self._steps, self._last, os.getpid())
+        self.bytes_received = 0
+        """In the last step, of parts of other ranks."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last step's weights are on their way."""
+        last = self._last[0]
+        return last is not None and not last.is_over
+
+    def submission(self, pieces: list[Piece], last: Mapping[Any, int]) -> list[partial[Any]]:
+        """The calls that begin to gather, to be made directly after the step is submitted.
+
+        Args:
+            pieces: in their order, which is the same on all ranks.
+            last: of each weight, the number of its last piece.
+        """
+        after = None
+        if self._device.type == "cuda":
+            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            after.record(torch.cuda.current_stream(self._device))
+        step = _GatheredStep(pieces, after, last)
+        bytes_received = sum(
+            part.numel()
+            for piece in pieces
+            for rank, part in enumerate(piece.parts)
+            if rank != self._peers.rank
+        )
+        return [
+            partial(self._last.__setitem__, 0, step),
+            partial(self._steps.put, step),
+            partial(setattr, self, "bytes_received", bytes_received),
+        ]
+
+    @contextlib.contextmanager
+    def decided(self) -> Iterator[None]:
+        """In this context a step is submitted, on which all ranks have decided.
+
+        An error that ends it before the submit is told to the others, which wait for this rank.
+        """
+        before = self._last[0]
+        try:
+            yield
+        except BaseException as error:
+            if self._last[0] is before:
+                why = f"{type(error).__name__}: {error}"
+                left = _GatheredStep([], None, {}, why)
+                # First: a step that nothing gathers would be waited for.
+                self._steps.put(left)
+                self._last[0] = left
+            raise
+
+    def wait(self, weights: Iterable[Any], streams: Iterable[int]) -> None:
+        """`streams` wait for `weights` of the last step; the thread until they are enqueued.
+
+        Raises:
+            OSError: they do not come.
+            ValueError: this is a forked child.
+        """
+        if (last := self._last_step()) is not None:
+            last.wait(weights, streams, self._device)
+
+    def confirm(self) -> None:
+        """Waits until all ranks have told that their parts of the last step are good.
+
+        Raises:
+            OSError: one is not.
+            ValueError: this is a forked child.
+        """
+        if (last := self._last_step()) is not None:
+            last.wait_for_end()
+
+    def finish(self, streams: Iterable[int]) -> None:
+        """As `wait`, for all weights, and until all ranks have told that they have stepped.
+
+        Raises:
+            OSError: this rank or another has failed.
+            ValueError: this is a forked child.
+        """
+        if (last := self._last_step()) is not None:
+            last.wait_for_end()
+            last.wait(last.last, streams, self._device)
+
+    def synchronize(self) -> None:
+        """Waits until what was enqueued has ended."""
+        if (last := self._last_step()) is not None:
+            last.wait_for_copies()
+
+    def _last_step(self) -> _GatheredStep | None:
+        # Before a look at the step: its lock may be held by the thread that a child does not have.
+        self._peers.check_process()
+        return self._last[0]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, with a version of its own, and no class that guards it."""
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    begin = tensor.storage_offset() * tensor.itemsize
+    memory.set_(tensor.untyped_storage(), begin, (tensor.nbytes,), (1,))
+    return memory
 
 
 class RankEngine(Engine):
@@ -275,18 +462,12 @@ class RankEngine(Engine):
     ) -> None:
         super().__init__(device, params, twins, threads)
         self._shares = sharding.shares
-        # In a list for the finalizer's sake.
-        self._last: list[_Gathering | None] = [None]
-        gatherer = _Gatherer(self._core, sharding.peers, device)
-        self._steps = gatherer.steps
-        threading.Thread(target=gatherer.run, name="stepwell-gather", daemon=True).start()
-        weakref.finalize(self, _close, self._steps, self._last, os.getpid())
+        self._gatherer = Gatherer(self._core, sharding.peers, device)
 
     @property
     @override
     def busy(self) -> bool:
-        last = self._last[0]
-        return super().busy or (last is not None and not last.is_over)
+        return super().busy or self._gatherer.is_busy
 
     @override
     def submission(
@@ -299,65 +480,57 @@ class RankEngine(Engine):
     ) -> list[partial[Any]]:
         submit, *others = super().submission(updates, grad_scale, at_once, grads, selected)
         stepped = {each.update.param for each in updates}
-        weights = [self._weight(param) for param in self._indices if param in stepped]
-        after = None
-        if self._device.type == "cuda":
-            after = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            after.record(torch.cuda.current_stream(self._device))
-        gathering = _Gathering(weights, after)
-        return [
-            submit,
-            partial(self._last.__setitem__, 0, gathering),
-            partial(self._steps.put, gathering),
-            *others,
-        ]
-
-    def _weight(self, param: torch.Tensor) -> _Weight:
-        piece = local(param)
-        begin, itemsize = piece.storage_offset() * piece.itemsize, piece.itemsize
-        memory = torch.empty(0, dtype=torch.uint8, device=piece.device)
-        # A version of its own, and no class that guards it.
-        memory.set_(piece.untyped_storage(), begin, (piece.nbytes,), (1,))
-        cuts = [self._shares.elements(param, rank)[0] for rank in range(self._shares.world_size)]
-        own_begin, own_end = self._shares.elements(param)
-        return _Weight(
-            self._indices[param],
-            memory,
-            [cut * itemsize for cut in [*cuts, piece.numel()]],
-            own_end - own_begin,
-            (own_end - own_begin) * itemsize,
+        params = [param for param in self._indices if param in stepped]
+        gather = self._gatherer.submission(
+            [self._piece(param) for param in params],
+            {self._indices[param]: nth for nth, param in enumerate(params)},
         )
+        return [submit, *gather, *others]
+
+    def _piece(self, param: torch.Tensor) -> Piece:
+        whole = local(param)
+        memory, ranks = bytes_of(whole), range(self._shares.world_size)
+        cuts = [self._shares.elements(param, rank)[0] * whole.itemsize for rank in ranks]
+        cuts.append(whole.nbytes)
+        parts = [memory[begin:end] for begin, end in itertools.pairwise(cuts)]
+        is_even = len({part.numel() for part in parts}) == 1
+        begin, end = self._shares.elements(param)
+        return Piece(self._indices[param], 0, end - begin, parts, whole=memory if is_even else None)
 
     @override
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         begin = time.perf_counter()
         # Read before the wait: a step may be submitted on another thread meanwhile.
-        step_stream, last = self._step_stream, self._last[0]
-        if last is not None:
-            streams = {self._stream(), *([] if step_stream is None else [step_stream])}
-            last.wait((self._indices[param] for param in params), streams, self._device)
+        step_stream = self._step_stream
+        self._gatherer.wait((self._indices[param] for param in params), self._streams(step_stream))
         self.seconds_waited += time.perf_counter() - begin
         return step_stream is not None
+
+    def confirm(self) -> None:
+        """Waits until all ranks have told that their parts of the last step are good.
+
+        Raises:
+            OSError: one is not.
+        """
+        self._gatherer.confirm()
+
+    @override
+    def decided(self) -> AbstractContextManager[None]:
+        """As `Gatherer.decided`."""
+        return self._gatherer.decided()
 
     @override
     def finish(self) -> None:
         super().finish()
-        last = self._last[0]
-        if last is not None:
-            last.wait_for_end()
-            step_stream = self._step_stream
-            streams = {self._stream(), *([] if step_stream is None else [step_stream])}
-            last.wait(self._indices.values(), streams, self._device)
+        self._gatherer.finish(self._streams(self._step_stream))
 
     @override
     def synchronize(self) -> None:
         super().synchronize()
-        if self._last[0] is not None:
-            self.finish()
-            self._last[0].wait_for_copies()
+        self.finish()
+        self._gatherer.synchronize()
 
     @override
     def timing(self) -> dict[str, float]:
         """As `Engine.timing`, with `bytes_gathered`: of weights that came from other ranks."""
-        last = self._last[0]
-        return {**super().timing(), "bytes_gathered": 0 if last is None else last.bytes_received}
+        return {**super().timing(), "bytes_gathered": self._gatherer.bytes_received}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import Parameter
 
+from stepwell.offload.finalizers import finalize
 from stepwell.offload.under_way import begin, end, set_grad, without_waiting
 
 if TYPE_CHECKING:
@@ -55,11 +56,19 @@ class WeightGuard:
         uploads: makes the current stream wait for weights.
         settle: a method that brings weights to where the steps so far take them, held weakly; None:
             they are there once they have been waited for.
+        confirm: a method that waits until it is known of all weights whether they are those of the
+            step, held weakly; None: they are once they have been waited for.
     """
 
-    def __init__(self, uploads: Uploads, settle: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        uploads: Uploads,
+        settle: Callable[[], None] | None = None,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
         self._uploads = uploads
         self._settle = None if settle is None else weakref.WeakMethod(settle)
+        self._confirm = None if confirm is None else weakref.WeakMethod(confirm)
         self._under_way: dict[int, Parameter] = {}
         self.num_steps = 0
         """How often weights were protected: a wait ends the protection of its own step only."""
@@ -67,7 +76,7 @@ class WeightGuard:
         """Whether torch.compile has traced an access. What it compiles depends on the class."""
         # A thread ends a protection while another begins one; so may a signal's handler within.
         self._lock = threading.RLock()
-        weakref.finalize(self, _abandon, self._under_way, uploads)
+        finalize(self, _abandon, self._under_way, uploads)
 
     def protect(self, params: Iterable[torch.Tensor]) -> None:
         """From now on accesses to `params` wait. Call it before the step is submitted.
@@ -79,7 +88,22 @@ class WeightGuard:
             self.num_steps += 1
             # First: so Ctrl-C in `begin` leaves no parameter whose class stays changed.
             self._under_way.update((id(param), param) for param in plain)
-            begin(plain, self)
+            begin(plain, self, self._uploads.finish)
+
+    def exposed(
+        self,
+        params: Iterable[torch.Tensor],
+        holders: Iterable[torch.Tensor],
+        held: Collection[torch.Tensor] = (),
+    ) -> list[torch.Tensor]:
+        """Those of `params` whose memory can be reached without an access that this guard sees.
+
+        Args:
+            params: what is about to be stepped.
+            holders: as `exposed` has it.
+            held: likewise.
+        """
+        return exposed(params, holders, held=held)
 
     def is_under_way(self, param: torch.Tensor) -> bool:
         """Whether the step's stream has not waited for `param` yet."""
@@ -96,6 +120,16 @@ class WeightGuard:
         if settle is not None:
             settle()
 
+    def confirm(self) -> None:
+        """Waits until it is known whether all weights are those of the step.
+
+        A forward in training goes on without it: the step that comes behind it would raise.
+        """
+        confirm = None if self._confirm is None else self._confirm()
+        if confirm is not None:
+            with without_waiting():
+                confirm()
+
     def enter(self, params: Iterable[torch.Tensor]) -> None:
         """The current stream waits for those of `params` that are under way, before a forward.
 
@@ -106,6 +140,7 @@ class WeightGuard:
     def wait(self, params: Iterable[torch.Tensor], /) -> None:
         """The current stream waits for those of `params` that are under way and protected."""
         self.settle()
+        self.confirm()
         self.enter(params)
 
     def wait_and_keep(self, params: Iterable[torch.Tensor], /) -> None:
@@ -114,6 +149,7 @@ class WeightGuard:
         A program may write to them until a forward uses them, and that is to be seen.
         """
         self.settle()
+        self.confirm()
         with without_waiting():
             self._uploads.wait([param for param in params if id(param) in self._under_way])
 

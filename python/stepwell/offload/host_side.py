@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stepwell import _state
+from stepwell import _core, _state
 from stepwell._sharding import local
 from stepwell._tensors import Written, check_param
 from stepwell.offload.budget import GIB, announce
@@ -92,12 +92,15 @@ class HostSide:
         self,
         params: Sequence[torch.Tensor],
         states: Mapping[torch.Tensor, _state.State],
-    ) -> None:
-        """Says in the log what host memory `admit` takes for `params`.
+    ) -> _core.MemoryClaim:
+        """Says in the log what host memory `admit` takes for `params`, and claims it.
 
         Args:
             params: new ones.
             states: those that the optimizer has.
+
+        Returns:
+            the claim, which lasts until `admit` has taken it.
 
         Raises:
             ValueError: it is more than there is.
@@ -112,7 +115,7 @@ class HostSide:
         on_device = deferral.selected
         if on_device:
             _LOGGER.info("%.2f GiB of device memory for selected channels", on_device / GIB)
-        announce(
+        return announce(
             sum(self.twins.piece(param).numel() for param in params),
             state=sum(
                 _state.nbytes(self.twins.piece(param), self._moments)
@@ -149,7 +152,7 @@ class HostSide:
             pinned=after.pinned,
             limit=self._bytes_left(states),
             held=before.pinned,
-        )
+        ).end()  # The engine takes it when it is made.
         self._deferred = deferred
 
     def _deferral(self, params: Sequence[torch.Tensor]) -> Memory:
@@ -296,7 +299,7 @@ class HostSide:
                 "on; a crash before that loses it",
                 len(in_memory),
             )
-        written = self.twins.stale(others)
+        written = self.twins.written(others)
         if written and not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             _LOGGER.warning(

@@ -14,6 +14,9 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from stepwell import _state
 from stepwell.offload.deferral import waited_seconds_of
 from stepwell.offload.deferred import INTERVAL_MAX, Deferred
 
@@ -25,8 +28,6 @@ __all__ = ["WINDOW_STEPS", "IntervalTuner", "StepTimes"]
 WINDOW_STEPS = 16
 """Deferred steps that are measured before the interval may change."""
 
-# Bytes of state that a turn reads and writes for each parameter: master and moments.
-_STATE_BYTES = {"fp32": 24.0, "bf16": 16.0, "q8": 12.25}
 _GRADIENT_BYTES = 2.0
 # Which share of a step may be waiting before the interval grows.
 _WAITED_SHARE_MAX = 0.02
@@ -68,7 +69,7 @@ class IntervalTuner:
         self.interval = Deferred.INTERVAL_AT_FIRST
         """The interval that is measured."""
         self._interval_max = INTERVAL_MAX
-        self._state_bytes = _STATE_BYTES[moments]
+        self._state_bytes = _state.step_bytes(torch.bfloat16, moments)
         self._window: list[StepTimes] = []
 
     def set(self, interval: int) -> None:

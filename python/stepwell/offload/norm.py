@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["gradient_norm", "norms_of"]
+__all__ = ["CLIP_EPS", "gradient_norm", "norms_of"]
+
+CLIP_EPS = 1e-6
+"""Added to the norm that gradients are clipped by, as torch's clip_grad_norm_ and DeepSpeed do."""
 
 
 def gradient_norm(

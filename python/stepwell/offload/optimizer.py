@@ -9,7 +9,6 @@ import math
 import threading
 import time
 import weakref
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -19,22 +18,21 @@ from stepwell import _state
 from stepwell._decision import Facts, Nonfinite
 from stepwell._sharding import agree, is_dtensor, local
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
-from stepwell.offload.deferral import DeferralMetrics, SettledSteps
+from stepwell.offload.deferral import DeferralMetrics
+from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.engine import Engine
 from stepwell.offload.gate import LANDING_BYTES_MAX, Gate, remove
 from stepwell.offload.gathering import RankEngine
 from stepwell.offload.gradients import OnGrad
-from stepwell.offload.guard import clear_grads, exposed
+from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
-from stepwell.offload.interval import IntervalTuner, StepTimes
-from stepwell.offload.norm import gradient_norm
+from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.sharding import Shard, Sharding, open_sharding
 from stepwell.offload.state_dicts import OffloadStateDicts
-from stepwell.offload.swapped import StateInMemory, Swapped
+from stepwell.offload.swapped import Swapped
 from stepwell.optim import Moments
 
 if TYPE_CHECKING:
-    from collections import defaultdict
     from collections.abc import Collection, Mapping, Sequence
     from contextlib import AbstractContextManager
 
@@ -50,9 +48,6 @@ GateMode: TypeAlias = Literal["module", "step"]
 Accumulate: TypeAlias = Literal["device", "host"]
 
 _LOGGER = logging.getLogger(__name__)
-
-# As torch.nn.utils.clip_grad_norm_ has it.
-_CLIP_EPS = 1e-6
 
 
 class OffloadAdamW(OffloadStateDicts):
@@ -73,15 +68,16 @@ class OffloadAdamW(OffloadStateDicts):
     Not seen, so that `synchronize()` has to come before it, or `gate="step"`: raw pointers; code in
     C++ that kept a parameter from before the step; CUDA graphs that were captured without their
     module; tensors of `state` that were taken before the step; other processes.
-    Under torch.compile and torch.jit, for DTensor parameters (FSDP2), and for a parameter whose
-    memory others hold too (a view, `.data` or an array that is kept), `step()` waits as with
-    `gate="step"`.
+    Under torch.compile and torch.jit, and for a parameter whose memory others hold too (a view,
+    `.data` or an array that is kept), `step()` waits as with `gate="step"`. Of DTensor parameters
+    (FSDP2) gathers and all other uses of a shard wait for it, each on its own rank.
 
     What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
     ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`,
     `parameter.data += ...`) before the first step, and with `gate="module"` between a step, also a
-    skipped one, and the next forward. At another time, and of a parameter that had no gradient in
-    that step, it changes no version and is not seen: call `reread_parameters()` after it.
+    skipped one, and the next forward; and to a parameter that the next step leaves out (it is
+    frozen, say), but while updates of it are deferred. At another time, and to a DTensor, it
+    changes no version and is not seen: call `reread_parameters()` after it.
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
@@ -208,26 +204,17 @@ class OffloadAdamW(OffloadStateDicts):
         )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
-        # Chooses the interval, if that is to be chosen; the beginning of the last step.
-        self._tuner: IntervalTuner | None = None
-        self._step_began = 0.0
-        if deferred is not None and deferred.interval == "auto":
-            self._tuner = IntervalTuner(moments)
-            deferred = replace(deferred, interval=self._tuner.interval)
-        self._deferred = deferred
-        self._settled_steps = SettledSteps()
-        self._has_warned_of_exact_steps = False
-        # While a step is decided and submitted, `state` does not settle what is deferred, on the
-        # thread that does so.
-        self._stepping_on: int | None = None
+        self._deferred_steps: DeferredSteps | None = None
+        if deferred is not None:
+            self._deferred_steps = DeferredSteps(deferred, moments)
+        self._stepping_on = None
         self._gate_mode: GateMode = gate
         self._accumulate: Accumulate = accumulate
         self._threads = threads
         swapped = None if tier is None else Swapped(tier, moments, threads)
         shares = None if self._sharding is None else self._sharding.shares
-        self._host = HostSide(moments, host_bytes_max, deferred, swapped, shares)
-        # State that the step under way has written to the volume, as it was and as it is.
-        self._swapping: list[list[tuple[torch.Tensor, _state.State, _state.State]]] = [[]]
+        self._host = HostSide(moments, host_bytes_max, self._deferred, swapped, shares)
+        self._swapping = [[]]
         self._twins = self._host.twins
         self._collector: Collector = (
             HostCollector(self._host)
@@ -236,7 +223,7 @@ class OffloadAdamW(OffloadStateDicts):
         )
         # What removes the hooks of a parameter.
         self._hooked: dict[torch.Tensor, weakref.finalize[Any, OffloadAdamW]] = {}
-        self._engine: Engine | None = None
+        self._engine = None
         self._gate: Gate | None = None
         self._seconds: dict[str, float] = {}
         # Between a submit and the release of its gradients.
@@ -263,6 +250,11 @@ class OffloadAdamW(OffloadStateDicts):
             for each in self.param_groups
         ]
         return dict(itertools.chain.from_iterable(names))
+
+    @property
+    def _deferred(self) -> Deferred | None:
+        """Which updates are deferred, at a given interval; None: none is."""
+        return None if self._deferred_steps is None else self._deferred_steps.deferred
 
     @property
     def clip_norm(self) -> float | None:
@@ -292,11 +284,11 @@ class OffloadAdamW(OffloadStateDicts):
             self._collector.check(new, labels)
             if self._sharding is not None:
                 self._sharding.admit(new, labels)
-            self._host.announce(new, self._states)
-            # It is made for a fixed list of parameters.
-            self._close_engine()
-            self._collector.prepare(local(new[0]).device)
-            self._host.admit(new, self._states)
+            with self._host.announce(new, self._states):
+                # It is made for a fixed list of parameters.
+                self._close_engine()
+                self._collector.prepare(local(new[0]).device)
+                self._host.admit(new, self._states)
         self._hook()
 
     def _let_go(self) -> None:
@@ -329,33 +321,30 @@ class OffloadAdamW(OffloadStateDicts):
         self._admit(list(dict.fromkeys(params)))
         self._meshes = None
 
-    def _host_side(self, param: torch.Tensor) -> torch.Tensor:
-        return self._twins.weight(param) if param in self._twins else param
-
-    def _host_tensors(
-        self, param: torch.Tensor, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        twin = self._twins[param]
-        return twin.weight, twin.grad
-
     # ---- the engine ----
 
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
             device, twins = self._host.device, self._twins
-            engine = (
-                Engine(device, twins, twins, self._threads, self._deferred, self._host.swapped)
-                if self._sharding is None
-                else RankEngine(self._sharding, device, twins, twins, self._threads)
-            )
+            engine: Engine
+            confirm = None
+            if self._sharding is None:
+                swapped = self._host.swapped
+                engine = Engine(device, twins, twins, self._threads, self._deferred, swapped)
+            else:
+                engine = ranked = RankEngine(self._sharding, device, twins, twins, self._threads)
+                confirm = ranked.confirm
             gate = None
-            if self._gate_mode == "module" and not any(is_dtensor(param) for param in self._twins):
+            # What is deferred is applied by each rank for itself; its forwards are collective.
+            is_sharded = any(is_dtensor(param) for param in self._twins)
+            if self._gate_mode == "module" and not (is_sharded and self._deferred is not None):
                 gate = Gate(
                     self._twins,
                     engine,
                     self._release,
                     engine.settle,
+                    confirm=confirm,
                     is_behind=engine.is_behind,
                     wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
                 )
@@ -378,47 +367,6 @@ class OffloadAdamW(OffloadStateDicts):
         self._engine = None
         # What the engine has copied is gone with it.
         self._collector.reset()
-
-    @property
-    def _is_stepping(self) -> bool:
-        return self._stepping_on == threading.get_ident()
-
-    @property
-    def state(self) -> defaultdict[torch.Tensor, _state.State]:
-        """State by parameter, as torch's optimizers have it, after the last step is complete."""
-        states = self._read_states()
-        return states if self._host.swapped is None else StateInMemory(self._read_states)
-
-    @state.setter
-    def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
-        self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
-
-    def _read_states(self) -> defaultdict[torch.Tensor, _state.State]:
-        """As `_states`. What is on a volume is read into memory, but for the step's own thread."""
-        with contextlib.nullcontext() if self._engine is None else self._engine.lock:
-            states = self._states
-            swapped = self._host.swapped
-            if swapped is not None and not self._is_stepping:
-                # In this order: a first step, without an engine yet, may begin on another thread.
-                num_steps = swapped.num_steps
-                swapped.read(states, num_steps if self._stepping_on is None else None)
-            return states
-
-    @property
-    def _states(self) -> defaultdict[torch.Tensor, _state.State]:
-        """As `state`. What is on a volume is not read."""
-        if self._engine is not None and not self._is_stepping:
-            with self._engine.lock:
-                self._engine.settle()
-                if self._engine.busy:
-                    self._finish()
-        found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
-        for param, before, state in self._swapping[0]:
-            if found.get(param) is before:
-                found[param] = state
-        # Ctrl-C before this does no harm: what is replaced is replaced once.
-        self._swapping[0] = []
-        return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Waits only for copies of gradients that no step has taken."""
@@ -598,38 +546,34 @@ class OffloadAdamW(OffloadStateDicts):
             self._abandon()
             # No forward is ahead that lands weights, so no access would be seen.
             self.drain()
-            self._twins.forget(self._twins)
+            self._twins.doubt(self._twins)
 
     def _tune(self, begin: float) -> None:
         """Has the interval follow what the last step took, which is over."""
-        tuner, engine = self._tuner, self._engine
-        if tuner is None or engine is None:
+        steps, engine = self._deferred_steps, self._engine
+        if steps is None or steps.chosen_interval is None or engine is None:
             return
-        if engine.is_settled:
-            tuner.forget()
-        elif engine.behind:
-            tuner.note(StepTimes.of(begin - self._step_began, self.timing))
-        self._step_began = begin
-        interval = tuner.choice()
+        interval = steps.measure(
+            begin, self.timing, is_settled=engine.is_settled, is_behind=engine.is_behind()
+        )
         if interval is not None:
             self._set_interval(interval)
 
     def _set_interval(self, interval: int) -> None:
         """Makes the engine anew for another interval, with all updates applied."""
-        tuner, deferred = self._tuner, self._deferred
-        if tuner is None or deferred is None or interval == deferred.interval:
+        steps = self._deferred_steps
+        if steps is None or interval == steps.chosen_interval:
             return
-        before, deferred = deferred.interval, replace(deferred, interval=interval)
+        before = steps.chosen_interval
         try:
-            self._host.defer(deferred, self._states)
+            self._host.defer(steps.at_interval(interval), self._states)
         except ValueError as error:
-            tuner.limit()
+            steps.limit_interval()
             _LOGGER.warning("deferred updates keep interval=%s: %s", before, error)
             return
         _LOGGER.info("deferred updates have interval=%d from now on, after %s", interval, before)
         self._close_engine()
-        self._deferred = deferred
-        tuner.set(interval)
+        steps.set_interval(interval)
 
     def _leave_step(self) -> None:
         """After an error or Ctrl-C in a step: waits for what the step would have waited for.
@@ -645,9 +589,11 @@ class OffloadAdamW(OffloadStateDicts):
                     if self._is_unreleased:
                         self._release()
                     else:
+                        if self._engine is not None:
+                            self._engine.withdraw()
                         self._abandon()
                         self.drain()
-                        self._twins.forget(self._twins)
+                        self._twins.doubt(self._twins)
                     self._wait_for_weights()
                 break
             except KeyboardInterrupt as caught:
@@ -693,35 +639,40 @@ class OffloadAdamW(OffloadStateDicts):
         updates: list[Update] = []
         inverse_scale = 1.0
         norm = 0.0
-        try:
-            inverse_scale = self._inverse_grad_scale()
-            params = self._stepped()
-            grads = self._collector.gradients(params, self._idle_engine, self._label)
-            updates = self._updates()
-        except ValueError as caught:
-            error = caught
-        if self._sharding is None:
-            (has_error,) = agree(self._agreeing_meshes(), [error is not None])
-        else:
-            found_inf, has_error = self._sharding.agree(
-                params,
-                updates,
-                clip_norm=self.clip_norm,
-                has_error=error is not None,
-                found_inf=found_inf,
-                is_written=error is None and bool(self._twins.stale(params)),
-                checksums=lambda weights: self._opened_engine().checksums(weights),
-                label=self._label,
-            )
+        with self._awaited():
+            try:
+                inverse_scale = self._inverse_grad_scale()
+                params = self._stepped()
+                grads = self._collector.gradients(params, self._idle_engine, self._label)
+                updates = self._updates()
+                if self._sharding is not None:
+                    self._sharding.check_batches()
+            except ValueError as caught:
+                error = caught
+            if self._sharding is None:
+                (has_error,) = agree(self._agreeing_meshes(), [error is not None])
+            else:
+                found_inf, has_error = self._sharding.agree(
+                    params,
+                    updates,
+                    clip_norm=self.clip_norm,
+                    has_error=error is not None,
+                    found_inf=found_inf,
+                    is_rounded=self._moments != "fp32",
+                    is_written=error is None and bool(self._twins.stale(params)),
+                    checksums=lambda weights: self._opened_engine().checksums(weights),
+                    label=self._label,
+                )
         facts = Facts(found_inf=found_inf, has_error=has_error)
         if not has_error and not found_inf:
-            self._refuse_lost_writes()
-            self._score(params, grads, updates, self._host.reread(params, self.state))
-            collector = self._collector
-            norm = gradient_norm(params, grads, collector.place, read=collector.read)
-            norm *= inverse_scale
-            if self._sharding is not None:
-                self._sharding.peers.check_norm(norm)
+            with self._awaited():
+                self._refuse_lost_writes()
+                self._score(params, grads, updates, self._host.reread(params, self.state))
+                collector = self._collector
+                norm = gradient_norm(params, grads, collector.place, read=collector.read)
+                norm *= inverse_scale
+                if self._sharding is not None:
+                    self._sharding.peers.check_norm(norm)
             self.grad_norm = norm
             self._seconds = {"norm": time.perf_counter() - begin}
             facts = Facts(
@@ -734,13 +685,20 @@ class OffloadAdamW(OffloadStateDicts):
             what += self._collector.explain_nan()
         if not self._is_taken(facts, updates, error, what):
             return False
-        # After the norm, which would come down behind them; the step begins with the first that is
-        # there.
-        self._collector.take_missing(params, grads, self._opened_engine())
-        selects = self._engine is not None and self._engine.selector is not None
-        on_device = dict(zip(params, grads, strict=True)) if selects else None
-        self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
+        with self._opened_engine().decided():
+            # After the norm, which would come down behind them; the step begins with the first that
+            # is there.
+            self._collector.take_missing(params, grads, self._opened_engine())
+            selects = self._engine is not None and self._engine.selector is not None
+            on_device = dict(zip(params, grads, strict=True)) if selects else None
+            self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
         return True
+
+    def _awaited(self) -> AbstractContextManager[None]:
+        """A context in which other ranks wait for what this one tells them next."""
+        return (
+            contextlib.nullcontext() if self._sharding is None else self._sharding.peers.awaited()
+        )
 
     def _score(
         self,
@@ -757,8 +715,8 @@ class OffloadAdamW(OffloadStateDicts):
             updates: their updates.
             written: those that other code has written.
         """
-        deferred = self._deferred
-        if deferred is None or not deferred.fraction or not updates:
+        steps = self._deferred_steps
+        if steps is None or not steps.deferred.fraction or not updates:
             return
         engine = self._opened_engine()
         if engine.selector is None:
@@ -768,11 +726,7 @@ class OffloadAdamW(OffloadStateDicts):
             engine.is_settled = True
         if self._is_deferred(updates):
             engine.selector.score(params, grads, engine.next_group())
-        elif (
-            self._gate is not None
-            and self._gate.is_open
-            and max(update.step for update in updates) >= deferred.warmup_steps
-        ):
+        elif steps.is_followed_by_deferred(_number_of(updates), is_seen=self._is_seen()):
             engine.selector.score(params, grads, None)
         else:
             engine.selector.score([], [], None)
@@ -787,33 +741,32 @@ class OffloadAdamW(OffloadStateDicts):
         self, updates: Sequence[Update], exposed: Collection[torch.Tensor]
     ) -> set[torch.Tensor] | None:
         """The parameters that a deferred step updates at once; None: the step is exact."""
-        gate = self._gate
-        is_deferred = self._is_deferred(updates)
-        if self._deferred is not None and self._engine is not None and gate is not None:
-            is_warm = max(update.step for update in updates) > self._deferred.warmup_steps
-            if is_warm and gate.is_open:
-                self._settled_steps.note(is_settled=self._engine.is_settled)
-        if gate is None or not is_deferred:
+        steps, engine, gate = self._deferred_steps, self._engine, self._gate
+        if steps is None or engine is None or gate is None or not updates:
+            return None
+        steps.note(_number_of(updates), is_seen=self._is_seen(), is_settled=engine.is_settled)
+        if not self._is_deferred(updates):
             return None
         # The step waits for the weights of these, since no forward is known to.
         return set(gate.not_covered([update.param for update in updates], exposed))
 
+    def _is_seen(self) -> bool:
+        """Whether forwards are seen, and so every other look at a weight."""
+        gate = self._gate
+        return gate is not None and gate.is_open and not gate.guard.was_compiled
+
     def _is_deferred(self, updates: Sequence[Update]) -> bool:
         """Whether the step with these updates is deferred."""
-        deferred, gate = self._deferred, self._gate
-        if deferred is None or not updates:
-            return False
-        if gate is None or not gate.is_open or gate.guard.was_compiled:
-            if not self._has_warned_of_exact_steps:
-                self._has_warned_of_exact_steps = True
-                _LOGGER.warning(
-                    "updates are not deferred, and every step is exact: forwards cannot be seen "
-                    "(torch.compile, DTensor, a CUDA graph, or parameters in no module)"
-                )
-            return False
-        # Also after a drain: so that a run that is resumed from there has the same bits.
-        is_first = self._engine is None or self._engine.is_settled
-        return not is_first and max(update.step for update in updates) > deferred.warmup_steps
+        steps, engine = self._deferred_steps, self._engine
+        return (
+            steps is not None
+            and len(updates) > 0
+            and steps.is_deferred(
+                _number_of(updates),
+                is_seen=self._is_seen(),
+                is_settled=engine is None or engine.is_settled,
+            )
+        )
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
@@ -831,17 +784,7 @@ class OffloadAdamW(OffloadStateDicts):
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None or not math.isfinite(norm):
             return 1.0
-        return min(1.0, self.clip_norm / (norm + _CLIP_EPS))
-
-    def _fresh_state(self, update: Update) -> _state.State:
-        """State of a parameter that was never stepped.
-
-        What was set aside for it, unless that was loaded over.
-        """
-        return self._host.fresh_state(update.param) or super()._fresh_state(update)
-
-    def _is_exclusive(self, param: torch.Tensor) -> bool:
-        return not self._host.fingerprints.is_unverified(param)
+        return min(1.0, self.clip_norm / (norm + CLIP_EPS))
 
     def _apply(
         self,
@@ -866,12 +809,13 @@ class OffloadAdamW(OffloadStateDicts):
         others = list(set(engine.behind).difference(params))
         landing = [*params, *others]
         before = [
+            partial(self._twins.doubt, self._left_out(landing)),
             partial(self._twins.note, landing),
             partial(self._host.fingerprints.mark_outdated, params),
         ]
         shared: set[torch.Tensor] = set()
         if gate is not None:
-            shared.update(self._exposed(landing))
+            shared.update(self._exposed(gate, landing))
             before.append(partial(gate.open, landing, shared))
         at_once = None if shared.intersection(others) else self._at_once(updates, shared)
         selected = []
@@ -892,16 +836,26 @@ class OffloadAdamW(OffloadStateDicts):
             # The step itself waits for them, so that the guard sees no access. Those of the first
             # step: it has seen no forward. Not where memory is shared: writes to it are not seen
             # anyway.
-            self._twins.forget(param for param in gate.uncovered if param not in shared)
+            self._twins.doubt(param for param in gate.uncovered if param not in shared)
 
-    def _exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _left_out(self, params: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that have a twin and are not among `params`."""
+        if len(params) == len(self._twins):
+            return []
+        known = set(params)
+        return [param for param in self._twins if param not in known]
+
+    def _exposed(self, gate: Gate, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `params` whose weights can be reached without an access that the gate sees."""
-        engine = self._engine
-        if engine is None:
-            return exposed(params, self._twins)
-        found = exposed(params, self._twins, held=engine.held)
+        engine = self._opened_engine()
+        found = gate.exposed(params, engine.held)
         if found:
             # The engine holds the weights of the last step until its uploads have ended.
             engine.synchronize()
-            found = exposed(params, self._twins, held=engine.held)
+            found = gate.exposed(params, engine.held)
         return found
+
+
+def _number_of(updates: Sequence[Update]) -> int:
+    """Which update it is, from 1, of the parameter that has seen most."""
+    return max(update.step for update in updates)

@@ -7,33 +7,42 @@
 - Ctrl-C in a wait leaves the ranks apart. Then every later call is an error, here and, since this
   rank is missing, on the others.
 - Every call begins with a round of one size, which says what is called. gloo ends the process where
-  sizes differ; so ranks that call differently (one has left a step by an error) get an error.
+  sizes differ; so ranks that call differently get an error.
+- A rank that leaves a step by an error, while the others wait for it in a round, tells them
+  (`awaited`). So does the thread that gathers, of the steps behind (`tell_of_step`).
 
-Cost: two rounds of up to 72 bytes per step, each 0.1 to 0.3 ms on one host.
+Cost: two rounds of 80 bytes per step, each 0.1 to 0.3 ms on one host, and two of 40 bytes behind
+the step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import struct
 import time
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from datetime import timedelta
 
-__all__ = ["Peers", "StepFacts", "wait_for_work"]
+__all__ = ["Peers", "StepFacts", "ToldOfStep", "wait_for_work", "why_lost"]
 
 # Polls of a work that has not ended: soon after the first look, then less often.
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 2e-5, 1e-3
 
 # Of 8 bytes each, in a round.
-_WORDS = 9
+_WORDS = 10
+
+# Of the text of an error that a rank tells the others.
+_TEXT_BYTES = 1000
 
 
 class _Call(IntEnum):
@@ -45,6 +54,11 @@ class _Call(IntEnum):
     OBJECTS = 3
     BROADCAST = 4
     OPEN = 5
+    LEFT = 6
+
+
+_MADE_BY = {_Call.OBJECTS: "full_state_dict()", _Call.BROADCAST: "full_state_dict()"}
+"""What of the optimizer makes a call, where it is not `step()`."""
 
 
 class StepFacts(NamedTuple):
@@ -56,6 +70,13 @@ class StepFacts(NamedTuple):
     """Whether a GradScaler has found a gradient that is not finite."""
     is_written: bool
     """Whether parameters were written since the last step."""
+
+
+class ToldOfStep(NamedTuple):
+    """What the ranks tell of one step, on its way between them."""
+
+    words: torch.Tensor
+    work: dist.Work
 
 
 class Peers:
@@ -103,7 +124,14 @@ class Peers:
         """Of the same thread, for weights."""
         self._is_data_open = False
         self._round = 0
+        # The round by which this rank has left a step, until something is called again.
+        self._left: tuple[torch.Tensor, dist.Work] | None = None
         self._is_apart = False
+        # What this rank knows of how the ranks have gone apart.
+        self._why_apart = (
+            "one was interrupted, or has called the optimizer otherwise than the others"
+        )
+        self._pid = os.getpid()
 
     def _new_group(self, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
         is_whole_world = len(self.ranks) == dist.get_world_size()
@@ -133,7 +161,7 @@ class Peers:
             lambda: dist.all_gather_into_tensor(whole, mine, group=self.data, async_op=True),
             lambda: dist.broadcast(mine, self.ranks[0], group=self.data, async_op=True),
         ):
-            self._wait(self._call(begin))
+            self._wait(self._call(begin, _Call.OPEN), _Call.OPEN)
         self._is_data_open = True
 
     def agree_on_step(self, mine: StepFacts, params: int, settings: int) -> StepFacts:
@@ -162,9 +190,10 @@ class Peers:
             )
         if most[5] != -most[6]:
             raise ValueError(
-                "the ranks have different lr, betas, eps, weight_decay or clip_norm, or state of "
-                "different numbers of steps, and nothing was changed. hint: load the state dict on "
-                "all ranks; reduce a loss that a scheduler follows over the ranks"
+                "the ranks have different lr, betas, eps, weight_decay, clip_norm or (with coded "
+                "moments) seed, or state of different numbers of steps, and nothing was changed. "
+                "hint: load the state dict on all ranks; reduce a loss that a scheduler follows "
+                "over the ranks; one seed for all"
             )
         return agreed
 
@@ -190,6 +219,73 @@ class Peers:
         count = len(digests)
         return next((at for at in range(count) if most[at] != -most[count + at]), None)
 
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """In this context the others wait for this rank in the next round, or will.
+
+        Where an error ends it before that round, they are told, and get an error that names this
+        rank. Ranks that all leave so stay together.
+
+        Raises:
+            OSError: the ranks have gone apart.
+            ValueError: this is a forked child.
+        """
+        # A step that this rank has left before is over first: its round says whether all have.
+        self._check_together()
+        before = self._round
+        try:
+            yield
+        except BaseException:
+            if self._round == before and not self._is_apart:
+                with contextlib.suppress(OSError):
+                    self._left = self._begin_round(_Call.LEFT, [])
+            raise
+
+    # ---- of the thread that gathers ----
+
+    def tell_of_step(self, step: int, failure: str | None) -> ToldOfStep:
+        """Begins to tell all ranks whether this one has failed; `who_failed` ends it.
+
+        Args:
+            step: the number of steps before that were told of.
+            failure: why it has failed; None: it has not.
+        """
+        has_failed = failure is not None
+        words = [step, -step, int(has_failed), int(not has_failed), has_failed * (self.rank + 1)]
+        mine = torch.tensor(words, dtype=torch.int64, device="cpu")
+        work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.status, async_op=True)
+        return ToldOfStep(mine, work)
+
+    def who_failed(self, told: ToldOfStep, failure: str | None) -> tuple[list[int], str]:
+        """What all ranks have told: a rank that has failed, and why.
+
+        Args:
+            told: what `tell_of_step` has begun.
+            failure: as there.
+
+        Returns:
+            The rank, of the default group, and why it has failed: of several the last. No rank:
+            none has failed. All ranks: all have.
+
+        Raises:
+            OSError: the ranks do not tell of the same step, or one is gone.
+        """
+        wait_for_work(told.work)
+        step, minus_step, any_failed, any_good, last = told.words.tolist()
+        if step != -minus_step:
+            raise OSError(f"the ranks are not at the same step any more: {self._why_apart}")
+        if not any_failed:
+            return [], ""
+        source = self.ranks[last - 1]
+        text = (failure or "").encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+        memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        work: Any = dist.broadcast(memory, source, group=self.status, async_op=True)
+        wait_for_work(work)
+        found = memory.numpy().tobytes().decode(errors="replace").rstrip()
+        return [source] if any_good else list(self.ranks), found
+
+    # ---- rounds ----
+
     def _meet(self, call: _Call) -> None:
         """All ranks make this call. What follows may have any size.
 
@@ -201,28 +297,48 @@ class Peers:
     def _greatest(self, call: _Call, numbers: Sequence[int]) -> list[int]:
         """The greatest of all ranks at each place. More than 7 `numbers` come behind `_meet`."""
         self._check_together()
+        return self._end_round(call, *self._begin_round(call, numbers))[: len(numbers)]
+
+    def _end_round(self, call: _Call, mine: torch.Tensor, work: dist.Work) -> list[int]:
+        self._wait(work, call)
+        most: list[int] = mine.tolist()
+        if most[0] != -most[1]:
+            self._is_apart = True
+            self._why_apart = self._difference(call, most)
+            self._check_together()
+        return most[2:]
+
+    def _begin_round(self, call: _Call, numbers: Sequence[int]) -> tuple[torch.Tensor, dist.Work]:
         self._round += 1
         # Ranks that are not in the same round, or not of the same call, have gone apart.
         mark = self._round * len(_Call) + call
         words = [mark, -mark, *numbers]
-        words += [0] * (_WORDS - len(words))
+        words += [0] * (_WORDS - 1 - len(words))
+        words.append(self.rank + 1 if call is _Call.LEFT else 0)
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         work = self._call(
-            lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._agreeing, async_op=True)
+            lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._agreeing, async_op=True),
+            call,
         )
-        self._wait(work)
-        most: list[int] = mine.tolist()
-        if most[0] != -most[1]:
-            self._is_apart = True
-            self._check_together()
-        return most[2 : 2 + len(numbers)]
+        return mine, work
+
+    def _difference(self, call: _Call, most: Sequence[int]) -> str:
+        """What has the ranks apart, of which some have made another call than `call`."""
+        if left := most[-1]:
+            return f"rank {self.ranks[left - 1]} has left the step by an error, which says why"
+        mark = self._round * len(_Call) + call
+        other = most[0] if most[0] != mark else -most[1]
+        mine, theirs = (_MADE_BY.get(_Call(each % len(_Call)), "step()") for each in (mark, other))
+        if mine == theirs:
+            return self._why_apart
+        return f"this rank has called {mine}, and another one {theirs}; each is a call of all ranks"
 
     def objects(self, mine: object) -> list[Any]:
         """The picklable objects of all ranks, in their order."""
         self._meet(_Call.OBJECTS)
         found: list[Any] = [None] * self.world_size
         self._is_apart = True
-        self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing))
+        self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing), _Call.OBJECTS)
         self._is_apart = False
         return found
 
@@ -230,30 +346,42 @@ class Peers:
         """Fills `memory`, contiguous and in host memory, with that of the rank `owner`."""
         self._meet(_Call.BROADCAST)
         whole, source = memory.view(-1).view(torch.uint8), self.ranks[owner]
-        self._wait(
-            self._call(lambda: dist.broadcast(whole, source, group=self._agreeing, async_op=True))
-        )
+        begin = partial(dist.broadcast, whole, source, group=self._agreeing, async_op=True)
+        self._wait(self._call(begin, _Call.BROADCAST), _Call.BROADCAST)
 
-    def _check_together(self) -> None:
-        if self._is_apart:
-            raise OSError(
-                "the ranks are not at the same step any more: one was interrupted, or has called "
-                "the optimizer otherwise than the others. hint: end all ranks, and resume from a "
-                "checkpoint"
+    def check_process(self) -> None:
+        """Raises ValueError in a forked child, which has no part in what the ranks do."""
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"the ranks share the steps of process `{self._pid}`, this is `{os.getpid()}`. "
+                "hint: for a child that reads weights, synchronize() before forking"
             )
 
-    def _call(self, begin: Any) -> Any:
+    def _check_together(self) -> None:
+        self.check_process()
+        if self._left is not None:
+            left, self._left = self._left, None
+            self._end_round(_Call.LEFT, *left)
+        if self._is_apart:
+            raise OSError(
+                f"the ranks are not at the same step any more: {self._why_apart}. hint: end all "
+                "ranks, and resume from a checkpoint"
+            )
+
+    def _call(self, begin: Any, call: _Call) -> Any:
         try:
             return begin()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self._is_apart = True
-            raise _lost(error) from error
+            raise _lost(error, call) from error
 
-    def _wait(self, work: Any) -> None:
+    def _wait(self, work: Any, call: _Call) -> None:
         is_done = False
         try:
             wait_for_work(work)
             is_done = True
+        except RuntimeError as error:
+            raise _lost(error, call) from error
         finally:
             # Also where Ctrl-C has ended the wait.
             self._is_apart = self._is_apart or not is_done
@@ -263,23 +391,33 @@ def wait_for_work(work: dist.Work) -> None:
     """Waits for a collective over host memory; Ctrl-C ends the wait.
 
     Raises:
-        OSError: it has failed: another rank is gone, or late by more than the timeout.
+        RuntimeError: it has failed. `why_lost` says why.
     """
     pause = _POLL_SECONDS_MIN
-    try:
-        while not work.is_completed():
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_SECONDS_MAX)
-        work.wait()
-    except RuntimeError as error:
-        raise _lost(error) from error
+    while not work.is_completed():
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS_MAX)
+    work.wait()
 
 
-def _lost(error: RuntimeError) -> OSError:
-    return OSError(
+def why_lost(error: BaseException) -> str:
+    """Why a collective has failed with `error`, and what to do."""
+    if not dist.is_initialized():
+        return (
+            "destroy_process_group() was called before the ranks were done. "
+            "hint: optimizer.synchronize() before it"
+        )
+    return (
         f"another rank is gone, or late by more than the timeout of the process group: {error}. "
         "hint: its own error says why; resume all ranks from a checkpoint"
     )
+
+
+def _lost(error: Exception, call: _Call) -> OSError:
+    why = why_lost(error)
+    if call in _MADE_BY:
+        why += f". {_MADE_BY[call]} is a call of all ranks, and waits for those that do not make it"
+    return OSError(why)
 
 
 def _timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:

@@ -3,7 +3,7 @@
 What makes it safe is that no rank steps alone:
 
 - Before a step all ranks tell each other whether they can step, what they step, and how: each
-  steps its rows with its own hyper-parameters and the count of its own state.
+  steps its rows with its own hyper-parameters, its own seed and the count of its own state.
 - Where parameters were written since the last step, and so before the first, the ranks compare
   checksums of all of them.
 - The norm of the gradients is that of all, on every rank, and has to be the same to the last bit.
@@ -13,15 +13,15 @@ A rank that meets an error or a difference raises it, and so do all; nothing was
 
 from __future__ import annotations
 
+import gc
 import logging
-import os
+import weakref
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from stepwell import _core
 from stepwell._sharding import is_dtensor
 from stepwell._tensors import contiguous_hint
 from stepwell.offload.peers import Peers, StepFacts
@@ -56,6 +56,8 @@ class Sharding:
     def __init__(self, shard: Literal[True] | dist.ProcessGroup) -> None:
         self.peers = Peers(None if shard is True else shard)
         self.shares = Shares(self.peers.rank, self.peers.world_size)
+        # DistributedDataParallel over what is stepped; None: not looked for yet.
+        self._replicas: weakref.WeakSet[torch.nn.Module] | None = None
 
     def admit(self, params: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
         """Deals out the rows of `params`, which are new; those that were dealt out stay so.
@@ -77,6 +79,29 @@ class Sharding:
                     "shard=False"
                 )
         self.shares.add(params)
+        self._replicas = None
+
+    def check_batches(self) -> None:
+        """Raises ValueError where ranks may have different numbers of batches.
+
+        Under DistributedDataParallel.join a rank that has no more answers the collectives of the
+        model, and takes no step: the others would wait for it.
+        """
+        if self._replicas is None:
+            kind = torch.nn.parallel.DistributedDataParallel
+            # Not issubclass, which asks an abstract class, and takes minutes.
+            found = [each for each in gc.get_objects() if kind in type(each).__mro__]
+            self._replicas = weakref.WeakSet(
+                each for each in found if any(param in self.shares for param in each.parameters())
+            )
+        for replica in self._replicas:
+            config = getattr(replica, "_join_config", None)
+            if config is not None and config.enable and not config.throw_on_early_termination:
+                raise ValueError(
+                    "`shard` is given and DistributedDataParallel.join() is in use, expected as "
+                    "many batches on all ranks: one that has no more takes no step. "
+                    "hint: join(throw_on_early_termination=True), or shard=False"
+                )
 
     def agree(
         self,
@@ -86,6 +111,7 @@ class Sharding:
         clip_norm: float | None,
         has_error: bool,
         found_inf: bool,
+        is_rounded: bool,
         is_written: bool,
         checksums: Checksums,
         label: Callable[[torch.Tensor], str],
@@ -98,6 +124,7 @@ class Sharding:
             clip_norm: what the norm of all gradients is clipped to.
             has_error: whether this rank cannot step.
             found_inf: whether a GradScaler has found an infinity here.
+            is_rounded: whether moments are rounded stochastically.
             is_written: whether some of `params` were written here since the last step.
             checksums: gives those of tensors on the device.
             label: what errors call a parameter.
@@ -112,7 +139,7 @@ class Sharding:
         of_any = self.peers.agree_on_step(
             mine,
             params=0 if is_refused else self.shares.digest(params),
-            settings=0 if is_refused else _digest(updates, clip_norm),
+            settings=0 if is_refused else _digest(updates, clip_norm, is_rounded=is_rounded),
         )
         if params and not of_any.has_error and not of_any.found_inf:
             if of_any.is_written:
@@ -130,7 +157,8 @@ class Sharding:
 
         Cost: a read of all weights on the device, and 16 bytes per parameter between the ranks.
         """
-        sums = checksums(list(params))
+        with self.peers.awaited():
+            sums = checksums(list(params))
         found = [blake2b(each.cpu().numpy().tobytes(), digest_size=8).digest() for each in sums]
         digests = [int.from_bytes(each, "little") >> 2 for each in found]
         if (at := self.peers.first_difference(digests)) is not None:
@@ -141,8 +169,11 @@ class Sharding:
             )
 
 
-def _digest(updates: Sequence[Update], clip_norm: float | None) -> int:
-    """A number of 62 bits that is the same where the same is done with equal gradients."""
+def _digest(updates: Sequence[Update], clip_norm: float | None, *, is_rounded: bool) -> int:
+    """A number of 62 bits that is the same where the same is done with equal gradients.
+
+    Seeds count where moments are rounded: a checkpoint has one for all ranks.
+    """
     found = blake2b(f"{clip_norm}".encode(), digest_size=8)
     hyper = None
     for update in updates:
@@ -151,6 +182,8 @@ def _digest(updates: Sequence[Update], clip_norm: float | None) -> int:
             hyper = update.hyper
             found.update(f"{hyper}".encode())
         found.update(f" {update.step}".encode())
+        if is_rounded:
+            found.update(f" {update.rounding.seed}".encode())
     return int.from_bytes(found.digest(), "little") >> 2
 
 
@@ -166,8 +199,8 @@ def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) 
     Raises:
         ValueError: there is no such group, or the options do not go together.
     """
-    _tell_of_ranks(has_copies=shard is False)
     if shard is False:
+        _tell_of_copies()
         return None
     if deferred:
         raise ValueError(
@@ -187,21 +220,9 @@ def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) 
     return Sharding(shard)
 
 
-def _tell_of_ranks(*, has_copies: bool) -> None:
-    """Says in the log what several ranks on a host should know.
-
-    That no launcher says how many there are; and, where `has_copies`, that each has all state.
-    """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    if _core.system_info()["ranks_on_host"] == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-        _LOGGER.warning(
-            "there are %d ranks, and no launcher says how many share this host: each of these "
-            "steps on all its cores. hint: torchrun; or LOCAL_RANK and LOCAL_WORLD_SIZE, or "
-            "taskset, for each rank",
-            dist.get_world_size(),
-        )
-    if has_copies:
+def _tell_of_copies() -> None:
+    """Says in the log that each of several ranks has all state."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         _LOGGER.info(
             "each of %d ranks keeps the state of all its parameters in host memory, and steps "
             "them. hint: under DistributedDataParallel, shard=True has each rank do its share",

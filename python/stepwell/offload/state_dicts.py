@@ -12,15 +12,13 @@ from stepwell import _state
 from stepwell._sharding import local
 from stepwell.offload import sharded_state
 from stepwell.offload.budget import GIB
-from stepwell.optim import AdamW
+from stepwell.offload.state import OffloadState
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
-    from stepwell.offload.host_side import HostSide
-    from stepwell.offload.interval import IntervalTuner
+    from stepwell.offload.deferred_steps import DeferredSteps
     from stepwell.offload.sharding import Sharding
-    from stepwell.offload.twins import Twins
 
 __all__ = ["OffloadStateDicts"]
 
@@ -30,13 +28,11 @@ _LOGGER = logging.getLogger(__name__)
 _INTERVAL_KEY = "deferred_interval"
 
 
-class OffloadStateDicts(AdamW):
-    """An AdamW whose state is in host memory, as far as it is saved and loaded."""
+class OffloadStateDicts(OffloadState):
+    """The same as far as its state is saved and loaded."""
 
-    _host: HostSide
-    _twins: Twins
     _sharding: Sharding | None
-    _tuner: IntervalTuner | None
+    _deferred_steps: DeferredSteps | None
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -97,10 +93,15 @@ class OffloadStateDicts(AdamW):
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
-        if self._tuner is not None:
+        if (interval := self._chosen_interval) is not None:
             for group in state_dict["param_groups"]:
-                group[_INTERVAL_KEY] = self._tuner.interval
+                group[_INTERVAL_KEY] = interval
         return state_dict
+
+    @property
+    def _chosen_interval(self) -> int | None:
+        """Of deferred updates; None: the user has set it, or none is deferred."""
+        return None if self._deferred_steps is None else self._deferred_steps.chosen_interval
 
     def _in_order(self) -> list[torch.Tensor]:
         """All parameters, as a state dict counts them."""
@@ -129,7 +130,7 @@ class OffloadStateDicts(AdamW):
         self._host.note_load(has_state=bool(state_dict["state"]))
         super().load_state_dict(state_dict)
         intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
-        if self._tuner is not None and intervals and intervals[0] is not None:
+        if self._chosen_interval is not None and intervals and intervals[0] is not None:
             self._set_interval(int(intervals[0]))
 
     def __getstate__(self) -> dict[str, Any]:

@@ -27,6 +27,9 @@ __all__ = ["Twin", "Twins"]
 # Of every tensor in a buffer: what the widest vectors and the device's copies like.
 _ALIGN_BYTES = 64
 
+# Of no parameter.
+_NO_VERSION = (-1, -1, -1, -1)
+
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
@@ -49,7 +52,9 @@ class Twin:
     buffers: tuple[_core.Buffer, ...]
     """The memory of `weight` and `grad`, and of others that were added with them."""
     version: tuple[int, int, int, int] | None
-    """Of the parameter, when its weight was the same on both sides last; None: not known."""
+    """Of the parameter, when its weight was the same on both sides last; None: it never was."""
+    is_doubted: bool
+    """Whether the parameter may have been written since without a change of its version."""
     storage: StorageWeakRef | None
     """What the parameter was in then. While this lives, no other storage has its identity, though
     memory may come to where freed memory was (`model.half()` and back)."""
@@ -129,6 +134,7 @@ class Twins:
                 shape=local(param).shape,
                 buffers=buffers,
                 version=None,
+                is_doubted=False,
                 storage=None,
             )
         for param in params:
@@ -168,10 +174,19 @@ class Twins:
         """Where the gradient of `param` comes to."""
         return self._twins[param].grad
 
-    def stale(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose weights other code has written, or moved."""
+    def written(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` that other code has written, or moved, since a step or a copy."""
         twins = self._twins
-        return [param for param in params if twins[param].version != _version(param)]
+        return [param for param in params if twins[param].version not in (None, _version(param))]
+
+    def stale(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` whose weights on the device may not be those of the host."""
+        twins = self._twins
+        return [
+            param
+            for param in params
+            if twins[param].is_doubted or twins[param].version != _version(param)
+        ]
 
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
@@ -180,9 +195,17 @@ class Twins:
             self.note([param])
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
-        """Takes nothing for granted of the weights of `params` on the device: they are stale."""
+        """Other code has written `params`, however it did: they are stale."""
         for param in params:
-            self._twins[param].version = None
+            self._twins[param].version = _NO_VERSION
+
+    def doubt(self, params: Iterable[torch.Tensor]) -> None:
+        """Other code may write `params`, and that will not be seen: they are stale.
+
+        A write through `.data` changes no version but while the weight is under way.
+        """
+        for param in params:
+            self._twins[param].is_doubted = True
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the weights of `params` on the device, as they are now, for those of the host.
@@ -195,7 +218,7 @@ class Twins:
             if twin.storage is None or twin.storage.cdata != storage._cdata:
                 # torch has no types for it.
                 twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            twin.version = _version(param)
+            twin.version, twin.is_doubted = _version(param), False
 
 
 def _version(param: torch.Tensor) -> tuple[int, int, int, int]:

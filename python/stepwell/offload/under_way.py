@@ -31,7 +31,7 @@ import threading
 import weakref
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import Parameter
@@ -45,6 +45,7 @@ __all__ = [
     "as_plain",
     "begin",
     "end",
+    "is_compiling",
     "set_grad",
     "without_waiting",
 ]
@@ -75,15 +76,29 @@ class Guard(Protocol):
         """The current stream waits for all parameters of this guard."""
 
 
-# What waits for a parameter that is under way, by the parameter's id.
-_GUARDS: dict[int, weakref.ref[Guard]] = {}
+class _Waiting(NamedTuple):
+    """What waits for a parameter that is under way."""
+
+    guard: weakref.ref[Guard]
+    finish: Callable[[], None]
+    """What waits where the guard is gone, and its finalizer has not been called yet."""
 
 
-def begin(params: Iterable[Parameter], guard: Guard) -> None:
-    """From now on accesses to `params`, whose class is exactly `torch.nn.Parameter`, wait."""
-    reference = weakref.ref(guard)
+# By the parameter's id.
+_GUARDS: dict[int, _Waiting] = {}
+
+
+def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None]) -> None:
+    """From now on accesses to `params`, whose class is exactly `torch.nn.Parameter`, wait.
+
+    Args:
+        params: of one guard.
+        guard: what waits for them.
+        finish: waits for all of them, without the guard.
+    """
+    waiting = _Waiting(weakref.ref(guard), finish)
     for param in params:
-        _GUARDS[id(param)] = reference
+        _GUARDS[id(param)] = waiting
         param.__class__ = UnderWay
 
 
@@ -407,27 +422,32 @@ def _wait(params: list[UnderWay], *, keep: bool = True) -> None:
     keep = keep and not _is_traced()
     by_guard: dict[Guard | None, list[UnderWay]] = {}
     for param in params:
-        reference = _GUARDS.get(id(param))
-        by_guard.setdefault(None if reference is None else reference(), []).append(param)
+        waiting = _GUARDS.get(id(param))
+        guard = None if waiting is None else waiting.guard()
+        if waiting is not None and guard is None:
+            # The optimizer is gone, as another thread has found.
+            with without_waiting():
+                waiting.finish()
+        by_guard.setdefault(guard, []).append(param)
     for guard, own in by_guard.items():
         if guard is None:
-            # torch.utils.swap_tensors gave another tensor this class.
+            # torch.utils.swap_tensors gave another tensor this class, or its optimizer is gone.
             _wait_for_all()
             for param in own:
                 _set_class(param, Parameter)
         elif keep:
             guard.wait_and_keep(own)
         else:
-            guard.was_compiled |= _is_compiling()
+            guard.was_compiled |= is_compiling()
             guard.wait(own)
 
 
 def _is_traced() -> bool:
     """Whether what happens on this thread is traced, so that the parameter's class is seen."""
-    return _is_compiling() or torch._C._is_tracing()
+    return is_compiling() or torch._C._is_tracing()
 
 
-def _is_compiling() -> bool:
+def is_compiling() -> bool:
     """Whether torch.compile traces code on this thread, and looks at the parameter."""
     guards = sys.modules.get("torch._guards")
     return guards is not None and guards.CompileContext.try_get() is not None
@@ -445,7 +465,7 @@ def _call_after_waiting(
 
 
 def _wait_for_all() -> None:
-    for guard in {reference() for reference in list(_GUARDS.values())}:
+    for guard in {waiting.guard() for waiting in list(_GUARDS.values())}:
         if guard is not None:
             # Also what is deferred.
             guard.wait(())

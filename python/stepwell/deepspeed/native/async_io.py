@@ -16,9 +16,10 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -26,13 +27,15 @@ from stepwell import _core
 from stepwell._tensors import ordinary_tensors
 from stepwell.deepspeed.native import locked_memory
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 __all__ = ["aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 
 _Path: TypeAlias = "str | bytes | os.PathLike[str]"
 
 _ALIGNMENT_BYTES = 512
 _BLOCK_BYTES_MAX = 1 << 30
-_QUEUE_DEPTH_MAX = 4096
 # What is read at once to be compared.
 _COMPARED_BYTES = 16 << 20
 
@@ -108,10 +111,27 @@ class aio_handle:  # noqa: N801  # DeepSpeed's name for it
         self._intra_op_parallelism = int(intra_op_parallelism)
         self._files = _core.Files(
             block_bytes=min(self._block_size, _BLOCK_BYTES_MAX),
-            queue_depth=min(self._queue_depth * self._intra_op_parallelism, _QUEUE_DEPTH_MAX),
+            queue_depth=min(self._queue_depth * self._intra_op_parallelism, _core.QUEUE_DEPTH_MAX),
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._waits = False
         self._in_flight: list[_Transfer] = []
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """One thread at a time.
+
+        Raises:
+            OSError: this thread waits already, and a signal's handler uses the handle meanwhile.
+        """
+        with self._lock:
+            if self._waits:
+                raise OSError(
+                    errno.EDEADLK,
+                    "an `aio_handle` is used by the handler of a signal, while it waits on the "
+                    "same thread. hint: a handle of its own for the handler",
+                )
+            yield
 
     def get_block_size(self) -> int:
         """As it was given."""
@@ -160,7 +180,7 @@ class aio_handle:  # noqa: N801  # DeepSpeed's name for it
         else:
             host = buffer.resolve_conj().resolve_neg().to("cpu").contiguous()
         begin = self._files.read if is_read else self._files.write
-        with self._lock:
+        with self._in_use():
             begin(
                 where,  # type: ignore[arg-type]  # only writes take a descriptor
                 offset=int(offset),
@@ -182,13 +202,16 @@ class aio_handle:  # noqa: N801  # DeepSpeed's name for it
             OSError: one has failed: the first of them, with path and offset. All are over, and what
                 the tensors of failed reads hold is not said.
         """
-        with self._lock:
+        with self._in_use():
+            self._waits = True
             try:
                 num = self._files.wait()
             except OSError:
                 if not self._files.num_pending:
                     self._in_flight.clear()
                 raise
+            finally:
+                self._waits = False
             ended, self._in_flight = self._in_flight, []
         for transfer in ended:
             transfer.finish()

@@ -13,7 +13,7 @@ import torch
 from stepwell import optim
 from stepwell.deepspeed.seams import Attribute
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
-from stepwell.deepspeed.state.home import RamHome, attach, home_of, loading
+from stepwell.deepspeed.state.home import RamHome, attach, check_writable, home_of, loading
 from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _linked(original: Callable[..., None]) -> Callable[..., None]:
         if homes is None and isinstance(self.optimizer, optim.Adam):
             homes = [RamHome(self.optimizer, flat) for flat in self.single_partition_of_fp32_groups]
         for params, home in zip(self.bit16_groups, homes or (), strict=bool(homes)):
-            attach(home, params)
+            attach(home, params, self.optimizer)
 
     return link
 
@@ -73,9 +73,8 @@ def _param_set(original: Callable[..., None]) -> Callable[..., None]:
     def set_full_hp_param(
         self: Any, value: torch.Tensor, optim_state_key: str | None = None
     ) -> None:
-        home = home_of(self._hp_mapping)
-        if home is not None and optim_state_key is not None:
-            home.check_writable(optim_state_key)
+        if optim_state_key is not None:
+            check_writable(self, optim_state_key)
         original(self, value, optim_state_key)
 
     return set_full_hp_param

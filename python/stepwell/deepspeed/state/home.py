@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stepwell import _state, optim
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, MutableMapping, Sequence
 
-__all__ = ["Home", "RamHome", "attach", "home_of", "loading"]
+__all__ = ["Home", "RamHome", "attach", "check_writable", "home_of", "loading"]
 
 _ATTRIBUTE = "stepwell_home"
 
 _BEING_LOADED: WeakSet[torch.optim.Optimizer] = WeakSet()
+# What steps the parameters of the model under ZeRO-1/2, also those that other ranks hold.
+_OPTIMIZERS: MutableMapping[torch.Tensor, ReferenceType[torch.optim.Optimizer]] = (
+    WeakIdKeyDictionary()
+)
 
 
 class Home(Protocol):
@@ -127,13 +132,7 @@ class RamHome:
 
     def check_writable(self, name: str) -> None:
         """Raises ValueError for a moment that is held in codes."""
-        optimizer = self._optimizer
-        is_coded = isinstance(optimizer, optim.Adam) and optimizer._moments == "q8"
-        if is_coded and name in MOMENT_NAMES:
-            raise ValueError(
-                f"`{name}` is held in 8-bit codes (moments `q8`), of which parts cannot be set. "
-                "hint: moments `fp32` or `bf16` for runs that set optimizer state"
-            )
+        _check_writable(self._optimizer, name)
 
     def wait_for_step(self) -> None:
         """Waits until the last step is complete."""
@@ -156,8 +155,33 @@ class RamHome:
         return None if self._work is None else self._work.pieces(runs)
 
 
-def attach(home: Home, params: Iterable[Any]) -> None:
-    """Has DeepSpeed's fragments of `params` know the home of the partition that they lie in."""
+def _check_writable(optimizer: torch.optim.Optimizer, name: str) -> None:
+    is_coded = isinstance(optimizer, optim.Adam) and optimizer._moments == "q8"
+    if is_coded and name in MOMENT_NAMES:
+        raise ValueError(
+            f"`{name}` is held in 8-bit codes (moments `q8`), of which parts cannot be set. "
+            "hint: moments `fp32` or `bf16` for runs that set optimizer state"
+        )
+
+
+def check_writable(param: torch.Tensor, name: str) -> None:
+    """As `Home.check_writable`, of a parameter under ZeRO-1/2: the same on all ranks."""
+    reference = _OPTIMIZERS.get(param)
+    optimizer = None if reference is None else reference()
+    if optimizer is not None:
+        _check_writable(optimizer, name)
+
+
+def attach(home: Home, params: Sequence[Any], optimizer: torch.optim.Optimizer) -> None:
+    """Has DeepSpeed's fragments of `params` know the home of the partition that they lie in.
+
+    Args:
+        home: that partition's.
+        params: all parameters of a group, also those that lie in partitions of other ranks.
+        optimizer: steps them.
+    """
+    for param in params:
+        _OPTIMIZERS[param] = ref(optimizer)
     fragments = [param._hp_mapping for param in params if param._hp_mapping is not None]
     addresses = [fragment.hp_fragment_address for fragment in fragments]
     pieces = home.pieces([(address.start, address.numel) for address in addresses])

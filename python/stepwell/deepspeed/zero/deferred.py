@@ -30,7 +30,8 @@ from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.zero.deferred_gradients import Source
 from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
-from stepwell.offload.deferral import DeferralMetrics, SettledSteps
+from stepwell.offload.deferral import DeferralMetrics
+from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         assert plan.zenflow is not None
         self._deferred: Deferred = plan.zenflow.deferred
         self._has_warned: set[str] = set()
-        self._settled_steps = SettledSteps()
+        self._steps = DeferredSteps(self._deferred, "fp32", self._warn_once)
         self._is_skipped = False
         super().__init__(init_optimizer, *args, plan=plan, **kwargs)
 
@@ -129,7 +130,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         # Before the norm, which is waited for.
         self._partitions.score(
             is_deferred=self._is_deferred(),
-            is_selected=self._is_seen() and self._next_step() >= self._deferred.warmup_steps,
+            is_selected=self._steps.is_followed_by_deferred(
+                self._next_step(), is_seen=self._is_seen()
+            ),
         )
 
     def _next_step(self) -> int:
@@ -145,15 +148,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
 
     def _is_deferred(self) -> bool:
         """Whether the coming step is deferred."""
-        if self._partitions.is_settled or self._next_step() <= self._deferred.warmup_steps:
-            return False
-        if not self._is_seen():
-            self._warn_once(
-                "updates are not deferred, and every step is exact: forwards cannot be seen "
-                "(torch.compile, a CUDA graph, or parameters in no module)"
-            )
-            return False
-        return True
+        return self._steps.is_deferred(
+            self._next_step(), is_seen=self._is_seen(), is_settled=self._partitions.is_settled
+        )
 
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
@@ -167,8 +164,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             if self._masters[group].numel()
         }
         is_deferred = self._is_deferred()
-        if self._is_seen() and self._next_step() > self._deferred.warmup_steps:
-            self._settled_steps.note(is_settled=partitions.is_settled)
+        self._steps.note(
+            self._next_step(), is_seen=self._is_seen(), is_settled=partitions.is_settled
+        )
         partitions.finish_job()
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         uncovered = self._guard_weights()
@@ -192,7 +190,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             fragments = {param: self._fragment(param) for param in params}
             self._gate = Gate(
                 params,
-                _Landings(self._partitions, fragments),
+                _DeferredUploads(self._partitions, fragments),
                 settle=self._partitions.finish,
                 is_behind=self._partitions.is_behind,
                 wait_bytes_max=LANDING_BYTES_MAX,
@@ -269,7 +267,7 @@ class _LateUse:
             optimizer.note_state_dict()
 
 
-class _Landings:
+class _DeferredUploads:
     """New weights of parameters: what a `Gate` waits for. What is deferred stays so.
 
     Args:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stepwell import _core
     from stepwell.deepspeed.zero.fragment import Fragment
 
-__all__ = ["Block", "DeferredGradients", "Source", "blocks_of"]
+__all__ = ["DeferredGradients", "Run", "Source", "runs_of"]
 
 
 class Source(NamedTuple):
@@ -34,7 +34,7 @@ class Source(NamedTuple):
     """Elements of a row of the parameter; 0: it is no matrix."""
 
 
-class Block(NamedTuple):
+class Run(NamedTuple):
     """A tensor of the engine."""
 
     group: int
@@ -47,21 +47,21 @@ class Block(NamedTuple):
     """Elements of a row; 0: it is no matrix."""
 
 
-def blocks_of(fragment: Fragment, source: Source) -> list[Block]:
+def runs_of(fragment: Fragment, source: Source) -> list[Run]:
     """The whole rows of a fragment, and what is cut of a row before and behind them."""
     group, begin, numel = fragment
     row_len = source.row_len
     if not row_len:
-        return [Block(group, begin, numel, 0)] if numel else []
+        return [Run(group, begin, numel, 0)] if numel else []
     head = min(-source.first % row_len, numel)
     whole = (numel - head) // row_len * row_len
     parts = ((head, 0), (whole, row_len), (numel - head - whole, 0))
-    blocks = []
+    runs = []
     for count, length in parts:
         if count:
-            blocks.append(Block(group, begin, count, length))
+            runs.append(Run(group, begin, count, length))
         begin += count
-    return blocks
+    return runs
 
 
 class DeferredGradients:
@@ -71,8 +71,8 @@ class DeferredGradients:
         bytes_sent: that gradients took on the bus since the last step.
 
     Args:
-        core: the engine, whose tensors are the blocks.
-        blocks: of each fragment, in the order of the engine.
+        core: the engine, whose tensors are the runs.
+        runs: of each fragment, in the order of the engine.
         dtypes: of the weights of each partition, and of their gradients.
         device: where gradients are made.
     """
@@ -80,15 +80,15 @@ class DeferredGradients:
     def __init__(
         self,
         core: _core.OffloadEngine,
-        blocks: Mapping[Fragment, Sequence[Block]],
+        runs: Mapping[Fragment, Sequence[Run]],
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> None:
         self.bytes_sent = 0
         self._core = core
-        self._blocks = blocks
-        of_all = [block for each in blocks.values() for block in each]
-        self._indices = {block: index for index, block in enumerate(of_all)}
+        self._runs = runs
+        of_all = [run for each in runs.values() for run in each]
+        self._indices = {run: index for index, run in enumerate(of_all)}
         self._dtypes = dtypes
         self._device = device
         # Gradients on the device until their step; those that are on their way to the host, and
@@ -141,10 +141,10 @@ class DeferredGradients:
             )
         stream = current_stream(self._device)
         size = grad.element_size()
-        blocks = self._blocks[fragment]
+        runs = self._runs[fragment]
         self._core.take_deferred(
-            [self._indices[block] for block in blocks],
-            [grad.data_ptr() + (block.begin - fragment.begin) * size for block in blocks],
+            [self._indices[run] for run in runs],
+            [grad.data_ptr() + (run.begin - fragment.begin) * size for run in runs],
             source_owners=[grad.untyped_storage()],
             stream=stream,
         )
@@ -212,15 +212,15 @@ class DeferredGradients:
 
     # ---- the step ----
 
-    def by_block(self) -> Iterator[tuple[Block, torch.Tensor]]:
+    def by_run(self) -> Iterator[tuple[Run, torch.Tensor]]:
         """The gradients that have come, on the device."""
         for fragment, grad in self._sums.items():
-            for block in self._blocks[fragment]:
-                yield block, grad.narrow(0, block.begin - fragment.begin, block.numel)
+            for run in self._runs[fragment]:
+                yield run, grad.narrow(0, run.begin - fragment.begin, run.numel)
 
     def take_zeros(self) -> None:
         """Fragments that got no gradient are stepped with the gradient 0."""
-        missing = [each for each in self._blocks if each.numel and each not in self._sums]
+        missing = [each for each in self._runs if each.numel and each not in self._sums]
         zeros: dict[torch.dtype, torch.Tensor] = {}
         for fragment in sorted(missing, key=lambda each: -each.numel):
             dtype = self._dtypes[fragment.group]
@@ -230,10 +230,10 @@ class DeferredGradients:
             self._sums[fragment] = zeros[dtype].narrow(0, 0, fragment.numel)
             self._take(fragment, self._sums[fragment])
 
-    def address(self, fragment: Fragment, block: Block) -> int:
-        """Where the gradient of a block is on the device."""
+    def address(self, fragment: Fragment, run: Run) -> int:
+        """Where the gradient of a run is on the device."""
         grad = self._sums[fragment]
-        return grad.data_ptr() + (block.begin - fragment.begin) * grad.element_size()
+        return grad.data_ptr() + (run.begin - fragment.begin) * grad.element_size()
 
     def release(self, submit_stream: int) -> None:
         """A step has them: streams wait until they are copied, and they are forgotten."""

@@ -1,8 +1,8 @@
 """Flat partitions whose updates are deferred: the data of ZeRO-1 and -2. Imports no DeepSpeed.
 
-As `partitions`, but what the engine steps is a *block*: what lies of one parameter in this rank's
+As `partitions`, but what the engine steps is a *run*: what lies of one parameter in this rank's
 partition, so that its channels can be selected. Where the partition cuts a row, that part of it is
-a block of its own. Masters and moments stay flat partitions: a block is a view of them.
+a run of its own. Masters and moments stay flat partitions: a run is a view of them.
 
 - What is pending is applied by `finish`, before anything reads or writes masters or moments.
 - The weights that ranks hold on the device are equal at any time. So `finish` leaves them as they
@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core
-from stepwell._tensors import name_of, tensor_on, view
-from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, blocks_of
+from stepwell._tensors import name_of, view
+from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, runs_of
+from stepwell.deepspeed.zero.partitions import Partition, host_memory
 from stepwell.offload.budget import GIB, announce
 from stepwell.offload.deferred import Extents, deferred_core, memory_of
 from stepwell.offload.engine import current_stream, device_name, stream_of
@@ -36,10 +37,9 @@ from stepwell.offload.under_way import as_plain
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from stepwell.deepspeed.zero.deferred_gradients import Block, Source
+    from stepwell.deepspeed.zero.deferred_gradients import Run, Source
     from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.operands import Operand
-    from stepwell.deepspeed.zero.partitions import Partition
     from stepwell.offload.deferred import Deferred
 
 __all__ = ["DeferredPartitions"]
@@ -91,17 +91,16 @@ class DeferredPartitions:
         self._deferred = deferred
         self._is_alone = is_alone
         self._weights = [partition.weight for partition in partitions]
-        self._blocks = {
-            fragment: blocks_of(fragment, source) for fragment, source in sources.items()
-        }
-        blocks = [block for each in self._blocks.values() for block in each]
-        self._indices = {block: index for index, block in enumerate(blocks)}
+        self._runs = {fragment: runs_of(fragment, source) for fragment, source in sources.items()}
+        runs = [run for each in self._runs.values() for run in each]
+        self._indices = {run: index for index, run in enumerate(runs)}
         extents = Extents(
-            [block.numel for block in blocks],
-            [name_of(self._weights[block.group].dtype) for block in blocks],
-            [block.row_len for block in blocks],
+            [run.numel for run in runs],
+            [name_of(self._weights[run.group].dtype) for run in runs],
+            [run.row_len for run in runs],
         )
-        _announce(partitions, extents, deferred, host_bytes_max)
+        # Moments are taken later.
+        self._claim = _announce(partitions, extents, deferred, host_bytes_max)
         self._core, self._selected_bytes = deferred_core(
             device, device_name(device), extents, deferred, threads
         )
@@ -110,13 +109,13 @@ class DeferredPartitions:
         for partition in partitions:
             self.twins.append(self._twin_of(partition))
         self.gradients = DeferredGradients(
-            self._core, self._blocks, [weight.dtype for weight in self._weights], device
+            self._core, self._runs, [weight.dtype for weight in self._weights], device
         )
-        self._selector: Selector[Block] | None = None
+        self._selector: Selector[Run] | None = None
         if self._selected_bytes:
-            self._selector = Selector(self._core.selectable(), blocks, deferred.reselect, device)
+            self._selector = Selector(self._core.selectable(), runs, deferred.reselect, device)
         # Tensors of the core, by where their memory is.
-        self._tensors: dict[Block, tuple[tuple[int, ...], _core.AdamTensor]] = {}
+        self._tensors: dict[Run, tuple[tuple[int, ...], _core.AdamTensor]] = {}
         self.lock = threading.RLock()
         self._is_stepping = False
         self.is_settled = True
@@ -132,8 +131,12 @@ class DeferredPartitions:
         """The host side of a partition's weights; None: its master is. Moves the master."""
         master, weight = partition.master, partition.weight
         is_same = master.dtype == weight.dtype
-        moved = self._memory(weight.numel(), master.dtype, is_pinned=is_same)
-        twin = None if is_same else self._memory(weight.numel(), weight.dtype, is_pinned=True)
+        moved = host_memory(self._core, weight.numel(), master.dtype, is_pinned=is_same)
+        twin = (
+            None
+            if is_same
+            else host_memory(self._core, weight.numel(), weight.dtype, is_pinned=True)
+        )
         if master.numel() == weight.numel():
             moved.copy_(master.detach())
         elif twin is None:
@@ -143,14 +146,6 @@ class DeferredPartitions:
             moved.copy_(twin.copy_(weight))
         master.data = moved
         return twin
-
-    def _memory(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> torch.Tensor:
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        buffer = _core.Buffer(numel * dtype.itemsize)
-        if is_pinned:
-            self._core.pin(buffer)
-        return tensor_on(buffer).view(dtype)
 
     # ---- gradients ----
 
@@ -188,7 +183,7 @@ class DeferredPartitions:
         if not is_deferred and not is_selected:
             self._selector.score([], [], None)
             return
-        grads = dict(self.gradients.by_block())
+        grads = dict(self.gradients.by_run())
         group = self._core.next_group() if is_deferred else None
         self._selector.score(list(grads), list(grads.values()), group)
 
@@ -211,35 +206,34 @@ class DeferredPartitions:
             at_once: the step is deferred, but for these; None: it is exact.
         """
         begin = time.perf_counter()
+        self._claim.end()
         self._finish_job()
         self._seconds = {"gate": 0.0, "background": time.perf_counter() - begin}
         self.gradients.take_zeros()
         order = {group: place for place, group in enumerate(operands)}
-        fragments = sorted(self._blocks, key=lambda each: order.get(each.group, 0))
-        blocks = [(each, block) for each in fragments for block in self._blocks[each]]
+        fragments = sorted(self._runs, key=lambda each: order.get(each.group, 0))
+        runs = [(each, run) for each in fragments for run in self._runs[each]]
         hypers = {group: one.hyper.core(grad_scale) for group, one in operands.items()}
-        now: set[Block] = set()
+        now: set[Run] = set()
         deferral: dict[str, Any] = {}
         if at_once is not None:
-            now = {block for fragment, block in blocks if fragment in at_once}
+            now = {run for fragment, run in runs if fragment in at_once}
             deferral = {
                 "deferred": self._deferred.predicted_updates,
-                "at_once": [block in now for _, block in blocks],
+                "at_once": [run in now for _, run in runs],
             }
         if self._selector is not None:
             deferral["selected"] = self._selector.choose(None if at_once is None else now)
             self._selector.drop(now)
-            deferral["grads"] = [
-                self.gradients.address(fragment, block) for fragment, block in blocks
-            ]
+            deferral["grads"] = [self.gradients.address(fragment, run) for fragment, run in runs]
         self._submit_stream, self._step_stream = self.stream(), None
         submit = partial(
             self._core.submit,
-            [self._indices[block] for _, block in blocks],
-            [self._tensor(block, operands[block.group]) for _, block in blocks],
-            weights=[self._address(block) for _, block in blocks],
-            steps=[operands[block.group].step for _, block in blocks],
-            hypers=[hypers[block.group] for _, block in blocks],
+            [self._indices[run] for _, run in runs],
+            [self._tensor(run, operands[run.group]) for _, run in runs],
+            weights=[self._address(run) for _, run in runs],
+            steps=[operands[run.group].step for _, run in runs],
+            hypers=[hypers[run.group] for _, run in runs],
             owners=[
                 self._weights,
                 list(self.twins),
@@ -256,24 +250,24 @@ class DeferredPartitions:
             partial(setattr, self, "_is_ahead_of_device", False),
         ]
 
-    def _address(self, block: Block) -> int:
-        weight = self._weights[block.group]
-        return weight.data_ptr() + block.begin * weight.element_size()
+    def _address(self, run: Run) -> int:
+        weight = self._weights[run.group]
+        return weight.data_ptr() + run.begin * weight.element_size()
 
-    def _tensor(self, block: Block, operand: Operand) -> _core.AdamTensor:
-        """A block as the core takes it. The state of a partition seldom moves."""
-        state, twin = operand.state, self.twins[block.group]
+    def _tensor(self, run: Run, operand: Operand) -> _core.AdamTensor:
+        """A run as the core takes it. The state of a partition seldom moves."""
+        state, twin = operand.state, self.twins[run.group]
         held = {"param": operand.master.detach()}
         held |= {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
         if twin is not None:
             held["weight_out"] = twin
         key = tuple(each.data_ptr() for each in held.values())
-        known = self._tensors.get(block)
+        known = self._tensors.get(run)
         if known is None or known[0] != key:
             views: dict[str, Any] = {
-                name: view(each.narrow(0, block.begin, block.numel)) for name, each in held.items()
+                name: view(each.narrow(0, run.begin, run.numel)) for name, each in held.items()
             }
-            known = self._tensors[block] = key, _core.AdamTensor(**views)
+            known = self._tensors[run] = key, _core.AdamTensor(**views)
         return known[1]
 
     def forget(self) -> None:
@@ -299,15 +293,15 @@ class DeferredPartitions:
         started, step_stream = time.perf_counter(), self._step_stream
         streams = self._streams(step_stream)
         for fragment in fragments:
-            for block in self._blocks[fragment]:
+            for run in self._runs[fragment]:
                 for stream in streams:
-                    self._core.wait(self._indices[block], 0, block.numel, stream=stream)
+                    self._core.wait(self._indices[run], 0, run.numel, stream=stream)
         self._seconds["gate"] += time.perf_counter() - started
         return step_stream is not None
 
     def wait_for_landing(self) -> None:
         """The current stream and the step's stream wait for all weights that land."""
-        self.wait(self._blocks)
+        self.wait(self._runs)
 
     def finish_job(self) -> None:
         """The job that runs is over, and both streams wait for its weights. Applies nothing."""
@@ -402,7 +396,7 @@ def _announce(
     extents: Extents,
     deferred: Deferred,
     host_bytes_max: int | None,
-) -> None:
+) -> _core.MemoryClaim:
     memory = memory_of(extents, deferred)
     state, pinned, held = 0, memory.pinned, 0
     for master, weight, _, moments_bytes, _ in partitions:
@@ -412,7 +406,7 @@ def _announce(
         held += master.nbytes
     if memory.selected:
         _LOGGER.info("%.2f GiB of device memory for selected channels", memory.selected / GIB)
-    announce(
+    return announce(
         sum(partition.weight.numel() for partition in partitions),
         state=state,
         pinned=pinned,

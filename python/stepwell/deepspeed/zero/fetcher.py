@@ -82,8 +82,9 @@ class Fetcher:
         self._lane = lane
         self._prefetch_numel_max = prefetch_numel_max
         self._live_numel_max = live_numel_max
-        self.is_stepping: Callable[[], bool] = lambda: False
-        """Whether a step is running: what it writes is not copied ahead, which would wait."""
+        self.has_step_ended: Callable[[], bool] = lambda: True
+        """Whether no step is running: what one writes is not copied ahead, which would wait. Behind
+        its end no weight waits for its own part of it."""
         self._order = Order(reuse_numel_max)
         # Of weights on the device, by `ds_id`: elements; and when they arrive, where that was not
         # waited for on the stream that uses them.
@@ -231,11 +232,17 @@ class Fetcher:
             else:
                 missing.append(param)
         if missing:
+            self.has_step_ended()
             numel = sum(param.ds_numel for param in missing)
             self._has_room(numel, is_waiting=True)
-            weights, arrival = self._lane.copy(missing)
+            weights, arrival = self._copy(missing)
             for param, weight in zip(missing, weights, strict=True):
                 self._put(param, weight, arrival)
+
+    def _copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
+        # A later forward in training may use what is copied in one that is not.
+        with torch.inference_mode(mode=False):
+            return self._lane.copy(params)
 
     def _put(self, param: Any, weight: torch.Tensor, arrival: Arrival) -> None:
         param.data = weight
@@ -278,7 +285,7 @@ class Fetcher:
             numel += more
         if not params:
             return
-        weights, arrival = self._lane.copy(params)
+        weights, arrival = self._copy(params)
         for param, weight in zip(params, weights, strict=True):
             state = _state_of(param.ds_tensor)
             if state is not None:
@@ -287,7 +294,9 @@ class Fetcher:
                 self._live_numel += param.ds_numel
 
     def _would_wait(self, params: Iterable[Any]) -> bool:
-        return self.is_stepping() and any(_state_of(param.ds_tensor) is None for param in params)
+        return any(_state_of(param.ds_tensor) is None for param in params) and not (
+            self.has_step_ended()
+        )
 
     def _pop_ahead(self, param: Any) -> _Ahead | None:
         ahead = self._ahead.pop(param.ds_id, None)
@@ -325,7 +334,8 @@ class Fetcher:
                 if arrival is not None:
                     # Copied, and used by nothing.
                     self._lane.wait(arrival)
-                self._lane.free(param)
+                with torch.inference_mode(mode=False):
+                    self._lane.free(param)
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE
                 numel += left
         if numel:

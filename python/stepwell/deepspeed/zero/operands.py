@@ -17,6 +17,7 @@ from stepwell import _core, _state, optim
 from stepwell._hyper import Hyper, hyper_of
 from stepwell._tensors import view
 from stepwell.deepspeed.native import adam
+from stepwell.offload.norm import CLIP_EPS
 from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def gradient_scale(norm: float, loss_scale: float, clip_grad: float) -> float:
     """
     if clip_grad == 0.0:
         return 1.0 / loss_scale
-    clip = ((_scalar(norm) / loss_scale) + 1e-6) / clip_grad
+    clip = ((_scalar(norm) / loss_scale) + CLIP_EPS) / clip_grad
     return float(1.0 / (torch.clamp(clip, min=1.0) * loss_scale))
 
 
@@ -126,6 +127,15 @@ class Operands:
         self._has_warned = False
         self.swapped: SwappedPartitions | None = None
         """Has the state of partitions that is on a volume; None: all is in host memory."""
+
+    def written(self, group: int, operand: Operand) -> list[torch.Tensor]:
+        """The master and the state that a step of a partition writes in host memory.
+
+        None where they are on a volume: there they wait by themselves.
+        """
+        if self.swapped is not None and group in self.swapped:
+            return []
+        return [operand.master, *(each for key, each in operand.state.items() if key != "step")]
 
     def moments_bytes(self, master: torch.Tensor) -> int:
         """Bytes of the state that a partition will have, beside the master."""

@@ -28,13 +28,15 @@ from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane
 from stepwell.offload.budget import announce
 from stepwell.offload.engine import current_stream, device_name
+from stepwell.offload.gathering import Gatherer
 from stepwell.offload.guard import exposed
-from stepwell.offload.writes import Writes
+from stepwell.offload.writes import ThreadWait, Writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
+    from stepwell.offload.peers import Peers
 
 __all__ = [
     "FragmentUploads",
@@ -42,6 +44,7 @@ __all__ = [
     "PartitionWork",
     "Partitions",
     "Update",
+    "host_memory",
     "without_data",
 ]
 
@@ -65,6 +68,18 @@ class Partition(NamedTuple):
     """Of its moments, which the caller will take."""
     is_offloaded: bool = False
     """Whether `weight` is in host memory."""
+
+
+def host_memory(
+    engine: _core.OffloadEngine, numel: int, dtype: torch.dtype, *, is_pinned: bool
+) -> torch.Tensor:
+    """Host memory of its own for so many elements, pinned by `engine` if `is_pinned`; zeros."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    buffer = _core.Buffer(numel * dtype.itemsize)
+    if is_pinned:
+        engine.pin(buffer)
+    return tensor_on(buffer).view(dtype)
 
 
 def without_data(shape: torch.Tensor) -> torch.Tensor:
@@ -120,7 +135,10 @@ class Partitions:
             limit = None if host_bytes_max is None else max(host_bytes_max - beside, 0)
             swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
             swapped = None if swapped.core is None else swapped
-        host_bytes_left = _announce(partitions, host_bytes_max, swapped, is_pinned=is_pinned)
+        # Moments are taken later.
+        self._claim, host_bytes_left = _announce(
+            partitions, host_bytes_max, swapped, is_pinned=is_pinned
+        )
         self._swapped = swapped
         self._engine = _core.OffloadEngine(
             device_name(self.device),
@@ -157,14 +175,19 @@ class Partitions:
                 host_side = (
                     weight
                     if is_offloaded
-                    else self._memory(numel, weight.dtype, pinned=is_pinned).copy_(weight)
+                    else host_memory(self._engine, numel, weight.dtype, is_pinned=is_pinned).copy_(
+                        weight
+                    )
                 )
                 self._begin(group, host_side, weight)
                 self.twins.append(host_side)
-                grads.append(self._memory(numel, grad_dtype, pinned=is_pinned))
+                grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=is_pinned))
                 continue
-            moved = self._memory(
-                numel, master.dtype, pinned=is_pinned and is_same and not is_offloaded
+            moved = host_memory(
+                self._engine,
+                numel,
+                master.dtype,
+                is_pinned=is_pinned and is_same and not is_offloaded,
             )
             twin: torch.Tensor | None = None
             if is_same:
@@ -172,7 +195,7 @@ class Partitions:
             elif is_offloaded:
                 twin = weight
             else:
-                twin = self._memory(numel, weight.dtype, pinned=is_pinned)
+                twin = host_memory(self._engine, numel, weight.dtype, is_pinned=is_pinned)
             if master.numel() == numel:
                 moved.copy_(master.detach())
             elif twin is None or is_offloaded:
@@ -184,13 +207,20 @@ class Partitions:
             if swapped is not None and group in swapped:
                 self._begin(group, master.detach(), weight)
             self.twins.append(twin)
-            grads.append(self._memory(numel, grad_dtype, pinned=is_pinned))
+            grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=is_pinned))
         self._is_offloaded = [partition.is_offloaded for partition in partitions]
         # Of the step before.
         self._bytes_downloaded = 0
         self._seconds_waited = 0.0
-        self._writes: Writes[Sequence[Fragment]] = Writes(self._wait_for_parts)
+        self._writes: Writes[Sequence[Fragment]] = Writes(
+            self._wait_for_parts, partial(self._engine.synchronize, stream=0)
+        )
         self._has_said_why = False
+        self._thread_wait = ThreadWait(device)
+        self.are_weights_read_elsewhere = False
+        """Whether weights on the device are read on streams that come after no other."""
+        # Of several ranks.
+        self._gatherer: Gatherer | None = None
 
     def _begin(self, group: int, host_side: torch.Tensor, weight: torch.Tensor) -> None:
         """The volume is told of the host side of a partition's weights.
@@ -201,14 +231,6 @@ class Partitions:
         if count := self._swapped.begin(group, host_side):
             self.resumed[group] = count
             weight.copy_(host_side)
-
-    def _memory(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        buffer = _core.Buffer(numel * dtype.itemsize)
-        if pinned:
-            self._engine.pin(buffer)
-        return tensor_on(buffer).view(dtype)
 
     def pin(self, buffer: _core.Buffer) -> None:
         """Pins the memory of weights that are offloaded, as long as this object can step."""
@@ -233,7 +255,21 @@ class Partitions:
     @property
     def is_busy(self) -> bool:
         """Whether a step is running in host memory."""
-        return self._finalizer.alive and self._engine.busy
+        if not self._finalizer.alive:
+            return False
+        return self._engine.busy or (self._gatherer is not None and self._gatherer.is_busy)
+
+    def has_ended(self) -> bool:
+        """Whether no step is running. If so, no use of what the last one has written waits.
+
+        Raises:
+            OSError: the last step has failed.
+        """
+        if self.is_busy:
+            return False
+        if self._writes:
+            self.finish()
+        return True
 
     def stepped_grads(self) -> list[torch.Tensor]:
         """As `Gradients.stepped`, after the last step is complete."""
@@ -261,6 +297,7 @@ class Partitions:
             in_use: what keeps the memory of the updates alive; held until the step has ended.
             grad_scale: the factor of all gradients.
         """
+        self._claim.end()
         self.finish()
         self.gradients.order(self._engine)
         groups = [update.group for update in updates]
@@ -303,7 +340,7 @@ class Partitions:
     def protect(
         self, parts: Mapping[torch.Tensor, Sequence[Fragment]], holders: Iterable[torch.Tensor]
     ) -> bool:
-        """Has uses of tensors in host memory wait for the step that comes, each for its own part.
+        """Has uses of tensors wait for the step that comes, each for its own part.
 
         Call it between `prepare` and its calls.
 
@@ -334,7 +371,8 @@ class Partitions:
         return True
 
     def _wait_for_parts(self, parts: Iterable[Sequence[Fragment]]) -> bool:
-        return self.wait(fragment for part in parts for fragment in part)
+        with self._thread_wait.waiting():
+            return self.wait(fragment for part in parts for fragment in part)
 
     def settle(self) -> None:
         """Called after an exception that may have come after the submit.
@@ -343,6 +381,9 @@ class Partitions:
         """
         with contextlib.suppress(OSError):
             self.arrive()
+            if self._step_stream is None:
+                # None was submitted: waits are for the last one again, and end it.
+                self._step_stream = self._submit_stream
             self.finish()
 
     def wait(self, fragments: Iterable[Fragment]) -> bool:
@@ -353,7 +394,7 @@ class Partitions:
         self.gradients.let_go()
         # Read before the wait: a step may be submitted on another thread meanwhile.
         started, step_stream = time.perf_counter(), self._step_stream
-        streams = self._streams(step_stream)
+        streams = self.streams(step_stream)
         for group, begin, numel in fragments:
             for stream in streams:
                 self._engine.wait(group, begin, begin + numel, stream=stream)
@@ -365,22 +406,46 @@ class Partitions:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the last step is complete in host memory.
+        """Waits until the last step is complete in host memory, and gathered where ranks gather.
 
         The current stream and the stream that the step began on wait for the weights.
+
+        Raises:
+            OSError: the step has failed, here or on another rank that gathers.
         """
         if not self._finalizer.alive:
             return
-        for stream in self._streams(self._step_stream):
+        # Read before the wait: a step may be submitted on another thread meanwhile.
+        step, step_stream = self._writes.num_steps, self._step_stream
+        for stream in self.streams(step_stream):
             self._engine.finish(stream=stream)
-        self._writes.wait_for_all()
+        if self._gatherer is not None:
+            self._gatherer.finish(self.streams(step_stream))
+            self._gatherer.synchronize()
+        if self.are_weights_read_elsewhere:
+            self._engine.synchronize(stream=self.stream())
+        if step_stream is not None:
+            self._writes.clear(step)
         if self._is_uncopied:
             with torch.no_grad():
                 for weight, master in self._copies:
                     weight.copy_(master)
             self._is_uncopied = False
 
-    def _streams(self, step_stream: int | None) -> set[int]:
+    @property
+    def step_stream(self) -> int | None:
+        """The stream that the last step was submitted on; None while one is being submitted."""
+        return self._step_stream
+
+    def gather(self, peers: Peers) -> Gatherer:
+        """Makes what brings the new weights of this rank to the others, and theirs here.
+
+        From now on a step is complete when these have come.
+        """
+        self._gatherer = Gatherer(self._engine, peers, self.device)
+        return self._gatherer
+
+    def streams(self, step_stream: int | None) -> set[int]:
         """The current stream, and that of the last step."""
         return {self.stream(), *([] if step_stream is None else [step_stream])}
 
@@ -399,7 +464,11 @@ class Partitions:
             return
         self.finish()
         self.synchronize()
+        # Without a step it lasts until now.
+        self._claim.end()
         self._finalizer.detach()
+        self._gatherer = None
+        self._writes.close()
         del self._engine
         self.gradients.end()
         if self._swapped is not None:
@@ -420,6 +489,7 @@ class Partitions:
         return {
             **self._engine.timing(),
             "gate": self._seconds_waited,
+            **({} if self._gatherer is None else {"bytes_gathered": self._gatherer.bytes_received}),
             "bytes_downloaded": self._bytes_downloaded,
             **({} if self._swapped is None else self._swapped.bytes_moved()),
         }
@@ -514,8 +584,11 @@ def _announce(
     swapped: SwappedPartitions | None,
     *,
     is_pinned: bool,
-) -> int | None:
-    """Announces what partitions take. Returns what is left of `host_bytes_max`."""
+) -> tuple[_core.MemoryClaim, int | None]:
+    """Announces what partitions take.
+
+    Returns the claim of it, which lasts until all is taken, and what is left of `host_bytes_max`.
+    """
     state = pinned = held = 0
     for group, (master, weight, grad_dtype, moments_bytes, is_offloaded) in enumerate(partitions):
         numel, is_same = weight.numel(), weight.dtype == master.dtype
@@ -533,14 +606,14 @@ def _announce(
         held += swapped.memory_bytes
     if not is_pinned:
         state, pinned = state + pinned, 0
-    announce(
+    claim = announce(
         sum(partition.weight.numel() for partition in partitions),
         state=state,
         pinned=pinned,
         limit=host_bytes_max,
         held=held,
     )
-    return None if host_bytes_max is None else host_bytes_max - state - pinned
+    return claim, None if host_bytes_max is None else host_bytes_max - state - pinned
 
 
 def _drain(engine: _core.OffloadEngine, gradients: Gradients) -> None:

@@ -3,7 +3,9 @@
 Under ZeRO-3 small parameters are persistent. With `offload_param` their partitions are in host
 memory, and DeepSpeed gathers all of them at the end of `step()`: it would wait for the end of the
 step in the background. On one rank nothing is gathered, and each of them goes up by itself, when a
-forward or an access waits for it.
+forward or an access waits for it. Several ranks gather each of them behind the step
+(`zero.gathers`), where it was stepped, also if partitions are on the device. All ranks do, in
+the order of the partitions: whether one of them waits in `step()` is its own matter.
 """
 
 from __future__ import annotations
@@ -26,11 +28,11 @@ class Upload(NamedTuple):
     """One weight on its way up."""
 
     fragment: Fragment
-    """What is stepped: the whole parameter."""
+    """What is stepped: the whole parameter, or this rank's partition of it."""
     source: torch.Tensor
-    """The weight in host memory, flat. It has no class that waits."""
+    """Its weight, flat. It has no class that waits."""
     target: torch.Tensor
-    """As many elements on the device, flat."""
+    """As many elements on the device, flat, for each rank."""
 
 
 class PersistentUploads:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from stepwell import optim
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["SEAMS"]
 
 _ENGINE = "deepspeed.runtime.engine"
+_MUON = "deepspeed.runtime.zero.muon.original_muon"
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2"
 _STAGE_3 = "deepspeed.runtime.zero.stage3"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
@@ -71,9 +74,49 @@ def _propagate(optimizer: Any) -> None:
         optimizer._nonfinite = "propagate"
 
 
+def _compiled_later(compiles: Callable[..., Any]) -> Callable[..., Any]:
+    """As DeepSpeed's factory of decorators that compile; a function is when it is first called."""
+
+    @functools.wraps(compiles)
+    def factory(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+        def decorate(function: Any) -> Any:
+            found: list[Any] = []
+
+            @functools.wraps(function)
+            def call(*args_of_call: Any, **kwargs_of_call: Any) -> Any:
+                if not found:
+                    found.append(compiles(*args, **kwargs)(function))
+                return found[0](*args_of_call, **kwargs_of_call)
+
+            return call
+
+        return decorate
+
+    return factory
+
+
+def _import_muon() -> None:
+    """Imports DeepSpeed's Muon, which it asks of each optimizer whether it is one.
+
+    Muon's own import compiles its functions, which imports torch's compiler: 2 seconds.
+    """
+    if _MUON in sys.modules:
+        return
+    compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
+    theirs = compiler.compile
+    compiler.compile = _compiled_later(theirs)
+    try:
+        # Without it, DeepSpeed's own import says so.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(_MUON)
+    finally:
+        compiler.compile = theirs
+
+
 def _planned(original: Callable[..., str | None]) -> Callable[..., str | None]:
     @functools.wraps(original)
     def check(self: Any, basic_optimizer: Any) -> str | None:
+        _import_muon()
         wrapper = original(self, basic_optimizer)
         is_zero = wrapper == importlib.import_module(_ENGINE).ZERO_OPTIMIZATION
         self.stepwell_plan = plan(self, basic_optimizer, is_zero=is_zero, unfit=_unfit)

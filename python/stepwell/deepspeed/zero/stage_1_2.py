@@ -10,13 +10,16 @@ the host's waits for every parameter's norm and overflow.
 
 - On one rank nothing is reduced, so nothing goes through reduction buckets. Forwards wait for
   their own weights only, and so does every other access to a parameter from Python.
-- On several, reductions are DeepSpeed's; `step()` waits for the uploads and gathers.
+- On several, reductions are DeepSpeed's. Weights are gathered behind the step, bucket by bucket
+  (`zero.gathers`): by all ranks, whether a rank waits for them in a forward, at an access or in
+  `step()`.
 - A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they
   were made with.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from typing import TYPE_CHECKING, Any
@@ -37,6 +40,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
     FragmentUploads,
@@ -48,12 +52,14 @@ from stepwell.deepspeed.zero.partitions import (
 )
 from stepwell.deepspeed.zero.swapped import swapped_of
 from stepwell.offload.gate import Gate
+from stepwell.offload.peers import Peers
 from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from stepwell.deepspeed.plan import Plan
+    from stepwell.deepspeed.zero.operands import Operand
 
 __all__ = ["OffloadZeroOptimizer"]
 
@@ -79,10 +85,16 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
         self._gate: Gate | None = None
+        # Of several ranks that gather behind the step.
+        self._gathers: GatheredWeights | None = None
         self._backward = Backward()
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
+        if self._plan.gate == "module" and not self._is_alone:
+            peers = Peers(self.dp_process_group)
+            peers.open_data(self._partitions.device)
+            self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
         # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
         self._known_holders = self._holders()
 
@@ -314,6 +326,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._offload_accumulated_param_ids: set[int] = set()
         self._backward.check()
+        if self._gathers is not None:
+            # A rank whose last step has failed tells the others now, and all raise.
+            self.synchronize()
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
             self._check_used()
@@ -329,8 +344,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._global_grad_norm: Any = math.inf
                 self._skip()
                 return
-            self._global_grad_norm = global_norm(norm, scale)
-            self._apply(gradient_scale(norm, scale, self.clip_grad))
+            with contextlib.nullcontext() if self._gathers is None else self._gathers.decided():
+                self._global_grad_norm = global_norm(norm, scale)
+                self._apply(gradient_scale(norm, scale, self.clip_grad))
             # An interrupt here drops them as well: what is left would be added to the next.
             self._release_sums()
         except BaseException:
@@ -339,7 +355,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._drop_gradients()
             raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
-        self._gather_weights()
+        if self._gathers is None:
+            self._gather_weights()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
 
@@ -445,13 +462,16 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         in_use = [self._masters, [(operand.state, operand.before) for operand in operands]]
         submission = partitions.prepare(updates, self._weights(), in_use, grad_scale=grad_scale)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
-        is_gated = self._open_gate()
-        self._operands.commit(operands, submission)
+        is_gated = self._open_gate() and self._protect(dict(zip(groups, operands, strict=True)))
+        gather: list[Any] = []
+        if self._gathers is not None:
+            gather = self._gathers.submission(groups, self.parallel_partitioned_bit16_groups)
+        self._operands.commit(operands, [submission[0], *gather, *submission[1:]])
         partitions.forget()
         if self._gate is not None and is_gated:
             self._gate.wait_for_uncovered()
         else:
-            partitions.finish()
+            self.synchronize()
         if self._operands.swapped is None:
             # Of a volume fragments get moments by their home.
             self._lazy_init_hp_params_optimizer_state()
@@ -463,16 +483,36 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Whether accesses wait for the weights of the step that comes."""
         params = [param for group in self.bit16_groups for param in group]
         if self._gate is None and self._plan.gate == "module":
-            self._gate = Gate(
-                params,
-                FragmentUploads(
-                    self._partitions, dict(zip(params, map(self._fragment, params), strict=True))
-                ),
-            )
+            gathers = self._gathers
+            uploads = self._fragment_uploads(params) if gathers is None else gathers
+            confirm = None if gathers is None else gathers.confirm
+            self._gate = Gate(params, uploads, confirm=confirm)
         if self._gate is None or not self._gate.is_open:
             return False
         self._gate.open(params, self._exposed())
         return self._gate.is_open
+
+    def _protect(self, operands: Mapping[int, Operand]) -> bool:
+        """Whether every use of masters and of their state is going to wait.
+
+        Args:
+            operands: of each group.
+        """
+        parts: dict[torch.Tensor, list[Fragment]] = {}
+        for group, operand in operands.items():
+            whole = [Fragment(group, 0, operand.master.numel())]
+            written = self._operands.written(group, operand)
+            parts.update((tensor, whole) for tensor in written if tensor.numel())
+        # DeepSpeed's fragments of both, which its accessors use after a wait.
+        holders: list[torch.Tensor] = []
+        for param in (param for params in self.bit16_groups for param in params):
+            if (mapping := getattr(param, "_hp_mapping", None)) is not None:
+                holders += [mapping.hp_fragment, *(mapping.optim_fragment or {}).values()]
+        return self._partitions.protect(parts, holders)
+
+    def _fragment_uploads(self, params: list[torch.Tensor]) -> FragmentUploads:
+        fragments = {param: self._fragment(param) for param in params}
+        return FragmentUploads(self._partitions, fragments)
 
     def _exposed(self) -> list[torch.Tensor]:
         """Parameters whose weights can be reached without an access that the gate's guard sees.
@@ -555,5 +595,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._partitions.synchronize()
             else:
                 self._partitions.end()
-        self._gate = None
+        # Where the partitions have ended, the thread that gathers ends with them.
+        self._gate = self._gathers = None
         super().destroy()

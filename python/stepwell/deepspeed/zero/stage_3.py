@@ -4,8 +4,9 @@ Imports DeepSpeed's, and is imported late.
 
 What its structure allows: a gradient crosses the bus once, in the dtype that it is reduced in, not
 three times; unscaling, clip, Adam and the new 16-bit weights are one pass over all sub-groups;
-weights go up while later ones are stepped. `step()` waits for the end of it, since partitions on
-the device are gathered on other streams than that of forwards.
+weights go up while later ones are stepped. On several ranks it goes on behind the next forward, and
+what gathers a partition on the device waits for that partition (`offload.writes`). On one rank
+`step()` waits for the end of it: DeepSpeed computes with the partitions.
 
 With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where what a
 module needs is uploaded: on one rank by `zero.module_hooks`, on several by DeepSpeed. The pass
@@ -17,12 +18,15 @@ part (`offload.writes`), on any number of ranks.
   after the workers' writes. DeepSpeed waits for each gather before it uses it, and for those left
   when a step begins; `zero.fetcher` waits for all of its copies then. So all copies have ended when
   the next step writes.
-- Persistent parameters go up one by one, when something waits for them (`zero.persistent`). Several
-  ranks gather them at the end of `step()`, which waits for that.
+- Persistent parameters go up one by one, when something waits for them; several ranks gather them
+  behind the step (`zero.persistent`).
+- Several ranks gather ahead alike: between a step and its backward what is ahead of its use is a
+  bucket, where DeepSpeed gathers one more with each module, and would wait for the whole step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from functools import partial
@@ -31,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
@@ -42,6 +47,7 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.gathers import GatheredPersistents
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partitions import (
@@ -54,6 +60,7 @@ from stepwell.deepspeed.zero.partitions import (
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
 from stepwell.deepspeed.zero.swapped import swapped_of
 from stepwell.offload.gate import Gate
+from stepwell.offload.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -89,8 +96,15 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         # Of persistent parameters, where their weights are in host memory.
         self._gate: Gate | None = None
         self._uploads: PersistentUploads
+        # Of several ranks.
+        self._gathers: GatheredPersistents | None = None
+        # From a step to the backward that follows.
+        self._is_after_step = False
         # Why parameters and state are not those of any step.
         self._failure: str | None = None
+        # Whether this rank has not taken a step on which all ranks have decided.
+        self._has_left = False
+        self._num_left: torch.Tensor | None = None
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
@@ -115,9 +129,13 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._release_and_gather()
         coordinator = self._get_param_coordinator()
         if isinstance(coordinator, Fetcher):
-            coordinator.is_stepping = partial(getattr, self._partitions, "is_busy")
-        elif self._is_gated and dist.get_world_size(group=self.dp_process_group) == 1:
-            self._prefetch_after_steps()
+            coordinator.has_step_ended = self._partitions.has_ended
+        elif self._is_gated:
+            self._bound_prefetch()
+        if self._is_gated and not self._is_alone and self._gathered_behind():
+            peers = Peers(self.dp_process_group)
+            peers.open_data(torch.device(get_accelerator().current_device_name()))
+            self._gathers = GatheredPersistents(self._partitions, peers)
 
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
         """Called by DeepSpeed's constructor; makes what fetches weights for modules."""
@@ -127,18 +145,52 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     @property
     def _is_gated(self) -> bool:
-        # Weights on the device DeepSpeed gathers on streams of its own.
-        return self._plan.gate == "module" and bool(self.offload_param)
+        return bool(self._plan.gate == "module")
 
-    def _prefetch_after_steps(self) -> None:
-        """Has forwards gather nothing ahead of its use while a step is running.
+    @property
+    def _is_alone(self) -> bool:
+        return bool(dist.get_world_size(group=self.dp_process_group) == 1)
+
+    def _bound_prefetch(self) -> None:
+        """Has forwards gather little ahead of its use while a step is running.
 
         DeepSpeed prefetches a bucket more with each module, so the first modules of a forward would
-        wait for the whole step. Several ranks would have to agree on what is prefetched.
+        wait for the whole step.
         """
         coordinator = self._get_param_coordinator()
+        may_prefetch = self._is_little_ahead
+        if self._is_alone:
+            may_prefetch = self._is_idle
         if (size := vars(coordinator).get(_PREFETCH_SIZE)) is not None:
-            setattr(coordinator, _PREFETCH_SIZE, _SizeAfterSteps(size, self._partitions))
+            setattr(coordinator, _PREFETCH_SIZE, _BoundedSize(size, may_prefetch))
+
+    def _is_idle(self) -> bool:
+        """Whether no step is running, on this rank."""
+        return not self._partitions.is_busy
+
+    def _is_little_ahead(self) -> bool:
+        """Whether less than a bucket is gathered ahead of its use: the same on all ranks."""
+        if not self._is_after_step:
+            return True
+        coordinator = vars(self._get_param_coordinator())
+        ahead: int = sum(param.ds_numel for param in coordinator[_IN_FLIGHT])
+        return ahead < int(coordinator[_PREFETCH_SIZE])
+
+    def _gathered_behind(self) -> list[Any]:
+        """The persistent parameters that several ranks gather behind a step, in a common order."""
+        # Those have secondary partitions, or are gathered in another dtype: DeepSpeed gathers them.
+        if self.zero_hpz_partition_size > 1 or is_autocast_initialized():
+            return []
+        return sorted(self._persistent_stepped(), key=self._fragment)
+
+    def _persistent_stepped(self) -> list[Any]:
+        """The persistent parameters that are stepped in host memory."""
+        return [
+            param
+            for param in self.persistent_parameters
+            if self.get_param_id(param) in self.grad_position
+            and self._fragment(param).group not in self._share
+        ]
 
     @property
     def subgroup_to_device(self) -> dict[int, str]:
@@ -214,6 +266,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             is_pinned=self._plan.is_pinned,
             adds_on_host=options.accumulate == "host",
         )
+        # DeepSpeed gathers on a stream of its own.
+        self._partitions.are_weights_read_elsewhere = not self.offload_param
         self._operands.forget_unused_volume()
         for buffer in self._weight_buffers:
             self._partitions.pin(buffer)
@@ -274,6 +328,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
+        self._is_after_step = False
         self._backward.begin()
         self._partitions.let_go()
         super().backward_prologue()
@@ -427,13 +482,16 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._partition_all_parameters()
         try:
             norm, scale = self._partitions.gradients.norm(self._add_up), float(self.loss_scale)
+            self._check_left()
             self.overflow = not math.isfinite(norm)
             if self._loss_scale_update_and_overflow_cleanup():
                 self._drop_gradients()
                 return
-            self._global_grad_norm = global_norm(norm, scale)
-            self.timers(OPTIMIZER_STEP_TIMER).start()
-            self._apply(gradient_scale(norm, scale, self.clip_grad))
+            with contextlib.nullcontext() if self._gathers is None else self._gathers.decided():
+                self._has_left = True
+                self._global_grad_norm = global_norm(norm, scale)
+                self.timers(OPTIMIZER_STEP_TIMER).start()
+                self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
             self._partitions.settle()
             self.zero_grad(set_to_none=True)
@@ -443,9 +501,29 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._post_step({OPTIMIZER_STEP_TIMER})
 
     def _add_up(self, squares: torch.Tensor) -> None:
-        """Adds this rank's squared norm to those of the others, in place."""
+        """Adds this rank's squared norm to those of the others, in place.
+
+        With it the ranks count those that have left the step before by an error.
+        """
         squares += self._share.squares()
-        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        both = torch.stack((squares, torch.full_like(squares, self._has_left)))
+        dist.all_reduce(both, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        squares.copy_(both[0])
+        self._num_left = both[1]
+
+    def _check_left(self) -> None:
+        """Raises OSError where some ranks have taken a step, and others have left it.
+
+        Where all have left it nothing was changed, and they go on.
+        """
+        world_size = dist.get_world_size(group=self.dp_process_group)
+        num_left = 0 if self._num_left is None else int(self._num_left)
+        if 0 < num_left < world_size:
+            raise OSError(
+                f"{num_left} of {world_size} ranks have left a step by an error, and the others "
+                "have taken it: the weights are not those of any step. hint: the error of that "
+                "rank says why; resume all ranks from a checkpoint"
+            )
 
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
@@ -478,8 +556,13 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_gated = self._open_gate(operands, uploads)
+        self._is_after_step = True
+        gathers = self._gathers
+        gather = [] if gathers is None else gathers.submission(uploads)
         try:
-            self._operands.commit(operands, [*submission, *on_device])
+            taken = partial(setattr, self, "_has_left", False)
+            calls = [submission[0], taken, *gather, *submission[1:], *on_device]
+            self._operands.commit(operands, calls)
         except RuntimeError as error:
             # The device refused a launch, after the submit.
             self._failure = str(error)
@@ -488,8 +571,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         share.drop()
         if not is_gated:
             partitions.finish()
-        elif self._gate is not None:
-            self._gate.wait_for_uncovered()
+        if self._gate is not None:
+            if is_gated and self._gate.is_open:
+                self._gate.wait_for_uncovered()
+            else:
+                self._gate.finish()
 
     def _check_failure(self) -> None:
         """Raises OSError if a step has failed half-way."""
@@ -503,9 +589,22 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     # ---- waiting ----
 
     def _open_gate(self, operands: Sequence[Operand], uploads: dict[Any, Upload]) -> bool:
-        """Whether uses of what the step writes in host memory wait, each for its part of it."""
-        if not self._is_gated:
-            return False
+        """Whether uses of what the step writes wait, each for its part of it."""
+        is_protected = self._is_gated and self._protect(operands, uploads)
+        # Several ranks gather, whether this one waits or not.
+        if self._gate is not None and uploads and (is_protected or self._gathers is not None):
+            if self._gathers is None:
+                self._uploads.expect(uploads)
+            for param, upload in uploads.items():
+                param.data = upload.target[: param.ds_numel].view(param.ds_shape)
+                # So DeepSpeed does not gather it.
+                param.ds_status = ZeroParamStatus.AVAILABLE
+            if self._gate.is_open:
+                self._gate.open(uploads)
+        return is_protected
+
+    def _protect(self, operands: Sequence[Operand], uploads: dict[Any, Upload]) -> bool:
+        """Whether every use of what the step writes is going to wait."""
         parts: dict[torch.Tensor, list[Fragment]] = defaultdict(list)
         holders = [upload.source for upload in uploads.values()]
         for group, operand in enumerate(operands):
@@ -515,59 +614,47 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 holders += [flat, *(param.ds_tensor for param in self.fp16_groups[group])]
                 continue
             whole = Fragment(group, 0, operand.master.numel())
-            state = [value for key, value in operand.state.items() if key != "step"]
             memory = self.param_groups_fp16_flat_cpu_memory
-            # State on a volume waits by itself.
-            swapped = self._operands.swapped
-            is_away = swapped is not None and group in swapped
-            written = [] if is_away else [operand.master, *state]
-            for tensor in (flat, *memory, *written):
+            for tensor in (flat, *memory, *self._operands.written(group, operand)):
                 if isinstance(tensor, torch.Tensor):
                     parts[tensor].append(whole)
             for param in self.fp16_groups[group]:
                 parts[param.ds_tensor].append(self._fragment(param))
-        if not self._partitions.protect(parts, holders):
-            return False
-        if self._gate is not None and uploads:
-            self._uploads.expect(uploads)
-            for param, upload in uploads.items():
-                param.data = upload.target.view(param.ds_shape)
-                # So DeepSpeed does not gather it.
-                param.ds_status = ZeroParamStatus.AVAILABLE
-            self._gate.open(uploads)
-        return True
+        return self._partitions.protect(parts, holders)
 
     def _persistent_uploads(self) -> dict[Any, Upload]:
         """Persistent parameters that go up by themselves; the others DeepSpeed gathers."""
-        # Several ranks gather, all at the same time.
-        stepped = [
-            param
-            for param in self.persistent_parameters
-            if self.get_param_id(param) in self.grad_position
-            and self._fragment(param).group not in self._share
-        ]
-        if not stepped or dist.get_world_size(group=self.dp_process_group) > 1:
+        stepped = self._persistent_stepped() if self._is_alone else self._gathered_behind()
+        if not stepped or not (self._is_alone or self._gathers):
             return {}
         device = torch.device(get_accelerator().current_device_name())
-        if self._gate is None:
+        if self._gate is None and self._gathers is not None:
+            self._gate = Gate(stepped, self._gathers, confirm=self._gathers.confirm)
+        elif self._gate is None:
             self._uploads = PersistentUploads(self._partitions, device)
             self._gate = Gate(stepped, self._uploads)
         # Of the step before.
         self._gate.finish()
         if self._gate.guard.was_compiled:
             self._gate.close()
-        if not self._gate.is_open:
+        if not (self._gate.is_open or self._gathers):
             return {}
+        world_size = dist.get_world_size(group=self.dp_process_group)
         uploads: dict[Any, Upload] = {}
         for param in stepped:
             fragment = self._fragment(param)
             flat = self.fp16_partitioned_groups_flat[fragment.group]
             source = flat.narrow(0, fragment.begin, fragment.numel)
-            uploads[param] = Upload(fragment, source, torch.empty_like(source, device=device))
+            target = torch.empty(world_size * fragment.numel, dtype=source.dtype, device=device)
+            uploads[param] = Upload(fragment, source, target)
         return uploads
 
     def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
         """As DeepSpeed's, of what is not in host memory already."""
+        self._partitions.finish()
+        if self._gate is not None:
+            self._gate.finish()
+        self._partitions.synchronize()
         wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
         super().offload_states(include=wanted, **kwargs)
 
@@ -575,7 +662,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Ends the use of the device, and frees the host memory of gradients and uploads."""
         if self._gate is not None:
             self._gate.finish()
-            self._gate = None
+        # With them ends the thread that gathers, which has the engine.
+        self._gate = self._gathers = None
         self._partitions.end()
         self._share = DeviceShare({})
         super().destroy()
@@ -594,17 +682,20 @@ class _FixedDevices(dict[int, str]):
 
 # Elements that DeepSpeed's coordinator gathers ahead of their use.
 _PREFETCH_SIZE = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+# What it has begun to gather, and no module uses yet.
+_IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
 
 
-class _SizeAfterSteps(int):
-    """A number of elements that is greater than none only while no step is running."""
+class _BoundedSize(int):
+    """A number of elements that is greater than none only while more may be gathered."""
 
-    _partitions: Partitions
+    _may_prefetch: Callable[[], bool]
 
-    def __new__(cls, size: int, partitions: Partitions) -> Self:
+    def __new__(cls, size: int, may_prefetch: Callable[[], bool]) -> Self:
         self = super().__new__(cls, size)
-        self._partitions = partitions
+        # The coordinator goes with the optimizer, whose method this is.
+        self._may_prefetch = may_prefetch
         return self
 
     def __gt__(self, other: int) -> bool:
-        return super().__gt__(other) and not self._partitions.is_busy
+        return super().__gt__(other) and self._may_prefetch()

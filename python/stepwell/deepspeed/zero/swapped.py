@@ -2,15 +2,20 @@
 
 A tensor of such state is *away*, or it is in memory. Away it has the class `Written`
 (`stepwell.offload.writes`) and lies at addresses that nothing is at. Its first use brings the state
-of its partition, all of it, into memory; so DeepSpeed's accessors, checkpoints and loaders need not
-know of it. The next step goes on from that memory, writes it to the volume, and the tensors are
-away again. So what is written to them counts, and a view that was taken before a step is a snapshot
-after it.
+of its partition into memory; so DeepSpeed's accessors, checkpoints and loaders need not know of it.
+The next step goes on from that memory, writes it to the volume, and the tensors are away again. So
+what is written to them counts, and a view that was taken before a step is a snapshot after it.
 
-The memory is mapped files in the folders of the volume: an export takes no host memory that the
-kernel could not take back, and space on a drive while it is there.
+A use of a fragment (`narrow` of a flat tensor, or a piece of the master) brings the chunks that it
+lies in, and no others. The partition counts as away, unless a fragment was written to by the time
+of the next step. Then the rest is brought, and the step goes on from memory.
 
-Cost: nothing per step, beside two assignments for each tensor that was in memory.
+The memory is mapped files in the folders of the volume, or in the folder for temporary files where
+it is on devices alone: an export takes no host memory that the kernel could not take back, and
+space on a drive while it is there.
+
+Cost: nothing per step, beside two assignments for each tensor that was in memory, and a digest of
+the chunks that were looked at.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import threading
 import weakref
 from collections import deque
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -71,6 +77,92 @@ class _Held(NamedTuple):
     """Pieces of the master that other code has, with first element and number of elements."""
 
 
+class _Mapped:
+    """Memory for the state of one partition, in a mapped file. Space is taken for what is brought.
+
+    Args:
+        folder: of the file, which has no name.
+        places: tensors like those that the memory is for.
+        numel: elements of the partition.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], places: Mapping[str, torch.Tensor], numel: int
+    ) -> None:
+        self.folder = folder
+        """Where the file is."""
+        self._numel = numel
+        self._offsets: dict[str, int] = {}
+        end = 0
+        for name, place in places.items():
+            self._offsets[name] = end
+            end += -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115  # as long as the memory
+        os.ftruncate(self._file.fileno(), end)
+        memory = torch.frombuffer(mmap.mmap(self._file.fileno(), end), dtype=torch.uint8)
+        self.tensors = {
+            name: memory[begin : begin + places[name].nbytes]
+            .view(places[name].dtype)
+            .view(places[name].shape)
+            for name, begin in self._offsets.items()
+        }
+        # Whole chunks that are there: first element, last one, and a digest of what they held.
+        self._runs: list[tuple[int, int, bytes]] = []
+
+    def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Runs of whole chunks that have elements from `begin` to `end`, and are not there."""
+        size = _core.CHUNK_LEN
+        there = {at for first, last, _ in self._runs for at in range(first, last, size)}
+        runs: list[tuple[int, int]] = []
+        for at in range(begin // size * size, end, size):
+            if at in there:
+                continue
+            last = min(at + size, self._numel)
+            if runs and runs[-1][1] == at:
+                runs[-1] = runs[-1][0], last
+            else:
+                runs.append((at, last))
+        return runs
+
+    def take(self, begin: int, end: int) -> None:
+        """Takes space for a run.
+
+        Raises:
+            OSError: there is none.
+        """
+        for name, tensor in self.tensors.items():
+            # Of codes and scales there are fewer than elements: a block more at the beginning.
+            first = max(begin * tensor.nbytes // self._numel - mmap.PAGESIZE, 0)
+            last = min(-(-end * tensor.nbytes // self._numel), tensor.nbytes)
+            offset = self._offsets[name] + first
+            try:
+                os.posix_fallocate(self._file.fileno(), offset, max(last - first, 1))
+            except OSError as error:
+                raise OSError(
+                    error.errno,
+                    f"state on a volume takes `{last - first}` bytes for `{name}` while it is read "
+                    f"by the program, which are not free (`{error.strerror}`). hint: more room in "
+                    "one of the folders, or no access to masters and moments between steps",
+                    os.fspath(self.folder),
+                ) from error
+
+    def note(self, begin: int, end: int) -> None:
+        """A run is there."""
+        self._runs.append((begin, end, self._digest(begin, end)))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether anything was written to what is there, where fragments can be had of it."""
+        return any(self._digest(begin, end) != digest for begin, end, digest in self._runs)
+
+    def _digest(self, begin: int, end: int) -> bytes:
+        found = hashlib.blake2b(digest_size=16)
+        for tensor in self.tensors.values():
+            if tensor.numel() == self._numel:
+                found.update(tensor[begin:end].view(torch.uint8).numpy().data)
+        return found.digest()
+
+
 class SwappedPartitions:
     """The state of partitions, on one volume of this rank.
 
@@ -102,6 +194,10 @@ class SwappedPartitions:
         self._held: dict[int, _Held] = {}
         self._weights: dict[int, torch.Tensor] = {}
         self._group_of: dict[int, int] = {}
+        # Of pieces of masters: first element and number of elements.
+        self._run_of: dict[int, tuple[int, int]] = {}
+        # What was brought of partitions that count as away.
+        self._parts: dict[int, _Mapped] = {}
         self._away: set[int] = set()
         self._stepped: set[int] = set()
         # A signal's handler may use state while it is brought.
@@ -307,12 +403,13 @@ class SwappedPartitions:
         return {"bytes_read": read, "bytes_written": written}
 
     def close(self) -> None:
-        """Ends the use of the volume, when no step is under way. What is away is lost."""
+        """Ends the use of the volume, when no step is under way. What is away is empty then."""
         with self._lock:
             self._letting_go()
             self._closing()
             self._held.clear()
             self._away.clear()
+            self._parts.clear()
 
     # ---- state ----
 
@@ -335,6 +432,9 @@ class SwappedPartitions:
         Raises:
             OSError: a drive cannot be read.
         """
+        part = self._parts.get(group)
+        if part is not None and part.is_written:
+            self._bring(group)
         own = {name: each for name, each in self._held[group].tensors.items() if name != _MASTER}
         if known is None and group not in self._stepped:
             return self.state(group)
@@ -364,13 +464,16 @@ class SwappedPartitions:
         They are made one directly after the other.
         """
         stepped = [group for group in groups if group in self._held]
-        calls = [partial(self._stepped.update, stepped)]
+        calls: list[partial[Any]] = [partial(self._stepped.update, stepped)]
         for group in stepped:
-            if group in self._away:
-                continue
             held = self._held[group]
+            # Also what is away now: another thread may bring it, or a fragment of it, before these
+            # calls.
+            calls.append(partial(self._parts.pop, group, None))
             calls.append(partial(self._away.add, group))
             for tensor, place in self._pairs(held, held.places):
+                # The class goes first: with the other one the data would be waited for.
+                calls.append(partial(setattr, tensor, "__class__", torch.Tensor))
                 calls.append(partial(setattr, tensor, "data", place))
                 calls.append(partial(setattr, tensor, "__class__", Written))
         return calls
@@ -398,6 +501,7 @@ class SwappedPartitions:
         with self._lock, without_waiting():
             for piece, _, _ in held.views:
                 self._group_of.pop(id(piece), None)
+                self._run_of.pop(id(piece), None)
             forget([piece for piece, _, _ in held.views])
             held.views.clear()
             master = held.tensors[_MASTER].detach()
@@ -405,6 +509,7 @@ class SwappedPartitions:
                 piece = _empty(master.dtype)
                 held.views.append((piece, begin, numel))
                 self._group_of[id(piece)] = group
+                self._run_of[id(piece)] = begin, numel
                 remember([piece], self)
                 piece.data = master.narrow(0, begin, numel)
                 if group in self._away:
@@ -414,66 +519,100 @@ class SwappedPartitions:
     # ---- what is away, and used ----
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Brings the state of the partitions that `tensors` are of into memory."""
-        for group in dict.fromkeys(self._group_of[id(tensor)] for tensor in tensors):
-            self._bring(group)
+        """Brings what `tensors` are of into memory: pieces alone, or whole partitions."""
+        for tensor in tensors:
+            group, run = self._group_of[id(tensor)], self._run_of.get(id(tensor))
+            if run is None:
+                self._bring(group)
+            else:
+                self._bring_piece(group, tensor, *run)
 
     def wait_for_all(self) -> None:
         """Brings the state of all partitions into memory."""
         for group in self._held:
             self._bring(group)
 
+    def narrow(self, tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor | None:
+        """A part of a master or moment that is away, once it is in memory."""
+        group = self._group_of[id(tensor)]
+        held = self._held[group]
+        names = [name for name, each in held.tensors.items() if each is tensor]
+        # Codes and scales have other numbers of elements, and pieces their own way.
+        if not names or held.places[names[0]].numel() != held.shape.numel():
+            return None
+        with self._lock:
+            if group not in self._away:
+                return None
+            part = self._part(group, begin, begin + numel)
+            return part.tensors[names[0]].narrow(0, begin, numel)
+
+    def _bring_piece(self, group: int, piece: torch.Tensor, begin: int, numel: int) -> None:
+        with self._lock:
+            if group not in self._away or type(piece) is not Written:
+                return
+            there = self._part(group, begin, begin + numel).tensors[_MASTER]
+            calls = [
+                partial(setattr, piece, "data", there.narrow(0, begin, numel)),
+                partial(setattr, piece, "__class__", torch.Tensor),
+            ]
+            _call_all(calls)
+
     def _bring(self, group: int) -> None:
         with self._lock:
             if group not in self._away:
                 return
-            finish = None if self._finish is None else self._finish()
-            if finish is not None:
-                finish()
-            assert self._core is not None
             held = self._held[group]
-            with without_waiting():
-                memory = self._mapped(held.places)
-                tensor = self._tensor(held, memory, self._weights[group])
-                self._core.read(held.number, tensor)
-                calls: list[partial[Any]] = []
-                for tensor_of, there in self._pairs(held, memory):
-                    calls.append(partial(setattr, tensor_of, "data", there))
-                    calls.append(partial(setattr, tensor_of, "__class__", torch.Tensor))
-                calls.append(partial(self._away.discard, group))
-                # Not a loop: Ctrl-C does not come between.
-                deque(map(partial.__call__, calls), maxlen=0)
+            memory = self._part(group, 0, held.shape.numel()).tensors
+            calls: list[partial[Any]] = []
+            for tensor_of, there in self._pairs(held, memory):
+                calls.append(partial(setattr, tensor_of, "data", there))
+                calls.append(partial(setattr, tensor_of, "__class__", torch.Tensor))
+            calls.append(partial(self._away.discard, group))
+            calls.append(partial(self._parts.pop, group, None))
+            _call_all(calls)
 
-    def _mapped(self, places: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Memory for tensors like these, in a file on the drive with the most room."""
-        ends, end = {}, 0
-        for name, place in places.items():
-            end += -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-            ends[name] = end
-        folder = max(self._volume.paths, key=lambda path: shutil.disk_usage(path).free)
-        _LOGGER.info(
-            "%.2f GiB of state are read from the volume into a mapped file in `%s`",
-            end / GIB,
-            os.fspath(folder),
+    def _part(self, group: int, begin: int, end: int) -> _Mapped:
+        """Memory for a partition that is away, with what has elements from `begin` to `end`.
+
+        Raises:
+            OSError: a drive fails, or has no room.
+        """
+        finish = None if self._finish is None else self._finish()
+        if finish is not None:
+            finish()
+        assert self._core is not None
+        held = self._held[group]
+        numel = held.shape.numel()
+        part = self._parts.get(group)
+        if part is None:
+            part = self._parts[group] = _Mapped(self._folder(), held.places, numel)
+        with without_waiting():
+            tensor = self._tensor(held, part.tensors, self._weights[group])
+        for first, last in part.missing(begin, end):
+            part.take(first, last)
+            self._core.read(held.number, tensor, begin=first, end=last)
+            part.note(first, last)
+            _LOGGER.info(
+                "%d of %d elements of a partition's state are read from the volume into a mapped "
+                "file in `%s`",
+                last - first,
+                numel,
+                os.fspath(part.folder),
+            )
+        return part
+
+    def _folder(self) -> str | os.PathLike[str]:
+        """Where exports are: the folder of the volume with the most room, if it has folders."""
+        folders = [path for path in self._volume.paths if Path(path).is_dir()]
+        return max(
+            folders or [tempfile.gettempdir()], key=lambda path: shutil.disk_usage(path).free
         )
-        with tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, end)
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"state on a volume takes `{end}` bytes while it is read by the program, which "
-                    f"are not free (`{error.strerror}`). hint: more room in one of the folders, or "
-                    "no access to masters and moments between steps",
-                    os.fspath(folder),
-                ) from error
-            memory = torch.frombuffer(mmap.mmap(file.fileno(), end), dtype=torch.uint8)
-        found = {}
-        for name, place in places.items():
-            begin = ends[name] - -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-            piece = memory[begin : begin + place.nbytes].view(place.dtype)
-            found[name] = piece.view(place.shape)
-        return found
+
+
+def _call_all(calls: Iterable[partial[Any]]) -> None:
+    """Not a loop: Ctrl-C does not come between."""
+    with without_waiting():
+        deque(map(partial.__call__, calls), maxlen=0)
 
 
 def _on_all_ranks(make: Callable[[], _core.Swap | None]) -> _core.Swap | None:

@@ -1,0 +1,179 @@
+"""Makes every access to a sharded parameter wait while this rank's new shard is under way.
+
+FSDP2 gathers a module's parameters before it uses them, and reads their shards then: from memory of
+its own beside the DTensor, on a stream of its own. That memory, the DTensor and its local tensor
+have the class of what a step writes (`offload.writes`) until the first use of one of the three. So
+each gather waits for the shards that it reads, whenever FSDP2 launches it: before the module's
+forward, ahead of it (`set_modules_to_forward_prefetch`), in a backward, or by `unshard()`. The wait
+is this rank's own. Ranks need not agree on anything, and every collective is FSDP2's or the
+program's, in their order.
+
+Where other memory than this refers to a shard, also what another version of FSDP2 may hold, the
+parameter is exposed, and the step itself waits for it.
+
+Cost per parameter and step: three assignments of a class, and a dozen entries of dicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from stepwell._sharding import is_dtensor, is_exactly_dtensor
+from stepwell.offload.finalizers import finalize
+from stepwell.offload.guard import Uploads, WeightGuard, exposed
+from stepwell.offload.under_way import is_compiling, without_waiting
+from stepwell.offload.writes import ThreadWait, Writes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Sequence
+
+__all__ = ["ShardGuard"]
+
+
+class ShardGuard(WeightGuard):
+    """Guards parameters of which some are DTensors.
+
+    Args:
+        params: all of them.
+        uploads: as `WeightGuard` has it.
+        settle: likewise.
+        modules: all modules, of which some may be FSDP2's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        uploads: Uploads,
+        settle: Callable[[], None] | None,
+        modules: Iterable[torch.nn.Module],
+    ) -> None:
+        super().__init__(uploads, settle)
+        self._shards = {param for param in params if is_dtensor(param)}
+        # What FSDP2 has of each, which may get other memory; by the parameter's id.
+        self._of_fsdp: dict[int, weakref.ref[Any]] = {
+            id(each.sharded_param): weakref.ref(each) for each in _fsdp_params(modules)
+        }
+        self._thread_wait = ThreadWait(next(iter(params)).device)
+        finish = partial(_finish, self._thread_wait, uploads)
+        self._writes: Writes[torch.Tensor] = Writes(self._wait_for_shards, finish)
+        finalize(self, _end, self._writes, finish)
+
+    @property
+    @override
+    def any_under_way(self) -> bool:
+        return super().any_under_way or bool(self._writes)
+
+    @override
+    def is_under_way(self, param: torch.Tensor) -> bool:
+        return super().is_under_way(param) or self._writes.holds(param)
+
+    @override
+    def exposed(
+        self,
+        params: Iterable[torch.Tensor],
+        holders: Iterable[torch.Tensor],
+        held: Collection[torch.Tensor] = (),
+    ) -> list[torch.Tensor]:
+        params = list(params)
+        shards = [param for param in params if param in self._shards]
+        found = super().exposed(
+            [param for param in params if param not in self._shards],
+            [param for param in holders if param not in self._shards],
+            held,
+        )
+        memories = {shard: self._memories(shard) for shard in shards}
+        known = [each for own in memories.values() for each in (*own, *_bases(own))]
+        # All of a shard's are on one memory.
+        of_piece = {own[0]: shard for shard, own in memories.items() if own}
+        found += [shard for shard, own in memories.items() if not own]
+        return found + [of_piece[piece] for piece in exposed(of_piece, known, torch.Tensor)]
+
+    def _memories(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors over the memory of a shard: its local one, and FSDP2's.
+
+        None where one of them has a class of its own.
+        """
+        reference = self._of_fsdp.get(id(shard))
+        flat = None if reference is None else getattr(reference(), "_sharded_param_data", None)
+        # Not what `to_local` gives, which is a view.
+        found = [shard._local_tensor, *([] if flat is None else [flat])]  # type: ignore[attr-defined]
+        is_plain = all(type(each) is torch.Tensor for each in found)
+        is_one = len({each.untyped_storage()._cdata for each in found}) == 1
+        return found if is_plain and is_one and is_exactly_dtensor(shard) else []
+
+    @override
+    def protect(self, params: Iterable[torch.Tensor]) -> None:
+        params = list(params)
+        super().protect(param for param in params if param not in self._shards)
+        shards = [param for param in params if param in self._shards]
+        parts: dict[torch.Tensor, torch.Tensor] = {}
+        for shard in shards:
+            if memories := self._memories(shard):
+                parts.update(dict.fromkeys([shard, *memories], shard))
+        self._writes.protect(parts)
+
+    @override
+    def enter(self, params: Iterable[torch.Tensor]) -> None:
+        params = list(params)
+        super().enter(params)
+        self._writes.wait_for(params)
+
+    @override
+    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
+        super().wait_for(params)
+        self._writes.wait_for(params)
+
+    @override
+    def clear(self, step: int) -> None:
+        super().clear(step)
+        if step == self.num_steps:
+            self._writes.wait_for_all()
+
+    def _wait_for_shards(self, shards: Iterable[torch.Tensor]) -> bool:
+        self.was_compiled |= is_compiling()
+        # FSDP2 gathers on streams that come after no other.
+        with without_waiting(), self._thread_wait.waiting():
+            return self._uploads.wait(shards)
+
+
+def _fsdp_params(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """FSDP2's objects, one per sharded parameter."""
+    found: list[Any] = []
+    for module in modules:
+        # Not of a proxy, which may have every attribute.
+        if not hasattr(type(module), "_get_fsdp_state"):
+            continue
+        state: Any = module._get_fsdp_state()  # type: ignore[operator]
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            # Before torch 2.12.
+            group = getattr(state, "_fsdp_param_group", None)
+            groups = [] if group is None else [group]
+        found += [
+            each for group in groups for each in group.fsdp_params if hasattr(each, "sharded_param")
+        ]
+    return found
+
+
+def _bases(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What views are views of, which nothing else refers to."""
+    return [tensor._base for tensor in tensors if tensor._base is not None]
+
+
+def _finish(thread_wait: ThreadWait, uploads: Uploads) -> None:
+    with thread_wait.waiting():
+        uploads.finish()
+
+
+def _end(writes: Writes[torch.Tensor], finish: Callable[[], None]) -> None:
+    """The optimizer is gone: its shards are plain again when they have landed."""
+    if writes:
+        # A step that failed has raised its error already, or no caller is left.
+        with contextlib.suppress(OSError, ValueError), without_waiting():
+            finish()

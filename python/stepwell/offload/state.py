@@ -1,0 +1,101 @@
+"""The state of an OffloadAdamW as programs see it: after the last step, read from its volume."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+from typing import TYPE_CHECKING
+
+from stepwell.offload.swapped import StateInMemory
+from stepwell.optim import AdamW
+
+if TYPE_CHECKING:
+    from collections import defaultdict
+
+    import torch
+
+    from stepwell import _state
+    from stepwell._operand import Update
+    from stepwell.offload.engine import Engine
+    from stepwell.offload.host_side import HostSide
+    from stepwell.offload.twins import Twins
+
+__all__ = ["OffloadState"]
+
+
+class OffloadState(AdamW):
+    """An AdamW whose state is in host memory or on a volume, and stepped in the background."""
+
+    _host: HostSide
+    _twins: Twins
+    _engine: Engine | None
+    # While a step is decided and submitted, `state` does not settle what is deferred, on the thread
+    # that does so.
+    _stepping_on: int | None
+    # State that the step under way has written to the volume, as it was and as it is.
+    _swapping: list[list[tuple[torch.Tensor, _state.State, _state.State]]]
+
+    @abc.abstractmethod
+    def _finish(self) -> None:
+        """Waits until the last step is complete in host memory."""
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._stepping_on == threading.get_ident()
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, _state.State]:
+        """State by parameter, as torch's optimizers have it, after the last step is complete."""
+        states = self._read_states()
+        return states if self._host.swapped is None else StateInMemory(self._read_states)
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
+        self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
+
+    def _read_states(self) -> defaultdict[torch.Tensor, _state.State]:
+        """As `_states`. What is on a volume is read into memory, but for the step's own thread."""
+        with contextlib.nullcontext() if self._engine is None else self._engine.lock:
+            states = self._states
+            swapped = self._host.swapped
+            if swapped is not None and not self._is_stepping:
+                # In this order: a first step, without an engine yet, may begin on another thread.
+                num_steps = swapped.num_steps
+                swapped.read(states, num_steps if self._stepping_on is None else None)
+            return states
+
+    @property
+    def _states(self) -> defaultdict[torch.Tensor, _state.State]:
+        """As `state`. What is on a volume is not read."""
+        if self._engine is not None and not self._is_stepping:
+            with self._engine.lock:
+                self._engine.settle()
+                if self._engine.busy:
+                    self._finish()
+        found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
+        for param, before, state in self._swapping[0]:
+            if found.get(param) is before:
+                found[param] = state
+        # Ctrl-C before this does no harm: what is replaced is replaced once.
+        self._swapping[0] = []
+        return found
+
+    def _fresh_state(self, update: Update) -> _state.State:
+        """State of a parameter that was never stepped.
+
+        What was set aside for it, unless that was loaded over.
+        """
+        return self._host.fresh_state(update.param) or super()._fresh_state(update)
+
+    def _is_exclusive(self, param: torch.Tensor) -> bool:
+        return not self._host.fingerprints.is_unverified(param)
+
+    def _host_side(self, param: torch.Tensor) -> torch.Tensor:
+        return self._twins.weight(param) if param in self._twins else param
+
+    def _host_tensors(
+        self, param: torch.Tensor, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        twin = self._twins[param]
+        return twin.weight, twin.grad
