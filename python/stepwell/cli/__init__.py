@@ -57,6 +57,7 @@ app.add_typer(volumes)
 volumes.command()(volume.ls)
 volumes.command()(volume.check)
 volumes.command()(volume.rm)
+volumes.command(name="format")(volume.format_device)
 
 
 def _print_version(wanted: bool) -> None:

@@ -451,8 +451,9 @@ def train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]:
     breakdowns: list[dict[str, float]] = []
     first_step_seconds = 0.0
     for index in range(workload.warm_up_steps + workload.steps):
-        if index == workload.warm_up_steps:
-            # A full collection looks at all that the libraries have made: .3 s, now and then.
+        if index == workload.warm_up_steps - 1:
+            # A full collection looks at all that the libraries have made: .3 s, now and then. Not
+            # directly before the first measured step, whose wait it would take away.
             gc.collect()
             gc.freeze()
         marks.append(time.perf_counter())
@@ -517,6 +518,13 @@ def forward_backward(workload: Workload, model: torch.nn.Module, device: torch.d
     return statistics.median(seconds[workload.warm_up_steps :])
 
 
+def _kernel_pinned() -> int:
+    """Bytes that the kernel has pinned for this process: buffers that are registered with rings."""
+    status = Path("/proc/self/status").read_text()
+    words = next((line for line in status.splitlines() if line.startswith("VmPin:")), "VmPin: 0 kB")
+    return int(words.split()[1]) << 10
+
+
 def main(name: str, workload: Workload) -> dict[str, Any]:
     """Runs a case, and says what was measured, as plain values."""
     device = _device()
@@ -535,10 +543,13 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
     moved = run.breakdown()
     if "bytes_read" in moved:
+        from stepwell.offload.budget import announced_pinned_bytes
+
         updates = (workload.steps + workload.warm_up_steps) * numel
         result["drive_bytes_per_param"] = [
             moved[key] / updates for key in ("bytes_read", "bytes_written")
         ]
+        result |= {"pinned_bytes": announced_pinned_bytes(), "registered_bytes": _kernel_pinned()}
     return result | {
         "num_params": numel,
         "prepare_seconds": prepared,

@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepwell.cli._report import case_table, failed_case
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
@@ -147,8 +149,7 @@ def _run(console: Console, name: str, workload: Workload, num_ranks: int) -> dic
             said = errors[why].read_text().strip().splitlines()[-1:]
             why = f"rank {why}: {said[0] if said else f'code {processes[why].returncode}'}"
     why = why or "rank 0 has printed nothing"
-    console.print(f"no {name}: {why}", style="yellow", markup=False, highlight=False)
-    return {"name": name, "failure": why}
+    return failed_case(console, name, why)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | str | None:
@@ -166,8 +167,6 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | str | None:
 
 def print_ranks(console: Console, report: dict[str, Any]) -> None:
     """Prints the table of a report."""
-    from rich.table import Table
-
     workload, done = report["plan"], [case for case in report["cases"] if "seconds" in case]
     numel = done[0]["num_params"] / 1e9 if done else 0
     title = (
@@ -175,8 +174,6 @@ def print_ranks(console: Console, report: dict[str, Any]) -> None:
         f"{workload['micro_batch']} x {workload['sequence_length']} tokens each, "
         f"{workload['accumulation']} micro-step(s), clipping at {workload['clip_norm']:g}"
     )
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    table.add_column(min_width=22, no_wrap=True)
     columns = (
         "s/step",
         "slowest",
@@ -190,8 +187,7 @@ def print_ranks(console: Console, report: dict[str, Any]) -> None:
         "device GiB",
         "last loss",
     )
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = case_table(title, columns, is_wrapped=True)
     for kind, seconds in report["forward_backward_seconds"].items():
         table.add_row(f"L: forward, backward, {kind}", f"{seconds:.3f}")
     by_name = {case["name"]: case["seconds"] for case in done}

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from stepwell import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from matplotlib.figure import Figure
     from rich.console import Console
+    from rich.table import Table
 
-__all__ = ["circumstances", "write", "write_json"]
+__all__ = ["case_table", "circumstances", "failed_case", "write", "write_json"]
 
 
 def circumstances() -> dict[str, Any]:
@@ -100,6 +101,26 @@ def write(
     plot = folder / f"{name}.png"
     figure.savefig(plot, dpi=150)
     console.print(f"written: {plot}", highlight=False, soft_wrap=True)
+
+
+def failed_case(console: Console, name: str, why: str) -> dict[str, Any]:
+    """Says that a case has no figures. Returns what a report has of it."""
+    console.print(f"no {name}: {why}", style="yellow", markup=False, highlight=False)
+    return {"name": name, "failure": why}
+
+
+def case_table(title: str, columns: Iterable[str], *, is_wrapped: bool = False) -> Table:
+    """An empty table: a column for the names of cases, and these for their figures.
+
+    `is_wrapped`: where there is no room for it, the name of a column takes several lines.
+    """
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    table.add_column(min_width=22, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=not is_wrapped)
+    return table
 
 
 def _cpu_name() -> str:

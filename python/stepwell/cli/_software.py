@@ -180,13 +180,14 @@ _PARTS = (
     _Part(
         topic="ZeRO-1 and -2",
         seams=(*_ENGINE_SEAMS, "offload engine, ZeRO-1/2"),
-        works="CPU and NVMe offload step on the engine; on one GPU in the background",
+        works="CPU and NVMe offload step on the engine, in the background",
         otherwise="CPU offload is DeepSpeed's own path on Stepwell's kernels, not the engine",
     ),
     _Part(
         topic="ZeRO-3",
         seams=(*_ENGINE_SEAMS, "offload engine, ZeRO-3"),
-        works="CPU and NVMe offload step on the engine; with offload_param in the background",
+        works="CPU and NVMe offload step on the engine; in the background, except on one rank "
+        "without offload_param",
         otherwise="CPU offload is DeepSpeed's own path on Stepwell's kernels, not the engine",
     ),
     _Part(

@@ -1,4 +1,4 @@
-"""The picture of step times: what `stepwell bench offload` measured, for people."""
+"""The pictures of step times: what `stepwell bench offload` measured, for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["circumstances_line", "draw_step_times"]
+__all__ = ["circumstances_line", "draw_every_step", "draw_step_times"]
 
 _PEER = "deepspeed"
 _LABELS = {
@@ -50,6 +50,27 @@ def draw_step_times(axes: Axes, report: dict[str, Any]) -> None:
     axes.set_xlabel(
         "seconds per training step (dotted: forward and backward alone; black: the bound)"
     )
+    axes.set_title(_what(report, done), fontsize=10, loc="left")
+
+
+def draw_every_step(axes: Axes, report: dict[str, Any]) -> None:
+    """A line for each case: what each step took, behind those of the warm-up.
+
+    A median hides steps that stall, and a mean does not say how long one is.
+
+    Args:
+        axes: empty ones.
+        report: what `stepwell bench offload` writes as JSON.
+    """
+    done = [case for case in report["cases"] if "seconds" in case]
+    for case in done:
+        name = _LABELS.get(case["name"], case["name"])
+        label = f"{name}: mean {case['mean_seconds']:.3f} s, slowest {case['slowest_seconds']:.3f}"
+        axes.plot(case["all_seconds"], label=label, linewidth=1, marker=".", markersize=3)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("seconds")
+    axes.legend(fontsize=7)
     axes.set_title(_what(report, done), fontsize=10, loc="left")
 
 

@@ -18,6 +18,7 @@ import typer
 
 from stepwell import _core
 from stepwell.cli._rank_runs import RANK_CASES, draw_ranks, measure_ranks, print_ranks
+from stepwell.cli._report import case_table, failed_case
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -308,9 +309,8 @@ def _host_bytes_per_param(name: str) -> float | None:
     if name not in held:
         return None
     dtype, moments = held[name]
-    master = torch.empty(1 << 20, dtype=dtype, device="meta")
-    state = 2 * (_state.nbytes(master, moments) / master.numel() + dtype.itemsize)
     weight_out = 0 if dtype == torch.bfloat16 else torch.bfloat16.itemsize
+    state = _state.step_bytes(dtype, moments)
     return round(state + torch.bfloat16.itemsize + weight_out, 2)
 
 
@@ -335,23 +335,16 @@ def _run(console: Console, name: str, workload: Workload) -> dict[str, Any]:
             env={**os.environ, "PATH": path},
         )
     except subprocess.TimeoutExpired:
-        return _failed(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
+        return failed_case(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
     lines = ended.stdout.strip().splitlines()
     if ended.returncode == 0 and lines:
         result: dict[str, Any] = json.loads(lines[-1])
         return result
     last = ended.stderr.strip().splitlines()[-1:] or [f"it ended with the code {ended.returncode}"]
-    return _failed(console, name, last[0])
-
-
-def _failed(console: Console, name: str, why: str) -> dict[str, Any]:
-    console.print(f"no {name}: {why}", style="yellow", markup=False, highlight=False)
-    return {"name": name, "failure": why}
+    return failed_case(console, name, last[0])
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:
-    from rich.table import Table
-
     workload = report["plan"]
     done = [case for case in report["cases"] if "seconds" in case]
     numel = done[0]["num_params"] / 1e9 if done else 0
@@ -360,8 +353,6 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         f"{workload['micro_batch']} x {workload['sequence_length']} tokens, "
         f"{workload['accumulation']} micro-step(s), clipping at {workload['clip_norm']:g}"
     )
-    table = Table(title=title, title_justify="left", title_style="bold", box=None)
-    table.add_column(min_width=22, no_wrap=True)
     columns = (
         "s/step",
         "mean",
@@ -372,9 +363,13 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         "host step s",
         "waited s",
         "start s",
+        "host B/param",
+        "host peak GiB",
+        "bus GB",
+        "device GiB",
+        "last loss",
     )
-    for column in (*columns, "host B/param", "host peak GiB", "bus GB", "device GiB", "last loss"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = case_table(title, columns)
     seconds = {case["name"]: case["seconds"] for case in done}
     if report["forward_backward_seconds"]:
         table.add_row("L: forward, backward", f"{report['forward_backward_seconds']:.3f}")
@@ -408,16 +403,20 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         if moved := case.get("drive_bytes_per_param"):
             console.print(
                 f"{case['name']}: {moved[0]:.2f} B read and {moved[1]:.2f} B written on drives per "
-                "parameter and step",
+                f"parameter and step, {case['start_seconds']:.1f} s to start, "
+                f"{case['pinned_bytes'] / 2**30:.2f} GiB pinned for weights and gradients, "
+                f"{case['registered_bytes'] / 2**30:.2f} GiB for reads and writes",
                 highlight=False,
             )
 
 
 def _draw(figure: Figure, report: dict[str, Any]) -> None:
-    from stepwell.cli._step_times import circumstances_line, draw_step_times
+    from stepwell.cli._step_times import circumstances_line, draw_every_step, draw_step_times
 
-    left, right = figure.subplots(1, 2)
+    figure.set_size_inches(15, 5)
+    left, middle, right = figure.subplots(1, 3)
     draw_step_times(left, report)
+    draw_every_step(middle, report)
     for case in report["cases"]:
         if "seconds" in case:
             right.plot(case["losses"], label=case["name"], linewidth=1)

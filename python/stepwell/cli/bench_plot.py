@@ -1,4 +1,4 @@
-"""`stepwell bench plot`: the picture of step times, from what `stepwell bench offload` wrote."""
+"""`stepwell bench plot`: the pictures of step times, from what `stepwell bench offload` wrote."""
 
 from __future__ import annotations
 
@@ -27,6 +27,9 @@ def bench_plot(
     out: Annotated[
         Path, typer.Option(help="The picture. Its ending says the format: .svg, .png or .pdf.")
     ] = Path("step_time.svg"),
+    every_step: Annotated[
+        bool, typer.Option("--every-step", help="What each step took, in place of the medians.")
+    ] = False,
 ) -> None:
     """Draw the step times of one or more runs of `stepwell bench offload`.
 
@@ -40,7 +43,11 @@ def bench_plot(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise _failed("matplotlib is not installed. hint: pip install 'stepwell[plot]'") from error
-    from stepwell.cli._step_times import circumstances_line, draw_step_times
+    from stepwell.cli._step_times import (
+        circumstances_line,
+        draw_every_step,
+        draw_step_times,
+    )
 
     contents = [_read(path) for path in reports]
     # The same file gives the same picture, byte by byte.
@@ -50,7 +57,7 @@ def bench_plot(
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(contents), 1, squeeze=False)[:, 0]
     for axes, report in zip(panels, contents, strict=True):
-        draw_step_times(axes, report)
+        (draw_every_step if every_step else draw_step_times)(axes, report)
     figure.supxlabel(circumstances_line(contents[0]), fontsize=8)
     try:
         figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
