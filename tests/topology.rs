@@ -6,7 +6,8 @@ use std::path::Path;
 
 use proptest::prelude::*;
 use stepwell::Error;
-use stepwell::host::pool::{PoolConfig, RankShare, choose_cpus};
+use stepwell::host::environment::RankShare;
+use stepwell::host::pool::{PoolConfig, choose_cpus};
 use stepwell::host::topology::{CoreKind, Topology, format_cpu_list, parse_cpu_list};
 use tempfile::TempDir;
 

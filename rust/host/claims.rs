@@ -30,8 +30,8 @@ use std::{
 use rustix::io::Errno;
 
 use crate::host::{
+    environment, fork,
     free_memory::{self, Limit},
-    pool::{self, fork},
     topology::format_cpu_list,
 };
 use crate::{Error, Result};
@@ -127,7 +127,7 @@ fn with_claims<R>(act: impl FnOnce(&mut Claims) -> R) -> R {
 fn with_claims_aloud<R>(act: impl FnOnce(&mut Claims) -> R) -> R {
     let (result, failure) = with_claims(|claims| (act(claims), claims.failure.take()));
     if let Some(failure) = failure {
-        let has_others = pool::rank_share().is_ok_and(|share| share.is_some())
+        let has_others = environment::rank_share().is_ok_and(|share| share.is_some())
             || std::env::var_os(FOLDER_VARIABLE).is_some();
         let level = if has_others { log::Level::Warn } else { log::Level::Info };
         log::log!(target: "stepwell", level, "{failure}");

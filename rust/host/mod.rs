@@ -4,7 +4,10 @@
 //! This layer knows nothing of what runs on the workers or lies in the memory.
 
 pub mod claims;
+pub mod environment;
+mod fork;
 pub mod free_memory;
+mod futex;
 pub mod gpus;
 pub mod io_uring;
 pub mod memory;

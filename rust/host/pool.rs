@@ -8,7 +8,7 @@
 //! - POOL-3 `run` may be called from any number of threads (one job at a time; the others wait) and
 //!   from a task (it then runs inline).
 //! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of
-//!   a fork (see `pool/fork.rs`).
+//!   a fork (see `host/fork.rs`).
 //! - POOL-5 An idle pool uses no CPU; a dropped one has joined its workers.
 //!
 //! Cost of a job, measured on two cores of a virtual machine: 5 us while the workers still spin
@@ -16,14 +16,12 @@
 //!
 //! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes
 //! the pool (or the one before an OpenMP runtime narrowed it, see [`remember_affinity`]). Where
-//! several ranks share the host ([`LAUNCHERS`]), each takes its share of it, near its GPU; unless
+//! several ranks share the host (`host/environment.rs`), each takes its share of it, near its GPU; unless
 //! the mask is narrower than what the container allows: then a launcher has bound this process, and
 //! its mask is its share. A pool is made before any GPU is opened, so which GPU a rank has is taken
 //! from its local rank (`host/gpus.rs`).
 
 mod crew;
-pub(super) mod fork;
-mod futex;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;
 mod placement;
@@ -37,26 +35,15 @@ use std::thread;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
+use crate::host::environment::{Environment, RankShare, THREADS_VARIABLE, variable};
 use crate::host::topology::{Topology, format_cpu_list};
-use crate::host::{claims, gpus};
+use crate::host::{claims, fork, gpus};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Mutex, PoisonError};
 use crate::{Error, Result};
 use crew::{Balance, Crew, run_inline};
 
-pub use placement::{RankShare, choose_cpus};
-
-/// The variable that sets the number of workers where the configuration does not.
-pub const THREADS_VARIABLE: &str = "STEPWELL_THREADS";
-
-/// What launchers call the rank among those of a host, and their number: torchrun, DeepSpeed, Open
-/// MPI, and MPICH with Intel MPI.
-pub const LAUNCHERS: [(&str, &str); 4] = [
-    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    ("LOCAL_RANK", "LOCAL_SIZE"),
-    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-];
+pub use placement::choose_cpus;
 
 /// What a pool is made of. The default: one worker per allowed physical core, or as many as
 /// `STEPWELL_THREADS` says.
@@ -103,7 +90,7 @@ impl Pool {
     ///
     /// # Errors
     /// [`Error::Value`] for a bad count or list (see [`choose_cpus`]) or a `STEPWELL_THREADS`
-    /// or a variable of [`LAUNCHERS`] that is not a count; [`Error::Os`] where threads cannot
+    /// or a variable of a launcher that is not a count; [`Error::Os`] where threads cannot
     /// be started, or cannot be pinned to CPUs that were named.
     pub fn new(config: &PoolConfig) -> Result<Self> {
         let entered = fork::enter();
@@ -143,7 +130,7 @@ impl Pool {
         let (allowed, narrowed) =
             before_openmp(now, AT_LOAD.get(), |name| std::env::var_os(name).is_some());
         let environment = Environment::of_process()?;
-        let config = environment.complete(config);
+        let config = completed(config, environment.threads);
         let share = environment.share.unwrap_or(RankShare::WHOLE);
         let mut gpu_nodes = gpu_nodes(&topology, share.num_ranks);
         let is_whole = share == RankShare::WHOLE;
@@ -298,66 +285,15 @@ fn unpinned_warning(cpu: usize, error: &io::Error) -> String {
     )
 }
 
-/// What the environment says about the pool.
-struct Environment {
-    threads: Option<usize>,
-    share: Option<RankShare>,
-}
-
-impl Environment {
-    fn of_process() -> Result<Self> {
-        Self::read(variable)
-    }
-
-    fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let number = |name: &str| -> Result<Option<usize>> {
-            let Some(text) = variable(name).filter(|text| !text.trim().is_empty()) else {
-                return Ok(None);
-            };
-            text.trim().parse().map(Some).map_err(|_| {
-                Error::value(format!("invalid {name} `{text}`, expected a whole number"))
-            })
-        };
-        let threads = number(THREADS_VARIABLE)?;
-        if threads == Some(0) {
-            return Err(Error::value(format!(
-                "invalid {THREADS_VARIABLE} `0`, expected at least 1; hint: unset it for one \
-                 thread per physical core"
-            )));
-        }
-        let mut share = None;
-        for (rank, num_ranks) in LAUNCHERS {
-            if let (Some(rank), Some(num_ranks)) = (number(rank)?, number(num_ranks)?) {
-                share = Some(RankShare { rank, num_ranks });
-                break;
-            }
-        }
-        Ok(Self { threads, share })
-    }
-
-    fn complete(&self, config: &PoolConfig) -> PoolConfig {
-        let threads =
-            if config.cpus.is_none() { config.threads.or(self.threads) } else { config.threads };
-        PoolConfig { threads, cpus: config.cpus.clone(), nice: config.nice }
-    }
-}
-
-/// What the launcher of this process says of the ranks on this host; `None` where none does.
-///
-/// # Errors
-/// [`Error::Value`] for a variable that is not a count.
-pub fn rank_share() -> Result<Option<RankShare>> {
-    Environment::of_process().map(|environment| environment.share)
+/// What the environment says counts where the configuration says nothing.
+fn completed(config: &PoolConfig, threads: Option<usize>) -> PoolConfig {
+    let threads = config.threads.or(threads.filter(|_| config.cpus.is_none()));
+    PoolConfig { threads, ..config.clone() }
 }
 
 /// The NUMA node of each rank's GPU; empty where one of them is not known.
 fn gpu_nodes(topology: &Topology, num_ranks: usize) -> Vec<usize> {
     gpus::nodes_of_ranks(topology, Path::new("/"), variable, num_ranks)
-}
-
-/// A variable of the environment.
-fn variable(name: &str) -> Option<String> {
-    Some(std::env::var_os(name)?.to_string_lossy().into_owned())
 }
 
 /// What falls to one of several ranks.
@@ -464,12 +400,6 @@ fn is_narrower(allowed: &[usize], available: &[usize], isolated: &[usize]) -> bo
 mod tests {
     use super::*;
 
-    fn read(variables: &[(&str, &str)]) -> Result<Environment> {
-        Environment::read(|name| {
-            variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
-        })
-    }
-
     #[test]
     fn a_mask_that_openmp_narrowed_is_not_ours() {
         let bound = |name: &str| name == "OMP_PROC_BIND";
@@ -490,55 +420,13 @@ mod tests {
     }
 
     #[test]
-    fn environment_is_read() {
-        let environment =
-            read(&[("STEPWELL_THREADS", " 3 "), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "4")])
-                .expect("valid");
-        assert_eq!(environment.threads, Some(3));
-        assert_eq!(environment.share, Some(RankShare { rank: 1, num_ranks: 4 }));
-        let alone = read(&[("STEPWELL_THREADS", ""), ("LOCAL_RANK", "1")]).expect("valid");
-        assert_eq!((alone.threads, alone.share), (None, None));
-    }
-
-    #[test]
-    fn every_launcher_is_heard() {
-        for (rank, num_ranks) in LAUNCHERS {
-            let share = read(&[(rank, "1"), (num_ranks, "2")]).expect("valid").share;
-            assert_eq!(share, Some(RankShare { rank: 1, num_ranks: 2 }), "{num_ranks}");
-        }
-        let torchrun_first = [("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "4"), ("LOCAL_SIZE", "2")];
-        let share = read(&torchrun_first).expect("valid").share;
-        assert_eq!(share, Some(RankShare { rank: 0, num_ranks: 4 }));
-    }
-
-    #[test]
-    fn nonsense_is_named() {
-        for value in ["0", "-1", "two", "1.5", "99999999999999999999"] {
-            let Err(error) = read(&[("STEPWELL_THREADS", value)]) else {
-                panic!("`{value}` was taken")
-            };
-            let message = error.to_string();
-            assert!(
-                message.contains("STEPWELL_THREADS") && message.contains(&format!("`{value}`")),
-                "{message}"
-            );
-        }
-    }
-
-    #[test]
     fn an_argument_wins_over_the_environment() {
-        let environment = read(&[("STEPWELL_THREADS", "3")]).expect("valid");
-        assert_eq!(environment.complete(&PoolConfig::default()).threads, Some(3));
-        assert_eq!(
-            environment.complete(&PoolConfig { threads: Some(2), ..PoolConfig::default() }).threads,
-            Some(2)
-        );
-        assert_eq!(
-            environment
-                .complete(&PoolConfig { cpus: Some(vec![0]), ..PoolConfig::default() })
-                .threads,
-            None
-        );
+        let threads = |threads, cpus| {
+            completed(&PoolConfig { threads, cpus, ..PoolConfig::default() }, Some(3)).threads
+        };
+        assert_eq!(threads(None, None), Some(3));
+        assert_eq!(threads(Some(2), None), Some(2));
+        assert_eq!(threads(None, Some(vec![0])), None);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use crate::{
     error::Result,
     host::{
         claims::{self, Announcement, Room},
-        gpus, io_uring,
+        environment, gpus, io_uring,
         memory::{self, AddressSpace, Buffer, BufferConfig},
         pool::{self, Pool, PoolConfig},
         topology::{CoreKind, Topology},
@@ -326,7 +326,7 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let pool = Pool::global();
     info.set_item("pool_cpus", pool.as_ref().ok().map(|pool| pool.cpus()))?;
     info.set_item("pool_error", pool.err().map(|error| error.to_string()))?;
-    let share = pool::rank_share().ok().flatten();
+    let share = environment::rank_share().ok().flatten();
     info.set_item("ranks_on_host", share.map_or(1, |share| share.num_ranks))?;
     info.set_item("numa_nodes", topology.nodes())?;
     let gpus = gpus::addresses(Path::new("/")).into_iter().map(|gpu| {

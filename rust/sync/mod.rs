@@ -3,7 +3,7 @@
 //! With the feature `shuttle`, what is used from here runs under a model checker of that name. It
 //! tries many orders of threads, all on one thread, and fails where an order deadlocks or panics.
 //! Only what is tested so takes its locks from here. A futex has a model of its own
-//! (`host/pool/futex.rs`). Under the model every test runs within `shuttle::check_random` or its
+//! (`host/futex.rs`). Under the model every test runs within `shuttle::check_random` or its
 //! like; those tests are in modules named `model`, which `make shuttle` runs.
 //!
 //! What the model does not have: timeouts (a wait with one never times out), and orders that only

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getcpu, sched_setaffinity};
 
-use super::{fork, futex};
+use crate::host::{fork, futex};
 use crate::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Mutex, PoisonError, hint, mpsc};

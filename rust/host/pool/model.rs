@@ -5,9 +5,9 @@
 
 use shuttle::{check_pct, check_random};
 
+use super::Pool;
 use super::crew::{Balance, Crew};
-use super::fork::Gate;
-use super::{Pool, fork};
+use crate::host::fork::{self, Gate};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Mutex, thread};
 

@@ -20,25 +20,12 @@
 use std::collections::{BTreeMap, HashSet};
 
 use super::PoolConfig;
+use crate::host::environment::RankShare;
 use crate::host::topology::{CoreKind, Topology, format_cpu_list};
 use crate::{Error, Result};
 
 /// Above this a thread count is a mistake rather than a wish.
 const THREADS_MAX: usize = 4096;
-
-/// The part of the allowed cores that falls to this process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RankShare {
-    /// This process among those that share the host, from 0.
-    pub rank: usize,
-    /// How many processes share the host.
-    pub num_ranks: usize,
-}
-
-impl RankShare {
-    /// All of it: no other rank on this host.
-    pub const WHOLE: Self = Self { rank: 0, num_ranks: 1 };
-}
 
 /// The CPU of each worker, in worker order.
 ///

@@ -12,13 +12,13 @@ mod kernel {
     use rustix::thread::futex::{self, Flags};
 
     /// Sleeps while the word holds `expected`, or for a while less: the caller checks again.
-    pub(in super::super) fn wait(word: &AtomicU32, expected: u32) {
+    pub(in crate::host) fn wait(word: &AtomicU32, expected: u32) {
         // Every error (the word has changed, a signal came) means: look again.
         let _ = futex::wait(word, Flags::PRIVATE, expected, None);
     }
 
     /// Wakes every thread that sleeps on the word.
-    pub(in super::super) fn wake_all(word: &AtomicU32) {
+    pub(in crate::host) fn wake_all(word: &AtomicU32) {
         // Cannot fail for an aligned word of this process.
         let _ = futex::wake(word, Flags::PRIVATE, i32::MAX as u32);
     }
@@ -37,7 +37,7 @@ mod model {
         static ref CONDITIONS: Mutex<HashMap<usize, Arc<Condvar>>> = Mutex::new(HashMap::new());
     }
 
-    pub(in super::super) fn wait(word: &AtomicU32, expected: u32) {
+    pub(in crate::host) fn wait(word: &AtomicU32, expected: u32) {
         let mut conditions = CONDITIONS.lock().unwrap_or_else(PoisonError::into_inner);
         if word.load(Ordering::SeqCst) == expected {
             let condition = Arc::clone(conditions.entry(key(word)).or_default());
@@ -45,7 +45,7 @@ mod model {
         }
     }
 
-    pub(in super::super) fn wake_all(word: &AtomicU32) {
+    pub(in crate::host) fn wake_all(word: &AtomicU32) {
         let conditions = CONDITIONS.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(condition) = conditions.get(&key(word)) {
             condition.notify_all();

@@ -19,7 +19,7 @@ use std::cell::Cell;
 use std::io;
 use std::sync::OnceLock;
 
-use super::futex;
+use crate::host::futex;
 use crate::sync::atomic::{AtomicU32, Ordering};
 use crate::sync::thread_local;
 use crate::{Error, Result};
