@@ -13,7 +13,14 @@ import torch
 from stepwell import optim
 from stepwell.deepspeed.seams import Attribute
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
-from stepwell.deepspeed.state.home import RamHome, attach, check_writable, home_of, loading
+from stepwell.deepspeed.state.home import (
+    RamHome,
+    attach,
+    check_writable,
+    home_of,
+    loading,
+    optimizer_of,
+)
 from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
@@ -74,7 +81,7 @@ def _param_set(original: Callable[..., None]) -> Callable[..., None]:
         self: Any, value: torch.Tensor, optim_state_key: str | None = None
     ) -> None:
         if optim_state_key is not None:
-            check_writable(self, optim_state_key)
+            check_writable(optimizer_of(self), optim_state_key)
         original(self, value, optim_state_key)
 
     return set_full_hp_param
@@ -100,7 +107,7 @@ def _partition_got(
             else homes[index]
         )
         if not release_swap_buffers:
-            home.check_writable(optim_state_key)
+            check_writable(self.optimizer, optim_state_key)
         _, offset, numel = self.grad_position[self.get_param_id(param)]
         return _moment_of(home, optim_state_key).narrow(0, offset, numel), index
 

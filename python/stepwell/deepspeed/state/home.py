@@ -18,7 +18,7 @@ from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterator, MutableMapping, Sequence
 
-__all__ = ["Home", "RamHome", "attach", "check_writable", "home_of", "loading"]
+__all__ = ["Home", "RamHome", "attach", "check_writable", "home_of", "loading", "optimizer_of"]
 
 _ATTRIBUTE = "stepwell_home"
 
@@ -46,9 +46,6 @@ class Home(Protocol):
 
     def moment(self, name: str) -> torch.Tensor | None:
         """A moment, flat. A copy where it is held in codes; None before the first step."""
-
-    def check_writable(self, name: str) -> None:
-        """Raises ValueError for a moment of which parts cannot be written."""
 
     def wait_for_step(self) -> None:
         """Waits until the last step is complete."""
@@ -130,10 +127,6 @@ class RamHome:
         with torch.no_grad():
             return _state.decode(self._master, state).get(name)
 
-    def check_writable(self, name: str) -> None:
-        """Raises ValueError for a moment that is held in codes."""
-        _check_writable(self._optimizer, name)
-
     def wait_for_step(self) -> None:
         """Waits until the last step is complete."""
         if self._work is not None:
@@ -155,7 +148,8 @@ class RamHome:
         return None if self._work is None else self._work.pieces(runs)
 
 
-def _check_writable(optimizer: torch.optim.Optimizer, name: str) -> None:
+def check_writable(optimizer: torch.optim.Optimizer | None, name: str) -> None:
+    """Raises ValueError for a moment of `optimizer` of which parts cannot be written."""
     is_coded = isinstance(optimizer, optim.Adam) and optimizer._moments == "q8"
     if is_coded and name in MOMENT_NAMES:
         raise ValueError(
@@ -164,12 +158,10 @@ def _check_writable(optimizer: torch.optim.Optimizer, name: str) -> None:
         )
 
 
-def check_writable(param: torch.Tensor, name: str) -> None:
-    """As `Home.check_writable`, of a parameter under ZeRO-1/2: the same on all ranks."""
+def optimizer_of(param: torch.Tensor) -> torch.optim.Optimizer | None:
+    """What steps a parameter of the model under ZeRO-1/2, on this rank or another; or None."""
     reference = _OPTIMIZERS.get(param)
-    optimizer = None if reference is None else reference()
-    if optimizer is not None:
-        _check_writable(optimizer, name)
+    return None if reference is None else reference()
 
 
 def attach(home: Home, params: Sequence[Any], optimizer: torch.optim.Optimizer) -> None:
