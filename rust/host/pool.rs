@@ -16,10 +16,10 @@
 //!
 //! Which CPUs: see [`choose_cpus`]. The allowed set is the affinity mask of the thread that makes
 //! the pool (or the one before an OpenMP runtime narrowed it, see [`remember_affinity`]). Where
-//! several ranks share the host (`host/environment.rs`), each takes its share of it, near its GPU; unless
-//! the mask is narrower than what the container allows: then a launcher has bound this process, and
-//! its mask is its share. A pool is made before any GPU is opened, so which GPU a rank has is taken
-//! from its local rank (`host/gpus.rs`).
+//! several ranks share the host (`host/environment.rs`), each takes its share of it, near its GPU;
+//! unless the mask is narrower than what the container allows: then a launcher has bound this
+//! process, and its mask is its share. A pool is made before any GPU is opened, so which GPU a rank
+//! has is taken from its local rank (`host/gpus.rs`).
 
 mod crew;
 #[cfg(all(test, feature = "shuttle"))]
