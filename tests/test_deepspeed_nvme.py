@@ -1,13 +1,10 @@
 """ZeRO with its optimizer state on a volume: the bits of runs with the state in host memory."""
 
-from types import SimpleNamespace
-
 import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions, assert_same_values
 from deepspeed_nvme_programs import STAGES
-from stepwell.deepspeed.zero.swapped import swapped_of
 
 PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -171,23 +168,3 @@ def test_ranks_at_different_commits_are_refused(ranks, stage):
 def test_ranks_have_state_of_their_own(ranks):
     flats = [found[2]["both"][0]["partitions"][0][0] for found in ranks]
     assert not torch.equal(*flats)
-
-
-@pytest.mark.parametrize(
-    ("rank", "size"),
-    [
-        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        ("LOCAL_RANK", "LOCAL_SIZE"),
-        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    ],
-)
-def test_ranks_of_each_launcher_share_the_memory_of_their_host(monkeypatch, rank, size):
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(rank, "1")
-    monkeypatch.setenv(size, "4")
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 8)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
-    plan, operands = SimpleNamespace(volume=object()), SimpleNamespace(new_state=None)
-    assert swapped_of(plan, operands, []).ranks_on_host == 4

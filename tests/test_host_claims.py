@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from stepwell import _core
-from stepwell.offload.budget import announce
+from stepwell.offload.budget import announce, share_of_free_bytes
 
 # Does something with the core, says so, and goes on until its input ends.
 PROGRAM = """
@@ -116,3 +116,21 @@ def test_every_rank_has_cores_of_its_own():
         assert not of_ranks[0] & of_ranks[1]
     with pytest.raises(ValueError, match="`0`"):
         _core.places_of_ranks(0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"),
+    [
+        ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        ("LOCAL_RANK", "LOCAL_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ],
+)
+def test_ranks_of_each_launcher_share_the_free_memory_of_their_host(monkeypatch, rank, size):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(rank, "1")
+    monkeypatch.setenv(size, "4")
+    monkeypatch.setattr(_core, "free_memory_bytes", lambda: 4_000)
+    assert share_of_free_bytes() == 750

@@ -7,14 +7,18 @@ What was claimed counts as used for other processes of this host until it is tak
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from stepwell import _core
 
-__all__ = ["GIB", "announce", "announced_pinned_bytes"]
+__all__ = ["GIB", "announce", "announced_pinned_bytes", "share_of_free_bytes"]
 
 GIB = 1 << 30
 
 _LOGGER = logging.getLogger(__name__)
+
+# Other parts of the program need memory too.
+_FREE_SHARE = 0.75
 
 # Of all optimizers of this process, also of those that are gone.
 _ANNOUNCED_PINNED: list[int] = []
@@ -67,6 +71,15 @@ def _refused(numel: int, nbytes: int, most: str) -> ValueError:
         f"{numel} parameters take `{nbytes}` bytes of host memory, {most}. "
         "hint: moments='q8' takes 6 bytes per parameter less than fp32"
     )
+
+
+def share_of_free_bytes() -> int:
+    """Host memory for state where nothing limits it: three quarters of what is free.
+
+    Ranks that share the host divide it.
+    """
+    ranks_on_host: Any = _core.system_info()["ranks_on_host"]
+    return int((_core.free_memory_bytes() or 0) * _FREE_SHARE) // ranks_on_host
 
 
 def announced_pinned_bytes() -> int:

@@ -24,7 +24,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import tensor_on, view
-from stepwell.offload.budget import GIB
+from stepwell.offload.budget import GIB, share_of_free_bytes
 from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from stepwell.offload.volume import Volume
 
-__all__ = ["BUFFERS_BYTES_MAX", "FREE_SHARE", "Places", "StateInMemory", "Swapped", "make_swap"]
+__all__ = ["BUFFERS_BYTES_MAX", "Places", "StateInMemory", "Swapped", "make_swap"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -40,9 +40,6 @@ _LOGGER = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
 
 BUFFERS_BYTES_MAX = 1 << 30
-
-# Without `host_bytes_max`, of the memory that is free: other parts of the program need some too.
-FREE_SHARE = 0.75
 
 
 def _aligned(nbytes: int) -> int:
@@ -228,8 +225,7 @@ class Swapped:
             owner: with it, or with the program, the volume ends.
             weights: of all parameters, in the order in which the forward uses them, their host
                 sides.
-            host_bytes: for state and buffers; None: three quarters of what is free, of which each
-                rank of the host takes its part.
+            host_bytes: for state and buffers; None: `share_of_free_bytes`.
             names: of parameters that have one: a volume of other names or shapes is not resumed.
 
         Returns:
@@ -246,8 +242,7 @@ class Swapped:
                 "ZeRO or FSDP2 with the state in host memory"
             )
         if host_bytes is None:
-            ranks_on_host: Any = _core.system_info()["ranks_on_host"]
-            host_bytes = int((_core.free_memory_bytes() or 0) * FREE_SHARE) // ranks_on_host
+            host_bytes = share_of_free_bytes()
         sizes = {param: _state.nbytes(weights[param], self._moments) for param in params}
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")

@@ -37,8 +37,8 @@ import torch
 
 from stepwell import _core, _state
 from stepwell._tensors import view
-from stepwell.offload.budget import GIB
-from stepwell.offload.swapped import BUFFERS_BYTES_MAX, FREE_SHARE, Places, make_swap
+from stepwell.offload.budget import GIB, share_of_free_bytes
+from stepwell.offload.swapped import BUFFERS_BYTES_MAX, Places, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
 
@@ -172,7 +172,6 @@ class SwappedPartitions:
             with a function that gives memory.
         identity: what the partitions are: a volume of others is not resumed.
         rank: of this process, or None if it is the only one: a part of the volume's name.
-        ranks_on_host: how many processes share the host's memory.
     """
 
     def __init__(
@@ -182,14 +181,11 @@ class SwappedPartitions:
         new_state: Callable[[torch.Tensor, _state.Memory], _state.State],
         identity: str,
         rank: int | None,
-        ranks_on_host: int,
     ) -> None:
         self._volume = volume
         self._new_state = new_state
         self._identity = identity
         self._rank = rank
-        self.ranks_on_host = ranks_on_host
-        """How many processes share the host's memory."""
         self._core: _core.Swap | None = None
         self._held: dict[int, _Held] = {}
         self._weights: dict[int, torch.Tensor] = {}
@@ -240,8 +236,8 @@ class SwappedPartitions:
 
         Args:
             partitions: of all groups.
-            host_bytes: for state and buffers; None: three quarters of what is free, of which each
-                rank of the host takes its part, and what is taken beside.
+            host_bytes: for state and buffers; None: `share_of_free_bytes`, but for what is taken
+                beside.
             beside: bytes of host memory that are taken for other things.
             threads: workers that step; None: as the engine chooses.
             finish: a method, held weakly, that waits for the step that is under way.
@@ -251,8 +247,7 @@ class SwappedPartitions:
             OSError: a drive is full, or cannot be used.
         """
         if host_bytes is None:
-            free = _core.free_memory_bytes() or 0
-            host_bytes = max(int(free * FREE_SHARE) // self.ranks_on_host - beside, 0)
+            host_bytes = max(share_of_free_bytes() - beside, 0)
         nbytes = sum(
             each.moments_bytes + _is_rounded(each) * each.master.itemsize * each.weight.numel()
             for each in partitions
@@ -659,13 +654,11 @@ def swapped_of(plan: Plan, operands: Operands, params: object) -> SwappedPartiti
         return None
     ranks = torch.distributed.get_world_size()
     rank = torch.distributed.get_rank()
-    system: dict[str, Any] = _core.system_info()
     return SwappedPartitions(
         plan.volume,
         new_state=operands.new_state,
         identity=repr([params, rank, ranks]),
         rank=rank if ranks > 1 else None,
-        ranks_on_host=system["ranks_on_host"],
     )
 
 
