@@ -333,6 +333,22 @@ def test_more_ranks_than_chunks(two):
     assert (numel, none) == (6, 0)
 
 
+def with_core(kind):
+    """A model, its optimizer, and the `kind` that its gathering thread has as the engine's core."""
+    net = make(kind=Net)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    made, cores = gathering._GatherThread, []
+
+    def wrapped(core, *rest):
+        cores.append(kind(core))
+        return made(cores[-1], *rest)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(gathering, "_GatherThread", wrapped)
+        optimizer._opened_engine()
+    return net, optimizer, cores[-1]
+
+
 class Breaking:
     """The core of an engine whose steps may fail."""
 
@@ -347,20 +363,10 @@ class Breaking:
 
 
 def failed_step_on_one_rank():
-    net = make(kind=Net)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
-    made, cores = gathering._GatherThread, []
-
-    def breaking(core, *rest):
-        cores.append(Breaking(core))
-        return made(cores[-1], *rest)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gathering, "_GatherThread", breaking)
-        optimizer._opened_engine()
+    net, optimizer, core = with_core(Breaking)
     for is_last in (False, True):
         net(torch.ones(2, 6)).sum().backward()
-        cores[-1].is_broken = is_last and dist.get_rank() == 1
+        core.is_broken = is_last and dist.get_rank() == 1
         for param in net.parameters():
             param.grad = torch.ones_like(param)
         optimizer.step()
@@ -401,24 +407,14 @@ class Waiting:
 
 
 def with_waiting_core():
-    """A model with its optimizer, whose thread that gathers waits for a `Waiting`."""
-    net = make(kind=Net)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
-    made, cores = gathering._GatherThread, []
-
-    def waiting(core, *rest):
-        cores.append(Waiting(core))
-        return made(cores[-1], *rest)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(gathering, "_GatherThread", waiting)
-        optimizer._opened_engine()
+    """A model that has been trained, whose gathers wait for a `Waiting`."""
+    net, optimizer, core = with_core(Waiting)
     # Without a forward a step waits by itself.
     for _ in range(2):
         net(torch.ones(2, 6))
         train_alike(net, optimizer)
     net(torch.ones(2, 6))
-    return net, optimizer, cores[-1]
+    return net, optimizer, core
 
 
 def look_while_a_step_fails():

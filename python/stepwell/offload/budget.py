@@ -78,7 +78,8 @@ def share_of_free_bytes() -> int:
 
     Ranks that share the host divide it.
     """
-    ranks_on_host: Any = _core.system_info()["ranks_on_host"]
+    system: dict[str, Any] = _core.system_info()
+    ranks_on_host: int = system["ranks_on_host"]
     return int((_core.free_memory_bytes() or 0) * _FREE_SHARE) // ranks_on_host
 
 

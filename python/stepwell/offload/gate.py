@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stepwell.offload.guard import Uploads
 
 
-__all__ = ["LANDING_BYTES_MAX", "Gate", "remove"]
+__all__ = ["LANDING_BYTES_MAX", "Gate", "modules_alive", "remove"]
 
 LANDING_BYTES_MAX = 256 << 20
 """Of `Gate.wait_bytes_max`, where updates are deferred: weights are there before the forward then,
@@ -61,7 +61,7 @@ def _traced(key: int) -> bool:
 _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _modules() -> list[torch.nn.Module]:
+def modules_alive() -> list[torch.nn.Module]:
     """Every module that is alive."""
     # A class of a proxy may lie about itself; isinstance would ask it.
     return [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
@@ -134,7 +134,7 @@ class Gate:
         self._nbytes: dict[int, int] = {}
         self._is_behind = None if is_behind is None else weakref.WeakMethod(is_behind)
         self._wait_bytes_max = wait_bytes_max
-        modules = _modules()
+        modules = modules_alive()
         self.guard = (
             ShardGuard(self._params, uploads, settle, modules)
             if any(map(is_dtensor, self._params))

@@ -13,7 +13,6 @@ A rank that meets an error or a difference raises it, and so do all; nothing was
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from hashlib import blake2b
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from stepwell._sharding import is_dtensor
 from stepwell._tensors import contiguous_hint
+from stepwell.offload.gate import modules_alive
 from stepwell.offload.peers import Peers, StepFacts
 from stepwell.offload.shares import Shares
 
@@ -89,8 +89,7 @@ class Sharding:
         """
         if self._replicas is None:
             kind = torch.nn.parallel.DistributedDataParallel
-            # Not issubclass, which asks an abstract class, and takes minutes.
-            found = [each for each in gc.get_objects() if kind in type(each).__mro__]
+            found = [each for each in modules_alive() if isinstance(each, kind)]
             self._replicas = weakref.WeakSet(
                 each for each in found if any(param in self.shares for param in each.parameters())
             )
