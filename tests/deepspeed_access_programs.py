@@ -87,6 +87,7 @@ def program_access(result):
             ]
     result["pinned"] = [pinned(says) for says in (None, True, False)]
     result["timed"] = timed()
+    result["claims ended"] = claims_ended()
 
 
 def weights(engine):
@@ -272,4 +273,22 @@ def timed():
         busy = engine.optimizer._partitions._engine.busy
         found.append((engine.stepwell_plan.gate, busy, logged, engine.optimizer.timing["step"]))
         engine.destroy()
+    return found
+
+
+def claims_ended():
+    """Whether the claim of host memory ends with an engine that has taken no step."""
+
+    class Claim:
+        has_ended = False
+
+        def end(self):
+            self.has_ended = True
+
+    found = []
+    for stage in (1, 2, 3):
+        engine = initialize(perceptron(), configuration(stage=stage, dtype="bf16"))
+        engine.optimizer._partitions.claim = claim = Claim()
+        engine.destroy()
+        found.append(claim.has_ended)
     return found

@@ -90,3 +90,7 @@ def test_timers_time_the_step(runs):
     assert (timed_gate, gate) == ("step", "module")
     assert not is_busy
     assert elapsed_ms >= 1000 * step_seconds > 0
+
+
+def test_a_claim_of_memory_ends_with_an_engine_that_took_no_step(runs):
+    assert runs["claims ended"] == [True] * 3

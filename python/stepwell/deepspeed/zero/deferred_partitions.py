@@ -58,6 +58,7 @@ class DeferredPartitions:
         is_settled: whether nothing was submitted since `finish`: the next step is exact then, so
             that a run that is resumed from there has the same bits.
         lock: a thread that steps or settles has it.
+        claim: host memory that is announced, until it is taken.
 
     Args:
         partitions: of all groups.
@@ -100,7 +101,7 @@ class DeferredPartitions:
             [run.row_len for run in runs],
         )
         # Moments are taken later.
-        self._claim = _announce(partitions, extents, deferred, host_bytes_max)
+        self.claim = _announce(partitions, extents, deferred, host_bytes_max)
         self._core, self._selected_bytes = deferred_core(
             device, device_name(device), extents, deferred, threads
         )
@@ -206,7 +207,7 @@ class DeferredPartitions:
             at_once: the step is deferred, but for these; None: it is exact.
         """
         begin = time.perf_counter()
-        self._claim.end()
+        self.claim.end()
         self._finish_job()
         self._seconds = {"gate": 0.0, "background": time.perf_counter() - begin}
         self.gradients.take_zeros()

@@ -102,6 +102,7 @@ class Partitions:
     Attributes:
         gradients: of all partitions.
         twins: the host side of each partition's weights; None where that is the master itself.
+        claim: host memory that is announced, until it is taken.
 
     Args:
         partitions: of all groups.
@@ -136,7 +137,7 @@ class Partitions:
             swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
             swapped = None if swapped.core is None else swapped
         # Moments are taken later.
-        self._claim, host_bytes_left = _announce(
+        self.claim, host_bytes_left = _announce(
             partitions, host_bytes_max, swapped, is_pinned=is_pinned
         )
         self._swapped = swapped
@@ -297,7 +298,7 @@ class Partitions:
             in_use: what keeps the memory of the updates alive; held until the step has ended.
             grad_scale: the factor of all gradients.
         """
-        self._claim.end()
+        self.claim.end()
         self.finish()
         self.gradients.order(self._engine)
         groups = [update.group for update in updates]
@@ -465,7 +466,7 @@ class Partitions:
         self.finish()
         self.synchronize()
         # Without a step it lasts until now.
-        self._claim.end()
+        self.claim.end()
         self._finalizer.detach()
         self._gatherer = None
         self._writes.close()

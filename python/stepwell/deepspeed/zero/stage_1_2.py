@@ -593,6 +593,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self.synchronize()
             if self._operands.swapped is None:
                 self._partitions.synchronize()
+                # Without a step it lasts until now.
+                self._partitions.claim.end()
             else:
                 self._partitions.end()
         # Where the partitions have ended, the thread that gathers ends with them.
