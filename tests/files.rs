@@ -12,32 +12,17 @@ use std::{
     time::Duration,
 };
 
-use drives::{Call, Drives, Effect};
+use drives::{Call, Drives, Effect, SOON, engines};
 use proptest::prelude::*;
 use rustix::io::Errno;
 use stepwell::{
     Error, Result,
-    host::io_uring,
     tier::io::{
         EngineKind,
         disk::Between,
         files::{Files, Options, Place, Transfer},
     },
 };
-
-/// After which a wait has failed.
-const SOON: Duration = Duration::from_secs(30);
-
-/// The ring's, and that of positional calls. Where the kernel has no rings, the second one twice.
-fn engines() -> [EngineKind; 2] {
-    match io_uring::probe() {
-        Ok(()) => [EngineKind::IoUring, EngineKind::Positional],
-        Err(error) => {
-            eprintln!("skipped: the engine with io_uring, which is not offered here ({error})");
-            [EngineKind::Positional; 2]
-        }
-    }
-}
 
 fn files(engine: EngineKind, between: Option<Between>) -> Files {
     Files::new(&Options { engine, block_bytes: 8192, queue_depth: 4, between }).expect("files")

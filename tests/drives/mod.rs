@@ -1,4 +1,5 @@
-//! Drives that fail: what stands between a volume and the files of its members.
+//! Drives that fail: what stands between a volume and the files of its members. And the engines
+//! that move data to and from them.
 #![allow(dead_code, reason = "every test file uses a part of it")]
 
 use std::{
@@ -12,7 +13,27 @@ use std::{
 };
 
 use rustix::io::Errno;
-use stepwell::tier::io::disk::{Between, Disk};
+use stepwell::{
+    host::io_uring,
+    tier::io::{
+        EngineKind,
+        disk::{Between, Disk},
+    },
+};
+
+/// After which a wait has failed.
+pub(crate) const SOON: Duration = Duration::from_secs(30);
+
+/// The ring's, and that of positional calls. Where the kernel has no rings, the second one twice.
+pub(crate) fn engines() -> [EngineKind; 2] {
+    match io_uring::probe() {
+        Ok(()) => [EngineKind::IoUring, EngineKind::Positional],
+        Err(error) => {
+            eprintln!("skipped: the engine with io_uring, which is not offered here ({error})");
+            [EngineKind::Positional; 2]
+        }
+    }
+}
 
 /// Which calls a fault is about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

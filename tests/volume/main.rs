@@ -23,35 +23,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use drives::{Call, Drives, Effect, Power};
+use drives::{Call, Drives, Effect, Power, SOON, engines};
 use proptest::prelude::*;
 use rustix::{fs::FlockOperation, io::Errno};
 use stepwell::{
     Error, Result,
-    host::{
-        io_uring,
-        pool::{Pool, PoolConfig},
-    },
+    host::pool::{Pool, PoolConfig},
     tier::volume::{
         Durability, EngineKind, Location, Options, RecordBuffer, Shape, Ticket, Volume, found,
         unique_name,
     },
 };
 use tempfile::TempDir;
-
-/// After which a wait has failed.
-const SOON: Duration = Duration::from_secs(30);
-
-/// The ring's, and that of positional calls. Where the kernel has no rings, the second one twice.
-fn engines() -> [EngineKind; 2] {
-    match io_uring::probe() {
-        Ok(()) => [EngineKind::IoUring, EngineKind::Positional],
-        Err(error) => {
-            eprintln!("skipped: the engine with io_uring, which is not offered here ({error})");
-            [EngineKind::Positional; 2]
-        }
-    }
-}
 
 fn pool() -> Pool {
     Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool")
