@@ -8,7 +8,8 @@ import stepwell
 import torch
 from stepwell.deepspeed.zero import gradients
 from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.deepspeed.zero.partitions import Partition, Partitions
+from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.offload import accumulation
 from stepwell.offload.reads import Reads
 

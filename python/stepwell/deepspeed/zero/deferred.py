@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.fragment import Fragment
-    from stepwell.deepspeed.zero.partitions import Partition
+    from stepwell.deepspeed.zero.partition import Partition
     from stepwell.offload.deferred import Deferred
 
 __all__ = ["DeferredZeroOptimizer"]

@@ -27,7 +27,8 @@ import torch
 from stepwell import _core
 from stepwell._tensors import name_of, view
 from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, runs_of
-from stepwell.deepspeed.zero.partitions import Partition, host_memory
+from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.partitions import host_memory
 from stepwell.offload.budget import GIB, announce
 from stepwell.offload.deferred import Extents, deferred_core, memory_of
 from stepwell.offload.engine import current_stream, device_name, stream_of

@@ -35,39 +35,20 @@ from stepwell.offload.writes import ThreadWait, Writes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from stepwell.deepspeed.zero.partition import Partition
     from stepwell.deepspeed.zero.swapped import SwappedPartitions
     from stepwell.offload.peers import Peers
 
 __all__ = [
     "FragmentUploads",
-    "Partition",
     "PartitionWork",
     "Partitions",
     "Update",
     "host_memory",
-    "without_data",
 ]
 
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class Partition(NamedTuple):
-    """A partition as the caller has it."""
-
-    master: torch.Tensor
-    """What is stepped: flat, in host memory; or empty, and then it begins as a copy of the weights.
-
-    Its data is moved to memory that suits the engine. The tensor object stays.
-    """
-    weight: torch.Tensor
-    """Flat, as many elements: on the device, or in host memory."""
-    grad_dtype: torch.dtype
-    """Of its gradients."""
-    moments_bytes: int
-    """Of its moments, which the caller will take."""
-    is_offloaded: bool = False
-    """Whether `weight` is in host memory."""
 
 
 def host_memory(
@@ -80,11 +61,6 @@ def host_memory(
     if is_pinned:
         engine.pin(buffer)
     return tensor_on(buffer).view(dtype)
-
-
-def without_data(shape: torch.Tensor) -> torch.Tensor:
-    """A master that begins as a copy of the weights, in the dtype of `shape`."""
-    return torch.empty(0, dtype=shape.dtype, device="cpu", requires_grad=True)
 
 
 class Update(NamedTuple):

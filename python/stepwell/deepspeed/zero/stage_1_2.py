@@ -42,15 +42,9 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
-from stepwell.deepspeed.zero.partitions import (
-    FragmentUploads,
-    Partition,
-    Partitions,
-    PartitionWork,
-    Update,
-    without_data,
-)
-from stepwell.deepspeed.zero.swapped import swapped_of
+from stepwell.deepspeed.zero.partition import Partition, without_data
+from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, PartitionWork, Update
+from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
 from stepwell.offload.under_way import without_waiting
@@ -184,7 +178,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             [(self.param_names.get(param), tuple(param.shape)) for param in group]
             for group in self.round_robin_bit16_groups
         ]
-        self._operands.swapped = swapped_of(self._plan, self._operands, params)
+        self._operands.swapped = swapped_on(self._plan.volume, params, self._operands.new_state)
         self._partitions = self._open_partitions(partitions)
         self._operands.forget_unused_volume()
         self.stepwell_homes = [

@@ -50,15 +50,10 @@ from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredPersistents
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
-from stepwell.deepspeed.zero.partitions import (
-    Partition,
-    Partitions,
-    PartitionWork,
-    Update,
-    without_data,
-)
+from stepwell.deepspeed.zero.partition import Partition, without_data
+from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
-from stepwell.deepspeed.zero.swapped import swapped_of
+from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
 
@@ -256,7 +251,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             [(self.param_names.get(param), tuple(param.ds_shape)) for param in group]
             for group in self.fp16_groups
         ]
-        self._operands.swapped = swapped_of(self._plan, self._operands, params)
+        self._operands.swapped = swapped_on(self._plan.volume, params, self._operands.new_state)
         self._partitions = Partitions(
             partitions,
             swapped=self._operands.swapped,

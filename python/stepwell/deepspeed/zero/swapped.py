@@ -45,12 +45,10 @@ from stepwell.offload.writes import Written, forget, remember
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-    from stepwell.deepspeed.plan import Plan
-    from stepwell.deepspeed.zero.operands import Operands
-    from stepwell.deepspeed.zero.partitions import Partition
+    from stepwell.deepspeed.zero.partition import Partition
     from stepwell.offload.volume import Volume
 
-__all__ = ["SwappedPartitions", "swapped_of"]
+__all__ = ["SwappedPartitions", "swapped_on"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -249,7 +247,7 @@ class SwappedPartitions:
         if host_bytes is None:
             host_bytes = max(share_of_free_bytes() - beside, 0)
         nbytes = sum(
-            each.moments_bytes + _is_rounded(each) * each.master.itemsize * each.weight.numel()
+            each.moments_bytes + each.is_rounded * each.master.itemsize * each.weight.numel()
             for each in partitions
         )
         make = partial(self._make, partitions, nbytes, host_bytes, threads)
@@ -334,12 +332,12 @@ class SwappedPartitions:
                 if numel == 0:
                     continue
                 shape = memory(numel, each.weight.dtype)
-                flat = memory(numel, each.master.dtype) if _is_rounded(each) else shape
+                flat = memory(numel, each.master.dtype) if each.is_rounded else shape
                 state = self._new_state(flat, memory)
                 beside = {"step", _state.FINGERPRINTS} & state.keys()
                 places = {name: each for name, each in state.items() if name not in beside}
                 tensors = {name: _empty(value.dtype) for name, value in places.items()}
-                if _is_rounded(each):
+                if each.is_rounded:
                     places[_MASTER], tensors[_MASTER] = flat, each.master
                 self._held[group] = _Held(
                     len(self._held) if group not in self._held else self._held[group].number,
@@ -642,29 +640,28 @@ def _on_all_ranks(make: Callable[[], _core.Swap | None]) -> _core.Swap | None:
     return made
 
 
-def swapped_of(plan: Plan, operands: Operands, params: object) -> SwappedPartitions | None:
-    """The volume that a plan has state on; None: state is in host memory.
+def swapped_on(
+    volume: Volume | None,
+    params: object,
+    new_state: Callable[[torch.Tensor, _state.Memory], _state.State],
+) -> SwappedPartitions | None:
+    """The state of this rank's partitions on `volume`; None without one.
 
     Args:
-        plan: of an engine.
-        operands: of its optimizer.
+        volume: what the user has said of it.
         params: what the partitions hold: something with a `repr` that says it.
+        new_state: as `SwappedPartitions` has it.
     """
-    if plan.volume is None:
+    if volume is None:
         return None
     ranks = torch.distributed.get_world_size()
     rank = torch.distributed.get_rank()
     return SwappedPartitions(
-        plan.volume,
-        new_state=operands.new_state,
+        volume,
+        new_state=new_state,
         identity=repr([params, rank, ranks]),
         rank=rank if ranks > 1 else None,
     )
-
-
-def _is_rounded(partition: Partition) -> bool:
-    """Whether the weights are a rounded copy of the master."""
-    return partition.master.dtype != partition.weight.dtype
 
 
 def _empty(dtype: torch.dtype) -> torch.Tensor:
