@@ -40,7 +40,8 @@ use super::{
     EngineKind,
     direct::{self, Alignment},
     disk::{BLOCK_BYTES, Between, Disk},
-    engine::{Engine, Failure, Kind, Operation, Outcome, QUEUE_DEPTH_MAX, Target, lock},
+    engine::{Engine, QUEUE_DEPTH_MAX},
+    queue::{Failure, Kind, Operation, Outcome, Target, lock},
 };
 use crate::{Error, Result};
 

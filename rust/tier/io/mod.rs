@@ -7,6 +7,7 @@ pub mod direct;
 pub mod disk;
 pub(super) mod engine;
 pub mod files;
+pub(super) mod queue;
 mod uring;
 
 pub use engine::{EngineKind, QUEUE_DEPTH_MAX};

@@ -13,7 +13,13 @@ use std::{io, os::fd::AsRawFd, sync::Arc};
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::io::Errno;
 
-use super::engine::{Kind, Operation, Queue, Shortcomings, Target};
+use super::queue::{Kind, Operation, Queue, Target};
+
+/// What io_uring cannot do here.
+pub(super) struct Shortcomings {
+    /// Why buffers are not registered.
+    pub(super) buffers: Option<io::Error>,
+}
 
 /// The file is the only one that is registered.
 const FILE: types::Fixed = types::Fixed(0);

@@ -34,7 +34,7 @@ use crate::{
     tier::io::{
         direct::{self, Alignment},
         disk::{Between, Disk},
-        engine::Target,
+        queue::Target,
     },
 };
 

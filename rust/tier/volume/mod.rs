@@ -88,7 +88,10 @@ pub use crate::tier::io::EngineKind;
 use crate::{
     Error, Result,
     host::memory::Buffer,
-    tier::io::engine::{Engine, Kind, Operation, lock},
+    tier::io::{
+        engine::Engine,
+        queue::{Kind, Operation, lock},
+    },
 };
 
 /// See the [module](self).

@@ -13,7 +13,7 @@ use std::{
 use super::{buffers::RecordBuffer, format::Entry, ledger::Ledger};
 use crate::{
     host::memory::Buffer,
-    tier::io::engine::{Failure, Outcome, lock},
+    tier::io::queue::{Failure, Outcome, lock},
 };
 
 /// What a request is for.

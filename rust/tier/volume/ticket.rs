@@ -10,7 +10,7 @@ use super::{
     geometry::Geometry,
     request::{Purpose, Request},
 };
-use crate::{Error, Result, tier::io::engine::Failure};
+use crate::{Error, Result, tier::io::queue::Failure};
 
 /// What errors say of a volume.
 #[derive(Debug)]
