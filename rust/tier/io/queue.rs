@@ -1,4 +1,4 @@
-//! Operations on files, and the queues where they wait for a thread of an engine ([`super::engine`]).
+//! Operations on files, and the queues where they wait for a thread of an engine (`super::engine`).
 //!
 //! - QUE-1 Every operation ends once, with success or a failure that says where.
 //! - QUE-2 A call that does a part of an operation is followed by others for the rest.
