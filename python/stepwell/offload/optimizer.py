@@ -22,11 +22,11 @@ from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.engine import Engine
 from stepwell.offload.gate import LANDING_BYTES_MAX, Gate, remove
-from stepwell.offload.gathering import RankEngine
 from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
+from stepwell.offload.rank_engine import RankEngine
 from stepwell.offload.sharding import Shard, Sharding, open_sharding
 from stepwell.offload.state_dicts import OffloadStateDicts
 from stepwell.offload.swapped import Swapped

@@ -1,0 +1,125 @@
+"""The engine of a rank that steps some rows of each parameter, and gets the others' from the ranks.
+
+It steps as `Engine` does, and waits for what the thread of `gathering` has brought.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from stepwell._sharding import local
+from stepwell.offload.engine import Engine
+from stepwell.offload.gathering import Gatherer, Piece, bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from functools import partial
+
+    import torch
+
+    from stepwell._operand import BoundUpdate
+    from stepwell.offload.selection import Selected
+    from stepwell.offload.sharding import Sharding
+    from stepwell.offload.twins import Twins
+
+__all__ = ["RankEngine"]
+
+
+class RankEngine(Engine):
+    """Steps the rows of this rank, and brings all new weights to all ranks.
+
+    Args:
+        sharding: the ranks, and the rows of each.
+        device: as `Engine` has it.
+        params: likewise, the same in the same order on all ranks.
+        twins: likewise.
+        threads: likewise.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        device: torch.device,
+        params: Iterable[torch.Tensor],
+        twins: Twins,
+        threads: int | None,
+    ) -> None:
+        super().__init__(device, params, twins, threads)
+        self._shares = sharding.shares
+        self._gatherer = Gatherer(self._core, sharding.peers, device)
+
+    @property
+    @override
+    def busy(self) -> bool:
+        return super().busy or self._gatherer.is_busy
+
+    @override
+    def submission(
+        self,
+        updates: Sequence[BoundUpdate],
+        grad_scale: float,
+        at_once: Collection[torch.Tensor] | None = None,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        selected: Sequence[Selected] = (),
+    ) -> list[partial[Any]]:
+        submit, *others = super().submission(updates, grad_scale, at_once, grads, selected)
+        stepped = {each.update.param for each in updates}
+        params = [param for param in self._indices if param in stepped]
+        gather = self._gatherer.submission(
+            [self._piece(param) for param in params],
+            {self._indices[param]: nth for nth, param in enumerate(params)},
+        )
+        return [submit, *gather, *others]
+
+    def _piece(self, param: torch.Tensor) -> Piece:
+        whole = local(param)
+        memory, ranks = bytes_of(whole), range(self._shares.world_size)
+        cuts = [self._shares.elements(param, rank)[0] * whole.itemsize for rank in ranks]
+        cuts.append(whole.nbytes)
+        parts = [memory[begin:end] for begin, end in itertools.pairwise(cuts)]
+        is_even = len({part.numel() for part in parts}) == 1
+        begin, end = self._shares.elements(param)
+        return Piece(self._indices[param], 0, end - begin, parts, whole=memory if is_even else None)
+
+    @override
+    def wait(self, params: Iterable[torch.Tensor], /) -> bool:
+        begin = time.perf_counter()
+        # Read before the wait: a step may be submitted on another thread meanwhile.
+        step_stream = self._step_stream
+        self._gatherer.wait((self._indices[param] for param in params), self._streams(step_stream))
+        self.seconds_waited += time.perf_counter() - begin
+        return step_stream is not None
+
+    def confirm(self) -> None:
+        """Waits until all ranks have told that their parts of the last step are good.
+
+        Raises:
+            OSError: one is not.
+        """
+        self._gatherer.confirm()
+
+    @override
+    def decided(self) -> AbstractContextManager[None]:
+        """As `Gatherer.decided`."""
+        return self._gatherer.decided()
+
+    @override
+    def finish(self) -> None:
+        super().finish()
+        self._gatherer.finish(self._streams(self._step_stream))
+
+    @override
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.finish()
+        self._gatherer.synchronize()
+
+    @override
+    def timing(self) -> dict[str, float]:
+        """As `Engine.timing`, with `bytes_gathered`: of weights that came from other ranks."""
+        return {**super().timing(), "bytes_gathered": self._gatherer.bytes_received}
