@@ -70,6 +70,7 @@ impl Rig {
             ram_nbytes: 0,
             buffers_nbytes_max: usize::MAX,
             workers: 3,
+            commits_each_step: false,
             options: Options { io_timeout: SOON, ..Options::default() },
         };
         Self {

@@ -693,6 +693,9 @@ class Swap:
         durability: "commit", a crash leaves the last committed step whole; or "none".
         keep: whether the files stay.
         resume: whether the volume is there already.
+        step: of a volume that is resumed, the committed step to go on from: the last one, or the
+            one before it, if nothing was written since; None: the last one.
+        commits_each_step: whether a step is committed that changes nothing here.
         ram_nbytes: host memory for the state of the first chunks.
         buffers_nbytes_max: the most host memory for what is on its way.
         workers: how many step.
@@ -704,7 +707,7 @@ class Swap:
         ValueError: for arguments that cannot work, or a volume of other parameters.
         OSError: where a drive is full, or a member is missing, used or damaged.
     """
-    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, identity: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
+    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, step: int | None = None, commits_each_step: bool = False, identity: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
     @property
     def buffers_nbytes(self, /) -> int:
         """
@@ -715,9 +718,12 @@ class Swap:
         """
         Bytes that were read from the drives, and written, since it was made.
         """
-    def close(self, /) -> None:
+    def close(self, /, *, discard: bool = False) -> None:
         """
         Removes the files, unless they are kept, and uses them no more.
+
+        Args:
+            discard: whether they are removed where they were to be kept.
         """
     @property
     def counts(self, /) -> list[int] | None:

@@ -40,6 +40,9 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 ///     durability: "commit", a crash leaves the last committed step whole; or "none".
 ///     keep: whether the files stay.
 ///     resume: whether the volume is there already.
+///     step: of a volume that is resumed, the committed step to go on from: the last one, or the
+///         one before it, if nothing was written since; None: the last one.
+///     commits_each_step: whether a step is committed that changes nothing here.
 ///     ram_nbytes: host memory for the state of the first chunks.
 ///     buffers_nbytes_max: the most host memory for what is on its way.
 ///     workers: how many step.
@@ -97,9 +100,9 @@ impl PySwap {
     #[new]
     #[pyo3(signature = (
         drives, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=STRIPE_BYTES,
-        durability="commit", keep=false, resume=false, identity=0, ram_nbytes=0,
-        buffers_nbytes_max=1 << 30, workers=None, io_engine="auto", queue_depth=QUEUE_DEPTH,
-        io_timeout=60.0
+        durability="commit", keep=false, resume=false, step=None, commits_each_step=false,
+        identity=0, ram_nbytes=0, buffers_nbytes_max=1 << 30, workers=None, io_engine="auto",
+        queue_depth=QUEUE_DEPTH, io_timeout=60.0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
@@ -113,6 +116,8 @@ impl PySwap {
         durability: &str,
         keep: bool,
         resume: bool,
+        step: Option<u64>,
+        commits_each_step: bool,
         identity: u64,
         ram_nbytes: usize,
         buffers_nbytes_max: usize,
@@ -129,6 +134,7 @@ impl PySwap {
             queue_depth,
             keep,
             io_timeout,
+            step,
             // Signals are looked for in between.
             lock_timeout: SIGNAL_INTERVAL,
             ..Options::default()
@@ -143,6 +149,7 @@ impl PySwap {
             ram_nbytes,
             buffers_nbytes_max,
             workers: workers.unwrap_or_else(|| pool.threads()),
+            commits_each_step,
             options,
         };
         let make = || match resume {
@@ -264,11 +271,18 @@ impl PySwap {
     }
 
     /// Removes the files, unless they are kept, and uses them no more.
-    fn close(&self, py: Python<'_>) {
+    ///
+    /// Args:
+    ///     discard: whether they are removed where they were to be kept.
+    #[pyo3(signature = (*, discard=false))]
+    fn close(&self, py: Python<'_>, discard: bool) {
         let swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| {
             if let Some(swap) = swap {
-                swap.volume().remove_files();
+                match discard {
+                    true => swap.volume().discard_files(),
+                    false => swap.volume().remove_files(),
+                }
             }
         });
     }
@@ -302,6 +316,7 @@ pub(super) fn swap_buffers_nbytes(
         ram_nbytes: 0,
         buffers_nbytes_max,
         workers: workers.map_or_else(|| Pool::global().map(Pool::threads), Ok)?,
+        commits_each_step: false,
         options: Options::default(),
     };
     Ok(config.buffers_nbytes(&places))

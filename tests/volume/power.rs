@@ -51,4 +51,36 @@ proptest! {
             acknowledged = step;
         }
     }
+
+    /// CMT-5: while a volume goes back by one step.
+    #[test]
+    fn a_power_cut_while_a_volume_goes_back_leaves_both_ways(
+        cuts in prop::collection::vec((0_usize..12, any::<u64>()), 1..4),
+    ) {
+        let place = Place::in_memory(2);
+        left_at_step_1(&place);
+        let volume = place.open().expect("opened");
+        write_all(&volume, 2).expect("written");
+        volume.commit(2).expect("committed");
+        drop(volume);
+        for (calls, seed) in cuts {
+            let power = Power::new(calls);
+            let between = power.between(|member| member_path(&place.location, member.min(1)));
+            drop(place.open_with(&Options { between, step: Some(1), ..kept() }));
+            let mut random = seed;
+            power.leave_behind(|num| {
+                random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (random >> 33) as usize % num
+            });
+        }
+        {
+            let volume = place.open().expect("a committed step");
+            assert_is_step(&volume, volume.step().expect("a committed step"));
+        }
+        let volume = place.open_with(&Options { step: Some(1), ..kept() }).expect("the step");
+        assert_is_step(&volume, 1);
+        write_all(&volume, 2).expect("written");
+        volume.commit(2).expect("committed");
+        assert_is_step(&volume, 2);
+    }
 }

@@ -103,6 +103,62 @@ fn a_step_that_was_not_committed_is_gone_after_reopening_and_after_a_revert() {
     }
 }
 
+/// Step 2 after step 1, of all records but one.
+fn left_at_step_2(place: &Place) {
+    left_at_step_1(place);
+    let volume = place.open().expect("opened");
+    (0..SIZES.len()).filter(|&record| record != 5).for_each(|record| {
+        write(&volume, record, 2).expect("written");
+    });
+    volume.commit(2).expect("committed");
+}
+
+/// CMT-5.
+#[test]
+fn a_volume_goes_back_by_one_step_and_no_further() {
+    let place = Place::new(3);
+    let at = |step| {
+        let options = Options { step: Some(step), ..kept() };
+        Volume::open(&place.location, &options, &pool())
+    };
+    left_at_step_2(&place);
+    assert_says(&at(3).expect_err("never"), &["step `3`", "`2`", "`1`"]);
+    assert_eq!(at(2).expect("the last").step(), Some(2));
+    for _ in 0..2 {
+        let volume = at(1).expect("the one before");
+        assert_eq!(volume.step(), Some(1));
+        assert_is_step(&volume, 1);
+    }
+    let volume = place.open().expect("opened");
+    assert_is_step(&volume, 1);
+    // The way to go is another one now; the first one is not forgotten before its commit.
+    assert_eq!(volume.step(), Some(1));
+    write_all(&volume, 2).expect("written");
+    volume.commit(2).expect("committed");
+    write_all(&volume, 3).expect("written");
+    volume.commit(3).expect("committed");
+    drop(volume);
+    assert_says(&at(1).expect_err("it is gone"), &["step `1`", "`3`", "`2`"]);
+    let volume = at(2).expect("the one before");
+    assert_is_step(&volume, 2);
+    write_all(&volume, 3).expect("written");
+    volume.commit(3).expect("committed");
+    assert_is_step(&volume, 3);
+}
+
+#[test]
+fn what_a_step_has_begun_to_write_is_not_read_as_the_step_before() {
+    let place = Place::new(2);
+    left_at_step_2(&place);
+    let volume = place.open().expect("opened");
+    write(&volume, 3, 3).expect("written");
+    drop(volume);
+    let options = Options { step: Some(1), ..kept() };
+    let volume = Volume::open(&place.location, &options, &pool()).expect("opened");
+    assert_says(&read(&volume, 3).expect_err("of step 3"), &["record `3`", "member `"]);
+    assert!(read(&volume, 4).expect("whole") == content(4, 1, SIZES[4]));
+}
+
 #[test]
 fn files_are_removed_unless_they_are_kept() {
     let place = Place::new(2);

@@ -100,6 +100,9 @@ pub struct Config {
     pub buffers_nbytes_max: usize,
     /// Workers that step.
     pub workers: usize,
+    /// Whether each step is committed, also one that changes nothing here: so that the steps of
+    /// several volumes have the same numbers.
+    pub commits_each_step: bool,
     /// How the volume is used; the number of buffers is chosen here.
     pub options: Options,
 }
@@ -108,6 +111,7 @@ pub struct Config {
 pub struct Swap {
     volume: Volume,
     durability: Durability,
+    commits_each_step: bool,
     identity: u64,
     chunks: Chunks,
     /// The state of the chunks that are in host memory.
@@ -147,8 +151,8 @@ impl Swap {
         Self::of(volume, config, chunks, pool)
     }
 
-    /// Opens one that was kept, or left by a process that has ended, at its last committed step;
-    /// the count of updates of each tensor. What is in host memory is read.
+    /// Opens one that was kept, or left by a process that has ended, at its last committed step, or
+    /// at that of the options; the count of updates of each tensor. What is in host memory is read.
     ///
     /// # Errors
     /// As [`Volume::open`]; [`Error::Value`] where it was made for other tensors, or has no
@@ -171,6 +175,7 @@ impl Swap {
             pipeline: Mutex::new(Pipeline::new(chunks.count(), chunks.tensors().len())),
             changed: Condvar::new(),
             durability: config.durability,
+            commits_each_step: config.commits_each_step,
             identity: config.identity,
             io_timeout: config.options.io_timeout,
             isa: Isa::detect()?,
@@ -389,7 +394,7 @@ impl Swap {
             drop(self.end_of(ticket)?);
         }
         let mut pipeline = self.pipeline();
-        if !pipeline.is_any_written() {
+        if !pipeline.is_any_written() && !self.commits_each_step {
             return Ok(());
         }
         let step = pipeline.step();

@@ -20,6 +20,11 @@
 //!   generation before is not taken for the newest.
 //! - CMT-4 What is found is written again to both copies before the volume is used. So what was
 //!   read is durable, and the next commit begins with both copies whole.
+//! - CMT-5 Until the first write behind the commit of `g`, no one has written to the records of
+//!   `g - 1` either. To go back to them is a commit: their entries, as generation `g + 1`, go to
+//!   the place that has them already. A crash meanwhile leaves `g`, with `g - 1` whole in one copy,
+//!   or `g + 1`. Who goes back has to know that no write was begun. Where one was, its record has
+//!   another generation than its entry, and a read of it fails (VOL-2).
 //!
 //! Cost of a commit: two indices (64 B and 32 B per record, each rounded up to a block), and three
 //! times the latency of a flush.
@@ -87,38 +92,54 @@ impl Image<'_> {
         Ok(())
     }
 
-    /// The newest committed index, which is then whole and durable.
+    /// The newest committed index, which is then whole and durable: of `step`, where one is given.
     pub(super) fn find(
         &mut self,
         volume: VolumeId,
         num_records: usize,
+        step: Option<u64>,
     ) -> Result<(Head, Box<[Entry]>)> {
-        let mut newest: Option<(Head, usize)> = None;
+        let mut whole: Vec<(Head, usize)> = Vec::with_capacity(4);
         for place in 0..2 {
-            let mut has_whole = false;
+            let num = whole.len();
             for copy in 0..2 {
-                let Some(head) = self.read(place, copy, volume, num_records)? else { continue };
-                has_whole = true;
-                if newest.is_none_or(|(newest, _)| newest.generation < head.generation) {
-                    newest = Some((head, copy));
-                }
+                let head = self.read(place, copy, volume, num_records)?;
+                whole.extend(head.map(|head| (head, copy)));
             }
-            if !has_whole {
+            if whole.len() == num {
                 let damaged = Head { volume, generation: place, step: None };
                 return Err(self.error("use", damaged, 0, damaged_index()));
             }
         }
-        let Some((head, copy)) = newest else {
-            let damaged = Head { volume, generation: 0, step: None };
-            return Err(self.error("use", damaged, 0, damaged_index()));
+        let newest = whole.iter().map(|(head, _)| head.generation).max().unwrap_or_default();
+        let of = |generation| whole.iter().find(|(head, _)| head.generation == generation);
+        let is_wanted = |(head, _): &&(Head, usize)| step.is_none() || head.step == step;
+        let before = newest.checked_sub(1).and_then(of);
+        let Some(&(found, copy)) =
+            of(newest).filter(is_wanted).or_else(|| before.filter(is_wanted))
+        else {
+            return Err(self.not_at(step, [of(newest), before]));
         };
-        self.read(head.generation, copy, volume, num_records)?;
+        self.read(found.generation, copy, volume, num_records)?;
         let entries: Box<[Entry]> = decode_entries(self.bytes, num_records).collect();
+        let is_newest = found.generation == newest;
+        let head = if is_newest { found } else { Head { generation: newest + 1, ..found } };
         for member in self.members {
             member.disk.sync().map_err(|error| self.error("sync", head, 0, error))?;
         }
         self.write(head, entries.iter().copied())?;
         Ok((head, entries))
+    }
+
+    fn not_at(&self, step: Option<u64>, found: [Option<&(Head, usize)>; 2]) -> Error {
+        let [wanted, last, before] =
+            [step, found[0].and_then(|one| one.0.step), found[1].and_then(|one| one.0.step)]
+                .map(|step| step.map_or("none".to_owned(), |step| step.to_string()));
+        Error::value(format!(
+            "volume `{}` is to be opened at step `{wanted}`, expected its last one, `{last}`, or \
+             the one before, `{before}`",
+            self.volume_name
+        ))
     }
 
     /// The head of the copy, if it is whole and of that place.

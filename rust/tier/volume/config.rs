@@ -76,6 +76,9 @@ pub struct Options {
     /// [`super::Volume::create`] where it takes a device. A caller that has to look for signals
     /// gives little, and tries again.
     pub lock_timeout: Duration,
+    /// The committed step that [`super::Volume::open`] goes on from: the last one, or the one
+    /// before that, if no record was written since. None: the last one.
+    pub step: Option<u64>,
     /// What stands between the volume and its files. It has positional calls.
     pub between: Option<Between>,
 }
@@ -89,6 +92,7 @@ impl Default for Options {
             keep: false,
             io_timeout: Duration::from_secs(60),
             lock_timeout: Duration::from_secs(60),
+            step: None,
             between: None,
         }
     }

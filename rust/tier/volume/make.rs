@@ -94,11 +94,12 @@ impl Volume {
     }
 
     /// Opens a volume that was kept, or left by a process that has ended, at its last committed
-    /// step. Its drives are given in the order that it was made with.
+    /// step, or at the one before ([`Options::step`]), which is the last one then. Its drives are
+    /// given in the order that it was made with.
     ///
     /// # Errors
-    /// [`Error::Value`] for arguments that cannot work; [`Error::Os`] where a member is missing,
-    /// used by another process, truncated, damaged or another one's.
+    /// [`Error::Value`] for arguments that cannot work, or a step that it is not at; [`Error::Os`]
+    /// where a member is missing, used by another process, truncated, damaged or another one's.
     pub fn open(location: &Location, options: &Options, pool: &Pool) -> Result<Self> {
         check_location(location)?;
         let Location { name, drives } = location;
@@ -112,7 +113,8 @@ impl Volume {
         let mut image = image_for(&headers[0], pool)?;
         // The places of records follow from their sizes, which are in the index.
         let about = About::new(name, &headers, &members, Geometry::empty());
-        let (head, entries) = index_of(&about, &members, &mut image).find(about.id, num_records)?;
+        let mut index = index_of(&about, &members, &mut image);
+        let (head, entries) = index.find(about.id, num_records, options.step)?;
         let Header { weights, stripe_bytes, block_bytes, slots, .. } = &headers[0];
         let geometry = geometry_of(&entries, weights, *stripe_bytes as usize, *block_bytes)?;
         let slot_bytes = headers.iter().map(|header| header.slot_bytes);

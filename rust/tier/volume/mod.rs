@@ -179,7 +179,14 @@ impl Volume {
 
     /// Removes the files now, unless they are kept: for a process that ends without dropping it.
     pub fn remove_files(&self) {
-        if !self.keep && self.pid == std::process::id() {
+        if !self.keep {
+            self.discard_files();
+        }
+    }
+
+    /// Removes the files now, also where they were to be kept: of a volume that was made in vain.
+    pub fn discard_files(&self) {
+        if self.pid == std::process::id() {
             self.members.iter().for_each(Member::remove);
         }
     }
