@@ -337,16 +337,21 @@ def with_core(kind):
     """A model, its optimizer, and the `kind` that its gathering thread has as the engine's core."""
     net = make(kind=Net)
     optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    return net, optimizer, wrap_core(optimizer, kind)
+
+
+def wrap_core(optimizer, kind):
+    """The `kind` that the gathering thread of a new optimizer has as the engine's core."""
     made, cores = gathering._GatherThread, []
 
-    def wrapped(core, *rest):
+    def wrapped(core, *rest, **options):
         cores.append(kind(core))
-        return made(cores[-1], *rest)
+        return made(cores[-1], *rest, **options)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gathering, "_GatherThread", wrapped)
         optimizer._opened_engine()
-    return net, optimizer, cores[-1]
+    return cores[-1]
 
 
 class Breaking:

@@ -18,6 +18,7 @@ from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
 from stepwell import _state
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 # Chunks have 65,536 elements: these are some, and a part of one.
 SIZES = (7, 500, 501, 601, 3)
@@ -271,6 +272,16 @@ def test_two_optimizers_and_the_files_of_each(tmp_path):
     del second
     gc.collect()
     assert not files(tmp_path)
+
+
+def test_torch_may_ask_for_state_before_the_first_step(tmp_path):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path)
+    # A look, and then a step that only makes state.
+    assert not optimizer.state
+    state = get_state_dict(net, optimizer)[1]["state"]
+    for name in ("0.weight", "2.weight"):
+        assert state[name]["exp_avg"].count_nonzero() == 0
 
 
 # ---- commits ----

@@ -20,6 +20,7 @@ from stepwell._tensors import Written, check_param
 from stepwell.offload.budget import GIB, announce
 from stepwell.offload.deferred import Extents, Memory, memory_of
 from stepwell.offload.fingerprints import FingerprintStatus
+from stepwell.offload.sharded_volume import fetch_rows
 from stepwell.offload.twins import Twins
 
 if TYPE_CHECKING:
@@ -216,9 +217,14 @@ class HostSide:
             {param: _state.new(weights[param], self._moments) for param in in_memory}
         )
         self._fresh.update({param: swapped.fresh(param) for param in weights if param in swapped})
-        for param, state in swapped.resumed(weights).items():
-            local(param).copy_(local(weights[param]))
-            states[param] = state
+        resumed = swapped.resumed(weights)
+        # In the order of all ranks.
+        for param in [param for param in weights if param in resumed]:
+            if swapped.sharding is None:
+                local(param).copy_(local(weights[param]))
+            else:
+                fetch_rows(swapped.sharding, param, weights[param])
+            states[param] = resumed[param]
             self.drop_fresh([param])
 
     def let_go(
@@ -257,7 +263,7 @@ class HostSide:
         swapped = self.swapped
         if swapped is None:
             return []
-        swapped.note_step()
+        swapped.note_places()
         found = []
         for update in updates:
             param, operand = update.param, update.operand

@@ -125,7 +125,8 @@ class OffloadAdamW(OffloadStateDicts):
             forwards that can be seen (`gate="module"`, neither torch.compile nor DTensor): without,
             a warning says so and steps are exact.
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
-            memory. Not with `deferred`. `state` and state dicts are then read from the drives into
+            memory. Not with `deferred`. With `shard` making the optimizer is a call of all ranks
+            that waits for the others. `state` and state dicts are then read from the drives into
             memory, as a snapshot. Parameters that are added later have their state in host memory.
         shard: whether ranks that hold the same parameters (DistributedDataParallel) share the step:
             True, or the process group of these ranks. Each keeps the state of its rows of every
@@ -134,8 +135,9 @@ class OffloadAdamW(OffloadStateDicts):
             torch.distributed.checkpoint saves and loads them at any number of ranks, and
             `full_state_dict()` has the whole. So it has to be asked for: a program that saves
             `state_dict()` on one rank would have a part only. Weights and gradients are checked to
-            be equal on all ranks. False: each rank keeps and steps all of its parameters. Not with
-            `deferred`, `tier`, `accumulate="host"` or DTensor parameters.
+            be equal on all ranks. With `tier` each rank has a volume of its own, and all of them
+            resume at one step. False: each rank keeps and steps all of its parameters. Not with
+            `deferred`, `accumulate="host"` or DTensor parameters.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
 
@@ -200,7 +202,7 @@ class OffloadAdamW(OffloadStateDicts):
                 "a volume are not there yet"
             )
         self._sharding: Sharding | None = open_sharding(
-            shard, deferred=deferred is not None, tier=tier is not None, accumulate=accumulate
+            shard, deferred=deferred is not None, accumulate=accumulate
         )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
@@ -211,7 +213,7 @@ class OffloadAdamW(OffloadStateDicts):
         self._gate_mode: GateMode = gate
         self._accumulate: Accumulate = accumulate
         self._threads = threads
-        swapped = None if tier is None else Swapped(tier, moments, threads)
+        swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
         shares = None if self._sharding is None else self._sharding.shares
         self._host = HostSide(moments, host_bytes_max, self._deferred, swapped, shares)
         self._swapping = [[]]
@@ -228,21 +230,23 @@ class OffloadAdamW(OffloadStateDicts):
         self._seconds: dict[str, float] = {}
         # Between a submit and the release of its gradients.
         self._is_unreleased = False
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            moments=moments,
-            nonfinite=nonfinite,
-            maximize=maximize,
-            seed=seed,
-            foreach=foreach,
-            fused=fused,
-        )
-        with torch.no_grad():
-            self._host.open(self, self._states, self._names())
+        # Ranks with volumes make them together.
+        with contextlib.nullcontext() if tier is None else self._awaited():
+            super().__init__(
+                params,
+                lr,
+                betas,
+                eps,
+                weight_decay,
+                moments=moments,
+                nonfinite=nonfinite,
+                maximize=maximize,
+                seed=seed,
+                foreach=foreach,
+                fused=fused,
+            )
+            with torch.no_grad():
+                self._host.open(self, self._states, self._names())
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [
@@ -326,14 +330,15 @@ class OffloadAdamW(OffloadStateDicts):
     def _opened_engine(self) -> Engine:
         """The engine, which is made when it is first needed: by then all groups are there."""
         if self._engine is None:
-            device, twins = self._host.device, self._twins
+            device, twins, swapped = self._host.device, self._twins, self._host.swapped
             engine: Engine
             confirm = None
             if self._sharding is None:
-                swapped = self._host.swapped
                 engine = Engine(device, twins, twins, self._threads, self._deferred, swapped)
             else:
-                engine = ranked = RankEngine(self._sharding, device, twins, twins, self._threads)
+                engine = ranked = RankEngine(
+                    self._sharding, device, twins, twins, self._threads, swapped
+                )
                 confirm = ranked.confirm
             gate = None
             # What is deferred is applied by each rank for itself; its forwards are collective.

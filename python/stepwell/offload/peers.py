@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import timedelta
 
-__all__ = ["Peers", "StepFacts", "ToldOfStep", "wait_for_work", "why_lost"]
+__all__ = ["Call", "Peers", "StepFacts", "ToldOfStep", "wait_for_work", "why_lost"]
 
 # Polls of a work that has not ended: soon after the first look, then less often.
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 2e-5, 1e-3
@@ -45,7 +45,7 @@ _WORDS = 10
 _TEXT_BYTES = 1000
 
 
-class _Call(IntEnum):
+class Call(IntEnum):
     """What a round is of."""
 
     STEP = 0
@@ -55,9 +55,14 @@ class _Call(IntEnum):
     BROADCAST = 4
     OPEN = 5
     LEFT = 6
+    VOLUME = 7
 
 
-_MADE_BY = {_Call.OBJECTS: "full_state_dict()", _Call.BROADCAST: "full_state_dict()"}
+_MADE_BY = {
+    Call.OBJECTS: "full_state_dict()",
+    Call.BROADCAST: "full_state_dict()",
+    Call.VOLUME: "OffloadAdamW(tier=...)",
+}
 """What of the optimizer makes a call, where it is not `step()`."""
 
 
@@ -154,14 +159,14 @@ class Peers:
         """
         if self._is_data_open or self.world_size == 1:
             return
-        self._meet(_Call.OPEN)
+        self._meet(Call.OPEN)
         mine = torch.zeros(1, dtype=torch.uint8, device=device)
         whole = torch.zeros(self.world_size, dtype=torch.uint8, device=device)
         for begin in (
             lambda: dist.all_gather_into_tensor(whole, mine, group=self.data, async_op=True),
             lambda: dist.broadcast(mine, self.ranks[0], group=self.data, async_op=True),
         ):
-            self._wait(self._call(begin, _Call.OPEN), _Call.OPEN)
+            self._wait(self._call(begin, Call.OPEN), Call.OPEN)
         self._is_data_open = True
 
     def agree_on_step(self, mine: StepFacts, params: int, settings: int) -> StepFacts:
@@ -177,7 +182,7 @@ class Peers:
                 settings, or another number of steps behind them.
         """
         flags = [int(flag) for flag in mine]
-        most = self._greatest(_Call.STEP, [*flags, params, -params, settings, -settings])
+        most = self._greatest(Call.STEP, [*flags, params, -params, settings, -settings])
         agreed = StepFacts(*(flag > 0 for flag in most[:3]))
         if agreed.has_error or agreed.found_inf:
             return agreed
@@ -200,7 +205,7 @@ class Peers:
     def check_norm(self, norm: float) -> None:
         """Raises ValueError, on all ranks, if their norms of the gradients differ."""
         bits = struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(norm) else norm))[0]
-        most = self._greatest(_Call.NORM, [bits, -bits])
+        most = self._greatest(Call.NORM, [bits, -bits])
         if most[0] != -most[1]:
             raise ValueError(
                 f"the norm of the gradients is `{norm}` here and another on other ranks, expected "
@@ -214,8 +219,8 @@ class Peers:
 
         The ranks give equally many.
         """
-        self._meet(_Call.DIFFERENCE)
-        most = self._greatest(_Call.DIFFERENCE, [*digests, *(-each for each in digests)])
+        self._meet(Call.DIFFERENCE)
+        most = self._greatest(Call.DIFFERENCE, [*digests, *(-each for each in digests)])
         count = len(digests)
         return next((at for at in range(count) if most[at] != -most[count + at]), None)
 
@@ -238,7 +243,7 @@ class Peers:
         except BaseException:
             if self._round == before and not self._is_apart:
                 with contextlib.suppress(OSError):
-                    self._left = self._begin_round(_Call.LEFT, [])
+                    self._left = self._begin_round(Call.LEFT, [])
             raise
 
     # ---- of the thread that gathers ----
@@ -286,7 +291,7 @@ class Peers:
 
     # ---- rounds ----
 
-    def _meet(self, call: _Call) -> None:
+    def _meet(self, call: Call) -> None:
         """All ranks make this call. What follows may have any size.
 
         Raises:
@@ -294,12 +299,12 @@ class Peers:
         """
         self._greatest(call, [])
 
-    def _greatest(self, call: _Call, numbers: Sequence[int]) -> list[int]:
+    def _greatest(self, call: Call, numbers: Sequence[int]) -> list[int]:
         """The greatest of all ranks at each place. More than 7 `numbers` come behind `_meet`."""
         self._check_together()
         return self._end_round(call, *self._begin_round(call, numbers))[: len(numbers)]
 
-    def _end_round(self, call: _Call, mine: torch.Tensor, work: dist.Work) -> list[int]:
+    def _end_round(self, call: Call, mine: torch.Tensor, work: dist.Work) -> list[int]:
         self._wait(work, call)
         most: list[int] = mine.tolist()
         if most[0] != -most[1]:
@@ -308,13 +313,13 @@ class Peers:
             self._check_together()
         return most[2:]
 
-    def _begin_round(self, call: _Call, numbers: Sequence[int]) -> tuple[torch.Tensor, dist.Work]:
+    def _begin_round(self, call: Call, numbers: Sequence[int]) -> tuple[torch.Tensor, dist.Work]:
         self._round += 1
         # Ranks that are not in the same round, or not of the same call, have gone apart.
-        mark = self._round * len(_Call) + call
+        mark = self._round * len(Call) + call
         words = [mark, -mark, *numbers]
         words += [0] * (_WORDS - 1 - len(words))
-        words.append(self.rank + 1 if call is _Call.LEFT else 0)
+        words.append(self.rank + 1 if call is Call.LEFT else 0)
         mine = torch.tensor(words, dtype=torch.int64, device="cpu")
         work = self._call(
             lambda: dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._agreeing, async_op=True),
@@ -322,32 +327,56 @@ class Peers:
         )
         return mine, work
 
-    def _difference(self, call: _Call, most: Sequence[int]) -> str:
+    def _difference(self, call: Call, most: Sequence[int]) -> str:
         """What has the ranks apart, of which some have made another call than `call`."""
         if left := most[-1]:
             return f"rank {self.ranks[left - 1]} has left the step by an error, which says why"
-        mark = self._round * len(_Call) + call
+        mark = self._round * len(Call) + call
         other = most[0] if most[0] != mark else -most[1]
-        mine, theirs = (_MADE_BY.get(_Call(each % len(_Call)), "step()") for each in (mark, other))
+        mine, theirs = (_MADE_BY.get(Call(each % len(Call)), "step()") for each in (mark, other))
         if mine == theirs:
             return self._why_apart
         return f"this rank has called {mine}, and another one {theirs}; each is a call of all ranks"
 
-    def objects(self, mine: object) -> list[Any]:
+    def objects(self, mine: object, call: Call = Call.OBJECTS) -> list[Any]:
         """The picklable objects of all ranks, in their order."""
-        self._meet(_Call.OBJECTS)
+        self._meet(call)
         found: list[Any] = [None] * self.world_size
         self._is_apart = True
-        self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing), _Call.OBJECTS)
+        self._call(lambda: dist.all_gather_object(found, mine, group=self._agreeing), call)
         self._is_apart = False
         return found
 
-    def broadcast(self, memory: torch.Tensor, owner: int) -> None:
+    def broadcast(self, memory: torch.Tensor, owner: int, call: Call = Call.BROADCAST) -> None:
         """Fills `memory`, contiguous and in host memory, with that of the rank `owner`."""
-        self._meet(_Call.BROADCAST)
+        self._meet(call)
         whole, source = memory.view(-1).view(torch.uint8), self.ranks[owner]
         begin = partial(dist.broadcast, whole, source, group=self._agreeing, async_op=True)
-        self._wait(self._call(begin, _Call.BROADCAST), _Call.BROADCAST)
+        self._wait(self._call(begin, call), call)
+
+    def tell_failure(self, failure: Exception | None, call: Call = Call.OBJECTS) -> None:
+        """All ranks tell whether they have failed; where one has, all raise, and stay together.
+
+        Args:
+            failure: why this one has; None: it has not.
+            call: what the ranks are in.
+
+        Raises:
+            ValueError: `failure`.
+            OSError: likewise; or another rank has failed, or is gone.
+        """
+        text = None if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            texts = self.objects(text, call)
+        except OSError:
+            if failure is not None:
+                raise failure from None
+            raise
+        if failure is not None:
+            raise failure
+        failed = {self.ranks[rank]: each for rank, each in enumerate(texts) if each is not None}
+        if failed:
+            raise OSError("; ".join(f"on rank {rank}: {each}" for rank, each in failed.items()))
 
     def check_process(self) -> None:
         """Raises ValueError in a forked child, which has no part in what the ranks do."""
@@ -361,21 +390,21 @@ class Peers:
         self.check_process()
         if self._left is not None:
             left, self._left = self._left, None
-            self._end_round(_Call.LEFT, *left)
+            self._end_round(Call.LEFT, *left)
         if self._is_apart:
             raise OSError(
                 f"the ranks are not at the same step any more: {self._why_apart}. hint: end all "
                 "ranks, and resume from a checkpoint"
             )
 
-    def _call(self, begin: Any, call: _Call) -> Any:
+    def _call(self, begin: Any, call: Call) -> Any:
         try:
             return begin()
         except (RuntimeError, ValueError) as error:
             self._is_apart = True
             raise _lost(error, call) from error
 
-    def _wait(self, work: Any, call: _Call) -> None:
+    def _wait(self, work: Any, call: Call) -> None:
         is_done = False
         try:
             wait_for_work(work)
@@ -413,7 +442,7 @@ def why_lost(error: BaseException) -> str:
     )
 
 
-def _lost(error: Exception, call: _Call) -> OSError:
+def _lost(error: Exception, call: Call) -> OSError:
     why = why_lost(error)
     if call in _MADE_BY:
         why += f". {_MADE_BY[call]} is a call of all ranks, and waits for those that do not make it"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from stepwell._operand import BoundUpdate
     from stepwell.offload.selection import Selected
     from stepwell.offload.sharding import Sharding
+    from stepwell.offload.swapped import Swapped
     from stepwell.offload.twins import Twins
 
 __all__ = ["RankEngine"]
@@ -39,6 +40,7 @@ class RankEngine(Engine):
         params: likewise, the same in the same order on all ranks.
         twins: likewise.
         threads: likewise.
+        swapped: likewise.
     """
 
     def __init__(
@@ -48,10 +50,12 @@ class RankEngine(Engine):
         params: Iterable[torch.Tensor],
         twins: Twins,
         threads: int | None,
+        swapped: Swapped | None = None,
     ) -> None:
-        super().__init__(device, params, twins, threads)
+        super().__init__(device, params, twins, threads, swapped=swapped)
         self._shares = sharding.shares
-        self._gatherer = Gatherer(self._core, sharding.peers, device)
+        self._commits = swapped is not None and swapped.commits
+        self._gatherer = Gatherer(self._core, sharding.peers, device, commits=self._commits)
 
     @property
     @override
@@ -67,6 +71,10 @@ class RankEngine(Engine):
         grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
         selected: Sequence[Selected] = (),
     ) -> list[partial[Any]]:
+        if self._commits:
+            # Until all ranks have committed the step before, those that have may have to go back
+            # from it (`sharded_volume.py`).
+            self.confirm()
         submit, *others = super().submission(updates, grad_scale, at_once, grads, selected)
         stepped = {each.update.param for each in updates}
         params = [param for param in self._indices if param in stepped]

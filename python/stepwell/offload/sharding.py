@@ -186,13 +186,12 @@ def _digest(updates: Sequence[Update], clip_norm: float | None, *, is_rounded: b
     return int.from_bytes(found.digest(), "little") >> 2
 
 
-def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) -> Sharding | None:
+def open_sharding(shard: Shard, *, deferred: bool, accumulate: str) -> Sharding | None:
     """The ranks that share the step; None: there is nothing to share.
 
     Args:
         shard: the option.
         deferred: whether updates are deferred.
-        tier: whether state is on a volume.
         accumulate: where gradients are summed.
 
     Raises:
@@ -205,11 +204,6 @@ def open_sharding(shard: Shard, *, deferred: bool, tier: bool, accumulate: str) 
         raise ValueError(
             "`shard` and `deferred` are both given, expected one: a look at a weight applies what "
             "is deferred, and only on the rank that looks. hint: shard=False"
-        )
-    if tier:
-        raise ValueError(
-            "`shard` and `tier` are both given, expected one: volumes of several ranks have no "
-            "common commit. hint: shard=False, or moments='q8' instead of a volume"
         )
     if accumulate == "host":
         raise ValueError(

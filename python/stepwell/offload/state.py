@@ -61,8 +61,8 @@ class OffloadState(AdamW):
             swapped = self._host.swapped
             if swapped is not None and not self._is_stepping:
                 # In this order: a first step, without an engine yet, may begin on another thread.
-                num_steps = swapped.num_steps
-                swapped.read(states, num_steps if self._stepping_on is None else None)
+                num_noted = swapped.num_noted
+                swapped.read(states, num_noted if self._stepping_on is None else None)
             return states
 
     @property
@@ -86,6 +86,9 @@ class OffloadState(AdamW):
 
         What was set aside for it, unless that was loaded over.
         """
+        if self._host.swapped is not None:
+            # It may be places, also where no step follows.
+            self._host.swapped.note_places()
         return self._host.fresh_state(update.param) or super()._fresh_state(update)
 
     def _is_exclusive(self, param: torch.Tensor) -> bool:

@@ -79,12 +79,20 @@ class OffloadStateDicts(OffloadState):
             rank: the rank of the group that gets it; None: every rank. The others get {}.
 
         Raises:
-            ValueError: the ranks have state of different parameters.
-            OSError: another rank is gone.
+            ValueError: the ranks have state of different parameters; this one has no memory for
+                what it reads from its volume.
+            OSError: another rank is gone, or has failed; a drive of this one has.
         """
-        found = self._own_state_dict()
         if self._sharding is None:
-            return found
+            return self._own_state_dict()
+        failure: Exception | None = None
+        found: StateDict = {}
+        try:
+            found = self._own_state_dict()
+        except (ValueError, OSError) as error:
+            failure = error
+        # The others wait for this rank.
+        self._sharding.peers.tell_failure(failure)
         state = sharded_state.whole(self._sharding, self._in_order(), found["state"], rank)
         return {} if state is None else {**found, "state": state}
 

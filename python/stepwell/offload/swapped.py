@@ -17,6 +17,7 @@ import logging
 import os
 import weakref
 from collections import defaultdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,11 +26,13 @@ from stepwell import _core, _state
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import tensor_on, view
 from stepwell.offload.budget import GIB, share_of_free_bytes
+from stepwell.offload.sharded_volume import agree_on_counts, open_together
 from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from stepwell.offload.sharding import Sharding
     from stepwell.offload.volume import Volume
 
 __all__ = ["BUFFERS_BYTES_MAX", "Places", "StateInMemory", "Swapped", "make_swap"]
@@ -172,10 +175,15 @@ class Swapped:
         volume: what the user has said of it.
         moments: how the moments are held.
         threads: workers that step; None: as the engine chooses.
+        sharding: the ranks that share the step, each with a volume; None: this one steps alone.
     """
 
-    def __init__(self, volume: Volume, moments: str, threads: int | None) -> None:
+    def __init__(
+        self, volume: Volume, moments: str, threads: int | None, sharding: Sharding | None = None
+    ) -> None:
         self.volume = volume
+        self.sharding = sharding
+        """The ranks that share the step, each with a volume; None: this one steps alone."""
         self._moments = moments
         self._threads = threads
         self._core: _core.Swap | None = None
@@ -183,9 +191,9 @@ class Swapped:
         # For each parameter the places of its state, and of itself.
         self._places: dict[torch.Tensor, _state.State] = {}
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
-        self.num_steps = 0
+        self.num_noted = 0
         """How often state may have become places."""
-        # The `num_steps` of the last look at the state, which has left no place.
+        # The `num_noted` of the last look at the state, which has left no place.
         self._looked_at: int | None = None
 
     @property
@@ -232,10 +240,29 @@ class Swapped:
             the parameters whose state is in memory of their own.
 
         Raises:
-            ValueError: there is not even the memory for buffers; the volume is another model's.
-            OSError: a drive is full, or cannot be used.
+            ValueError: there is not even the memory for buffers; the volume is another model's, or
+                those of the ranks are not of one run.
+            OSError: a drive is full, or cannot be used; or another rank has failed.
         """
-        params = [param for param in weights if local(param).numel()]
+        make = partial(self._open, weights, host_bytes, names)
+        if self.sharding is None:
+            self._core = make(None)
+        else:
+            self._core = open_together(self.sharding.peers, make)
+        if self._core is not None:
+            weakref.finalize(owner, self._core.close)
+        return [param for param in weights if param not in self._indices]
+
+    def _open(
+        self,
+        weights: Mapping[torch.Tensor, torch.Tensor],
+        host_bytes: int | None,
+        names: Mapping[torch.Tensor, str],
+        step: int | None,
+    ) -> _core.Swap | None:
+        """The volume of this rank, at a step that it is resumed from; None: it needs none."""
+        self._indices, self._places, self._weights = {}, {}, {}
+        params = [param for param, weight in weights.items() if local(weight).numel()]
         if any(is_dtensor(param) for param in params):
             raise ValueError(
                 "`tier` is given with DTensor parameters, expected plain ones. hint: DeepSpeed's "
@@ -246,7 +273,7 @@ class Swapped:
         sizes = {param: _state.nbytes(weights[param], self._moments) for param in params}
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
-            return list(weights)
+            return None
         self._place(params, weights)
         tensors = [self._tensor(param, self._places[param]) for param in params]
         most = min(host_bytes // 2, BUFFERS_BYTES_MAX)
@@ -263,14 +290,13 @@ class Swapped:
                 f"the buffers of a volume take `{buffers}` bytes of host memory, `{host_bytes}` "
                 "are left of `host_bytes_max`, expected more"
             )
-        in_memory = [] if self.commits else _first_fit(params, sizes, left)
+        in_memory = [] if self.commits else self._first_fit(params, sizes, left)
         left -= sum(sizes[param] for param in in_memory)
         for param in in_memory:
             del self._places[param], self._weights[param]
         swapped = list(self._places)
         self._indices = {param: index for index, param in enumerate(swapped)}
-        self._core = core = self._make(swapped, left, most, names)
-        weakref.finalize(owner, core.close)
+        core = self._make(swapped, left, most, names, step)
         on_volume = sum(sizes[param] for param in swapped) - core.ram_nbytes
         _LOGGER.info(
             "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
@@ -281,7 +307,7 @@ class Swapped:
             core.ram_nbytes / GIB,
             core.buffers_nbytes / GIB,
         )
-        return [param for param in weights if param not in self._indices]
+        return core
 
     def _place(
         self, params: Sequence[torch.Tensor], weights: Mapping[torch.Tensor, torch.Tensor]
@@ -319,20 +345,67 @@ class Swapped:
         ram_nbytes: int,
         buffers_nbytes_max: int,
         names: Mapping[torch.Tensor, str],
+        step: int | None,
     ) -> _core.Swap:
         name = self.volume.name
         if name is not None and torch.distributed.is_initialized():
             name = f"{name}-{torch.distributed.get_rank()}"
-        return make_swap(
-            self.volume,
-            [self._tensor(param, self._places[param]) for param in params],
-            addresses=self._addresses,
-            name=name,
-            identity=_identity(params, names),
-            ram_nbytes=ram_nbytes,
-            buffers_nbytes_max=buffers_nbytes_max,
-            workers=self._threads,
-        )
+        try:
+            return make_swap(
+                self.volume,
+                [self._tensor(param, self._places[param]) for param in params],
+                addresses=self._addresses,
+                name=name,
+                identity=self._identity(params, names),
+                ram_nbytes=ram_nbytes,
+                buffers_nbytes_max=buffers_nbytes_max,
+                workers=self._threads,
+                step=step,
+                commits_each_step=self.sharding is not None and self.commits,
+            )
+        except (ValueError, OSError) as error:
+            self._explain(error)
+            raise
+
+    def _identity(self, params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
+        """What names, shapes and this rank's rows say, in 64 bits."""
+        what: list[Any] = [(names.get(param), tuple(param.shape)) for param in params]
+        if self.sharding is not None:
+            shares = self.sharding.shares
+            what += [shares.rank, shares.world_size, [shares.elements(each) for each in params]]
+        return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:8], "little")
+
+    def _first_fit(
+        self, params: Sequence[torch.Tensor], sizes: Mapping[torch.Tensor, int], nbytes: int
+    ) -> list[torch.Tensor]:
+        """Those of `params` whose state goes into memory of `nbytes`.
+
+        First small ones, of which a record would be mostly padding; then the first of the others,
+        with which steps begin.
+        """
+        found = []
+        for is_small in (True, False):
+            for param in params:
+                if (self._weights[param].numel() < _core.CHUNK_LEN) is not is_small:
+                    continue
+                if sizes[param] > nbytes:
+                    break
+                nbytes -= sizes[param]
+                found.append(param)
+        return found
+
+    def _explain(self, error: Exception) -> None:
+        """Raises ValueError where a volume cannot be resumed since other ranks have made it."""
+        if self.sharding is None or not self.volume.resume:
+            return
+        ranks = self.sharding.peers.ranks
+        made = _ranks_of(self._folders(), f"{self.volume.name}-")
+        if made != sorted(ranks):
+            raise ValueError(
+                f"volume `{self.volume.name}` is there for the ranks `{made}`, expected `{ranks}`: "
+                f"{error}. hint: as many ranks go on from a volume as have made it; state gets to "
+                "another number by torch.distributed.checkpoint or full_state_dict()"
+            ) from error
 
     def resumed(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, Any]:
         """State of the parameters that a resumed volume has; `weights` are overwritten.
@@ -342,23 +415,41 @@ class Swapped:
         Raises:
             OSError: a drive cannot be read.
         """
-        counts = None if self._core is None else self._core.counts
+        core_counts = None if self._core is None else self._core.counts
+        if core_counts is None:
+            return {}
+        self.note_places()
+        failure: Exception | None = None
         states: dict[torch.Tensor, Any] = {}
-        self.note_step()
-        for param, count in zip(self._indices, counts or (), strict=counts is not None):
-            if count:
-                assert self._core is not None
-                weight = weights[param]
-                self._core.read_weights(self._indices[param], view(local(weight)))
-                states[param] = state = self.fresh(param)
-                state["step"] = _state.step_tensor(count)
-                _state.take_fingerprints(weight, state, self._moments)
-        if steps := max(counts or (), default=0):
-            for param, weight in weights.items():
-                if not local(param).numel():
-                    states[param] = state = _state.new(weight, self._moments)
-                    state["step"] = _state.step_tensor(steps)
+        try:
+            for param, count in zip(self._indices, core_counts, strict=True):
+                if count:
+                    states[param] = self._resumed(param, weights[param])
+        except (ValueError, OSError) as error:
+            if self.sharding is None:
+                raise
+            failure = error
+        counts = dict.fromkeys(weights, 0) | dict(zip(self._indices, core_counts, strict=True))
+        if self.sharding is not None:
+            mine = [count if param in self._indices else None for param, count in counts.items()]
+            found = agree_on_counts(self.sharding.peers, mine, failure)
+            counts = dict(zip(counts, found, strict=True))
+        steps = max(counts.values(), default=0)
+        for param, weight in weights.items():
+            if count := counts[param] if local(param).numel() else steps:
+                if param not in states:
+                    # This rank has none of its rows.
+                    states[param] = _state.new(weight, self._moments)
+                states[param]["step"] = _state.step_tensor(count)
         return states
+
+    def _resumed(self, param: torch.Tensor, weight: torch.Tensor) -> _state.State:
+        """The places of the state of a parameter, whose `weight` is read from the volume."""
+        assert self._core is not None
+        self._core.read_weights(self._indices[param], view(local(weight)))
+        state = self.fresh(param)
+        _state.take_fingerprints(weight, state, self._moments)
+        return state
 
     # ---- state ----
 
@@ -389,23 +480,23 @@ class Swapped:
         names = places.keys() - {_state.FINGERPRINTS}
         return {**state, **{name: places[name] for name in names}}
 
-    def note_step(self) -> None:
-        """The optimizer's state may have places once the step that begins now is submitted."""
-        self.num_steps += 1
+    def note_places(self) -> None:
+        """The optimizer's state may have places from now on, or once a step is submitted."""
+        self.num_noted += 1
 
     def read(self, states: dict[torch.Tensor, _state.State], settled_at: int | None = None) -> None:
         """Replaces places in `states` by memory with what the volume has.
 
         Args:
             states: those of the optimizer.
-            settled_at: the `num_steps` after which no step was under way; None: one is. After a
+            settled_at: the `num_noted` after which no step was under way; None: one is. After a
                 look at them, another one before the next step costs nothing.
 
         Raises:
             ValueError: there is no memory for it; nothing was changed.
             OSError: a drive cannot be read.
         """
-        if self._looked_at == self.num_steps:
+        if self._looked_at == self.num_noted:
             return
         found = [param for param, state in states.items() if self.is_place(param, state)]
         if found:
@@ -446,6 +537,8 @@ def make_swap(
     ram_nbytes: int,
     buffers_nbytes_max: int,
     workers: int | None,
+    step: int | None = None,
+    commits_each_step: bool = False,
 ) -> _core.Swap:
     """The core's swap, as the user has said of `volume`, or as its drives were measured.
 
@@ -466,6 +559,8 @@ def make_swap(
         durability=volume.durability,
         keep=volume.is_kept,
         resume=volume.resume,
+        step=step,
+        commits_each_step=commits_each_step,
         identity=identity,
         ram_nbytes=ram_nbytes,
         buffers_nbytes_max=buffers_nbytes_max,
@@ -476,30 +571,11 @@ def make_swap(
     )
 
 
-def _identity(params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
-    """What names and shapes say, in 64 bits."""
-    what = repr([(names.get(param), tuple(param.shape)) for param in params])
-    return int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little")
-
-
-def _first_fit(
-    params: Sequence[torch.Tensor], sizes: Mapping[torch.Tensor, int], nbytes: int
-) -> list[torch.Tensor]:
-    """Those of `params` whose state goes into memory of `nbytes`.
-
-    First small ones, of which a record would be mostly padding; then the first of the others, with
-    which steps begin.
-    """
-    found = []
-    for is_small in (True, False):
-        for param in params:
-            if (local(param).numel() < _core.CHUNK_LEN) is not is_small:
-                continue
-            if sizes[param] > nbytes:
-                break
-            nbytes -= sizes[param]
-            found.append(param)
-    return found
+def _ranks_of(folders: Iterable[str], prefix: str) -> list[int]:
+    """The ranks whose volumes are in these folders: their numbers come behind `prefix`."""
+    names = {member.name for folder in folders for member in _core.list_members(folder)}
+    ends = [name[len(prefix) :] for name in names if name.startswith(prefix)]
+    return sorted(int(end) for end in ends if end.isdecimal())
 
 
 def _memory_like(place: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,174 @@
+"""Volumes of ranks that share the step: made together, and gone on from at one step.
+
+Each rank has the state of its rows on a volume of its own.
+
+- SHV-1 The steps of all volumes have the same numbers: a rank commits every step that it submits,
+  also one that changes none of its rows, and a step that is submitted on one rank is so on all.
+- SHV-2 No rank begins to write a step before all have committed the one before: the thread that
+  gathers tells the others that a step is good when it is committed (`gathering.py`), and the next
+  one is not submitted before all have told so (`rank_engine.py`).
+- SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one step,
+  or at two that follow one another. Those that are ahead then still have the step before, whole
+  (`rust/tier/volume/commit.rs`, CMT-5), and go back to it.
+- SHV-4 Where volumes differ by more, or have other numbers of updates of the same parameter, they
+  are not those of one run, and all ranks refuse them.
+
+An error of one rank is raised on all of them.
+
+Cost: some rounds between the ranks when the optimizer is made. A run that is resumed has all
+weights go between the ranks once, through host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepwell.offload.peers import Call
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from stepwell import _core
+    from stepwell.offload.peers import Peers
+    from stepwell.offload.sharding import Sharding
+
+__all__ = ["agree_on_counts", "fetch_rows", "open_together"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def open_together(
+    peers: Peers, make: Callable[[int | None], _core.Swap | None]
+) -> _core.Swap | None:
+    """The volume of this rank, when all ranks have theirs, at the same step. Collective.
+
+    Args:
+        peers: the ranks.
+        make: makes it, or opens it at a step, None being its last one; None: this rank needs none.
+
+    Raises:
+        ValueError: as `make`; or the volumes are not those of one run.
+        OSError: as `make`; or another rank has failed.
+    """
+    core = _on_all(peers, lambda: make(None), None)
+    step = None if core is None or core.counts is None else core.step
+    try:
+        steps = peers.objects(step, Call.VOLUME)
+        least = _common_step(steps)
+    except BaseException:
+        _close(core)
+        raise
+    if len(set(steps)) == 1:
+        return core
+
+    def go_back() -> _core.Swap | None:
+        if core is None or step == least:
+            return core
+        name = core.name
+        core.close()
+        made = make(least)
+        _LOGGER.warning(
+            "volume `%s` goes back from step %s to %s: the run has ended before all ranks had "
+            "committed that step",
+            name,
+            step,
+            least,
+        )
+        return made
+
+    return _on_all(peers, go_back, core)
+
+
+def _common_step(steps: Sequence[int | None]) -> int | None:
+    """The last step that all volumes have; None: they are new.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = [step for step in steps if step is not None]
+    if len(known) == len(steps) and max(known) - min(known) <= 1:
+        return min(known)
+    if not known:
+        return None
+    raise ValueError(
+        f"the volumes of the ranks are at the steps `{list(steps)}`, expected one step on all, or "
+        "two that follow one another: they are not of one run. hint: the same `resume` on all "
+        "ranks; or go on from a checkpoint, without `resume`"
+    )
+
+
+def _on_all(
+    peers: Peers, make: Callable[[], _core.Swap | None], before: _core.Swap | None
+) -> _core.Swap | None:
+    """What `make` makes, where it fails on no rank; else what there is, or was `before`, ends."""
+    core, failure = before, None
+    with peers.awaited():
+        try:
+            core = make()
+        except (ValueError, OSError) as error:
+            failure = error
+    try:
+        peers.tell_failure(failure, Call.VOLUME)
+    except BaseException:
+        _close(core)
+        raise
+    return core
+
+
+def _close(core: _core.Swap | None) -> None:
+    """Ends a volume. One that was made now has no step, and is not kept."""
+    if core is not None:
+        core.close(discard=core.counts is None)
+
+
+def agree_on_counts(
+    peers: Peers, mine: Sequence[int | None], failure: Exception | None
+) -> list[int]:
+    """How many updates each parameter has seen, of resumed volumes. Collective.
+
+    Args:
+        peers: the ranks.
+        mine: of each parameter the count; None: this rank has none of its rows.
+        failure: why this rank's volume cannot be read.
+
+    Raises:
+        ValueError: `failure`; or the volumes have different counts.
+        OSError: likewise; or another rank has failed.
+    """
+    peers.tell_failure(failure, Call.VOLUME)
+    counts = []
+    for each in zip(*peers.objects(list(mine), Call.VOLUME), strict=True):
+        found = {count for count in each if count is not None}
+        if len(found) > 1:
+            raise ValueError(
+                f"the volumes of the ranks have `{sorted(found)}` updates of one parameter, "
+                "expected the same: they are not of one run. hint: go on from a checkpoint, "
+                "without `resume`"
+            )
+        counts.append(found.pop() if found else 0)
+    return counts
+
+
+def fetch_rows(sharding: Sharding, param: torch.Tensor, own: torch.Tensor) -> None:
+    """Writes the rows of all ranks to `param`. Collective; call it without grad mode.
+
+    Args:
+        sharding: the ranks.
+        param: the parameter, contiguous.
+        own: the rows of this rank, in host memory.
+
+    Raises:
+        OSError: another rank is gone.
+    """
+    peers, shares = sharding.peers, sharding.shares
+    for rank in range(shares.world_size):
+        begin, end = shares.elements(param, rank)
+        if begin == end:
+            continue
+        is_own = rank == peers.rank
+        rows = own if is_own else torch.empty(end - begin, dtype=param.dtype, device="cpu")
+        peers.broadcast(rows, rank, Call.VOLUME)
+        param.view(-1)[begin:end].copy_(rows.view(-1))
