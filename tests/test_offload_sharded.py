@@ -150,6 +150,12 @@ def differences_are_errors():
     with pytest.raises(ValueError, match="clip_norm"):
         optimizer.step()
     optimizer.clip_norm = None
+    # Where one skips a step, the other would gather its weights.
+    other = stepwell.OffloadAdamW(
+        net.parameters(), nonfinite="propagate" if rank else "skip", shard=True
+    )
+    with pytest.raises(ValueError, match="nonfinite"):
+        other.step()
     # Other dither on one rank: a checkpoint has one seed.
     coded = stepwell.OffloadAdamW(net.parameters(), moments="q8", seed=rank, shard=True)
     with pytest.raises(ValueError, match=r"seed(.|\n)*hint"):

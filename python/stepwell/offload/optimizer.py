@@ -661,6 +661,7 @@ class OffloadAdamW(OffloadStateDicts):
                     params,
                     updates,
                     clip_norm=self.clip_norm,
+                    nonfinite=self._nonfinite,
                     has_error=error is not None,
                     found_inf=found_inf,
                     is_rounded=self._moments != "fp32",

@@ -108,6 +108,7 @@ class Sharding:
         updates: Sequence[Update],
         *,
         clip_norm: float | None,
+        nonfinite: str,
         has_error: bool,
         found_inf: bool,
         is_rounded: bool,
@@ -121,6 +122,7 @@ class Sharding:
             params: of the step.
             updates: of these.
             clip_norm: what the norm of all gradients is clipped to.
+            nonfinite: what is done with a norm that is not finite.
             has_error: whether this rank cannot step.
             found_inf: whether a GradScaler has found an infinity here.
             is_rounded: whether moments are rounded stochastically.
@@ -138,7 +140,9 @@ class Sharding:
         of_any = self.peers.agree_on_step(
             mine,
             params=0 if is_refused else self.shares.digest(params),
-            settings=0 if is_refused else _digest(updates, clip_norm, is_rounded=is_rounded),
+            settings=(
+                0 if is_refused else _digest(updates, clip_norm, nonfinite, is_rounded=is_rounded)
+            ),
         )
         if params and not of_any.has_error and not of_any.found_inf:
             if of_any.is_written:
@@ -168,12 +172,14 @@ class Sharding:
             )
 
 
-def _digest(updates: Sequence[Update], clip_norm: float | None, *, is_rounded: bool) -> int:
+def _digest(
+    updates: Sequence[Update], clip_norm: float | None, nonfinite: str, *, is_rounded: bool
+) -> int:
     """A number of 62 bits that is the same where the same is done with equal gradients.
 
     Seeds count where moments are rounded: a checkpoint has one for all ranks.
     """
-    found = blake2b(f"{clip_norm}".encode(), digest_size=8)
+    found = blake2b(f"{clip_norm} {nonfinite}".encode(), digest_size=8)
     hyper = None
     for update in updates:
         # Parameters of one group have one object.
