@@ -1,5 +1,5 @@
-//! Selected channels: the device steps them in every job, with the bits that the host gives them,
-//! and nothing is lost or applied twice when the selection changes.
+//! Selected channels: the device steps them in every job, with the bits that the host gives them
+//! where its moments are fp32, and nothing is lost or applied twice when the selection changes.
 
 mod battery;
 mod on_device;
@@ -42,9 +42,15 @@ const KINDS: [(ParamKind, Dtype, usize, usize); 9] = [
     (ParamKind::Float32WithF16, Dtype::Float16, 41, 20),
 ];
 
+const CODECS: [MomentsKind; 2] = [MomentsKind::Bf16, MomentsKind::Q8];
+
 fn tensors() -> Vec<OnDevice> {
+    tensors_with(MomentsKind::Float32)
+}
+
+fn tensors_with(moments: MomentsKind) -> Vec<OnDevice> {
     let one = |(seed, (param, grad, rows, row_len)): (usize, (ParamKind, Dtype, usize, usize))| {
-        let layout = Layout::new(param, MomentsKind::Float32, grad);
+        let layout = Layout::new(param, moments, grad);
         let numel = rows * row_len.max(1);
         let mut held = Held::random(layout, numel, 0, Spread::Ordinary, seed as u64);
         held.key = seed as u64;
@@ -293,6 +299,176 @@ fn every_gradient_is_applied_once_whoever_steps_it() {
     }
 }
 
+/// In fp32 what the device's copy of a segment has to have: it begins with the host's state.
+struct Copied {
+    one: Selectable,
+    change: Change,
+    held: Held,
+    is_stepped: bool,
+}
+
+impl Copied {
+    fn new(host: &mut Held, one: Selectable, change: Change) -> Self {
+        let layout = Layout { moments: MomentsKind::Float32, ..host.layout };
+        let mut held = Held::zeros(layout, host.numel, 0);
+        let (master, (exp_avg, exp_avg_sq)) = (host.read_master(), host.read_moments());
+        held.write(&master, &exp_avg, &exp_avg_sq);
+        Self { one, change, held, is_stepped: false }
+    }
+
+    fn step(&mut self, grad: &Guarded, count: u64, hyper: &Hyper) {
+        self.held.grad = grad.moved(0);
+        self.held.step(widest(), count, hyper);
+        self.is_stepped = true;
+    }
+
+    /// The device has its weights, and some that the host has rounded otherwise.
+    fn assert_current(&mut self, weights: &[u8], host: &mut Held, what: &str) -> usize {
+        if !self.is_stepped {
+            return 0;
+        }
+        let (ours, hosts) = (bytes(self.held.tensor().weight()), bytes(host.tensor().weight()));
+        let size = ours.len() / self.held.numel;
+        let mut num_apart = 0;
+        for at in elements(&self.one, &self.change) {
+            let range = at * size..(at + 1) * size;
+            assert!(
+                weights[range.clone()] == ours[range.clone()],
+                "{what}: element {at} of tensor {}, {:?}",
+                self.one.tensor,
+                self.change
+            );
+            num_apart += usize::from(ours[range.clone()] != hosts[range]);
+        }
+        num_apart
+    }
+}
+
+/// What an engine has done with a segment.
+#[derive(Clone, Copy, Default)]
+struct Done {
+    is_pending: bool,
+    /// The step of its last turn, where no landing of its own has followed.
+    turned_at: Option<u64>,
+}
+
+/// Where the host codes moments: its state is that of an engine without a selection, bit for bit,
+/// and what forwards read of selected channels is what fp32 makes of the state that was copied.
+fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, predicted: f32) {
+    let what = format!("{moments:?}, seed {seed}, every {interval}, {fraction}, {predicted}");
+    let (mut all, mut others) = (tensors_with(moments), tensors_with(moments));
+    let mut drawn: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let with = selecting(&mut all, interval, fraction);
+    let without = selecting(&mut others, interval, 0.0);
+    let engines = [&with.engine, &without.engine];
+    let selectable: Vec<Selectable> = with.engine.selectable().collect();
+    let mut draw_of = Draw::new(seed);
+    let mut copies: HashMap<usize, Copied> = HashMap::new();
+    let mut done: HashMap<usize, Done> = HashMap::new();
+    let (mut num_apart, mut num_renewed) = (0, 0);
+    for step in 1..=13_u64 {
+        let what = format!("{what}, step {step}");
+        draw(&mut all, &mut drawn, seed << 16 | step);
+        for (one, other) in all.iter().zip(&mut others) {
+            other.grad.clone_from(&one.grad);
+        }
+        let is_whole = step == 1 || draw_of.below(9) == 0;
+        let mut has: Vec<Option<bool>> =
+            (0..all.len()).map(|_| (draw_of.below(4) > 0).then(|| draw_of.below(7) == 0)).collect();
+        // Its turn comes with nothing to apply, after it was stepped.
+        for (place, one) in has.iter_mut().enumerate() {
+            let gap = (3 + place as u64 % 3)..(4 + place as u64 % 3 + 2 * interval as u64);
+            if gap.contains(&step) {
+                *one = None;
+            } else if step < gap.start {
+                *one = Some(false);
+            }
+        }
+        let group = with.engine.next_group();
+        let may_change = |one: &&Selectable| {
+            has[one.tensor].is_some()
+                && (is_whole || one.group == group && has[one.tensor] == Some(false))
+        };
+        let mut changes = Vec::new();
+        for one in selectable.iter().filter(may_change) {
+            if is_whole || draw_of.below(3) > 0 {
+                changes.push(change_of(&mut draw_of, one));
+            }
+        }
+        let (deferred, hyper) = ((!is_whole).then_some(predicted), hyper_of(step));
+        for (engine, all, changes) in
+            [(engines[0], &mut all, changes.clone()), (engines[1], &mut others, Vec::new())]
+        {
+            submit(engine, all, deferred, (step, hyper), |index| has[index], changes)
+                .expect("a step");
+            finish(engine);
+        }
+        for copied in copies.values_mut() {
+            if has[copied.one.tensor].is_some() {
+                copied.step(&drawn[copied.one.tensor].grad, step, &hyper);
+            }
+        }
+        copies.retain(|_, copied| !is_whole && has[copied.one.tensor] != Some(true));
+        for one in &selectable {
+            let done = done.entry(one.segment).or_default();
+            let is_turn = one.group == group;
+            if is_whole || has[one.tensor] == Some(true) {
+                *done = Done::default();
+            } else if is_turn && (done.is_pending || has[one.tensor].is_some()) {
+                *done = Done { is_pending: false, turned_at: Some(step) };
+            } else if has[one.tensor].is_some() {
+                done.is_pending = true;
+            } else if is_turn && done.turned_at.is_some_and(|turned_at| step > turned_at + 1) {
+                done.turned_at = None;
+                // The host's own weight has landed, and the copy begins anew.
+                if let Some(copied) = copies.remove(&one.segment) {
+                    let mut renewed =
+                        Copied::new(&mut others[one.tensor].held, *one, copied.change);
+                    renewed.is_stepped = true;
+                    copies.insert(one.segment, renewed);
+                    num_renewed += 1;
+                }
+            }
+        }
+        for copied in copies.values_mut() {
+            let tensor = copied.one.tensor;
+            let weights = &all[tensor].weight;
+            num_apart += copied.assert_current(weights, &mut others[tensor].held, &what);
+        }
+        for change in changes {
+            let one = *selectable.iter().find(|one| one.segment == change.segment).expect("it");
+            let copied = Copied::new(&mut others[one.tensor].held, one, change);
+            copies.insert(one.segment, copied);
+        }
+        if draw_of.below(6) == 0 || step == 13 {
+            for engine in engines {
+                engine.settle(STREAM).expect("a step that works");
+                finish(engine);
+            }
+            copies.clear();
+            done.clear();
+            for (one, other) in all.iter_mut().zip(&mut others) {
+                one.held.assert_same(&mut other.held, &what);
+                // No weight of a copy is left.
+                one.assert_uploaded();
+            }
+        }
+    }
+    assert!(num_apart > 0, "{what}: no copy has parted from the host");
+    assert!(num_renewed > 0, "{what}: no turn came with nothing to apply");
+    assert!(!with.engine.settle(STREAM).expect("nothing"), "there was something left");
+    for (guarded, name) in with.guarded.iter().zip(["gradients", "predicted", "device", "host"]) {
+        guarded.assert_guards(name);
+    }
+}
+
+#[test]
+fn coded_state_is_that_without_a_selection_and_copies_step_in_fp32() {
+    coded_run(MomentsKind::Bf16, 1, 1, 0.1, 2.0);
+    coded_run(MomentsKind::Q8, 2, 2, 1.0, 0.0);
+    coded_run(MomentsKind::Q8, 3, 3, 0.3, 2.0);
+}
+
 #[test]
 fn nothing_is_selectable_that_crosses_a_border_and_everything_with_all() {
     let mut all = tensors();
@@ -320,82 +496,105 @@ fn nothing_is_selectable_that_crosses_a_border_and_everything_with_all() {
     assert_eq!(numel, all.iter().map(|one| one.held.numel).sum::<usize>());
 }
 
-/// A state of its own in fp32, of channels of a block, beside the oracle's.
+/// A state of its own in fp32, of channels of a block, beside the oracle's. Of coded moments it
+/// begins with what they decode to.
 #[test]
-fn a_step_of_channels_has_the_bits_of_a_step_of_their_tensor() {
+fn a_step_of_channels_has_the_bits_of_a_step_of_their_tensor_in_fp32() {
     let spreads = [Spread::Ordinary, Spread::Wide];
     for (seed, (param, grad, rows, row_len)) in KINDS.into_iter().enumerate().skip(1) {
         for (spread, by_columns) in spreads.into_iter().flat_map(|one| [(one, false), (one, true)])
         {
-            if row_len == 0 {
-                continue;
-            }
-            let layout = Layout::new(param, MomentsKind::Float32, grad);
-            let mut held = Held::random(layout, rows * row_len, 0, spread, seed as u64);
-            // A parameter that the program has written is the pass's to see.
-            let master = held.read_master();
-            held.write_master(&master);
-            let mut draw = Draw::new(seed as u64);
-            let end = if by_columns { row_len } else { rows };
-            let indices = some(&mut draw, end.div_ceil(3), end);
-            let shape = Channels { rows, row_len, count: indices.len(), by_columns };
-            let mut memory = Guarded::zeros(Dtype::Uint8, shape.nbytes(), 0);
-            let (state, _) = ChannelState::within(memory.view(), &shape);
-            let before = held.moved(0);
-            let tensor = held.tensor();
-            let block = without_grad(tensor).without_fingerprints();
-            let channels = (&shape, indices.as_slice());
-            let (kind, hyper) =
-                (WeightKind::of(&tensor).expect("a kind"), hyper_of(1 + seed as u64));
-            let gradient: View = tensor.grad.expect("a gradient");
-            let mut expected = before.moved(0);
-            expected.step(widest(), 3, &hyper);
-            let step = Step::new(&hyper, 3);
-            let weight = block.weight();
-            // SAFETY: all memory is the test's own.
-            unsafe {
-                selected::read(widest(), &block, channels, &state);
-                selected::step(widest(), &step, channels, kind, gradient, &state, weight);
-            }
-            let what = format!("{layout:?}, {spread:?}, by columns: {by_columns}");
-            let is_selected = |at: usize| {
-                let channel = if by_columns { at % row_len } else { at / row_len };
-                indices.contains(&(channel as u32))
-            };
-            // The weights of the block, and nothing else of it.
-            let written = if held.weight_out.is_some() { "weight_out" } else { "param" };
-            for ((name, ours), ((_, stepped), (_, before))) in
-                held.buffers().zip(expected.buffers().zip(before.buffers()))
-            {
-                let size = ours.payload().len() / (rows * row_len);
-                for at in (0..rows * row_len).filter(|_| name != "fingerprints") {
-                    let range = at * size..(at + 1) * size;
-                    let is_stepped = name == written && is_selected(at);
-                    let theirs = if is_stepped { stepped } else { before };
-                    assert!(
-                        ours.payload()[range.clone()] == theirs.payload()[range],
-                        "{what}: {name}[{at}]"
-                    );
+            for moments in [MomentsKind::Float32].into_iter().chain(CODECS) {
+                if row_len > 0 {
+                    let layout = Layout::new(param, moments, grad);
+                    steps_channels(layout, (rows, row_len), spread, by_columns, seed as u64);
                 }
             }
-            let (master, (exp_avg, exp_avg_sq)) = (expected.read_master(), expected.read_moments());
-            for (view, values) in
-                [(state.master, master), (state.exp_avg, exp_avg), (state.exp_avg_sq, exp_avg_sq)]
-            {
-                // SAFETY: as above.
-                let ours = unsafe { view.slice::<f32>(0..view.numel()) };
-                for (place, &ours) in ours.iter().enumerate() {
-                    let (outer, inner) = (place / shape.inner(), place % shape.inner());
-                    let at = match by_columns {
-                        true => outer * row_len + indices[inner] as usize,
-                        false => indices[outer] as usize * row_len + inner,
-                    };
-                    assert!(is_same(ours, values[at]), "{what}: {ours:e} against {:e}", values[at]);
-                }
-            }
-            memory.assert_guards("state");
         }
     }
+}
+
+fn steps_channels(
+    layout: Layout,
+    (rows_in_all, row_len): (usize, usize),
+    spread: Spread,
+    by_columns: bool,
+    seed: u64,
+) {
+    let mut held = Held::random(layout, rows_in_all * row_len, 0, spread, seed);
+    // A parameter that the program has written is the pass's to see.
+    let master = held.read_master();
+    held.write_master(&master);
+    let mut draw = Draw::new(seed);
+    // A block begins with any row.
+    let first = rows_in_all / 4 * row_len;
+    let rows = rows_in_all - rows_in_all / 4;
+    let end = if by_columns { row_len } else { rows };
+    let indices = some(&mut draw, end.div_ceil(3), end);
+    let shape = Channels { rows, row_len, count: indices.len(), by_columns };
+    let mut memory = Guarded::zeros(Dtype::Uint8, shape.nbytes(), 0);
+    let (state, _) = ChannelState::within(memory.view(), &shape);
+    let before = held.moved(0);
+    let (exp_avg, exp_avg_sq) = held.read_moments();
+    let decoded = Layout { moments: MomentsKind::Float32, ..layout };
+    let mut expected = Held::zeros(decoded, held.numel, 0);
+    expected.write(&master, &exp_avg, &exp_avg_sq);
+    expected.set_grad(|at| held.grad.value(at));
+    let tensor = held.tensor();
+    let block = without_grad(tensor).without_fingerprints();
+    let channels = (&shape, indices.as_slice());
+    let (kind, hyper) = (WeightKind::of(&tensor).expect("a kind"), hyper_of(1 + seed));
+    let of_block = first..first + shape.block_len();
+    let gradient: View = tensor.grad.expect("a gradient").part(of_block.clone());
+    expected.step(widest(), 3, &hyper);
+    let step = Step::new(&hyper, 3);
+    let weight = block.weight().part(of_block.clone());
+    // SAFETY: all memory is the test's own.
+    unsafe {
+        selected::read(widest(), (&block, first), channels, &state);
+        selected::step(widest(), &step, channels, kind, gradient, &state, weight);
+    }
+    let what = format!("{layout:?}, {spread:?}, by columns: {by_columns}");
+    let is_selected = |at: usize| {
+        let at = at.checked_sub(first);
+        let channel = at.map(|at| if by_columns { at % row_len } else { at / row_len });
+        channel.is_some_and(|channel| indices.contains(&(channel as u32)))
+    };
+    // The weights of the block, and nothing else.
+    let written = if held.weight_out.is_some() { "weight_out" } else { "param" };
+    for ((name, ours), (_, before)) in held.buffers().zip(before.buffers()) {
+        if name != written {
+            assert!(ours.payload() == before.payload(), "{what}: {name}");
+            continue;
+        }
+        let (_, stepped) = expected.buffers().find(|(other, _)| *other == name).expect("it");
+        let size = ours.payload().len() / ours.numel();
+        for at in 0..ours.numel() {
+            let range = at * size..(at + 1) * size;
+            let theirs = if is_selected(at) { stepped } else { before };
+            assert!(
+                ours.payload()[range.clone()] == theirs.payload()[range],
+                "{what}: {name}[{at}]"
+            );
+        }
+    }
+    let (master, (exp_avg, exp_avg_sq)) = (expected.read_master(), expected.read_moments());
+    for (view, values) in
+        [(state.master, master), (state.exp_avg, exp_avg), (state.exp_avg_sq, exp_avg_sq)]
+    {
+        // SAFETY: as above.
+        let ours = unsafe { view.slice::<f32>(0..view.numel()) };
+        for (place, &ours) in ours.iter().enumerate() {
+            let (outer, inner) = (place / shape.inner(), place % shape.inner());
+            let at = first
+                + match by_columns {
+                    true => outer * row_len + indices[inner] as usize,
+                    false => indices[outer] as usize * row_len + inner,
+                };
+            assert!(is_same(ours, values[at]), "{what}: {ours:e} against {:e}", values[at]);
+        }
+    }
+    memory.assert_guards("state");
 }
 
 /// A landing that is late does not overtake the weights of selected channels, and the next step

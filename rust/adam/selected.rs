@@ -12,10 +12,15 @@
 //! - SEL-1 A step of them ([`step`]) has the bits that a step of the tensor would have given them.
 //!   It is [`super::kernel`] that steps them, and the weights are rounded as the tensor's master
 //!   rounds them. On a GPU `rust/device/channels.ptx` has the same operations in the same order.
-//! - SEL-2 The copy begins with the bits of the tensor's state ([`read`]). That takes fp32 moments:
-//!   coded ones are rounded by the steps of the tensor, and the copy would part from them.
+//! - SEL-2 The copy begins with the tensor's state ([`read`]): with the bits of its master, and its
+//!   moments decoded. With fp32 moments it keeps the bits of the tensor. Coded ones are rounded
+//!   where they are stored, and the copy is not: from the first step on it parts from the tensor,
+//!   by what that rounds away ([`keeps_bits`]).
 //!
-//! Cost per selected parameter: a step moves 24 B of state, and gradient and weight.
+//! Cost per selected parameter: a step moves 24 B of state, and gradient and weight. Of q8 moments
+//! whole blocks are decoded, up to 63 elements more for each 1024.
+
+use std::ops::Range;
 
 use super::{
     Step,
@@ -39,6 +44,7 @@ use crate::{
         split::Split,
     },
     stream::{
+        BLOCK,
         cursor::{Cursor, Source},
         element::{Bf16, Dtype, Element, F16},
         view::View,
@@ -65,18 +71,9 @@ impl WeightKind {
     /// That of a tensor whose channels may be selected.
     ///
     /// # Errors
-    /// [`Error::Value`] for coded moments, which a move would round, and for a 16-bit parameter
-    /// without a master.
+    /// [`Error::Value`] for a 16-bit parameter without a master.
     pub fn of(tensor: &AdamTensor) -> Result<Self> {
-        let layout = tensor.layout();
-        if layout.moments != MomentsKind::Float32 {
-            return Err(Error::value(format!(
-                "channels are selected of a tensor whose moments are `{}`, expected fp32: coded \
-                 ones are rounded by the host's steps, and the device's would be others",
-                layout.moments.name()
-            )));
-        }
-        match (layout.master, tensor.weight_out) {
+        match (tensor.layout().master, tensor.weight_out) {
             (MasterKind::Float32, None) => Ok(Self::Float32),
             (MasterKind::Float32, Some(weight)) if weight.dtype() == Dtype::Float16 => {
                 Ok(Self::Float16)
@@ -101,6 +98,12 @@ impl WeightKind {
             Self::Float16 => Dtype::Float16,
         }
     }
+}
+
+/// Whether a copy of its channels keeps the bits of the tensor, step by step.
+#[must_use]
+pub fn keeps_bits(tensor: &AdamTensor) -> bool {
+    tensor.layout().moments == MomentsKind::Float32
 }
 
 /// How many channels of a block are selected, and along which axis.
@@ -338,17 +341,17 @@ unsafe fn weights_of<P: Master>(
     });
 }
 
-/// Reads the state of selected channels from that of their block. `block` has no fingerprints, and
-/// the trailing bits are its own.
+/// Reads the state of selected channels from that of `tensor`, whose element `first` their block
+/// begins with. It has no fingerprints, and the trailing bits are its own.
 ///
 /// # Safety
 /// As [`step`].
 ///
 /// # Panics
-/// As [`step`], and for coded moments.
+/// As [`step`], and for a tensor with fingerprints.
 pub unsafe fn read(
     isa: Isa,
-    block: &AdamTensor,
+    (tensor, first): (&AdamTensor, usize),
     (shape, indices): (&Shape, &[u32]),
     to: &ChannelState,
 ) {
@@ -358,19 +361,19 @@ pub unsafe fn read(
         let to = [to.master, to.exp_avg, to.exp_avg_sq];
         match places {
             Places::Run(begin) => {
-                window.load(isa, &block.elements(begin..begin + len), len);
-                for (to, from) in to.iter().zip(&window.values) {
-                    to.slice_mut::<f32>(at..at + len).copy_from_slice(&from[..len]);
+                window.load(isa, tensor, first + begin..first + begin + len);
+                for (to, from) in to.iter().zip(window.values()) {
+                    to.slice_mut::<f32>(at..at + len).copy_from_slice(from);
                 }
             }
             Places::Picked(row, columns) => {
-                in_windows(columns, shape.row_len, |first, window_len, picked| {
-                    let begin = row + first;
-                    window.load(isa, &block.elements(begin..begin + window_len), window_len);
-                    for (to, from) in to.iter().zip(&window.values) {
+                in_windows(columns, shape.row_len, |left, len, picked| {
+                    let begin = first + row + left;
+                    window.load(isa, tensor, begin..begin + len);
+                    for (to, from) in to.iter().zip(window.values()) {
                         let to = to.slice_mut::<f32>(at + picked.start..at + picked.end);
                         for (to, &column) in to.iter_mut().zip(&columns[picked.clone()]) {
-                            *to = from[column as usize - first];
+                            *to = from[column as usize - left];
                         }
                     }
                 });
@@ -382,11 +385,7 @@ pub unsafe fn read(
 
 /// Calls `each` with the parts of a row that hold some of these ascending columns: where a part
 /// begins, its elements, and which of the columns it holds.
-fn in_windows(
-    columns: &[u32],
-    row_len: usize,
-    mut each: impl FnMut(usize, usize, std::ops::Range<usize>),
-) {
+fn in_windows(columns: &[u32], row_len: usize, mut each: impl FnMut(usize, usize, Range<usize>)) {
     let mut begin = 0;
     while begin < columns.len() {
         let first = columns[begin] as usize;
@@ -399,26 +398,36 @@ fn in_windows(
 
 /// Master and moments of neighbours, decoded.
 struct Window {
-    values: [[f32; PIECE]; 3],
+    /// From the block on that the first of them is in.
+    decoded: [[f32; PIECE + BLOCK]; 3],
+    /// Where they are among these.
+    held: Range<usize>,
 }
 
 impl Default for Window {
     fn default() -> Self {
-        Self { values: [[0.0; PIECE]; 3] }
+        Self { decoded: [[0.0; PIECE + BLOCK]; 3], held: 0..0 }
     }
 }
 
 impl Window {
     /// # Safety
     /// As [`step`].
-    unsafe fn load(&mut self, isa: Isa, part: &AdamTensor, len: usize) {
+    unsafe fn load(&mut self, isa: Isa, tensor: &AdamTensor, elements: Range<usize>) {
+        let begin = elements.start / BLOCK * BLOCK;
+        self.held = elements.start - begin..elements.end - begin;
         let [master, exp_avg, exp_avg_sq] =
-            self.values.each_mut().map(|values| Cursor::in_place(&mut values[..len]));
-        let route = in_place(part);
+            self.decoded.each_mut().map(|values| Cursor::in_place(&mut values[..self.held.end]));
+        let route = in_place(&tensor.elements(begin..elements.end));
         // SAFETY: passed on from the caller.
         unsafe {
             with_master(isa, &route, ReadInto { isa, to: master });
             with_moments(&route, ReadMomentsInto { isa, exp_avg, exp_avg_sq });
         }
+    }
+
+    /// Of the elements that were loaded last.
+    fn values(&self) -> [&[f32]; 3] {
+        self.decoded.each_ref().map(|values| &values[self.held.clone()])
     }
 }

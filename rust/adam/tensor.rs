@@ -133,18 +133,18 @@ impl AdamTensor {
         Self { grad: None, layout: self.layout.chunk(index), ..self.map(part) }
     }
 
-    /// The state of a run of its elements, as a tensor of its own, without gradient.
+    /// The state of a run of its elements, as a tensor of its own, without gradient. It is to be
+    /// read: the last entries of q8 moments may be of elements behind the run too.
     ///
     /// # Panics
-    /// If the run is not within the tensor, or a part has other than one entry per element: q8
-    /// moments, or fingerprints.
+    /// If the run is not within the tensor, or begins within a block of q8 moments, or the tensor
+    /// has fingerprints: they are of whole chunks.
     #[must_use]
     pub fn elements(&self, range: Range<usize>) -> Self {
+        assert!(self.fingerprints().is_none(), "a run has no fingerprint");
         let layout = self.layout.elements(range.len());
-        let part = |_: Field, view: View| {
-            assert_eq!(view.numel(), self.layout.numel(), "an entry per element");
-            view.part(range.clone())
-        };
+        let part =
+            |field: Field, view: View| view.part(self.layout.run_range(&field, range.clone()));
         Self { grad: None, layout, ..self.map(part) }
     }
 

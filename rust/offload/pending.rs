@@ -41,8 +41,9 @@ pub(super) struct Entry {
 pub(super) enum Weight {
     /// Nothing.
     Landed,
-    /// It has a predicted one.
-    Predicted,
+    /// It has another: a predicted one, or channels of it from a copy that has parted from the host
+    /// ([`super::selected`]).
+    Ahead,
     /// All: its turn is over, and the new one has not been uploaded.
     Stepped,
 }
@@ -215,9 +216,9 @@ impl Pending {
         self.weights[segment] != Weight::Landed
     }
 
-    /// Whether the device has a predicted weight of a segment that has no gradient.
+    /// Whether the device has another weight of a segment that has no gradient.
     pub(super) fn is_left_ahead(&self, segment: usize) -> bool {
-        self.weights[segment] == Weight::Predicted && !self.is_pending(segment)
+        self.weights[segment] == Weight::Ahead && !self.is_pending(segment)
     }
 
     /// What lands with the next job.
@@ -225,11 +226,12 @@ impl Pending {
         &self.landings
     }
 
-    /// The landings are enqueued.
-    pub(super) fn landed(&mut self) {
+    /// The landings are enqueued. Of some segments the device has a copy that `has_parted` from the
+    /// host.
+    pub(super) fn landed(&mut self, has_parted: impl Fn(usize) -> bool) {
         for landing in self.landings.drain(..) {
-            self.weights[landing.segment] =
-                if landing.predicted.is_some() { Weight::Predicted } else { Weight::Landed };
+            let is_ahead = landing.predicted.is_some() || has_parted(landing.segment);
+            self.weights[landing.segment] = if is_ahead { Weight::Ahead } else { Weight::Landed };
         }
     }
 

@@ -2,9 +2,11 @@
 //!
 //! The host has all state, and applies every gradient in the turn of its segment, with or without a
 //! selection. Of the channels that are selected the device has a copy of the state, to which it
-//! applies every gradient in the job that brings it. Both have the same bits once they have applied
-//! the same gradients ([`crate::adam::selected`]). So the copy is never brought back: it is what
-//! the host will have, a few jobs early, and is dropped where that is no use any more.
+//! applies every gradient in the job that brings it. With fp32 moments both have the same bits once
+//! they have applied the same gradients ([`crate::adam::selected`]). So the copy is never brought
+//! back: it is what the host will have, a few jobs early, and is dropped where that is no use any
+//! more. With coded moments it *parts* from the host, by what the codes round away. It is dropped
+//! all the same: the state is the host's, with the bits that it has without a selection.
 //!
 //! ```text
 //! caller's stream   backward | step of selected channels | mark | next forward
@@ -21,12 +23,21 @@
 //!   their masters directly behind it, on its lane. What waits for the landing waits for both. So
 //!   nothing sees an older weight of a selected channel, and prediction never reaches one.
 //! - SELD-3 Where a segment lands with all updates (an exact step, a settle, a tensor that is
-//!   stepped at once) its copy is dropped, before that: the host's weight is the same.
+//!   stepped at once) its copy is dropped, before that: the host's weight is the same, or, where
+//!   the copy has parted, the one that counts.
 //! - SELD-4 Other code writes parameters and state on the host's side. An exact step comes after
 //!   that, and drops the copies.
+//! - SELD-5 A copy that may have parted gives the device another weight than the host's. Like a
+//!   predicted one, that is followed by the host's own: with what SELD-3 names, and where a turn
+//!   comes with nothing to apply. There the same channels are copied anew, since the tensor may get
+//!   no gradient for long, and nothing of it is held for jobs then.
+//!
+//! A copy that has parted lasts until its channels are chosen anew, and not until the next turn. To
+//! send it in every turn takes `12 fraction / interval` bytes per parameter and job, behind the
+//! pass, where new weights take `2 / interval`.
 //!
 //! Memory: on the device 12 B per selected parameter and 4 B per channel; as much host memory for
-//! the largest group of segments, through which copies are sent.
+//! the largest group of segments, through which copies are sent, and 4 B more per channel.
 
 use std::ops::Range;
 
@@ -39,7 +50,7 @@ use super::{
 use crate::{
     adam::{
         Step,
-        selected::{ChannelState, WeightKind, read},
+        selected::{ChannelState, WeightKind, keeps_bits, read},
         tensor::AdamTensor,
     },
     device::{Channels, Device, Lane, Stream},
@@ -72,10 +83,12 @@ pub struct OnDevice<'a> {
     pub changes: Vec<Change>,
 }
 
-/// The selection of a segment.
-#[derive(Clone, Copy)]
+/// The selection of a segment, of which the device has a copy.
+#[derive(Clone)]
 struct Held {
-    by_columns: bool,
+    change: Change,
+    /// Whether the copy keeps the bits of the host.
+    keeps_bits: bool,
 }
 
 #[derive(Default)]
@@ -142,6 +155,18 @@ impl Selected {
         self.state().held[segments].fill(None);
     }
 
+    /// Whether the device has a copy of a segment that may have parted from the host.
+    pub(super) fn has_parted(&self, segment: usize) -> bool {
+        self.state().held[segment].as_ref().is_some_and(|held| !held.keeps_bits)
+    }
+
+    /// The host's own weight of a segment lands with the job, which has no gradient of it. Where
+    /// its copy may have parted, that is made anew with the job.
+    pub(super) fn renew(&self, segment: usize) {
+        let State { held, changes } = &mut *self.state();
+        changes.extend(held[segment].take_if(|held| !held.keeps_bits).map(|held| held.change));
+    }
+
     /// All that can be wrong with a job's calls.
     ///
     /// # Errors
@@ -206,7 +231,7 @@ impl Selected {
         let Some(weight) = update.weight else { return Ok(None) };
         let kind = WeightKind::of(&update.tensor)?;
         Ok(Some(Channels {
-            shape: plan.selectable.shape(held.by_columns),
+            shape: plan.selectable.shape(held.change.by_columns),
             kind,
             weight: weight + (plan.selectable.first * kind.dtype().size()) as u64,
             state: self.device + plan.offset as u64,
@@ -263,8 +288,8 @@ impl Selected {
         std::mem::take(&mut self.state().changes)
     }
 
-    /// Sends the host's state of new selections to the device, group by group. Returns how many
-    /// bytes.
+    /// Sends the host's state of new selections to the device, in fp32, group by group. Returns how
+    /// many bytes.
     ///
     /// # Safety
     /// Nothing writes the state of their segments meanwhile.
@@ -288,7 +313,8 @@ impl Selected {
             let failure = Mutex::new(None);
             let gather = |change: &Change| -> Result<()> {
                 let Some(plan) = plan_of(change) else { return Ok(()) };
-                let block = block_of(&tensor_of(plan.selectable.tensor)?, &plan.selectable);
+                let tensor = tensor_of(plan.selectable.tensor)?.without_fingerprints();
+                let block = (&tensor, plan.selectable.first);
                 let shape = plan.selectable.shape(change.by_columns);
                 let begin = plan.staging_offset;
                 let staged = self.staging.part(begin..begin + shape.nbytes());
@@ -296,7 +322,7 @@ impl Selected {
                 // SAFETY: passed on from the caller; the staging is this engine's, no copy from it
                 // is under way, and a group's segments have disjoint places in it.
                 unsafe {
-                    read(isa, &block, (&shape, &change.indices), &state);
+                    read(isa, block, (&shape, &change.indices), &state);
                     indices.slice_mut::<u32>(0..shape.count).copy_from_slice(&change.indices);
                 }
                 Ok(())
@@ -318,18 +344,17 @@ impl Selected {
                 // the one, and has the other.
                 unsafe { device.copy(Lane::Upload, to, host, size)? };
                 nbytes += size as u64;
-                self.state().held[change.segment] = Some(Held { by_columns: change.by_columns });
             }
             device.record(Lane::Upload, self.event)?;
         }
+        for change in changes {
+            let Some(plan) = plan_of(&change) else { continue };
+            let keeps_bits = keeps_bits(&tensor_of(plan.selectable.tensor)?);
+            let segment = change.segment;
+            self.state().held[segment] = Some(Held { change, keeps_bits });
+        }
         Ok(nbytes)
     }
-}
-
-/// The block of a segment.
-fn block_of(tensor: &AdamTensor, selectable: &Selectable) -> AdamTensor {
-    let len = selectable.rows * selectable.row_len;
-    tensor.without_fingerprints().elements(selectable.first..selectable.first + len)
 }
 
 /// What it takes to send state.

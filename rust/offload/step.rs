@@ -56,7 +56,8 @@ impl Stepper {
 
     /// Lists what lands with this job.
     fn land(&mut self, job: &Job, pending: &mut Pending) {
-        let Shared { segments, .. } = &*self.shared;
+        let Shared { segments, selected, .. } = &*self.shared;
+        let selected = selected.as_ref();
         self.landed.clear();
         match job.kind {
             Kind::Deferred { .. } => {
@@ -67,12 +68,20 @@ impl Stepper {
                 // Those are stepped, and land when they are.
                 let landings = pending.landings().iter();
                 self.landed.extend(landings.filter(|one| !is_at_once(one.tensor)));
+                let num_due = self.landed.len();
                 for tensor in 0..segments.tensors() {
                     let own = |segment| Landing { tensor, segment, predicted: None };
                     let ahead = segments.of(tensor).filter(|&segment| {
                         !pending.is_in_job(tensor) && self.shared.is_left_ahead(pending, segment)
                     });
                     self.landed.extend(ahead.map(own));
+                }
+                pending.landed(|segment| selected.is_some_and(|all| all.has_parted(segment)));
+                for landing in &self.landed[num_due..] {
+                    pending.is_landing_now(landing.segment);
+                    if let Some(selected) = selected {
+                        selected.renew(landing.segment);
+                    }
                 }
             }
             // Those that are stepped land when they are.
@@ -84,11 +93,12 @@ impl Stepper {
                     });
                     self.landed.extend(behind.map(own));
                 }
+                // Nothing is selected any more.
+                pending.landed(|_| false);
+                for landing in &self.landed {
+                    pending.is_landing_now(landing.segment);
+                }
             }
-        }
-        pending.landed();
-        for landing in self.landed.iter().filter(|landing| landing.predicted.is_none()) {
-            pending.is_landing_now(landing.segment);
         }
         self.landed.retain(|landing| pending.update(landing.tensor).is_some());
     }
@@ -365,8 +375,8 @@ impl Shared {
         )))
     }
 
-    /// Whether the device has a predicted weight of a segment whose turn it is, and that has no
-    /// gradient: it lacks no update any more.
+    /// Whether the device has another weight of a segment whose turn it is, and that has no
+    /// gradient: the host's lacks no update any more.
     pub(super) fn is_left_ahead(&self, pending: &Pending, segment: usize) -> bool {
         self.ring.as_ref().is_some_and(|ring| {
             let group = pending.turn() % ring.groups.count();

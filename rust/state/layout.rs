@@ -111,7 +111,7 @@ impl Layout {
         Self { numel: Chunk { tensor: 0, index }.range(self.numel).len(), ..*self }
     }
 
-    /// The layout of a run of `numel` of its elements, where every part has one entry per element.
+    /// The layout of a run of `numel` of its elements.
     #[must_use]
     pub fn elements(&self, numel: usize) -> Self {
         Self { numel, ..*self }
@@ -121,6 +121,15 @@ impl Layout {
     #[must_use]
     pub fn chunk_range(&self, field: &Field, index: usize) -> Range<usize> {
         field.part.range(index, self.numel)
+    }
+
+    /// The entries of the field's part that a run of elements takes.
+    ///
+    /// # Panics
+    /// If one of them, or a block of a padded part, has elements before the run.
+    #[must_use]
+    pub fn run_range(&self, field: &Field, elements: Range<usize>) -> Range<usize> {
+        field.part.covering(elements)
     }
 
     /// The parts of the state: of the moments, then of the master.

@@ -66,6 +66,18 @@ impl Part {
         covered.div_ceil(self.elements)
     }
 
+    /// The entries of a run of elements that begins with a whole one; the last may be of elements
+    /// behind the run too.
+    ///
+    /// # Panics
+    /// If an entry, or a block of a padded part, has elements before the run.
+    pub(super) fn covering(&self, elements: Range<usize>) -> Range<usize> {
+        let unit = if self.is_padded { BLOCK } else { self.elements };
+        assert!(elements.start.is_multiple_of(unit), "`{}` begins with the run", self.name);
+        let begin = elements.start / self.elements;
+        begin..begin + self.entries(elements.len())
+    }
+
     /// The entries of chunk `index` of a parameter of `numel` elements.
     pub(super) fn range(&self, index: usize, numel: usize) -> Range<usize> {
         let len = self.entries(numel);

@@ -69,7 +69,9 @@ class Deferred:
     A parameter of more than two dimensions is a matrix of its first one and the rest. Parameters of
     one dimension with at most 64 Ki elements (norms, biases) are selected whole. A row that crosses
     the border of two segments is not. 1 selects everything. Takes 12 bytes of device memory per
-    selected parameter, and needs `moments="fp32"`."""
+    selected parameter. With coded moments the device goes on in fp32 from what they decode to: what
+    forwards read of selected channels then differs from what the host will have by what coding
+    rounds away (`docs/deferred.md`)."""
 
     reselect: int = 16
     """After how many steps the channels of a segment are chosen anew, in its next turn."""

@@ -191,11 +191,6 @@ class OffloadAdamW(OffloadStateDicts):
                 "`deferred` is given and `accumulate` is `host`, expected device. "
                 "hint: no_sync() or accumulation_steps"
             )
-        if deferred is not None and deferred.fraction and moments != "fp32":
-            raise ValueError(
-                f"`deferred.fraction` is `{deferred.fraction}` and `moments` is `{moments}`, "
-                "expected fp32: the host rounds coded moments, and the device would have others"
-            )
         if deferred is not None and tier is not None:
             raise ValueError(
                 "`deferred` and `tier` are both given, expected one: deferred updates of state on "
