@@ -403,6 +403,7 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell, deferred=auto": _stepwell("fp32", interval="auto"),
     "stepwell q8, deferred=1": _stepwell("q8", interval=1),
     "stepwell q8, deferred=2": _stepwell("q8", interval=2),
+    "stepwell q8, deferred=2, fraction=0.1": _stepwell("q8", interval=2, fraction=0.1),
     "stepwell q8, deferred=4": _stepwell("q8", interval=4),
     "stepwell volume": _stepwell("fp32", durability="commit"),
     "stepwell volume q8": _stepwell("q8", durability="commit"),

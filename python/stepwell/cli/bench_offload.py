@@ -41,6 +41,7 @@ CASES = (
     "stepwell, deferred=auto",
     "stepwell q8, deferred=1",
     "stepwell q8, deferred=2",
+    "stepwell q8, deferred=2, fraction=0.1",
     "stepwell q8, deferred=4",
     "stepwell volume",
     "stepwell volume q8",
