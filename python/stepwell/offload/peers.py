@@ -197,8 +197,8 @@ class Peers:
             raise ValueError(
                 "the ranks have different lr, betas, eps, weight_decay, clip_norm, nonfinite or "
                 "(with coded moments) seed, or state of different numbers of steps, and nothing "
-                "was changed. hint: load the state dict on all ranks; reduce a loss that a scheduler follows "
-                "over the ranks; one seed for all"
+                "was changed. hint: load the state dict on all ranks; reduce a loss that a "
+                "scheduler follows over the ranks; one seed for all"
             )
         return agreed
 
