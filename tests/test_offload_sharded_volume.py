@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_ranks import Ranks
+from sharded_models import make, resumed_bits, train, train_alike, wrap_core
 from stepwell import _core
 from stepwell.offload import sharded_volume
 from stepwell.offload.shares import Shares
-from test_offload_sharded import make, resumed_bits, train, train_alike, wrap_core
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
