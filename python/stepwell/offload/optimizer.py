@@ -351,6 +351,15 @@ class OffloadAdamW(OffloadStateDicts):
             self._engine, self._gate = engine, gate
         return self._engine
 
+    def _see_forwards(self) -> None:
+        """Has the next forward seen, where updates are deferred.
+
+        A first step whose forward was not has a second one exact behind it, where channels are
+        selected. A run that is resumed would have other bits than the one that went on.
+        """
+        if self._deferred is not None and len(self._twins):
+            self._opened_engine()
+
     def _idle_engine(self) -> Engine:
         """The engine, which does not work on a step, or takes gradients meanwhile."""
         engine = self._opened_engine()
