@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from sharded_models import make, resumed_bits, train, train_alike, wrap_core
 from stepwell import _core
 from stepwell.offload import sharded_volume
 from stepwell.offload.shares import Shares
+from stepwell.offload.swapped import Swapped
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
@@ -195,6 +197,43 @@ def one_commits_and_the_other_does_not(drives, behind, steps):
 def test_ranks_that_are_ahead_go_back(two, drives, behind):
     two.run(one_commits_and_the_other_does_not, drives, behind, 1)
     assert two.run(go_on, drives, 2) == [5, 5]
+
+
+def resumed_and_not_kept(drives, fail=None):
+    """The committed steps; or none, where one rank has this error as it reads its volume."""
+    gc.collect()
+    net = make(DTYPE)
+    if not fail:
+        return on_volume(net, drives, name="run", resume=True, keep=False).committed_steps
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+
+            def resumed(*_):
+                raise fail("cannot be read")
+
+            patched.setattr(Swapped, "_resumed", resumed)
+        kind, match = (fail, "be read") if dist.get_rank() else (OSError, "rank 1.* be read|left")
+        with pytest.raises(kind, match=match):
+            on_volume(net, drives, name="run", resume=True, keep=False)
+    return None
+
+
+def test_what_is_not_to_be_kept_stays_until_it_was_gone_on_from(two, drives):
+    two.run(one_commits_and_the_other_does_not, drives, (1,), 1)
+    before = files(drives)
+    missing = drives[1] / "run-1.1.stepwell"
+    missing.rename(missing.with_suffix(".away"))
+    refused = partial(refused_on_all, keep=False)
+    two.run(refused, drives, "is missing", (ValueError, OSError))
+    missing.with_suffix(".away").rename(missing)
+    for fail in (OSError, KeyboardInterrupt):
+        two.run(resumed_and_not_kept, drives, fail)
+        two.run(gc.collect)
+        assert files(drives) == before
+    # One rank goes back, to files of its own.
+    assert two.run(resumed_and_not_kept, drives) == [2, 2]
+    two.run(gc.collect)
+    assert not files(drives)
 
 
 def refused_on_all(drives, match, kind=ValueError, **volume):

@@ -718,12 +718,12 @@ class Swap:
         """
         Bytes that were read from the drives, and written, since it was made.
         """
-    def close(self, /, *, discard: bool = False) -> None:
+    def close(self, /, *, keep: bool | None = None) -> None:
         """
         Removes the files, unless they are kept, and uses them no more.
 
         Args:
-            discard: whether they are removed where they were to be kept.
+            keep: whether they are kept; None: as the volume was made.
         """
     @property
     def counts(self, /) -> list[int] | None:

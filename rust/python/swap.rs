@@ -273,16 +273,16 @@ impl PySwap {
     /// Removes the files, unless they are kept, and uses them no more.
     ///
     /// Args:
-    ///     discard: whether they are removed where they were to be kept.
-    #[pyo3(signature = (*, discard=false))]
-    fn close(&self, py: Python<'_>, discard: bool) {
+    ///     keep: whether they are kept; None: as the volume was made.
+    #[pyo3(signature = (*, keep=None))]
+    fn close(&self, py: Python<'_>, keep: Option<bool>) {
         let swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| {
             if let Some(swap) = swap {
-                match discard {
-                    true => swap.volume().discard_files(),
-                    false => swap.volume().remove_files(),
+                if let Some(keep) = keep {
+                    swap.volume().set_keep(keep);
                 }
+                swap.volume().remove_files();
             }
         });
     }

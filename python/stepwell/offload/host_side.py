@@ -217,15 +217,19 @@ class HostSide:
             {param: _state.new(weights[param], self._moments) for param in in_memory}
         )
         self._fresh.update({param: swapped.fresh(param) for param in weights if param in swapped})
-        resumed = swapped.resumed(weights)
-        # In the order of all ranks.
-        for param in [param for param in weights if param in resumed]:
-            if swapped.sharding is None:
-                local(param).copy_(local(weights[param]))
-            else:
-                fetch_rows(swapped.sharding, param, weights[param])
-            states[param] = resumed[param]
-            self.drop_fresh([param])
+        try:
+            resumed = swapped.resumed(weights)
+            # In the order of all ranks.
+            for param in [param for param in weights if param in resumed]:
+                if swapped.sharding is None:
+                    local(param).copy_(local(weights[param]))
+                else:
+                    fetch_rows(swapped.sharding, param, weights[param])
+                states[param] = resumed[param]
+                self.drop_fresh([param])
+        except BaseException:
+            swapped.close()
+            raise
 
     def let_go(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from stepwell.offload.peers import Peers
     from stepwell.offload.sharding import Sharding
 
-__all__ = ["agree_on_counts", "fetch_rows", "open_together"]
+__all__ = ["agree_on_counts", "close", "fetch_rows", "open_together"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def open_together(
         steps = peers.objects(step, Call.VOLUME)
         least = _common_step(steps)
     except BaseException:
-        _close(core)
+        close(core)
         raise
     if len(set(steps)) == 1:
         return core
@@ -68,7 +68,7 @@ def open_together(
         if core is None or step == least:
             return core
         name = core.name
-        core.close()
+        core.close(keep=True)
         made = make(least)
         _LOGGER.warning(
             "volume `%s` goes back from step %s to %s: the run has ended before all ranks had "
@@ -113,15 +113,19 @@ def _on_all(
     try:
         peers.tell_failure(failure, Call.VOLUME)
     except BaseException:
-        _close(core)
+        close(core)
         raise
     return core
 
 
-def _close(core: _core.Swap | None) -> None:
-    """Ends a volume. One that was made now has no step, and is not kept."""
+def close(core: _core.Swap | None) -> None:
+    """Ends a volume in whose making something has failed.
+
+    One that was made now has no step, and is not kept. One that was to be resumed is in any case,
+    to be gone on from once that is mended.
+    """
     if core is not None:
-        core.close(discard=core.counts is None)
+        core.close(keep=core.counts is not None)
 
 
 def agree_on_counts(

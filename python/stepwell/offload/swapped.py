@@ -11,6 +11,7 @@ Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import logging
@@ -26,7 +27,7 @@ from stepwell import _core, _state
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import tensor_on, view
 from stepwell.offload.budget import GIB, share_of_free_bytes
-from stepwell.offload.sharded_volume import agree_on_counts, open_together
+from stepwell.offload.sharded_volume import agree_on_counts, close, open_together
 from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
@@ -407,6 +408,10 @@ class Swapped:
                 "another number by torch.distributed.checkpoint or full_state_dict()"
             ) from error
 
+    def close(self) -> None:
+        """Ends a volume from which the optimizer cannot begin; a resumed one stays."""
+        close(self._core)
+
     def resumed(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> dict[torch.Tensor, Any]:
         """State of the parameters that a resumed volume has; `weights` are overwritten.
 
@@ -421,18 +426,20 @@ class Swapped:
         self.note_places()
         failure: Exception | None = None
         states: dict[torch.Tensor, Any] = {}
-        try:
-            for param, count in zip(self._indices, core_counts, strict=True):
-                if count:
-                    states[param] = self._resumed(param, weights[param])
-        except (ValueError, OSError) as error:
-            if self.sharding is None:
-                raise
-            failure = error
+        sharding = self.sharding
+        with contextlib.nullcontext() if sharding is None else sharding.peers.awaited():
+            try:
+                for param, count in zip(self._indices, core_counts, strict=True):
+                    if count:
+                        states[param] = self._resumed(param, weights[param])
+            except (ValueError, OSError) as error:
+                if sharding is None:
+                    raise
+                failure = error
         counts = dict.fromkeys(weights, 0) | dict(zip(self._indices, core_counts, strict=True))
-        if self.sharding is not None:
+        if sharding is not None:
             mine = [count if param in self._indices else None for param, count in counts.items()]
-            found = agree_on_counts(self.sharding.peers, mine, failure)
+            found = agree_on_counts(sharding.peers, mine, failure)
             counts = dict(zip(counts, found, strict=True))
         steps = max(counts.values(), default=0)
         for param, weight in weights.items():

@@ -162,7 +162,7 @@ impl Swap {
         // Whatever is wrong with it, it is not removed.
         let options = Options { keep: true, ..config.options(&chunks) };
         let volume = Volume::open(&config.location, &options, pool)?;
-        let mut swap = Self::of(volume, config, chunks, pool)?;
+        let swap = Self::of(volume, config, chunks, pool)?;
         let counts = swap.read_catalog()?;
         swap.find_state()?;
         swap.volume.set_keep(config.options.keep);

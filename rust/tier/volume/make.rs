@@ -179,7 +179,7 @@ impl Volume {
             buffers,
             engine,
             image: Arc::new(Mutex::new(image)),
-            keep: options.keep,
+            keep: options.keep.into(),
             io_timeout: options.io_timeout,
             pid: std::process::id(),
             bytes_read: AtomicU64::new(0),

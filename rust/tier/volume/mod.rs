@@ -62,7 +62,7 @@ use std::{
     path::PathBuf,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU64, Ordering::Relaxed},
+        atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
         mpsc,
     },
     time::Duration,
@@ -104,7 +104,7 @@ pub struct Volume {
     engine: Engine,
     /// Memory for one copy of the index.
     image: Arc<Mutex<Buffer>>,
-    keep: bool,
+    keep: AtomicBool,
     io_timeout: Duration,
     /// The process that may use it.
     pid: u32,
@@ -173,20 +173,13 @@ impl Volume {
     }
 
     /// Whether the files stay when it is closed or dropped, from now on.
-    pub fn set_keep(&mut self, keep: bool) {
-        self.keep = keep;
+    pub fn set_keep(&self, keep: bool) {
+        self.keep.store(keep, Relaxed);
     }
 
     /// Removes the files now, unless they are kept: for a process that ends without dropping it.
     pub fn remove_files(&self) {
-        if !self.keep {
-            self.discard_files();
-        }
-    }
-
-    /// Removes the files now, also where they were to be kept: of a volume that was made in vain.
-    pub fn discard_files(&self) {
-        if self.pid == std::process::id() {
+        if !self.keep.load(Relaxed) && self.pid == std::process::id() {
             self.members.iter().for_each(Member::remove);
         }
     }
@@ -416,7 +409,7 @@ impl Volume {
             ended.recv_timeout(self.io_timeout),
             Err(mpsc::RecvTimeoutError::Disconnected)
         );
-        if !self.keep {
+        if !self.keep.load(Relaxed) {
             self.members.iter().for_each(Member::remove);
         }
         if !have_ended {

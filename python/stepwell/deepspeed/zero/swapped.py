@@ -38,6 +38,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB, share_of_free_bytes
+from stepwell.offload.sharded_volume import close
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, Places, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
@@ -628,11 +629,11 @@ def _on_all_ranks(make: Callable[[], _core.Swap | None]) -> _core.Swap | None:
         raise failure
     failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
     if failed:
-        if made is not None:
-            made.close()
+        close(made)
         raise OSError(f"the volume of another rank cannot be used: {'; '.join(failed)}")
     steps = [step for _, step in found if step is not None]
     if len(set(steps)) > 1:
+        close(made)
         raise ValueError(
             f"the volumes of the ranks are at the steps `{steps}`, expected the same: the run was "
             "killed between their commits. hint: go on from a checkpoint, without `resume`"
