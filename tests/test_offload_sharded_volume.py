@@ -504,6 +504,26 @@ def test_another_number_of_ranks_is_refused_with_a_way_out(two, drives):
     assert two.run(go_on, drives, 1) == [4, 4]
 
 
+def on_drives_of_their_own(drives, is_damaged):
+    """As on hosts of their own, where ranks do not see the files of the others."""
+    gc.collect()
+    folders = [drives[dist.get_rank()]]
+    if is_damaged:
+        return refused_on_all(folders, "run-1.*is truncated", OSError)
+    net = make(DTYPE)
+    optimizer = on_volume(net, folders, name="run")
+    train(DistributedDataParallel(net), optimizer, 1)
+    return end(optimizer)
+
+
+def test_what_is_wrong_with_a_drive_is_not_taken_for_another_number_of_ranks(two, drives):
+    assert two.run(on_drives_of_their_own, drives, False) == [1, 1]
+    os.truncate(drives[1] / "run-1.0.stepwell", 1 << 16)
+    for text in two.run(on_drives_of_their_own, drives, True):
+        assert "number of ranks" not in text
+        assert "for the ranks" not in text
+
+
 # ---- checkpoints ----
 
 
