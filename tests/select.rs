@@ -263,6 +263,12 @@ proptest! {
 }
 
 #[test]
+fn a_share_of_less_than_a_channel_is_exact() {
+    let share = 2.343_436_461_737_425_6e-6;
+    assert_eq!(captured(&[0.0, 8.0], share).expect("a share"), 2.0 * share * 8.0);
+}
+
+#[test]
 fn a_nan_captures_nothing_and_infinities_all() {
     assert_eq!(captured(&[f64::NAN, 1.0, 2.0], 1.0).expect("a share"), 3.0);
     assert_eq!(captured(&[f64::NAN; 3], 0.5).expect("a share"), 0.0);

@@ -148,7 +148,7 @@ pub fn captured(scores: &[f64], share: f64) -> Result<f64> {
     let chosen = top_k(scores, channels.ceil() as usize)?;
     // The last of them is in part behind the share.
     let last = chosen.iter().copied().min_by_key(|&index| (rank(scores[index]), Reverse(index)));
-    let part_of_last = 1.0 - (channels.ceil() - channels);
+    let part_of_last = channels - (channels.ceil() - 1.0);
     let part = |index| if Some(index) == last { part_of_last } else { 1.0 };
     let known = chosen.into_iter().filter(|&index| !scores[index].is_nan());
     Ok(known.map(|index| part(index) * scores[index]).sum())
