@@ -1,5 +1,6 @@
 """OffloadAdamW(shard=True, tier=Volume(...)): two ranks, each with its rows' state on a volume."""
 
+import copy
 import gc
 import os
 import shutil
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_ranks import Ranks
-from sharded_models import make, resumed_bits, train, train_alike, wrap_core
+from sharded_models import bits, make, resumed_bits, train, train_alike, wrap_core
 from stepwell import _core
 from stepwell.offload import sharded_volume
 from stepwell.offload.shares import Shares
@@ -600,3 +601,26 @@ def no_memory_for_the_state(drives):
 
 def test_a_rank_that_cannot_read_its_state_is_named_and_all_go_on(two, drives):
     assert two.run(no_memory_for_the_state, drives) == [(5, 2)] * 2
+
+
+def back_to_a_kept_state(drives, durability):
+    net = make(DTYPE)
+    optimizer = on_volume(net, drives, durability=durability)
+    ddp = DistributedDataParallel(net)
+    train(ddp, optimizer, 2)
+    kept = optimizer.state_dict(), copy.deepcopy(net.state_dict())
+    if durability == "none":
+        # A part of the state is in memory.
+        kept = copy.deepcopy(kept)
+    norms = train(ddp, optimizer, 2, first=2)
+    optimizer.load_state_dict(kept[0])
+    net.load_state_dict(kept[1])
+    assert train(ddp, optimizer, 2, first=2) == norms
+    end(optimizer)
+    return [bits(param) for param in net.parameters()]
+
+
+@pytest.mark.parametrize("durability", ["commit", "none"])
+def test_ranks_go_back_to_a_state_that_they_have_kept(two, drives, durability):
+    first, second = two.run(back_to_a_kept_state, drives, durability)
+    assert first == second

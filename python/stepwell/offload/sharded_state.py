@@ -99,6 +99,11 @@ class Rows(torch.Tensor):
         """The memory that is saved, or loaded into."""
         return self.plain
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        copied = Rows.of(self.plain.clone(), self.begin, self.whole_shape)
+        memo[id(self)] = copied
+        return copied
+
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise TypeError(
             "`state_dict()` of an optimizer with `shard` has this rank's share alone, and is not "

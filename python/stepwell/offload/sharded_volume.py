@@ -96,7 +96,8 @@ def _common_step(steps: Sequence[int | None]) -> int | None:
     raise ValueError(
         f"the volumes of the ranks are at the steps `{list(steps)}`, expected one step on all, or "
         "two that follow one another: they are not of one run. hint: the same `resume` on all "
-        "ranks; or go on from a checkpoint, without `resume`"
+        "ranks; else `stepwell volume rm` what is there, and go on from a checkpoint, or begin "
+        "anew, without `resume`"
     )
 
 

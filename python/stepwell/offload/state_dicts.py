@@ -105,6 +105,15 @@ class OffloadStateDicts(OffloadState):
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
+        swapped = self._host.swapped
+        if swapped is not None and swapped.commits:
+            # All else is read from the volume, and not written by later steps: so are counts of
+            # parameters without elements here.
+            for index, param in enumerate(self._in_order()):
+                if param not in swapped and (state := state_dict["state"].get(index)):
+                    state_dict["state"][index] = {
+                        name: each.clone() for name, each in state.items()
+                    }
         if (interval := self._chosen_interval) is not None:
             for group in state_dict["param_groups"]:
                 group[_INTERVAL_KEY] = interval

@@ -401,6 +401,9 @@ class Swapped:
             return
         ranks = self.sharding.peers.ranks
         made = _ranks_of(self._folders(), f"{self.volume.name}-")
+        if not made:
+            # There is none, as the error says.
+            return
         mine = ranks[self.sharding.peers.rank]
         # Those of other hosts are not seen here: a drive that fails has its own error.
         if isinstance(error, OSError) and mine in made and set(made) <= set(ranks):

@@ -152,8 +152,8 @@ impl Swap {
         let name = self.volume.name();
         let Some(step) = self.volume.step() else {
             return Err(Error::value(format!(
-                "volume `{name}` has no committed step, expected one to go on from\nhint: begin \
-                 anew, without resume"
+                "volume `{name}` has no committed step, expected one to go on from\nhint: \
+                 `stepwell volume rm DRIVE... --name {name}`, and begin anew, without resume"
             )));
         };
         let expected = self.chunks.record_nbytes();
@@ -164,7 +164,9 @@ impl Swap {
         let other = || {
             Error::value(format!(
                 "volume `{name}` has the state of other parameters, or other moments, expected \
-                 those of this optimizer, with their names and shapes, in their order"
+                 those of this optimizer, with their names and shapes, in their order\nhint: the \
+                 names (of the model, or of the wrapped one), moments, `shard` and requires_grad \
+                 of the run that made it; or go on from a checkpoint"
             ))
         };
         if !is_same {
