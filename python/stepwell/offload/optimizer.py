@@ -27,7 +27,7 @@ from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.rank_engine import RankEngine
-from stepwell.offload.sharding import Shard, Sharding, open_sharding
+from stepwell.offload.sharding import Shard, Sharding, awaited, open_sharding
 from stepwell.offload.state_dicts import OffloadStateDicts
 from stepwell.offload.swapped import Swapped
 from stepwell.optim import Moments
@@ -226,7 +226,7 @@ class OffloadAdamW(OffloadStateDicts):
         # Between a submit and the release of its gradients.
         self._is_unreleased = False
         # Ranks with volumes make them together.
-        with contextlib.nullcontext() if tier is None else self._awaited():
+        with contextlib.nullcontext() if tier is None else awaited(self._sharding):
             super().__init__(
                 params,
                 lr,
@@ -648,7 +648,7 @@ class OffloadAdamW(OffloadStateDicts):
         updates: list[Update] = []
         inverse_scale = 1.0
         norm = 0.0
-        with self._awaited():
+        with awaited(self._sharding):
             try:
                 inverse_scale = self._inverse_grad_scale()
                 params = self._stepped()
@@ -675,7 +675,7 @@ class OffloadAdamW(OffloadStateDicts):
                 )
         facts = Facts(found_inf=found_inf, has_error=has_error)
         if not has_error and not found_inf:
-            with self._awaited():
+            with awaited(self._sharding):
                 self._refuse_lost_writes()
                 self._score(params, grads, updates, self._host.reread(params, self.state))
                 collector = self._collector
@@ -703,12 +703,6 @@ class OffloadAdamW(OffloadStateDicts):
             on_device = dict(zip(params, grads, strict=True)) if selects else None
             self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
         return True
-
-    def _awaited(self) -> AbstractContextManager[None]:
-        """A context in which other ranks wait for what this one tells them next."""
-        return (
-            contextlib.nullcontext() if self._sharding is None else self._sharding.peers.awaited()
-        )
 
     def _score(
         self,

@@ -13,6 +13,7 @@ A rank that meets an error or a difference raises it, and so do all; nothing was
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import weakref
 from hashlib import blake2b
@@ -29,10 +30,11 @@ from stepwell.offload.shares import Shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell._operand import Update
 
-__all__ = ["Shard", "Sharding", "open_sharding"]
+__all__ = ["Shard", "Sharding", "awaited", "open_sharding"]
 
 Shard: TypeAlias = "bool | dist.ProcessGroup"
 """Whether ranks with the same parameters share the step; the ranks, where they are not all."""
@@ -190,6 +192,11 @@ def _digest(
         if is_rounded:
             found.update(f" {update.rounding.seed}".encode())
     return int.from_bytes(found.digest(), "little") >> 2
+
+
+def awaited(sharding: Sharding | None) -> AbstractContextManager[None]:
+    """A context in which other ranks, if there are any, wait for what this one tells them next."""
+    return contextlib.nullcontext() if sharding is None else sharding.peers.awaited()
 
 
 def open_sharding(shard: Shard, *, deferred: bool, accumulate: str) -> Sharding | None:

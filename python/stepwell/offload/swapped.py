@@ -11,7 +11,6 @@ Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memo
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import logging
@@ -28,6 +27,7 @@ from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import tensor_on, view
 from stepwell.offload.budget import GIB, share_of_free_bytes
 from stepwell.offload.sharded_volume import agree_on_counts, close, open_together
+from stepwell.offload.sharding import awaited
 from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
@@ -434,7 +434,7 @@ class Swapped:
         failure: Exception | None = None
         states: dict[torch.Tensor, Any] = {}
         sharding = self.sharding
-        with contextlib.nullcontext() if sharding is None else sharding.peers.awaited():
+        with awaited(sharding):
             try:
                 for param, count in zip(self._indices, core_counts, strict=True):
                     if count:
