@@ -5,7 +5,9 @@ from hashlib import blake2b
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from stepwell.offload import gathering
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 
 class Wide(torch.nn.Module):
@@ -76,3 +78,28 @@ def wrap_core(optimizer, kind):
         patched.setattr(gathering, "_GatherThread", wrapped)
         optimizer._opened_engine()
     return cores[-1]
+
+
+def save_checkpoints(folder, net, optimizer):
+    """The state of all ranks, by torch.distributed.checkpoint and whole; whether it is here."""
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
+    whole = optimizer.full_state_dict()
+    if whole:
+        torch.save({"model": net.state_dict(), "optimizer": whole}, folder / "whole.pt")
+    return bool(whole)
+
+
+def load_checkpoint(folder, kind, net, optimizer):
+    """What `save_checkpoints` has saved; `kind` is "dcp" or "whole"."""
+    if kind == "dcp":
+        model_state, optimizer_state = get_state_dict(net, optimizer)
+        loaded = {"model": model_state, "optimizer": optimizer_state}
+        dcp.load(loaded, checkpoint_id=folder / "dcp")
+        set_state_dict(
+            net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+    else:
+        saved = torch.load(folder / "whole.pt")
+        net.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])

@@ -6,10 +6,17 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from optim_ranks import Ranks
-from sharded_models import Wide, batch, bits, make, resumed_bits, train
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from sharded_models import (
+    Wide,
+    batch,
+    bits,
+    load_checkpoint,
+    make,
+    resumed_bits,
+    save_checkpoints,
+    train,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -215,12 +222,7 @@ def save(folder, moments):
     optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True, moments=moments)
     ddp = DistributedDataParallel(net)
     train(ddp, optimizer, 2)
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
-    whole = optimizer.full_state_dict()
-    assert bool(whole) == (dist.get_rank() == 0)
-    if whole:
-        torch.save({"model": net.state_dict(), "optimizer": whole}, folder / "whole.pt")
+    assert save_checkpoints(folder, net, optimizer) == (dist.get_rank() == 0)
     return resumed_bits(net, optimizer)
 
 
@@ -233,17 +235,7 @@ def load(folder, moments):
         optimizer = stepwell.OffloadAdamW(
             net.named_parameters(), lr=1e-2, shard=shard, moments=moments
         )
-        if kind == "dcp":
-            model_state, optimizer_state = get_state_dict(net, optimizer)
-            loaded = {"model": model_state, "optimizer": optimizer_state}
-            dcp.load(loaded, checkpoint_id=folder / "dcp")
-            set_state_dict(
-                net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-            )
-        else:
-            saved = torch.load(folder / "whole.pt")
-            net.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
+        load_checkpoint(folder, kind, net, optimizer)
         found.append(resumed_bits(net, optimizer))
     return found
 

@@ -11,14 +11,21 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from optim_ranks import Ranks
-from sharded_models import bits, make, resumed_bits, train, train_alike, wrap_core
+from sharded_models import (
+    bits,
+    load_checkpoint,
+    make,
+    resumed_bits,
+    save_checkpoints,
+    train,
+    train_alike,
+    wrap_core,
+)
 from stepwell import _core
 from stepwell.offload import sharded_volume
 from stepwell.offload.shares import Shares
 from stepwell.offload.swapped import Swapped
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -534,11 +541,7 @@ def saved(drives, folder):
         net, drives, durability="none", host_bytes_max=pinned_bytes(net) + (1800 << 10)
     )
     train(DistributedDataParallel(net), optimizer, 2)
-    model_state, optimizer_state = get_state_dict(net, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "dcp")
-    whole = optimizer.full_state_dict()
-    if whole:
-        torch.save({"model": net.state_dict(), "optimizer": whole}, folder / "whole.pt")
+    save_checkpoints(folder, net, optimizer)
     return resumed_bits(net, optimizer)
 
 
@@ -547,17 +550,7 @@ def loaded(drives, folder):
     for kind in ("dcp", "whole"):
         net = make(DTYPE, seed=7)
         optimizer = on_volume(net, drives)
-        if kind == "dcp":
-            model_state, optimizer_state = get_state_dict(net, optimizer)
-            both = {"model": model_state, "optimizer": optimizer_state}
-            dcp.load(both, checkpoint_id=folder / "dcp")
-            set_state_dict(
-                net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-            )
-        else:
-            read = torch.load(folder / "whole.pt")
-            net.load_state_dict(read["model"])
-            optimizer.load_state_dict(read["optimizer"])
+        load_checkpoint(folder, kind, net, optimizer)
         found.append(resumed_bits(net, optimizer))
         # The step after that has what was loaded from the volume.
         found.append(resumed_bits(net, optimizer))
@@ -567,9 +560,7 @@ def loaded(drives, folder):
 def loaded_in_memory(folder):
     net = make(DTYPE, seed=7)
     optimizer = in_memory(net)
-    read = torch.load(folder / "whole.pt")
-    net.load_state_dict(read["model"])
-    optimizer.load_state_dict(read["optimizer"])
+    load_checkpoint(folder, "whole", net, optimizer)
     return [resumed_bits(net, optimizer) for _ in range(2)]
 
 
