@@ -82,6 +82,27 @@ fn what_others_have_announced_is_not_free_until_they_end() {
 }
 
 #[test]
+fn claims_go_to_the_table_that_is_there_after_one_was_removed() {
+    on_a_host(|| {
+        let (mine, _) = announce(64 * MIB, 0, true);
+        let folder = env::var_os(FOLDER_VARIABLE).expect("set");
+        for table in fs::read_dir(folder).expect("a folder") {
+            fs::remove_file(table.expect("an entry").path()).expect("removed");
+        }
+        assert_eq!(claims::room().own_bytes, 64 * MIB);
+        in_forked_child(|| {
+            assert_eq!(others(), (64, 1));
+            true
+        });
+        drop(mine);
+        in_forked_child(|| {
+            assert_eq!(others(), (0, 0));
+            true
+        });
+    });
+}
+
+#[test]
 fn a_killed_process_leaves_nothing_though_its_child_lives() {
     on_a_host(|| {
         let (mut ends, mut said) = ([0; 2], [0; 2]);

@@ -22,8 +22,8 @@ use stepwell::{
     },
     device::Lane,
     offload::{
-        Change, Deferral, Engine, OnDevice as Work, SEGMENT_LEN, Selectable, Selection, Shape,
-        Update, deferral_nbytes, selection_nbytes,
+        Change, Deferral, Engine, OnDevice as Work, SEGMENT_LEN, Scope, Selectable, Selection,
+        Shape, Update, deferral_nbytes, selection_nbytes,
     },
     stream::{element::Dtype, view::View},
     tier::ram::Ram,
@@ -73,17 +73,21 @@ struct Selecting {
 }
 
 fn selecting(all: &mut [OnDevice], interval: usize, fraction: f64) -> Selecting {
+    selecting_in(all, interval, Scope::Tensor(fraction))
+}
+
+fn selecting_in(all: &mut [OnDevice], interval: usize, scope: Scope) -> Selecting {
     let numels = numels(all);
     let dtypes: Vec<_> = all.iter_mut().map(|one| one.held.tensor().weight().dtype()).collect();
     let row_lens = row_lens();
     let (gradients, predicted) = deferral_nbytes(&numels, &dtypes, interval).expect("sizes");
     let (device, staging) =
-        selection_nbytes(&numels, &dtypes, interval, &row_lens, fraction).expect("sizes");
+        selection_nbytes(&numels, &dtypes, interval, &row_lens, scope).expect("sizes");
     let mut guarded = [gradients, predicted, device, staging]
         .map(|nbytes| Guarded::zeros(Dtype::Uint8, nbytes, 0));
     let [gradients, predicted, device, staging] = guarded.each_mut().map(Guarded::view);
     let selection =
-        Selection { row_lens: &row_lens, fraction, device: device.address() as u64, staging };
+        Selection { row_lens: &row_lens, scope, device: device.address() as u64, staging };
     let deferral = Deferral {
         interval,
         dtypes: &dtypes,
@@ -130,11 +134,72 @@ fn some(draw: &mut Draw, count: usize, end: usize) -> Vec<u32> {
     all
 }
 
+/// Some channels whose state has room in so many bytes; None: not one has.
+fn change_within(draw: &mut Draw, one: &Selectable, nbytes_max: usize) -> Option<Change> {
+    let shape =
+        |by_columns, count| Channels { rows: one.rows, row_len: one.row_len, count, by_columns };
+    let room = |by_columns| nbytes_max / shape(by_columns, 1).nbytes();
+    let by_columns = one.column_count > 0 && (room(false) == 0 || draw.below(2) == 0);
+    let end = if by_columns { one.row_len } else { one.rows };
+    let count_max = room(by_columns).min(end);
+    (count_max > 0).then(|| {
+        // Often as many as there is room for.
+        let count = if draw.below(2) == 0 { count_max } else { 1 + draw.below(count_max) };
+        Change { segment: one.segment, by_columns, indices: some(draw, count, end) }
+    })
+}
+
+/// As many channels as may be selected.
 fn change_of(draw: &mut Draw, one: &Selectable) -> Change {
     let by_columns = one.row_count == 0 || one.column_count > 0 && draw.below(2) == 0;
     let (count, end) =
         if by_columns { (one.column_count, one.row_len) } else { (one.row_count, one.rows) };
     Change { segment: one.segment, by_columns, indices: some(draw, count, end) }
+}
+
+/// How much memory the copy of each segment has.
+struct Room {
+    fixed: HashMap<usize, usize>,
+    shared: usize,
+    of: HashMap<usize, usize>,
+}
+
+impl Room {
+    fn new(selectable: &[Selectable], device_nbytes: usize) -> Self {
+        let own = selectable.iter().filter(|one| one.nbytes > 0);
+        let fixed: HashMap<_, _> = own.map(|one| (one.segment, one.nbytes)).collect();
+        let shared = device_nbytes - fixed.values().sum::<usize>();
+        Self { of: fixed.clone(), fixed, shared }
+    }
+
+    /// Some selections that a step may begin with, of these.
+    fn changes<'a>(
+        &mut self,
+        draw: &mut Draw,
+        is_whole: bool,
+        from: impl Iterator<Item = &'a Selectable>,
+    ) -> Vec<Change> {
+        let mut left = if is_whole { self.shared } else { 0 };
+        if is_whole {
+            self.of.clone_from(&self.fixed);
+        }
+        let mut changes = Vec::new();
+        for one in from {
+            let own = self.of.get(&one.segment).copied();
+            let change = (draw.below(3) > 0)
+                .then(|| change_within(draw, one, own.unwrap_or(left)))
+                .flatten();
+            if let (Some(change), None) = (&change, own) {
+                let (count, by_columns) = (change.indices.len(), change.by_columns);
+                let shape = Channels { rows: one.rows, row_len: one.row_len, count, by_columns };
+                let nbytes = shape.nbytes().next_multiple_of(64);
+                self.of.insert(one.segment, nbytes);
+                left -= nbytes;
+            }
+            changes.extend(change);
+        }
+        changes
+    }
 }
 
 /// The elements of a tensor that are selected.
@@ -222,13 +287,15 @@ fn assert_stepped(all: &mut [OnDevice], expected: &mut [Held], what: &str) {
 }
 
 /// Steps with selections, tensors without gradients, and settles as they come.
-fn any_run(seed: u64, interval: usize, fraction: f64) {
-    let what = format!("seed {seed}, every {interval}, {fraction}");
+fn any_run(seed: u64, interval: usize, scope: Scope) {
+    let what = format!("seed {seed}, every {interval}, {scope:?}");
     let mut all = tensors();
     let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
-    let selecting = selecting(&mut all, interval, fraction);
+    let mut selecting = selecting_in(&mut all, interval, scope);
+    let device_nbytes = selecting.guarded[2].view().nbytes();
     let engine = &selecting.engine;
     let selectable: Vec<Selectable> = engine.selectable().collect();
+    let mut room = Room::new(&selectable, device_nbytes);
     let mut draw_of = Draw::new(seed);
     let mut known = Known::default();
     for step in 1..=11_u64 {
@@ -246,12 +313,8 @@ fn any_run(seed: u64, interval: usize, fraction: f64) {
             has[one.tensor].is_some()
                 && (is_whole || one.group == group && has[one.tensor] == Some(false))
         };
-        let mut changes = Vec::new();
-        for one in selectable.iter().filter(may_change) {
-            if draw_of.below(3) > 0 {
-                changes.push(change_of(&mut draw_of, one));
-            }
-        }
+        let from = selectable.iter().filter(may_change);
+        let changes = room.changes(&mut draw_of, is_whole, from);
         let deferred = (!is_whole).then_some(2.0);
         let hyper = hyper_of(step);
         submit(engine, &mut all, deferred, (step, hyper), |index| has[index], changes.clone())
@@ -295,7 +358,10 @@ fn any_run(seed: u64, interval: usize, fraction: f64) {
 #[test]
 fn every_gradient_is_applied_once_whoever_steps_it() {
     for (seed, interval, fraction) in [(1, 1, 0.1), (2, 4, 0.3), (3, 3, 1.0), (4, 5, 0.02)] {
-        any_run(seed, interval, fraction);
+        any_run(seed, interval, Scope::Tensor(fraction));
+    }
+    for (seed, interval, budget_bytes) in [(5, 3, 60_000), (6, 4, 1 << 30)] {
+        any_run(seed, interval, Scope::Global(budget_bytes));
     }
 }
 
@@ -687,8 +753,11 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         text
     };
     let all_have = |_: usize| Some(false);
-    let fewer = Change { indices: good.indices[1..].to_vec(), ..good.clone() };
-    assert!(refused(fewer, &all_have).contains("are selected"));
+    let end = if good.by_columns { one.row_len } else { one.rows };
+    let more = Change { indices: (0..end as u32).collect(), ..good.clone() };
+    assert!(refused(more, &all_have).contains("room in the memory"));
+    let none = Change { indices: Vec::new(), ..good.clone() };
+    assert!(refused(none, &all_have).contains("are selected"));
     let mut twice = good.clone();
     twice.indices[1] = twice.indices[0];
     assert!(refused(twice, &all_have).contains("are selected"));
@@ -696,7 +765,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     *outside.indices.last_mut().expect("one") = 1 << 20;
     assert!(refused(outside, &all_have).contains("are selected"));
     let nowhere = Change { segment: 1000, ..good.clone() };
-    assert!(refused(nowhere, &all_have).contains("segment `1000`"));
+    assert!(refused(nowhere, &all_have).contains("(1000, "));
     let without = |index: usize| (index != 1).then_some(false);
     assert!(refused(good.clone(), &without).contains("are selected"));
     submit(engine, &mut all, None, (1, hyper_of(1)), all_have, vec![good.clone()]).expect("a step");
@@ -723,10 +792,60 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     expected.iter_mut().for_each(|one| one.step(widest(), 1, &hyper_of(1)));
     assert_stepped(&mut all, &mut expected, "refused");
     let numels = [10];
-    let sizes = |fraction, row_lens: &[usize]| {
-        selection_nbytes(&numels, &[Dtype::Float32], 1, row_lens, fraction)
+    let sizes = |scope, row_lens: &[usize]| {
+        selection_nbytes(&numels, &[Dtype::Float32], 1, row_lens, scope)
     };
-    assert!(sizes(1.5, &[5]).expect_err("refused").to_string().contains("fraction is `1.5`"));
-    assert!(sizes(0.5, &[]).expect_err("refused").to_string().contains("row_lens has `0`"));
-    assert_eq!(sizes(0.0, &[5]).expect("sizes"), (0, 0));
+    let said = |scope, row_lens: &[usize]| sizes(scope, row_lens).expect_err("refused").to_string();
+    assert!(said(Scope::Tensor(1.5), &[5]).contains("fraction is `1.5`"));
+    assert!(said(Scope::Tensor(0.5), &[]).contains("row_lens has `0`"));
+    assert_eq!(sizes(Scope::Tensor(0.0), &[5]).expect("sizes"), (0, 0));
+    // A vector is selected whole, in multiples of 64 bytes.
+    assert!(
+        said(Scope::Global(127), &[0]).contains("budget_bytes is `127`, expected at least 128")
+    );
+    assert_eq!(sizes(Scope::Global(1000), &[0]).expect("sizes"), (128, 128));
+    // No more than all channels take.
+    assert_eq!(sizes(Scope::Global(1000), &[5]).expect("sizes"), (192, 192));
+    assert_eq!(sizes(Scope::Global(100), &[5]).expect("sizes"), (64, 64));
+}
+
+/// Channels share one budget: what a step that is whole has given a segment is what it has.
+#[test]
+fn a_budget_is_shared_by_all_until_the_next_step_that_is_whole() {
+    let mut all = tensors();
+    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
+    let selecting = selecting_in(&mut all, 1, Scope::Global(20_000));
+    let engine = &selecting.engine;
+    let selectable: Vec<Selectable> = engine.selectable().collect();
+    let first = |tensor| selectable.iter().find(|one| one.tensor == tensor).expect("it");
+    // 12 bytes for each of 77 elements, and 4 for the index.
+    let rows = |tensor, count: usize| {
+        let indices = (0..count as u32).collect();
+        Change { segment: first(tensor).segment, by_columns: false, indices }
+    };
+    let mut step = |number: u64, deferred, changes: Vec<Change>| {
+        draw(&mut all, &mut expected, number);
+        let hyper = hyper_of(number);
+        let done = submit(engine, &mut all, deferred, (number, hyper), |_| Some(false), changes);
+        match &done {
+            Ok(()) => expected.iter_mut().for_each(|one| one.step(widest(), number, &hyper)),
+            Err(_) => on_device::discard(engine),
+        }
+        finish(engine);
+        done.map_err(|error| error.to_string())
+    };
+    let full = "room in the memory";
+    assert!(step(1, None, vec![rows(1, 22)]).expect_err("too many").contains(full));
+    assert!(step(1, None, vec![rows(1, 20), rows(8, 1)]).is_ok());
+    // Another has no memory, and as much of this one as was given to it.
+    assert!(step(2, Some(1.0), vec![rows(2, 1)]).expect_err("no place").contains(full));
+    assert!(step(2, Some(1.0), vec![rows(1, 21)]).expect_err("too many").contains(full));
+    assert!(step(2, Some(1.0), vec![rows(1, 19)]).is_ok());
+    assert!(step(3, Some(1.0), vec![rows(1, 20)]).is_ok());
+    assert!(step(4, None, vec![rows(2, 39)]).is_ok());
+    assert!(step(5, Some(1.0), vec![rows(1, 1)]).expect_err("no place").contains(full));
+    assert!(step(5, Some(1.0), vec![rows(2, 39)]).is_ok());
+    engine.settle(STREAM).expect("a step that works");
+    finish(engine);
+    assert_stepped(&mut all, &mut expected, "a budget");
 }

@@ -120,7 +120,9 @@ fn with_claims<R>(act: impl FnOnce(&mut Claims) -> R) -> R {
         // Before the new one is opened: a lock ends where the process closes its file.
         *claims = None;
     }
-    act(claims.get_or_insert_with(Claims::new))
+    let claims = claims.get_or_insert_with(Claims::new);
+    claims.follow_table();
+    act(claims)
 }
 
 /// As `with_claims`, and says what has failed: not from a task of a pool.
@@ -135,6 +137,24 @@ fn with_claims_aloud<R>(act: impl FnOnce(&mut Claims) -> R) -> R {
     result
 }
 
+/// The table with this entry; or why there is none.
+fn open_table(entry: &Entry) -> (Option<Table>, Option<String>) {
+    let folder = std::env::var_os(FOLDER_VARIABLE).filter(|folder| !folder.is_empty());
+    let folder = PathBuf::from(folder.unwrap_or_else(|| FOLDER.into()));
+    match Table::open(&folder, entry) {
+        Ok(table) => (Some(table), None),
+        Err(error) => (
+            None,
+            Some(format!(
+                "the ranks of this host do not see what memory and CPUs the others have claimed, \
+                 since `{}` cannot be used: {error}\nhint: {FOLDER_VARIABLE}, a folder that all \
+                 of them can write",
+                folder.display()
+            )),
+        ),
+    }
+}
+
 impl Claims {
     fn new() -> Self {
         let entry = Entry {
@@ -143,20 +163,7 @@ impl Claims {
             groups: free_memory::groups(),
             ..Entry::default()
         };
-        let folder = std::env::var_os(FOLDER_VARIABLE).filter(|folder| !folder.is_empty());
-        let folder = PathBuf::from(folder.unwrap_or_else(|| FOLDER.into()));
-        let (table, failure) = match Table::open(&folder, &entry) {
-            Ok(table) => (Some(table), None),
-            Err(error) => (
-                None,
-                Some(format!(
-                    "the ranks of this host do not see what memory and CPUs the others have \
-                     claimed, since `{}` cannot be used: {error}\nhint: {FOLDER_VARIABLE}, a \
-                     folder that all of them can write",
-                    folder.display()
-                )),
-            ),
-        };
+        let (table, failure) = open_table(&entry);
         Self {
             generation: fork::generation(),
             table,
@@ -165,6 +172,15 @@ impl Claims {
             num_announcements: 0,
             has_warned_of_cpus: false,
             failure,
+        }
+    }
+
+    /// Where the table was removed (a service that cleans up at the end of a session, say),
+    /// processes that come later have another one: this one goes there with what it has claimed.
+    fn follow_table(&mut self) {
+        if self.table.as_ref().is_some_and(Table::is_removed) {
+            self.entry.memory_bytes = self.counts.sum();
+            (self.table, self.failure) = open_table(&self.entry);
         }
     }
 

@@ -1,18 +1,18 @@
 //! Gradients at the engine's door: what callers' threads take, discard and release.
 //!
-//! Of taking, submitting and discarding, one happens at a time: [`Next`] is behind a lock, and has
-//! what they share. The copies themselves are `downloads.rs`, what belongs to the gradients of one
+//! The copies themselves are `downloads.rs`, what belongs to the gradients of one
 //! step is `generation.rs`.
 
 use std::{iter, time::Duration};
 
 use super::{
-    checks::Checks,
     downloads::Download,
-    engine::{Engine, Shared},
+    engine::Engine,
     generation::Generation,
     job::Announced,
+    next::{Discarded, Next},
     owners::Lent,
+    shared::Shared,
 };
 use crate::{
     device::{Attached, Stream},
@@ -23,52 +23,6 @@ use crate::{
 /// Entries of the queue beside the copies of a call: a mark, and later the events behind a
 /// generation that is discarded and one that is not.
 const SPARE_ENTRIES: usize = 3;
-
-/// What callers' threads share of the job that comes next.
-pub(super) struct Next {
-    /// The job that gradients have been taken for.
-    pub(super) announced: Option<Announced>,
-    /// The generation that was submitted last.
-    pub(super) submitted: Option<usize>,
-    /// For each generation the ticket of its last discard, while copies of that may be under way
-    /// and it has not been used again.
-    discarded: Box<[Option<u64>]>,
-    pub(super) checks: Checks,
-}
-
-/// A discard that is to be waited for: [`Engine::discard`] gives it out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Discarded {
-    generation: usize,
-    /// Of the event behind all of it.
-    ticket: u64,
-}
-
-impl Next {
-    /// Nothing was taken, by an engine of so many generations and tensors.
-    pub(super) fn new(generations: usize, tensors: usize) -> Self {
-        Self {
-            announced: None,
-            submitted: None,
-            discarded: vec![None; generations].into(),
-            checks: Checks::new(tensors),
-        }
-    }
-
-    /// A generation is filled or submitted. What was lent for a discard of it that no thread has
-    /// waited for comes back with what is lent now.
-    pub(super) fn reuse(&mut self, generation: usize) {
-        self.discarded[generation] = None;
-    }
-
-    /// The last of the discards that are to be waited for.
-    fn last_discarded(&self) -> Option<Discarded> {
-        let of = |(generation, ticket): (usize, &Option<u64>)| {
-            ticket.map(|ticket| Discarded { generation, ticket })
-        };
-        self.discarded.iter().enumerate().filter_map(of).max_by_key(|one| one.ticket)
-    }
-}
 
 impl Engine {
     /// Copies whole gradients to the host: `(tensor, device address, host memory)` each, in this

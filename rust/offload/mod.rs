@@ -24,15 +24,19 @@
 //!
 //! | file | has |
 //! |---|---|
-//! | `engine.rs` | an engine from its start to its end; what callers do with steps |
+//! | `engine.rs` | an engine from its start to its end; what callers wait for |
+//! | `shared.rs` | what its threads have in common |
 //! | `gradients.rs` | what callers do with gradients: take, discard, release |
+//! | `submit.rs` | what callers do with steps: submit, settle |
+//! | `next.rs` | the job that comes next, as callers fill it |
 //! | `checks.rs` | what can be wrong with a call |
 //! | `downloads.rs` | the queue of copies to the host, and the thread that hands them over |
 //! | `step.rs` | what workers do with a chunk |
 //! | `handover.rs` | how what lands is handed to the device |
 //! | `segment.rs` | the numbers of segments |
 //! | `ring.rs` | the memory for gradients that wait for their turns |
-//! | `selection.rs` | of which channels some may be selected, and where their state is |
+//! | `selection.rs` | of which channels some may be selected, and the memory for their state |
+//! | `budget.rs` | which channels of a whole model are worth their memory |
 //! | `owners.rs` | what callers lend |
 //! | `thread.rs` | how the engine's threads start, and what becomes of a panic |
 //! | `model.rs` | tests of the queue and of the jobs, under a model checker |
@@ -102,6 +106,7 @@
 //! that grows with the model (`tests/allocations.rs`). The lists of what callers lend have room for
 //! as many calls as a step has had so far.
 
+mod budget;
 mod checks;
 mod downloads;
 mod engine;
@@ -112,6 +117,7 @@ mod handover;
 mod job;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;
+mod next;
 mod owners;
 mod pending;
 mod ring;
@@ -119,18 +125,21 @@ mod schedule;
 mod segment;
 mod selected;
 mod selection;
+mod shared;
 mod step;
+mod submit;
 mod thread;
 mod uploads;
 
+pub use budget::{Granted, grant};
 pub use downloads::IN_FLIGHT;
 pub use engine::{Engine, Shape};
-pub use gradients::Discarded;
 pub use groups::INTERVAL_MAX;
 pub use handover::LANDINGS_IN_FLIGHT_MAX;
 pub use job::{Timing, Update};
+pub use next::Discarded;
 pub use owners::{Lent, Owners};
 pub use ring::{Deferral, deferral_nbytes};
 pub use segment::SEGMENT_LEN;
 pub use selected::{Change, OnDevice};
-pub use selection::{Selectable, Selection, selection_nbytes};
+pub use selection::{Scope, Selectable, Selection, selection_nbytes};

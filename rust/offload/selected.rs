@@ -36,6 +36,10 @@
 //! send it in every turn takes `12 fraction / interval` bytes per parameter and job, behind the
 //! pass, where new weights take `2 / interval`.
 //!
+//! - SELD-6 Where channels share one budget, a job that is whole says how many of which segment are
+//!   selected, and so where the copies are. It comes after what used the places before, and no copy
+//!   outlasts it. Later selections have the place that the segment has then.
+//!
 //! Memory: on the device 12 B per selected parameter and 4 B per channel; as much host memory for
 //! the largest group of segments, through which copies are sent, and 4 B more per channel.
 
@@ -45,12 +49,12 @@ use super::{
     groups::Groups,
     job::Update,
     segment::Segments,
-    selection::{ALIGN_BYTES, Plan, Plans, Selectable, Selection},
+    selection::{ALIGN_BYTES, Place, Plans, Selectable, Selection},
 };
 use crate::{
     adam::{
         Step,
-        selected::{ChannelState, WeightKind, keeps_bits, read},
+        selected::{ChannelState, Shape, WeightKind, keeps_bits, read},
         tensor::AdamTensor,
     },
     device::{Channels, Device, Lane, Stream},
@@ -91,9 +95,10 @@ struct Held {
     keeps_bits: bool,
 }
 
-#[derive(Default)]
 struct State {
     held: Vec<Option<Held>>,
+    /// Where the copy of each segment is, or would be.
+    places: Box<[Option<Place>]>,
     /// Of the job that was submitted last.
     changes: Vec<Change>,
 }
@@ -122,8 +127,8 @@ impl Selected {
         selection: &Selection<'_>,
         event: usize,
     ) -> Result<Self> {
-        let Selection { row_lens, fraction, device, staging } = *selection;
-        let plans = Plans::new(segments, groups, row_lens, fraction)?;
+        let Selection { row_lens, scope, device, staging } = *selection;
+        let plans = Plans::new(segments, groups, row_lens, scope)?;
         staging.expect("staging", &[Dtype::Uint8], plans.staging_nbytes)?;
         if plans.device_nbytes > 0 && !(device as usize).is_multiple_of(ALIGN_BYTES) {
             return Err(Error::value(format!(
@@ -132,7 +137,8 @@ impl Selected {
             )));
         }
         let held = vec![None; segments.count()];
-        let state = Mutex::new(State { held, changes: Vec::new() });
+        let places = plans.fixed.clone();
+        let state = Mutex::new(State { held, places, changes: Vec::new() });
         Ok(Self { plans, device, staging, event, state })
     }
 
@@ -142,7 +148,45 @@ impl Selected {
 
     /// The segments of which channels may be selected.
     pub(super) fn selectable(&self) -> impl Iterator<Item = Selectable> {
-        self.plans.of_segments.iter().flatten().map(|plan| plan.selectable)
+        self.plans.of_segments.iter().flatten().copied()
+    }
+
+    /// How many channels of a segment are selected; None: none of it can be.
+    fn shape(&self, change: &Change) -> Option<Shape> {
+        let one = (*self.plans.of_segments.get(change.segment)?)?;
+        Some(one.shape_of(change.by_columns, change.indices.len()))
+    }
+
+    /// Whether the channels of a selection are those of its segment, ascending.
+    fn is_sound(&self, change: &Change) -> bool {
+        let one = self.plans.of_segments.get(change.segment).copied().flatten();
+        one.is_some_and(|one| {
+            let limit = if change.by_columns { one.row_len } else { one.rows };
+            !change.indices.is_empty()
+                && change.indices.is_sorted_by(|a, b| a < b)
+                && change.indices.iter().all(|&index| (index as usize) < limit)
+                && (one.column_count > 0 || !change.by_columns)
+        })
+    }
+
+    /// Where copies are when these selections begin; None: one has no place, or too small a one.
+    fn places(
+        &self,
+        state: &State,
+        changes: &[Change],
+        is_whole: bool,
+    ) -> Option<Box<[Option<Place>]>> {
+        let shapes = changes.iter().map(|change| Some((change.segment, self.shape(change)?)));
+        let shapes = shapes.collect::<Option<Vec<_>>>()?;
+        let places = if is_whole {
+            self.plans.laid_out(shapes.iter().copied())?
+        } else {
+            state.places.clone()
+        };
+        let fits = |&(segment, shape): &(usize, Shape)| {
+            places[segment].is_some_and(|place| shape.nbytes() <= place.nbytes)
+        };
+        shapes.iter().all(fits).then_some(places)
     }
 
     /// Drops all copies.
@@ -163,7 +207,7 @@ impl Selected {
     /// The host's own weight of a segment lands with the job, which has no gradient of it. Where
     /// its copy may have parted, that is made anew with the job.
     pub(super) fn renew(&self, segment: usize) {
-        let State { held, changes } = &mut *self.state();
+        let State { held, changes, .. } = &mut *self.state();
         changes.extend(held[segment].take_if(|held| !held.keeps_bits).map(|held| held.change));
     }
 
@@ -176,6 +220,7 @@ impl Selected {
         segments: &Segments,
         updates: &[Update],
         work: &OnDevice<'_>,
+        is_whole: bool,
         may_change: impl Fn(&Selectable) -> bool,
     ) -> Result<()> {
         let has_grads = work.grads.len() == updates.len();
@@ -203,38 +248,48 @@ impl Selected {
                 )));
             }
         }
-        work.changes.iter().try_for_each(|change| {
-            let plan = self.plans.of_segments.get(change.segment).copied().flatten();
-            let fits = plan.is_some_and(|plan| {
-                let shape = plan.selectable.shape(change.by_columns);
-                let limit = if change.by_columns { shape.row_len } else { shape.rows };
-                shape.count > 0
-                    && change.indices.len() == shape.count
-                    && change.indices.is_sorted_by(|a, b| a < b)
-                    && change.indices.iter().all(|&index| (index as usize) < limit)
-                    && may_change(&plan.selectable)
-            });
-            if fits {
-                return Ok(());
-            }
-            Err(Error::value(format!(
-                "`{}` channels of segment `{}` are selected, expected the stated number, \
-                 ascending, of a segment whose turn it is and whose tensor is stepped",
-                change.indices.len(),
+        let comes_early = |change: &&Change| {
+            let one = self.plans.of_segments.get(change.segment).copied().flatten();
+            one.is_some_and(|one| !may_change(&one))
+        };
+        if let Some(change) = work.changes.iter().find(comes_early) {
+            return Err(Error::value(format!(
+                "channels of segment `{}` are selected, expected a segment whose turn it is and \
+                 whose tensor is stepped",
                 change.segment
-            )))
-        })
+            )));
+        }
+        let is_sound = work.changes.iter().all(|change| self.is_sound(change));
+        if is_sound && self.places(&state, &work.changes, is_whole).is_some() {
+            return Ok(());
+        }
+        let counts = work.changes.iter().map(|change| (change.segment, change.indices.len()));
+        Err(Error::value(format!(
+            "of segments so many channels are selected: `{:?}`, expected distinct ones, ascending, \
+             that have room in the memory for them",
+            counts.collect::<Vec<_>>()
+        )))
     }
 
-    /// Where the channels of a segment are on the device; None: none is selected.
-    fn channels(&self, held: &Held, update: &Update, plan: &Plan) -> Result<Option<Channels>> {
-        let Some(weight) = update.weight else { return Ok(None) };
+    /// The channels of a segment as the device sees them; None: none is selected.
+    ///
+    /// # Errors
+    /// As [`WeightKind::of`].
+    fn channels(&self, state: &State, update: &Update, segment: usize) -> Result<Option<Channels>> {
+        let (Some(held), Some(place)) = (&state.held[segment], state.places[segment]) else {
+            return Ok(None);
+        };
+        let (Some(one), Some(shape), Some(weight)) =
+            (self.plans.of_segments[segment], self.shape(&held.change), update.weight)
+        else {
+            return Ok(None);
+        };
         let kind = WeightKind::of(&update.tensor)?;
         Ok(Some(Channels {
-            shape: plan.selectable.shape(held.change.by_columns),
+            shape,
             kind,
-            weight: weight + (plan.selectable.first * kind.dtype().size()) as u64,
-            state: self.device + plan.offset as u64,
+            weight: weight + (one.first * kind.dtype().size()) as u64,
+            state: self.device + place.offset as u64,
         }))
     }
 
@@ -243,13 +298,11 @@ impl Selected {
     /// # Errors
     /// As [`WeightKind::of`].
     pub(super) fn landing(&self, update: &Update, segment: usize) -> Result<Option<Channels>> {
-        match (&self.state().held[segment], &self.plans.of_segments[segment]) {
-            (Some(held), Some(plan)) => self.channels(held, update, plan),
-            _ => Ok(None),
-        }
+        self.channels(&self.state(), update, segment)
     }
 
-    /// Steps what is selected of these updates, on `stream`, and takes the changes of the job.
+    /// Steps what is selected of these updates, on `stream`, and takes the changes of the job,
+    /// which have been checked. Nothing is selected where it is whole.
     ///
     /// # Safety
     /// As [`Device::step_channels`].
@@ -262,24 +315,25 @@ impl Selected {
         segments: &Segments,
         updates: &[Update],
         work: OnDevice<'_>,
+        is_whole: bool,
         stream: Stream,
     ) -> Result<()> {
-        let State { held, changes } = &mut *self.state();
+        let mut state = self.state();
         for (update, &grad) in updates.iter().zip(work.grads) {
             let step = Step::new(&update.hyper, update.count);
             for segment in segments.of(update.index) {
-                let (Some(held), Some(plan)) = (&held[segment], &self.plans.of_segments[segment])
-                else {
-                    continue;
-                };
-                let Some(channels) = self.channels(held, update, plan)? else { continue };
-                let first = plan.selectable.first * channels.kind.dtype().size();
+                let Some(channels) = self.channels(&state, update, segment)? else { continue };
+                let begin = self.plans.of_segments[segment].map_or(0, |one| one.first);
+                let first = begin * channels.kind.dtype().size();
                 // SAFETY: passed on from the caller; the state is this engine's, and nothing else
                 // is under way with it: the stream comes after all uploads of the job before.
                 unsafe { device.step_channels(stream, &channels, grad + first as u64, &step)? };
             }
         }
-        *changes = work.changes;
+        if let Some(places) = self.places(&state, &work.changes, is_whole) {
+            state.places = places;
+        }
+        state.changes = work.changes;
         Ok(())
     }
 
@@ -288,8 +342,8 @@ impl Selected {
         std::mem::take(&mut self.state().changes)
     }
 
-    /// Sends the host's state of new selections to the device, in fp32, group by group. Returns how
-    /// many bytes.
+    /// Sends the host's state of new selections to the device, in fp32, in rounds of as much as the
+    /// staging holds. Returns how many bytes.
     ///
     /// # Safety
     /// Nothing writes the state of their segments meanwhile.
@@ -302,43 +356,36 @@ impl Selected {
         mut changes: Vec<Change>,
     ) -> Result<u64> {
         let Picking { device, pool, isa, tensor_of } = *picking;
+        changes.sort_by_key(|change| change.segment);
         let mut nbytes = 0;
-        let plan_of = |change: &Change| self.plans.of_segments[change.segment];
-        let group_of = |change: &Change| plan_of(change).map(|plan| plan.selectable.group);
-        changes.sort_by_key(|change| (group_of(change), change.segment));
-        for (number, of_group) in changes.chunk_by(|a, b| group_of(a) == group_of(b)).enumerate() {
+        for (number, round) in self.rounds(&changes).iter().enumerate() {
             if number > 0 {
                 device.wait(self.event)?;
             }
             let failure = Mutex::new(None);
-            let gather = |change: &Change| -> Result<()> {
-                let Some(plan) = plan_of(change) else { return Ok(()) };
-                let tensor = tensor_of(plan.selectable.tensor)?.without_fingerprints();
-                let block = (&tensor, plan.selectable.first);
-                let shape = plan.selectable.shape(change.by_columns);
-                let begin = plan.staging_offset;
-                let staged = self.staging.part(begin..begin + shape.nbytes());
-                let (state, indices) = ChannelState::within(staged, &shape);
+            let gather = |sent: &Sent<'_>| -> Result<()> {
+                let tensor = tensor_of(sent.one.tensor)?.without_fingerprints();
+                let block = (&tensor, sent.one.first);
+                let (state, indices) = ChannelState::within(self.staged(sent), &sent.shape);
                 // SAFETY: passed on from the caller; the staging is this engine's, no copy from it
-                // is under way, and a group's segments have disjoint places in it.
+                // is under way, and what a round sends has disjoint places in it.
                 unsafe {
-                    read(isa, block, (&shape, &change.indices), &state);
-                    indices.slice_mut::<u32>(0..shape.count).copy_from_slice(&change.indices);
+                    read(isa, block, (&sent.shape, &sent.change.indices), &state);
+                    let indices = indices.slice_mut::<u32>(0..sent.shape.count);
+                    indices.copy_from_slice(&sent.change.indices);
                 }
                 Ok(())
             };
-            pool.run(of_group.len(), &|number| {
-                if let Err(error) = gather(&of_group[number]) {
+            pool.run(round.len(), &|number| {
+                if let Err(error) = gather(&round[number]) {
                     failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                 }
             });
             failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)?;
-            for change in of_group {
-                let Some(plan) = plan_of(change) else { continue };
-                let size = plan.selectable.shape(change.by_columns).nbytes();
-                let host = self.staging.address() + plan.staging_offset;
-                let host = std::ptr::with_exposed_provenance_mut(host);
-                let to = self.device + plan.offset as u64;
+            for sent in round {
+                let host = std::ptr::with_exposed_provenance_mut(self.staged(sent).address());
+                let to = self.device + sent.place.offset as u64;
+                let size = sent.shape.nbytes();
                 // SAFETY: both sides hold what a segment takes at most. What used the copy before,
                 // the step of this job and the landing, comes before it: the lane is ordered after
                 // the one, and has the other.
@@ -348,13 +395,53 @@ impl Selected {
             device.record(Lane::Upload, self.event)?;
         }
         for change in changes {
-            let Some(plan) = plan_of(&change) else { continue };
-            let keeps_bits = keeps_bits(&tensor_of(plan.selectable.tensor)?);
+            let Some(one) = self.plans.of_segments[change.segment] else { continue };
+            let keeps_bits = keeps_bits(&tensor_of(one.tensor)?);
             let segment = change.segment;
             self.state().held[segment] = Some(Held { change, keeps_bits });
         }
         Ok(nbytes)
     }
+
+    /// What is sent together: as much each time as the staging holds.
+    fn rounds<'a>(&self, changes: &'a [Change]) -> Vec<Vec<Sent<'a>>> {
+        let places = &self.state().places;
+        let mut rounds = vec![Vec::new()];
+        let mut staged_nbytes = 0;
+        for change in changes {
+            let (Some(one), Some(shape), Some(place)) = (
+                self.plans.of_segments[change.segment],
+                self.shape(change),
+                places[change.segment],
+            ) else {
+                continue;
+            };
+            let nbytes = shape.nbytes().next_multiple_of(ALIGN_BYTES);
+            if staged_nbytes + nbytes > self.plans.staging_nbytes {
+                rounds.push(Vec::new());
+                staged_nbytes = 0;
+            }
+            let last = rounds.len() - 1;
+            rounds[last].push(Sent { change, one, shape, place, staged: staged_nbytes });
+            staged_nbytes += nbytes;
+        }
+        rounds
+    }
+
+    /// Where in the staging a selection is.
+    fn staged(&self, sent: &Sent<'_>) -> View {
+        self.staging.part(sent.staged..sent.staged + sent.shape.nbytes())
+    }
+}
+
+/// A selection that begins, on its way to the device.
+struct Sent<'a> {
+    change: &'a Change,
+    one: Selectable,
+    shape: Shape,
+    place: Place,
+    /// Where its part of the staging begins.
+    staged: usize,
 }
 
 /// What it takes to send state.

@@ -3,13 +3,13 @@
 use std::time::{Duration, Instant};
 
 use super::{
-    engine::Shared,
     groups::INTERVAL_MAX,
     handover::Handover,
     job::{Job, Kind, Timing, Update, Work},
     pending::{Entry, Landing, Pending},
     schedule::{Turn, list_all, list_group},
     selected::{Picking, Selected},
+    shared::Shared,
 };
 use crate::{
     adam::{

@@ -32,7 +32,7 @@ mod _core {
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]
     use super::select::{
-        PySelectable, better_axis, captured, channel_sq_norms, choose_channels,
+        PySelectable, better_axis, captured, channel_sq_norms, choose_channels, grant_channels,
         py_selection_nbytes, top_k, top_k_within,
     };
     #[pymodule_export]

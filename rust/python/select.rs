@@ -10,9 +10,9 @@ use crate::{
     error::{Error, Result},
     grads::{
         channels::{self, Matrix},
-        top_k::{self as selection, Axis, Channels},
+        top_k::{self as selection, Axis, Channels, Chosen},
     },
-    offload::{Selectable, selection_nbytes},
+    offload::{Granted, Scope, Selectable, grant, selection_nbytes},
     simd::isa::Isa,
     stream::{
         element::Dtype,
@@ -254,6 +254,73 @@ pub(super) fn choose_channels(
     })
 }
 
+/// What is granted to a matrix: as [`ChosenOf`], and how many rows or columns its memory holds.
+type GrantedOf = (bool, Vec<usize>, f64, f64, usize, usize);
+
+/// The rows or columns of all matrices that capture most per byte of state, within a budget for
+/// all; the GIL is released.
+///
+/// Of each matrix channels of the axis that captures more at the share that the budget is of the
+/// state of all. They are taken by their squared norm per byte until one does not fit. Of equal
+/// ones those of the first matrix and of the lowest index come first, a NaN after all numbers.
+/// Takes linear time.
+///
+/// Args:
+///     norms: a float32 view: for each matrix the norms of its rows, then those of its columns.
+///     matrices: what an engine says of them.
+///     budget_bytes: of device memory for the state of all.
+///
+/// Returns:
+///     for each matrix whether channels are columns, the chosen ones, ascending, their squared norm
+///     and that of the whole matrix, and how many rows, and columns, may be chosen in their place.
+///
+/// Raises:
+///     ValueError: for another dtype or size.
+#[pyfunction]
+#[pyo3(signature = (norms, matrices, *, budget_bytes))]
+pub(super) fn grant_channels(
+    py: Python<'_>,
+    norms: &PyTensorView,
+    matrices: Vec<PyRef<'_, PySelectable>>,
+    budget_bytes: usize,
+) -> Result<Vec<GrantedOf>> {
+    let view = norms.0;
+    let matrices: Vec<Selectable> = matrices.iter().map(|one| one.0).collect();
+    let numel = matrices.iter().map(|one| one.rows + one.row_len).sum();
+    view.expect("norms", &[Dtype::Float32], numel)?;
+    py.detach(|| {
+        // SAFETY: as in `channel_sq_norms`.
+        let mut left = unsafe { view.slice::<f32>(0..numel) };
+        let norms = matrices.iter().map(|one| {
+            let (of_rows, rest) = left.split_at(one.rows);
+            let (of_columns, rest) = rest.split_at(one.row_len);
+            left = rest;
+            (of_rows, of_columns)
+        });
+        let granted = grant(&matrices, &norms.collect::<Vec<_>>(), budget_bytes)?;
+        let of = |one: Granted| {
+            let Chosen { axis, channels, captured, total } = one.chosen;
+            let by_columns = axis == Axis::Columns;
+            (by_columns, channels, captured, total, one.row_count, one.column_count)
+        };
+        Ok(granted.into_iter().map(of).collect())
+    })
+}
+
+/// How many channels are selected.
+///
+/// # Errors
+/// [`Error::Value`] for both a fraction and a budget.
+pub(super) fn scope_of(fraction: f64, budget_bytes: Option<usize>) -> Result<Scope> {
+    match budget_bytes {
+        Some(_) if fraction != 0.0 => Err(Error::value(format!(
+            "fraction is `{fraction}` and budget_bytes is given, expected one of them"
+        ))),
+        Some(budget_bytes) => Ok(Scope::Global(budget_bytes)),
+        None => Ok(Scope::Tensor(fraction)),
+    }
+}
+
 /// Bytes that an engine needs for channels that are stepped on the device.
 ///
 /// Args:
@@ -261,58 +328,89 @@ pub(super) fn choose_channels(
 ///     dtypes: of each tensor's gradient and weight.
 ///     interval: as of `deferral_nbytes`.
 ///     row_lens: elements of a row of each; 0: it is no matrix.
-///     fraction: which share of the rows or columns of a segment is selected, 0 to 1.
+///     fraction: which share of the rows or columns of every segment is selected, 0 to 1.
+///     budget_bytes: or how many bytes of device memory all segments share.
 ///
 /// Returns:
-///     of device memory, and of host memory.
+///     of device memory, at most the budget, and of host memory.
 ///
 /// Raises:
-///     ValueError: for an interval or a fraction out of range.
+///     ValueError: for an interval or a fraction out of range, or a budget that is less than what
+///         is selected whole.
 #[pyfunction]
-#[pyo3(name = "selection_nbytes", signature = (numels, dtypes, interval, row_lens, fraction))]
+#[pyo3(
+    name = "selection_nbytes",
+    signature = (numels, dtypes, interval, row_lens, *, fraction=0.0, budget_bytes=None)
+)]
 pub(super) fn py_selection_nbytes(
     numels: Vec<usize>,
     dtypes: Vec<String>,
     interval: usize,
     row_lens: Vec<usize>,
     fraction: f64,
+    budget_bytes: Option<usize>,
 ) -> Result<(usize, usize)> {
-    selection_nbytes(&numels, &dtypes_named(dtypes)?, interval, &row_lens, fraction)
+    let scope = scope_of(fraction, budget_bytes)?;
+    selection_nbytes(&numels, &dtypes_named(dtypes)?, interval, &row_lens, scope)
 }
 
 /// A segment of which channels may be selected.
-#[pyclass(name = "Selectable", module = "stepwell._core", frozen, get_all, skip_from_py_object)]
-#[derive(Clone)]
-pub(super) struct PySelectable {
-    /// Which tensor of the engine.
-    tensor: usize,
-    /// Which segment of the engine.
-    segment: usize,
-    /// Which group it has its turns with.
-    group: usize,
-    /// The element of the tensor that its rows begin with.
-    first: usize,
-    /// How many rows.
-    rows: usize,
-    /// Elements of a row.
-    row_len: usize,
-    /// How many rows may be selected.
-    row_count: usize,
-    /// How many columns may.
-    column_count: usize,
-}
+#[pyclass(name = "Selectable", module = "stepwell._core", frozen, skip_from_py_object)]
+pub(super) struct PySelectable(pub(super) Selectable);
 
-impl From<Selectable> for PySelectable {
-    fn from(one: Selectable) -> Self {
-        Self {
-            tensor: one.tensor,
-            segment: one.segment,
-            group: one.group,
-            first: one.first,
-            rows: one.rows,
-            row_len: one.row_len,
-            row_count: one.row_count,
-            column_count: one.column_count,
-        }
+#[pymethods]
+impl PySelectable {
+    /// Which tensor of the engine.
+    #[getter]
+    fn tensor(&self) -> usize {
+        self.0.tensor
+    }
+
+    /// Which segment of the engine.
+    #[getter]
+    fn segment(&self) -> usize {
+        self.0.segment
+    }
+
+    /// Which group it has its turns with.
+    #[getter]
+    fn group(&self) -> usize {
+        self.0.group
+    }
+
+    /// The element of the tensor that its rows begin with.
+    #[getter]
+    fn first(&self) -> usize {
+        self.0.first
+    }
+
+    /// How many rows.
+    #[getter]
+    fn rows(&self) -> usize {
+        self.0.rows
+    }
+
+    /// Elements of a row.
+    #[getter]
+    fn row_len(&self) -> usize {
+        self.0.row_len
+    }
+
+    /// How many rows may be selected.
+    #[getter]
+    fn row_count(&self) -> usize {
+        self.0.row_count
+    }
+
+    /// How many columns may.
+    #[getter]
+    fn column_count(&self) -> usize {
+        self.0.column_count
+    }
+
+    /// Bytes of the device memory that is always its own; 0: it shares a budget.
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.nbytes
     }
 }

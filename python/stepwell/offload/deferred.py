@@ -15,7 +15,7 @@ that, are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -26,10 +26,22 @@ from stepwell._tensors import name_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["INTERVAL_MAX", "Deferred", "Extents", "Memory", "deferred_core", "memory_of"]
+__all__ = [
+    "INTERVAL_MAX",
+    "Deferred",
+    "Extents",
+    "Memory",
+    "Scope",
+    "deferred_core",
+    "memory_of",
+]
 
 INTERVAL_MAX = 8
 """The most steps between two turns: the core's `INTERVAL_MAX`, as a test compares."""
+
+
+Scope: TypeAlias = Literal["tensor", "global"]
+"""Within what channels compete: each matrix, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +80,23 @@ class Deferred:
     of the columns, is selected: those with the largest gradients, of the axis that captures more.
     A parameter of more than two dimensions is a matrix of its first one and the rest. Parameters of
     one dimension with at most 64 Ki elements (norms, biases) are selected whole. A row that crosses
-    the border of two segments is not. 1 selects everything. Takes 12 bytes of device memory per
-    selected parameter. With coded moments the device goes on in fp32 from what they decode to: what
-    forwards read of selected channels then differs from what the host will have by what coding
-    rounds away (`docs/deferred.md`)."""
+    the border of two segments is not. 1 selects everything that gets a gradient. Takes 12 bytes of
+    device memory per selected parameter. With coded moments the device goes on in fp32 from what
+    they decode to: what forwards read of selected channels then differs from what the host will
+    have by what coding rounds away (`docs/deferred.md`)."""
 
     reselect: int = 16
     """After how many steps the channels of a segment are chosen anew, in its next turn."""
+
+    scope: Scope = "tensor"
+    """"tensor": every matrix has the share `fraction`. "global": all matrices share the memory that
+    `fraction` would take, or `budget_bytes`, and channels get it by the squared norm that they
+    capture per byte. How many of which matrix is decided in exact steps: the first, and each that
+    follows a look at the weights. Until the next one a matrix keeps its number of channels."""
+
+    budget_bytes: int | None = None
+    """With `scope="global"`, and instead of `fraction`: device memory for the state of selected
+    channels. Small parameters of one dimension are selected whole, and have to fit."""
 
     def __post_init__(self) -> None:
         is_count = isinstance(self.interval, int) and 1 <= self.interval <= INTERVAL_MAX
@@ -86,6 +108,25 @@ class Deferred:
             raise ValueError(f"`warmup_steps` is `{self.warmup_steps}`, expected 0 or more")
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"`fraction` is `{self.fraction}`, expected 0 to 1")
+        if self.scope not in ("tensor", "global"):
+            raise ValueError(f"`scope` is `{self.scope}`, expected tensor or global")
+        if self.budget_bytes is not None:
+            if self.scope != "global" or self.fraction:
+                raise ValueError(
+                    f"`budget_bytes` is `{self.budget_bytes}` with `fraction={self.fraction}` and "
+                    f"`scope={self.scope!r}`, expected it with scope='global' and no fraction"
+                )
+            # The core would refuse 2e9 without its name.
+            is_integer = isinstance(self.budget_bytes, int)
+            if not is_integer or self.budget_bytes < 1:
+                raise ValueError(
+                    f"`budget_bytes` is `{self.budget_bytes}`, expected an integer of 1 or more"
+                )
+        elif self.scope == "global" and not self.fraction:
+            raise ValueError(
+                "`scope` is `global`, expected a `fraction` or `budget_bytes` with it: nothing "
+                "would be selected"
+            )
         if self.reselect < 1:
             raise ValueError(f"`reselect` is `{self.reselect}`, expected 1 or more")
 
@@ -93,6 +134,11 @@ class Deferred:
     def turns(self) -> int:
         """How many parts of the model have turns: `interval`, or what "auto" begins with."""
         return self.INTERVAL_AT_FIRST if self.interval == "auto" else self.interval
+
+    @property
+    def selects(self) -> bool:
+        """Whether channels are stepped on the device."""
+        return self.fraction > 0 or self.budget_bytes is not None
 
     @property
     def predicted_updates(self) -> float:
@@ -147,11 +193,25 @@ def memory_of(extents: Extents, deferred: Deferred) -> Memory:
     numels, dtypes, row_lens = extents
     gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.turns)
     selected, staging = 0, 0
-    if deferred.fraction:
+    if deferred.selects:
         selected, staging = _core.selection_nbytes(
-            numels, dtypes, deferred.turns, row_lens, deferred.fraction
+            numels, dtypes, deferred.turns, row_lens, **_scope_of(extents, deferred)
         )
     return Memory(gradients, predicted if deferred.predict else 0, selected, staging)
+
+
+def _scope_of(extents: Extents, deferred: Deferred) -> dict[str, Any]:
+    """How many channels are selected, as the core is told it."""
+    if deferred.budget_bytes is not None:
+        return {"budget_bytes": deferred.budget_bytes}
+    if deferred.scope == "tensor" or deferred.fraction == 1:
+        # Nothing competes where everything is selected.
+        return {"fraction": deferred.fraction}
+    numels, dtypes, row_lens = extents
+    device_nbytes, _ = _core.selection_nbytes(
+        numels, dtypes, deferred.turns, row_lens, fraction=deferred.fraction
+    )
+    return {"budget_bytes": device_nbytes}
 
 
 def deferred_core(
@@ -182,7 +242,7 @@ def deferred_core(
         selected = torch.empty(memory.selected, dtype=torch.uint8, device=device)
         selection = {
             "row_lens": extents.row_lens,
-            "fraction": deferred.fraction,
+            **_scope_of(extents, deferred),
             "selection": (selected.data_ptr(), selected.untyped_storage()),
             "staging": _core.Buffer(memory.staging),
         }

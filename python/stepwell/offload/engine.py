@@ -125,7 +125,8 @@ class Engine:
             )
             if self.selected_bytes:
                 segments, params = self._core.selectable(), list(self._indices)
-                self.selector = Selector(segments, params, deferred.reselect, device)
+                budget_bytes = self.selected_bytes if deferred.scope == "global" else None
+                self.selector = Selector(segments, params, deferred.reselect, device, budget_bytes)
         self._is_settling = False
         self._has_checksums = True
         # The storages of weights between deferred steps, in a list for the finalizer's sake.

@@ -133,7 +133,8 @@ class HostSide:
             return None
         held = self.twins.pinned_bytes
         for param, state in chain(states.items(), self._fresh.items()):
-            if self.swapped is None or not self.swapped.is_place(param, state):
+            # What is read from a volume, or loaded over what is there, goes with the next step.
+            if self.swapped is None or param not in self.swapped:
                 held += _state.nbytes_of(state)
         if self.swapped is not None:
             held += self.swapped.memory_bytes

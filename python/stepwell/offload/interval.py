@@ -107,7 +107,7 @@ class IntervalTuner:
     def _smallest(self, turn: float, seconds: float) -> int:
         """The smallest interval at which a turn takes so many seconds at most, or the largest."""
         now = self._turn_bytes(self.interval)
-        intervals = range(1, self._interval_max + 1)
+        intervals = range(1, self._interval_max)
         fitting = (each for each in intervals if turn * self._turn_bytes(each) / now <= seconds)
         return next(fitting, self._interval_max)
 

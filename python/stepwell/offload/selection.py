@@ -5,6 +5,11 @@ a copy of the state of the channels that are selected, and steps it in every ste
 (`rust/offload/selected.rs`). What is selected changes in an exact step, and in turns of its
 segment.
 
+Each segment has its share of channels, or all compete for one budget of device memory: then the
+exact step says how many of each segment are selected, and turns which ones. An exact step comes
+first, and after every look at the weights, so that a run that is resumed from there selects what
+one that goes on does.
+
 Scores are squared norms of the gradient of that very step. They are reduced on the device, for the
 segments whose selection is due, and come to the host with the norm of all gradients, which the step
 waits for in any case: no wait of its own, and nothing but scores crosses the bus.
@@ -43,6 +48,8 @@ class Selector(Generic[_Tensor]):
         params: what stands for the tensors of the engine, in its order: parameters, or others.
         reselect: after how many steps a selection is due.
         device: where the parameters are.
+        budget_bytes: of device memory for the state of all channels; None: each segment has its
+            own.
     """
 
     def __init__(
@@ -51,16 +58,29 @@ class Selector(Generic[_Tensor]):
         params: Sequence[_Tensor],
         reselect: int,
         device: torch.device,
+        budget_bytes: int | None = None,
     ) -> None:
         self._segments = segments
         self._params = params
         self._reselect = reselect
         self._step = 0
+        # What is left of it for those that share it.
+        self._budget_bytes = (
+            None if budget_bytes is None else budget_bytes - sum(one.nbytes for one in segments)
+        )
+        # Of each segment how many rows, and columns, may be selected in its turn.
+        self._counts = {
+            one.segment: (one.row_count, one.column_count) for one in segments if one.nbytes
+        }
         # For each segment the step that selected channels of it.
         self._selected_at: dict[int, int] = {}
         # Squared norms, of the chosen channels and of all, of the last choice.
         self._captured: dict[int, tuple[float, float]] = {}
         self._due: list[_core.Selectable] = []
+        # Whether these are all that the step has gradients of.
+        self._is_all_due = False
+        self.needs_exact = False
+        """Whether the next step has to be exact: the last one was, without the scores of all."""
         most = sum(one.rows + one.row_len for one in segments if not _is_whole(one))
         # The device writes it, and the thread reads it behind a wait of its own.
         self._norms = torch.zeros(most, device="cpu", pin_memory=device.type == "cuda")
@@ -89,6 +109,7 @@ class Selector(Generic[_Tensor]):
         """
         grad_of = dict(zip(params, grads, strict=True))
         self._due = []
+        self._is_all_due = group is None and bool(params)
         norms: list[torch.Tensor] = []
         for one in self._segments:
             grad = grad_of.get(self._params[one.tensor])
@@ -107,10 +128,10 @@ class Selector(Generic[_Tensor]):
             self._norms[: len(found)].copy_(found, non_blocking=True)
 
     def _is_due(self, one: _core.Selectable, group: int) -> bool:
+        if one.group != group or not any(self._counts.get(one.segment, ())):
+            return False
         selected_at = self._selected_at.get(one.segment)
-        return one.group == group and (
-            selected_at is None or self._step - selected_at >= self._reselect
-        )
+        return selected_at is None or self._step - selected_at >= self._reselect
 
     def choose(self, at_once: Collection[_Tensor] | None) -> list[Selected]:
         """The selections that begin with the step, whose scores have come.
@@ -120,28 +141,44 @@ class Selector(Generic[_Tensor]):
         """
         if at_once is None:
             self.reset()
-        found = self._channels()
+            self.needs_exact = not self._is_all_due
+            if self.needs_exact:
+                # It was to be deferred when its gradients were scored, or no forward was seen.
+                self._due = []
+        found = self._channels(is_exact=at_once is None)
         chosen: list[Selected] = []
         for one in self._due:
             if at_once is not None and self._params[one.tensor] in at_once:
                 self._forget(one.segment)
                 continue
-            chosen.append((one.segment, *found.get(one.segment, (False, list(range(one.rows))))))
-            self._selected_at[one.segment] = self._step
-        self._due = []
+            by_columns, channels = found.get(one.segment, (False, list(range(one.rows))))
+            if channels:
+                chosen.append((one.segment, by_columns, channels))
+                self._selected_at[one.segment] = self._step
+        self._due, self._is_all_due = [], False
         self._step += 1
         return chosen
 
-    def _channels(self) -> dict[int, tuple[bool, list[int]]]:
+    def _channels(self, *, is_exact: bool) -> dict[int, tuple[bool, list[int]]]:
         """For the number of each segment that is due whether columns are chosen, and which.
 
         Not of those that are selected whole.
         """
         scored = [one for one in self._due if not _is_whole(one)]
-        extents = [(one.rows, one.row_len, one.row_count, one.column_count) for one in scored]
-        norms = self._norms[: sum(rows + row_len for rows, row_len, *_ in extents)]
+        norms = view(self._norms[: sum(one.rows + one.row_len for one in scored)])
+        chosen: Iterable[tuple[bool, list[int], float, float]]
+        if is_exact and self._budget_bytes is not None:
+            granted = _core.grant_channels(norms, scored, budget_bytes=self._budget_bytes)
+            for one in self._segments:
+                if not one.nbytes:
+                    self._counts.pop(one.segment, None)
+            for one, (*_, row_count, column_count) in zip(scored, granted, strict=True):
+                self._counts[one.segment] = row_count, column_count
+            chosen = [each[:4] for each in granted]
+        else:
+            extents = [(one.rows, one.row_len, *self._counts[one.segment]) for one in scored]
+            chosen = _core.choose_channels(norms, extents)
         channels = {}
-        chosen = _core.choose_channels(view(norms), extents)
         for one, (by_columns, found, captured, total) in zip(scored, chosen, strict=True):
             channels[one.segment] = by_columns, found
             if math.isfinite(total):
@@ -170,4 +207,4 @@ class Selector(Generic[_Tensor]):
 
 def _is_whole(one: _core.Selectable) -> bool:
     """Whether all of it is selected, so that nothing is to be chosen."""
-    return one.row_count == one.rows
+    return one.row_count == one.rows and one.column_count == 0

@@ -161,6 +161,11 @@ impl Table {
         Ok(found)
     }
 
+    /// Whether the file has no name any more, by which other processes would find it.
+    pub(super) fn is_removed(&self) -> bool {
+        self.file.metadata().is_ok_and(|metadata| metadata.nlink() == 0)
+    }
+
     /// While it lives no other process has the turn: of two that claim the same, one is first.
     pub(super) fn turn(&self) -> Turn<'_> {
         Turn::of(&self.file)

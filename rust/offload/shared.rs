@@ -1,0 +1,37 @@
+//! What the threads of an engine have in common: callers', the one that moves jobs on, the one that
+//! hands copies to the device, and workers.
+
+use super::{
+    downloads::Downloads, generation::Generation, job::Jobs, pending::Pending, ring::Ring,
+    segment::Segments, selected::Selected, uploads::Uploads,
+};
+use crate::{
+    device::Device,
+    host::pool::Pool,
+    simd::isa::Isa,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    tier::Tier,
+};
+
+/// What the threads of an engine have in common.
+pub(super) struct Shared {
+    pub(super) device: Arc<dyn Device>,
+    pub(super) pool: Pool,
+    pub(super) isa: Isa,
+    pub(super) segments: Segments,
+    pub(super) tier: Arc<dyn Tier>,
+    pub(super) downloads: Downloads,
+    pub(super) generations: Box<[Generation]>,
+    pub(super) uploads: Uploads,
+    pub(super) ring: Option<Ring>,
+    pub(super) selected: Option<Selected>,
+    /// A job that steps has it until it is stepped.
+    pub(super) pending: Mutex<Pending>,
+    pub(super) jobs: Jobs,
+}
+
+impl Shared {
+    pub(super) fn pending(&self) -> MutexGuard<'_, Pending> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
