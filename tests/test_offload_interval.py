@@ -16,6 +16,8 @@ from stepwell.offload.interval import WINDOW_STEPS, IntervalTuner, StepTimes
 from test_offload_deferred import loss_of, model_of, train
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 
@@ -43,6 +45,8 @@ def chosen(times: StepTimes, *, interval: int = 4, moments: str = "fp32") -> int
         # It takes 1.2 where there is 1: at 6 it is .75 of it, at 5 .85.
         (StepTimes(step=1.2, waited=0.2, turn=1.1), 6),
         (StepTimes(step=1.2, waited=0.2, turn=1.05), 5),
+        # At 7 it is 38 / 56 of it.
+        (StepTimes(step=1.2, waited=0.2, turn=1.25), 7),
         # Waiting for something else.
         (StepTimes(step=1.2, waited=0.2, turn=0.8), None),
         # None is enough.
@@ -69,12 +73,16 @@ def test_a_step_that_was_held_up_does_not_count() -> None:
     assert tuner.choice() is None
 
 
-def test_measuring_begins_anew_where_updates_were_applied() -> None:
+@pytest.mark.parametrize("begin", [IntervalTuner.forget, lambda tuner: tuner.set(4)])
+def test_measuring_begins_anew_where_updates_were_applied(
+    begin: Callable[[IntervalTuner], None],
+) -> None:
     tuner = IntervalTuner("fp32")
     for _ in range(2):
         for _ in range(WINDOW_STEPS - 1):
             tuner.note(StepTimes(step=1.0, waited=0.0, turn=0.1))
-        tuner.forget()
+        begin(tuner)
+        tuner.note(StepTimes(step=1.0, waited=0.0, turn=0.1))
         assert tuner.choice() is None
 
 

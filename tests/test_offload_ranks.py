@@ -3,6 +3,8 @@
 Their norms and their checkpoints too.
 """
 
+import copy
+
 import fsdp_late_programs
 import pytest
 import stepwell
@@ -276,6 +278,35 @@ def error_on_one_rank():
     assert_same(before, local_snapshot(optimizer))
 
 
+def left_after_the_decision(kind):
+    """Ranks leave a step by an error of their own, and go on: all of them, and then one."""
+    net = sharded_net()
+    optimizer = kind(net.parameters(), lr=1e-2)
+    train(net, optimizer, 1)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    for leaving in ((0, 1), (1,)):
+        with pytest.MonkeyPatch.context() as patched:
+            if dist.get_rank() in leaving:
+
+                def leave(*_):
+                    raise RuntimeError("no memory here")
+
+                patched.setattr(optimizer, "_bind", leave)
+                with pytest.raises(RuntimeError, match="here"):
+                    train(net, optimizer, 1, first=1)
+            else:
+                train(net, optimizer, 1, first=1)
+        if len(leaving) == 2:
+            train(net, optimizer, 1, first=1)
+    who = "this" if dist.get_rank() else "another"
+    for _ in range(2):
+        with pytest.raises(OSError, match=f"^{who} rank has left a step(.|\n)*hint"):
+            train(net, optimizer, 1, first=2)
+    net.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(net, optimizer, 1, first=1)
+
+
 # ---- the tests ----
 
 
@@ -337,6 +368,11 @@ def test_nonfinite_gradient_on_one_rank_is_skipped_by_all(ranks):
 
 def test_error_on_one_rank_stops_all(ranks):
     ranks.run(error_on_one_rank)
+
+
+@pytest.mark.parametrize("kind", [stepwell.OffloadAdamW, stepwell.AdamW])
+def test_a_step_that_one_rank_has_left_is_the_last(ranks, kind):
+    ranks.run(left_after_the_decision, kind)
 
 
 # ---- steps that go on behind, under FSDP2 ----

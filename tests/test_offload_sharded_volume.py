@@ -23,7 +23,7 @@ from sharded_models import (
     wrap_core,
 )
 from stepwell import _core
-from stepwell.offload import sharded_volume
+from stepwell.offload import host_side, sharded_volume
 from stepwell.offload.shares import Shares
 from stepwell.offload.swapped import Swapped
 from torch.nn.parallel import DistributedDataParallel
@@ -503,7 +503,8 @@ def test_a_resumed_volume_does_not_go_with_a_new_one(two, drives):
 def at_another_number_of_ranks(drives):
     gc.collect()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    refused_on_all(drives, r"for the ranks `\[0, 1\]`, expected `\[.\]`(.|\n)*hint", shard=alone)
+    match = r"for the ranks `\[0, 1\]`(.|\n)*and `\[.\]` share the step(.|\n)*hint"
+    refused_on_all(drives, match, shard=alone)
 
 
 def test_another_number_of_ranks_is_refused_with_a_way_out(two, drives):
@@ -512,12 +513,12 @@ def test_another_number_of_ranks_is_refused_with_a_way_out(two, drives):
     assert two.run(go_on, drives, 1) == [4, 4]
 
 
-def on_drives_of_their_own(drives, is_damaged):
+def on_drives_of_their_own(drives, refused=None):
     """As on hosts of their own, where ranks do not see the files of the others."""
     gc.collect()
     folders = [drives[dist.get_rank()]]
-    if is_damaged:
-        return refused_on_all(folders, "run-1.*is truncated", OSError)
+    if refused:
+        return refused_on_all(folders, refused, OSError)
     net = make(DTYPE)
     optimizer = on_volume(net, folders, name="run")
     train(DistributedDataParallel(net), optimizer, 1)
@@ -525,11 +526,89 @@ def on_drives_of_their_own(drives, is_damaged):
 
 
 def test_what_is_wrong_with_a_drive_is_not_taken_for_another_number_of_ranks(two, drives):
-    assert two.run(on_drives_of_their_own, drives, False) == [1, 1]
-    os.truncate(drives[1] / "run-1.0.stepwell", 1 << 16)
-    for text in two.run(on_drives_of_their_own, drives, True):
+    assert two.run(on_drives_of_their_own, drives) == [1, 1]
+    own = drives[1] / "run-1.0.stepwell"
+    own.rename(own.with_suffix(".away"))
+    for text in two.run(on_drives_of_their_own, drives, "run-1"):
+        assert "for the ranks" not in text
+    # Another rank of that host has its drive.
+    shutil.copy(drives[0] / "run-0.0.stepwell", drives[1] / "run-0.0.stepwell")
+    for text in two.run(on_drives_of_their_own, drives, "run-1"):
+        assert "it is missing" in text or "no volume" in text, text
+        assert "for the ranks `[0]` in the folders of rank `1`" in text
+        assert "its own drives" in text
+    own.with_suffix(".away").rename(own)
+    os.truncate(own, 1 << 16)
+    for text in two.run(on_drives_of_their_own, drives, "run-1.*is truncated"):
         assert "number of ranks" not in text
         assert "for the ranks" not in text
+
+
+def volumes_of_groups(drives):
+    """Two groups of one rank each, whose volumes have one name."""
+    gc.collect()
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    net = make(DTYPE)
+    optimizer = on_volume(net, drives, name="run", shard=alone)
+    train_alike(net, optimizer)
+    end(optimizer)
+    del optimizer
+    gc.collect()
+    dist.barrier()
+    with pytest.raises(ValueError, match="of other parameters") as raised:
+        on_volume(torch.nn.Linear(6, 2), drives, name="run", resume=True, shard=alone)
+    return str(raised.value)
+
+
+def test_groups_of_ranks_may_have_volumes_of_one_name(two, drives):
+    for text in two.run(volumes_of_groups, drives):
+        assert "with their names and shapes" in text
+        assert "expected `[" not in text
+
+
+def uneven_tiers(drives):
+    """Of the ranks one has a volume; then both, of which one commits."""
+    gc.collect()
+    net, rank = make(DTYPE), dist.get_rank()
+    with pytest.raises(ValueError, match=r"this rank has (no|a) `tier`(.|\n)*on all ranks"):
+        on_volume(net, drives) if rank else in_memory(net, shard=True)
+    with pytest.raises(ValueError, match=r"of durability `(none|commit)`, others have not"):
+        on_volume(net, drives, durability=("none", "commit")[rank])
+
+
+def test_ranks_of_which_one_has_a_volume_are_told_at_once(two, drives):
+    two.run(uneven_tiers, drives)
+    assert not files(drives)
+
+
+def no_memory_for_rows(drives):
+    gc.collect()
+    net = make(DTYPE)
+    with pytest.MonkeyPatch.context() as patched:
+        fetch_rows, count = host_side.fetch_rows, 0
+
+        def fail(*_, **__):
+            raise RuntimeError("no memory here")
+
+        def fetch(*args):
+            nonlocal count
+            count += 1
+            # Other parameters have come before.
+            with pytest.MonkeyPatch.context() as inner:
+                if dist.get_rank() and count == 2:
+                    inner.setattr(torch, "empty", fail)
+                fetch_rows(*args)
+
+        patched.setattr(host_side, "fetch_rows", fetch)
+        kind, match = (RuntimeError, "here") if dist.get_rank() else (OSError, "rank 1 has left")
+        with pytest.raises(kind, match=match):
+            on_volume(net, drives, name="run", resume=True)
+
+
+def test_a_rank_that_leaves_while_weights_go_between_them_is_named(two, drives):
+    two.run(first_run, drives, 1)
+    two.run(no_memory_for_rows, drives)
+    assert two.run(go_on, drives, 1) == [4, 4]
 
 
 # ---- checkpoints ----

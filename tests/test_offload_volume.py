@@ -231,6 +231,8 @@ def test_parameters_that_are_added_or_thaw_later(tmp_path):
         ours[1].add_param_group({"params": [("big", torch.nn.Parameter(torch.zeros(1 << 20)))]})
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 2)
+        # In memory until the next step, and not of what may be taken.
+        assert optimizer.state_dict()["state"]
         net[3].bias.requires_grad_(True)
         added = torch.nn.Parameter(torch.zeros(3))
         optimizer.add_param_group({"params": [("added", added)], "lr": 0.1})

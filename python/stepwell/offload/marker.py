@@ -3,6 +3,8 @@
 - It reads as NaN, or as zero once it was zeroed; so do its views.
 - `zero_()` in its various forms (`zero_grad(set_to_none=False)`, `_foreach_zero_`, by way of
   `.data`) sets `is_zeroed`. The holder of the gradient (`accumulation`) zeroes the sum then.
+- It may be moved to another device and back, as modules move gradients with their parameters. The
+  sum stays where it is.
 - Everything else that would change it raises, with a hint: the gradient itself is not there.
 """
 
@@ -32,6 +34,9 @@ _SAME = frozenset(
         torch.detach_,
     ]
 )
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+# What gives it on another device: `torch.nn.Module.to` assigns that to `grad.data`.
+_MOVING = frozenset([torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda])
 # What gives a way to the element that cannot be watched.
 _ESCAPING = frozenset([torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__])
 _ASSIGNING = frozenset(
@@ -47,7 +52,9 @@ class GradMarker(torch.Tensor):
     is_zeroed: bool
     """Whether the gradient was set to zero after it had been moved."""
     is_part: bool
-    """Whether it is a view of one."""
+    """Whether it is a view of one, or one that was moved."""
+    moved_from: GradMarker | None
+    """What it has the place of on another device."""
 
     @staticmethod
     def of(grad: torch.Tensor) -> GradMarker:
@@ -71,14 +78,19 @@ class GradMarker(torch.Tensor):
                 return args[0]
             if func in _ESCAPING:
                 return func(args[0].clone(), *args[1:], **kwargs)
+            if func in _MOVING and isinstance(args[0], GradMarker):
+                return _moved(func, args, kwargs)
             changed = [*_markers(_changed(func, args, kwargs))]
+            if func == _SET_DATA and _is_moved(*args):
+                changed = []
             is_zeroing = func in _ZEROING or (func in _FILLING and _is_zero(args, kwargs))
             for marker in changed:
                 if marker.is_part or not is_zeroing:
                     raise ValueError(
                         "a gradient is changed that is in host memory (`accumulate` is `host`), "
                         f"by `{func.__name__}`. hint: clear it by zero_grad() or zero_(); clip by "
-                        "the optimizer's clip_norm; for all else accumulate='device'"
+                        "the optimizer's clip_norm (Trainer: stepwell.offload.fold_clipping); for "
+                        "all else accumulate='device'"
                     )
             result = func(*args, **kwargs)
             for marker in changed:
@@ -100,7 +112,30 @@ def _marker(tensor: torch.Tensor, *, is_part: bool) -> GradMarker:
     marker = tensor.as_subclass(GradMarker)
     marker.is_zeroed = False
     marker.is_part = is_part
+    marker.moved_from = None
     return marker
+
+
+def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What `func` gives; a marker as small as `args[0]` where only the device is another."""
+    marker: GradMarker = args[0]
+    extent = torch.empty([0] * marker.dim(), dtype=marker.dtype, device=marker.device)
+    place = func(extent, *args[1:], **kwargs)
+    if marker.is_part or place.dtype != marker.dtype:
+        result: torch.Tensor = func(*args, **kwargs)
+        return result if result is marker else result.as_subclass(torch.Tensor)
+    if place is extent:
+        return marker
+    value = 0.0 if marker.is_zeroed else math.nan
+    element = torch.full((), value, dtype=place.dtype, device=place.device)
+    moved = _marker(element.expand(marker.shape), is_part=True)
+    moved.moved_from = marker
+    return moved
+
+
+def _is_moved(marker: torch.Tensor, value: Any) -> bool:
+    """Whether `value` is `marker`, or that on another device."""
+    return isinstance(value, GradMarker) and (value is marker or value.moved_from is marker)
 
 
 def _markers(value: Any) -> Iterable[GradMarker]:

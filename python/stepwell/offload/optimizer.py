@@ -16,7 +16,7 @@ import torch
 
 from stepwell import _state
 from stepwell._decision import Facts, Nonfinite
-from stepwell._sharding import agree, is_dtensor, local
+from stepwell._sharding import is_dtensor, local
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.deferred_steps import DeferredSteps
@@ -197,7 +197,10 @@ class OffloadAdamW(OffloadStateDicts):
                 "a volume are not there yet"
             )
         self._sharding: Sharding | None = open_sharding(
-            shard, deferred=deferred is not None, accumulate=accumulate
+            shard,
+            deferred=deferred is not None,
+            accumulate=accumulate,
+            durability=None if tier is None else tier.durability,
         )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
@@ -659,7 +662,7 @@ class OffloadAdamW(OffloadStateDicts):
             except ValueError as caught:
                 error = caught
             if self._sharding is None:
-                (has_error,) = agree(self._agreeing_meshes(), [error is not None])
+                (has_error,) = self._agree(error is not None)
             else:
                 found_inf, has_error = self._sharding.agree(
                     params,
@@ -677,7 +680,9 @@ class OffloadAdamW(OffloadStateDicts):
         if not has_error and not found_inf:
             with awaited(self._sharding):
                 self._refuse_lost_writes()
-                self._score(params, grads, updates, self._host.reread(params, self.state))
+                is_written = self._is_selection_written(params)
+                self._host.reread(params, self.state)
+                self._score(params, grads, updates, is_written=is_written)
                 collector = self._collector
                 norm = gradient_norm(params, grads, collector.place, read=collector.read)
                 norm *= inverse_scale
@@ -695,6 +700,7 @@ class OffloadAdamW(OffloadStateDicts):
             what += self._collector.explain_nan()
         if not self._is_taken(facts, updates, error, what):
             return False
+        self._has_left = True
         with self._opened_engine().decided():
             # After the norm, which would come down behind them; the step begins with the first that
             # is there.
@@ -709,7 +715,8 @@ class OffloadAdamW(OffloadStateDicts):
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         updates: Sequence[Update],
-        written: Sequence[torch.Tensor],
+        *,
+        is_written: bool,
     ) -> None:
         """Scores channels of which some may be selected; the norm that comes next is waited for.
 
@@ -717,16 +724,16 @@ class OffloadAdamW(OffloadStateDicts):
             params: the parameters of the step.
             grads: their gradients.
             updates: their updates.
-            written: those that other code has written.
+            is_written: whether other code has written one of which channels are selected.
         """
         steps = self._deferred_steps
-        if steps is None or not steps.deferred.fraction or not updates:
+        if steps is None or not steps.deferred.selects or not updates:
             return
         engine = self._opened_engine()
         if engine.selector is None:
             return
-        if engine.selector.holds(written):
-            # The device has copies of what they were. An exact step drops those.
+        if engine.selector.needs_exact or is_written:
+            # Of what was written the device has copies. An exact step drops them.
             engine.is_settled = True
         if self._is_deferred(updates):
             engine.selector.score(params, grads, engine.next_group())
@@ -734,6 +741,17 @@ class OffloadAdamW(OffloadStateDicts):
             engine.selector.score(params, grads, None)
         else:
             engine.selector.score([], [], None)
+
+    def _is_selection_written(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether other code has written one of `params` of which channels are selected.
+
+        By the bits: what is doubted depends on what was seen, which a resumed run has not.
+        """
+        engine = self._engine
+        if engine is None or engine.selector is None:
+            return False
+        stale = self._twins.stale(params)
+        return any(engine.selector.holds([one]) and self._twins.differs(one) for one in stale)
 
     def _refuse_lost_writes(self) -> None:
         """Raises ValueError where a parameter was written that updates are deferred of."""

@@ -22,18 +22,19 @@ import math
 import os
 import struct
 import time
-from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from stepwell.offload.ranks import Call, Ranks
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import timedelta
 
-__all__ = ["Call", "Peers", "StepFacts", "ToldOfStep", "wait_for_work", "why_lost"]
+__all__ = ["Peers", "StepFacts", "ToldOfStep", "wait_for_work", "why_lost"]
 
 # Polls of a work that has not ended: soon after the first look, then less often.
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 2e-5, 1e-3
@@ -43,19 +44,6 @@ _WORDS = 10
 
 # Of the text of an error that a rank tells the others.
 _TEXT_BYTES = 1000
-
-
-class Call(IntEnum):
-    """What a round is of."""
-
-    STEP = 0
-    NORM = 1
-    DIFFERENCE = 2
-    OBJECTS = 3
-    BROADCAST = 4
-    OPEN = 5
-    LEFT = 6
-    VOLUME = 7
 
 
 _MADE_BY = {
@@ -84,7 +72,7 @@ class ToldOfStep(NamedTuple):
     work: dist.Work
 
 
-class Peers:
+class Peers(Ranks):
     """The ranks of `group`, by process groups of the optimizer's own.
 
     Making it is collective: all ranks of the default group take part, or those of `group` where it
@@ -108,8 +96,7 @@ class Peers:
                 "`shard` is given, and this build of torch has no gloo, by which the ranks agree. "
                 "hint: shard=False"
             )
-        self.ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        """Of the default group."""
+        super().__init__(dist.get_process_group_ranks(group or dist.group.WORLD))
         if dist.get_rank() not in self.ranks:
             raise ValueError(
                 f"`shard` is a group of the ranks `{self.ranks}`, expected one with this rank "
@@ -353,30 +340,6 @@ class Peers:
         whole, source = memory.view(-1).view(torch.uint8), self.ranks[owner]
         begin = partial(dist.broadcast, whole, source, group=self._agreeing, async_op=True)
         self._wait(self._call(begin, call), call)
-
-    def tell_failure(self, failure: Exception | None, call: Call = Call.OBJECTS) -> None:
-        """All ranks tell whether they have failed; where one has, all raise, and stay together.
-
-        Args:
-            failure: why this one has; None: it has not.
-            call: what the ranks are in.
-
-        Raises:
-            ValueError: `failure`.
-            OSError: likewise; or another rank has failed, or is gone.
-        """
-        text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        try:
-            texts = self.objects(text, call)
-        except OSError:
-            if failure is not None:
-                raise failure from None
-            raise
-        if failure is not None:
-            raise failure
-        failed = {self.ranks[rank]: each for rank, each in enumerate(texts) if each is not None}
-        if failed:
-            raise OSError("; ".join(f"on rank {rank}: {each}" for rank, each in failed.items()))
 
     def check_process(self) -> None:
         """Raises ValueError in a forked child, which has no part in what the ranks do."""

@@ -99,10 +99,8 @@ class Rows(torch.Tensor):
         """The memory that is saved, or loaded into."""
         return self.plain
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
-        copied = Rows.of(self.plain.clone(), self.begin, self.whole_shape)
-        memo[id(self)] = copied
-        return copied
+    def __deepcopy__(self, _: dict[int, Any]) -> Rows:
+        return Rows.of(self.plain.clone(), self.begin, self.whole_shape)
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise TypeError(
@@ -127,8 +125,8 @@ class _Cut:
         length = _state.part_length(name)
         self.shape = [length(numel)] if length else list(param.shape) or [1]
         """Of the whole."""
-        row_len = 1 if length else math.prod(self.shape[1:])
-        of = length or (lambda count: count // max(row_len, 1))
+        row_len = math.prod(self.shape[1:])
+        of = length or (lambda count: count // row_len)
         self.rows = [(of(begin), of(end)) if end > begin else (0, 0) for begin, end in spans]
         """The rows of each rank; (0, 0): none."""
 
@@ -142,7 +140,7 @@ def of_rank(sharding: Sharding, param: torch.Tensor, state: Mapping[str, Any]) -
     """The state of a parameter with this rank's pieces as `Rows`, in their memory."""
     return {
         name: _rows(_Cut(sharding, param, name), sharding.peers.rank, value)
-        if _state.is_part(name) and isinstance(value, torch.Tensor)
+        if _state.is_part(name)
         else value
         for name, value in state.items()
     }
@@ -248,7 +246,7 @@ def whole(
                     piece = memory[begin:end]
                 else:
                     piece = torch.empty(cut.shape_of(owner), dtype=value.dtype, device="cpu")
-                if to is None or owner != to:
+                if owner != to:
                     peers.broadcast(piece, owner)
                 if is_here and peers.rank == owner:
                     memory[begin:end].copy_(piece)

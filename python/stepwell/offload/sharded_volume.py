@@ -1,12 +1,14 @@
-"""Volumes of ranks that share the step: made together, and gone on from at one step.
+"""Volumes of ranks that step together: made together, and gone on from at one step.
 
-Each rank has the state of its rows on a volume of its own.
+Each rank has the state of what it steps on a volume of its own: its rows (`shard=`), or its
+partitions under ZeRO (`deepspeed/zero/swapped.py`).
 
 - SHV-1 The steps of all volumes have the same numbers: a rank commits every step that it submits,
   also one that changes none of its rows, and a step that is submitted on one rank is so on all.
 - SHV-2 No rank begins to write a step before all have committed the one before: the thread that
   gathers tells the others that a step is good when it is committed (`gathering.py`), and the next
-  one is not submitted before all have told so (`rank_engine.py`).
+  one is not submitted before all have told so (`rank_engine.py`). Under ZeRO each rank's own step
+  has ended before it takes part in the norm of the next one.
 - SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one step,
   or at two that follow one another. Those that are ahead then still have the step before, whole
   (`rust/tier/volume/commit.rs`, CMT-5), and go back to it.
@@ -26,13 +28,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from stepwell.offload.peers import Call
+from stepwell.offload.ranks import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from stepwell import _core
-    from stepwell.offload.peers import Peers
+    from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
 
 __all__ = ["agree_on_counts", "close", "fetch_rows", "open_together"]
@@ -41,22 +43,22 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def open_together(
-    peers: Peers, make: Callable[[int | None], _core.Swap | None]
+    ranks: Ranks, make: Callable[[int | None], _core.Swap | None]
 ) -> _core.Swap | None:
     """The volume of this rank, when all ranks have theirs, at the same step. Collective.
 
     Args:
-        peers: the ranks.
+        ranks: the ranks.
         make: makes it, or opens it at a step, None being its last one; None: this rank needs none.
 
     Raises:
         ValueError: as `make`; or the volumes are not those of one run.
         OSError: as `make`; or another rank has failed.
     """
-    core = _on_all(peers, lambda: make(None), None)
-    step = None if core is None or core.counts is None else core.step
+    core = _on_all(ranks, lambda: make(None), None)
+    step = None if core is None else core.step
     try:
-        steps = peers.objects(step, Call.VOLUME)
+        steps = ranks.objects(step, Call.VOLUME)
         least = _common_step(steps)
     except BaseException:
         close(core)
@@ -79,7 +81,7 @@ def open_together(
         )
         return made
 
-    return _on_all(peers, go_back, core)
+    return _on_all(ranks, go_back, core)
 
 
 def _common_step(steps: Sequence[int | None]) -> int | None:
@@ -102,17 +104,17 @@ def _common_step(steps: Sequence[int | None]) -> int | None:
 
 
 def _on_all(
-    peers: Peers, make: Callable[[], _core.Swap | None], before: _core.Swap | None
+    ranks: Ranks, make: Callable[[], _core.Swap | None], before: _core.Swap | None
 ) -> _core.Swap | None:
     """What `make` makes, where it fails on no rank; else what there is, or was `before`, ends."""
     core, failure = before, None
-    with peers.awaited():
+    with ranks.awaited():
         try:
             core = make()
         except (ValueError, OSError) as error:
             failure = error
     try:
-        peers.tell_failure(failure, Call.VOLUME)
+        ranks.tell_failure(failure, Call.VOLUME)
     except BaseException:
         close(core)
         raise
@@ -130,12 +132,12 @@ def close(core: _core.Swap | None) -> None:
 
 
 def agree_on_counts(
-    peers: Peers, mine: Sequence[int | None], failure: Exception | None
+    ranks: Ranks, mine: Sequence[int | None], failure: Exception | None
 ) -> list[int]:
     """How many updates each parameter has seen, of resumed volumes. Collective.
 
     Args:
-        peers: the ranks.
+        ranks: the ranks.
         mine: of each parameter the count; None: this rank has none of its rows.
         failure: why this rank's volume cannot be read.
 
@@ -143,9 +145,9 @@ def agree_on_counts(
         ValueError: `failure`; or the volumes have different counts.
         OSError: likewise; or another rank has failed.
     """
-    peers.tell_failure(failure, Call.VOLUME)
+    ranks.tell_failure(failure, Call.VOLUME)
     counts = []
-    for each in zip(*peers.objects(list(mine), Call.VOLUME), strict=True):
+    for each in zip(*ranks.objects(list(mine), Call.VOLUME), strict=True):
         found = {count for count in each if count is not None}
         if len(found) > 1:
             raise ValueError(
@@ -170,10 +172,13 @@ def fetch_rows(sharding: Sharding, param: torch.Tensor, own: torch.Tensor) -> No
     """
     peers, shares = sharding.peers, sharding.shares
     for rank in range(shares.world_size):
-        begin, end = shares.elements(param, rank)
+        # Between two rounds too the others hear of an error.
+        with peers.awaited():
+            begin, end = shares.elements(param, rank)
+            is_own = rank == peers.rank
+            rows = own if is_own else torch.empty(end - begin, dtype=param.dtype, device="cpu")
         if begin == end:
             continue
-        is_own = rank == peers.rank
-        rows = own if is_own else torch.empty(end - begin, dtype=param.dtype, device="cpu")
         peers.broadcast(rows, rank, Call.VOLUME)
-        param.view(-1)[begin:end].copy_(rows.view(-1))
+        with peers.awaited():
+            param.view(-1)[begin:end].copy_(rows.view(-1))

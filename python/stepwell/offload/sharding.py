@@ -17,7 +17,7 @@ import contextlib
 import logging
 import weakref
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from stepwell._tensors import contiguous_hint
 from stepwell.offload.gate import modules_alive
 from stepwell.offload.peers import Peers, StepFacts
 from stepwell.offload.shares import Shares
+from stepwell.offload.volume import Durability
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -82,6 +83,19 @@ class Sharding:
                 )
         self.shares.add(params)
         self._replicas = None
+
+    def check_durability(self, mine: Durability | None) -> None:
+        """Raises ValueError, on all ranks, where only some have a volume, or one that commits.
+
+        Ranks with volumes make them together, and would wait for the others.
+        """
+        kinds = (None, *get_args(Durability))
+        if self.peers.first_difference([kinds.index(mine)]) is not None:
+            what = "no `tier`" if mine is None else f"a `tier` of durability `{mine}`"
+            raise ValueError(
+                f"`shard` is given, and this rank has {what}, others have not, expected the same "
+                "on all ranks. hint: one Volume(...) for all: each adds its number to the name"
+            )
 
     def check_batches(self) -> None:
         """Raises ValueError where ranks may have different numbers of batches.
@@ -199,16 +213,21 @@ def awaited(sharding: Sharding | None) -> AbstractContextManager[None]:
     return contextlib.nullcontext() if sharding is None else sharding.peers.awaited()
 
 
-def open_sharding(shard: Shard, *, deferred: bool, accumulate: str) -> Sharding | None:
+def open_sharding(
+    shard: Shard, *, deferred: bool, accumulate: str, durability: Durability | None
+) -> Sharding | None:
     """The ranks that share the step; None: there is nothing to share.
 
     Args:
         shard: the option.
         deferred: whether updates are deferred.
         accumulate: where gradients are summed.
+        durability: of this rank's volume; None: it has none.
 
     Raises:
-        ValueError: there is no such group, or the options do not go together.
+        ValueError: there is no such group, or the options do not go together; on all ranks, where
+            their volumes do not.
+        OSError: another rank is gone.
     """
     if shard is False:
         _tell_of_copies()
@@ -223,7 +242,9 @@ def open_sharding(shard: Shard, *, deferred: bool, accumulate: str) -> Sharding 
             "`shard` is given and `accumulate` is `host`, expected device: other ranks have a part "
             "in the gradients. hint: no_sync() of the model"
         )
-    return Sharding(shard)
+    sharding = Sharding(shard)
+    sharding.check_durability(durability)
+    return sharding
 
 
 def _tell_of_copies() -> None:

@@ -396,24 +396,26 @@ class Swapped:
         return found
 
     def _explain(self, error: Exception) -> None:
-        """Raises ValueError where a volume cannot be resumed since other ranks have made it."""
+        """Raises an error that says more, where other ranks may have made what cannot be resumed.
+
+        Only what lies in this rank's folders is known: others may be those of another host, and a
+        group of other ranks may have volumes of the same name.
+        """
         if self.sharding is None or not self.volume.resume:
             return
-        ranks = self.sharding.peers.ranks
-        made = _ranks_of(self._folders(), f"{self.volume.name}-")
-        if not made:
-            # There is none, as the error says.
+        peers = self.sharding.peers
+        made, mine = _ranks_of(self._folders(), f"{self.volume.name}-"), peers.ranks[peers.rank]
+        is_on_drive = isinstance(error, OSError)
+        if not made or made == sorted(peers.ranks) or (mine in made and is_on_drive):
+            # The error says what is wrong.
             return
-        mine = ranks[self.sharding.peers.rank]
-        # Those of other hosts are not seen here: a drive that fails has its own error.
-        if isinstance(error, OSError) and mine in made and set(made) <= set(ranks):
-            return
-        if made != sorted(ranks):
-            raise ValueError(
-                f"volume `{self.volume.name}` is there for the ranks `{made}`, expected `{ranks}`: "
-                f"{error}. hint: as many ranks go on from a volume as have made it; state gets to "
-                "another number by torch.distributed.checkpoint or full_state_dict()"
-            ) from error
+        kind = OSError if is_on_drive else ValueError
+        raise kind(
+            f"{error}; `{self.volume.name}` is there for the ranks `{made}` in the folders of rank "
+            f"`{mine}`, and `{peers.ranks}` share the step. hint: as many ranks go on from a "
+            "volume as have made it, each with its own drives; state gets to another number by "
+            "torch.distributed.checkpoint or full_state_dict()"
+        ) from error
 
     def close(self) -> None:
         """Ends a volume from which the optimizer cannot begin; a resumed one stays."""

@@ -103,9 +103,10 @@ def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None])
 
 
 def end(param: torch.Tensor) -> None:
-    """`param` is a plain parameter again."""
+    """`param` is a plain parameter again, or what a program has made it meanwhile."""
     _GUARDS.pop(id(param), None)
-    _set_class(param, Parameter)
+    if type(param) is UnderWay:
+        _set_class(param, Parameter)
 
 
 # ---- what does not wait ----
@@ -117,7 +118,9 @@ _DESCRIPTIVE_GETTERS = (
     *("is_cpu", "is_cuda", "is_xpu", "is_mps", "is_meta", "is_sparse", "is_nested"),
     *("is_quantized", "is_sparse_csr", "is_mkldnn", "retains_grad", "volatile"),
 )
-_DESCRIPTIVE_SETTERS = ("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_DESCRIPTIVE_SETTERS = (
+    *("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+)
 _DESCRIPTIVE_METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset"),
     *("element_size", "is_contiguous", "is_floating_point", "is_complex", "is_signed"),

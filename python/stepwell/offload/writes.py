@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from stepwell.offload.under_way import DESCRIPTIVE, set_grad, without_waiting
+from stepwell.offload.under_way import DESCRIPTIVE, without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -166,10 +166,10 @@ def _restore_class(tensor: torch.Tensor) -> None:
 def _call_after_waiting(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    if func in DESCRIPTIVE or func is set_grad:
+    if func in DESCRIPTIVE:
         with without_waiting():
             return func(*args, **kwargs)
-    if func is torch.Tensor.narrow and not kwargs and len(args) == _NARROW_ARGS:
+    if func is torch.Tensor.narrow and len(args) == _NARROW_ARGS:
         part = _narrowed(*args)
         if part is not None:
             return part
@@ -344,4 +344,3 @@ def _restore(parts: dict[int, tuple[torch.Tensor, Any]], lock: threading.RLock) 
     with lock:
         for tensor, _ in parts.values():
             _end(tensor)
-        parts.clear()
