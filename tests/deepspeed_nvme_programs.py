@@ -423,22 +423,79 @@ def program_nvme_ranks(result, *, folder):
 
 def on_ranks(result, at, config, rank):
     result["both"] = [run(each, rank=rank) for each in (on_volume(config, at), config)]
-    named = on_volume(config, at, name="run")
     again = on_volume(config, at, name="run", resume=True)
-    engine = engine_of(named)
+    engine = engine_of(on_volume(config, at, name="run"))
     train(engine, vectors(1, rank=rank), squared)
     (own,) = at.glob(f"run-{rank}.*")
     result["name"] = own.name
-    if rank == 1:
-        shutil.copy(own, at / "older")
+    keep_as(own, "first")
     train(engine, vectors(1, 1, rank=rank), squared)
     engine.destroy()
+    keep_as(own, "second")
     engine = engine_of(again, seed=1)
     train(engine, vectors(1, 2, rank=rank), squared)
     result["resumed"] = ended(engine)
+    keep_as(own, "third")
+
+    # As two ranks leave them that are killed while one has committed, and the other has not.
+    for behind in range(2):
+        put_back(own, "second" if rank == behind else "third")
+        engine = engine_of(again, seed=1)
+        done = engine.optimizer.committed_steps
+        train(engine, vectors(1, done, rank=rank), squared)
+        result["gone back", behind] = done, ended(engine)
+
+    removed_at_end = on_volume(config, at, name="run", resume=True, keep=False)
+    put_back(own, "first" if rank == 1 else "third")
+    result["uneven"] = error_of(lambda: engine_of(removed_at_end))
     if rank == 1:
-        shutil.copy(at / "older", own)
-    result["uneven"] = error_of(lambda: engine_of(again))
+        own.rename(at / "away")
+    result["missing"] = error_of(lambda: engine_of(removed_at_end))
     if rank == 1:
-        own.unlink()
-    result["missing"] = error_of(lambda: engine_of(again))
+        (at / "away").rename(own)
+    result["not resumed"] = own.exists()
+    put_back(own, "second")
+    engine_of(removed_at_end).destroy()
+    result["ended"] = own.exists()
+
+    engine = engine_of(on_volume(config, at, name="run"))
+    more = vectors(1, rank=rank)
+    result["waits"] = waits_before_norms(engine, lambda: train(engine, more, squared))
+    assert engine.optimizer.committed_steps == 2
+    if rank == 1:
+        os.truncate(own, 1 << 16)
+    result["fails"] = [
+        error_of(lambda: train(engine, vectors(2, 1, rank=rank), squared)) for _ in range(2)
+    ]
+
+
+def waits_before_norms(engine, train):
+    """What each step waits for, last, before the ranks sum up its norm: of the step before."""
+    optimizer = engine.optimizer
+    partitions = optimizer._partitions
+    called = []
+    with pytest.MonkeyPatch.context() as patched:
+        for owner, name in (
+            (partitions.gradients, "norm"),
+            (partitions, "finish"),
+            (optimizer, "synchronize"),
+            (optimizer, "step"),
+        ):
+            if (call := getattr(owner, name, None)) is not None:
+
+                def noted(*args, name=name, call=call):
+                    called.append(name)
+                    return call(*args)
+
+                patched.setattr(owner, name, noted)
+        train()
+        optimizer.step()
+    return [called[at - 1] for at in range(len(called)) if called[at] == "norm"]
+
+
+def keep_as(own, name):
+    shutil.copy(own, own.parent / f"{name}-{own.name}")
+
+
+def put_back(own, name):
+    shutil.copy(own.parent / f"{name}-{own.name}", own)

@@ -154,8 +154,17 @@ def test_ranks_share_the_drives(ranks, stage):
         assert_same_partitions(found[stage]["resumed"], in_memory["partitions"])
 
 
+@pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_at_different_commits_are_refused(ranks, stage):
+def test_ranks_that_are_ahead_go_back(ranks, stage, behind):
+    for found in ranks:
+        done, gone_on = found[stage]["gone back", behind]
+        assert done == 2
+        assert_same_partitions(gone_on, found[stage]["resumed"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_volumes_of_steps_further_apart_are_refused_and_stay(ranks, stage):
     for rank, found in enumerate(ranks):
         kind, text = found[stage]["uneven"]
         assert kind == "ValueError"
@@ -163,6 +172,24 @@ def test_ranks_at_different_commits_are_refused(ranks, stage):
         kind, text = found[stage]["missing"]
         assert kind == ("OSError" if rank == 0 else "FileNotFoundError")
         assert "run-1" in text
+        # They are not to be kept, once a run has gone on from them.
+        assert found[stage]["not resumed"]
+        assert not found[stage]["ended"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_rank_begins_a_step_before_all_have_committed_the_last(ranks, stage):
+    for found in ranks:
+        assert len(found[stage]["waits"]) == 2
+        assert set(found[stage]["waits"]) <= {"finish", "synchronize"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_drive_that_fails_on_one_rank_stops_all(ranks, stage):
+    for rank, found in enumerate(ranks):
+        for kind, text in found[stage]["fails"]:
+            assert kind == "OSError"
+            assert "member `0`" in text if rank == 1 else "rank" in text
 
 
 def test_ranks_have_state_of_their_own(ranks):

@@ -193,6 +193,46 @@ def test_numpy_of_a_gradient_is_a_copy():
     assert copied.mul_(2).isnan().all()
 
 
+MOVES = {
+    "cpu": lambda net: net.cpu(),
+    "to": lambda net: net.to("cpu"),
+    # All that a CPU has of a move to another device.
+    "away": lambda net: net._apply(lambda tensor: tensor.to("cpu", copy=True)),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=MOVES.keys())
+@pytest.mark.parametrize("clear", [lambda grad: None, torch.Tensor.zero_], ids=["sums", "zeros"])
+def test_modules_may_be_moved_while_gradients_are_in_host_memory(move, clear):
+    # Lightning moves the model when a fit ends, behind a step whose gradients nobody has cleared.
+    ours, theirs = pair(accumulate="host")
+    for net, optimizer in (ours, theirs):
+        for step in range(3):
+            loss_of(net, step).backward()
+            clear(net[0].weight.grad)
+            move(net)
+            loss_of(net, step + 1).backward()
+            optimizer.step()
+            move(net)
+    assert_equal(ours, theirs)
+
+
+def test_a_gradient_that_was_moved_takes_no_memory_and_stands_for_its_own_alone():
+    net, optimizer = pair(accumulate="host")[0]
+    loss_of(net, 1).backward()
+    first, last = (net[index].weight.grad for index in (0, 3))
+    moved = first.to("cpu", copy=True)
+    assert moved.isnan().all()
+    assert moved.untyped_storage().nbytes() == moved.itemsize
+    for edit in (lambda: moved.zero_(), lambda: setattr(last, "data", last.to(torch.float64))):
+        with pytest.raises(ValueError, match=r"in host memory(.|\n)*hint: clear it by zero_grad"):
+            edit()
+    with pytest.raises(ValueError, match=r"in host memory(.|\n)*hint: clear it by zero_grad"):
+        last.data = moved
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_a_backward_that_fails_between_the_marker_and_the_sum(is_followed):
     ours, theirs = pair(accumulate="host")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from offload_landing import SIZE, Landing, old_and_new, parameters_under_way
 from stepwell.offload.guard import WeightGuard, clear_grads, exposed
+from stepwell.offload.under_way import UnderWay, as_plain, begin, end
 from torch.nn import Parameter
 
 
@@ -81,6 +82,132 @@ def test_swapped_tensors(under_way):
     assert torch.equal(param, torch.zeros(SIZE, SIZE))
     guard.clear(guard.num_steps)
     assert type(other) is type(param) is Parameter
+
+
+def test_the_class_passes_for_that_of_parameters(under_way):
+    (param, other), _, uploads, _ = under_way
+    kind = type(param)
+    assert kind == Parameter == type(other) == kind
+    assert kind != torch.Tensor
+    assert hash(kind) == hash(Parameter)
+    assert issubclass(Parameter, kind)
+    assert not issubclass(torch.Tensor, kind)
+    assert isinstance(Parameter(torch.ones(1)), kind)
+    assert not isinstance(torch.ones(1), kind)
+    assert not uploads.waits
+
+
+def test_a_gradient_that_is_deleted_is_gone(under_way):
+    (param, _), _, _, _ = under_way
+    param.grad = torch.ones(SIZE, SIZE)
+    assert param.grad is not None
+    del param.grad
+    assert param.grad is None
+
+
+def test_attributes_that_are_the_weight_are_written(under_way):
+    (param, _), _, uploads, _ = under_way
+    with torch.no_grad():
+        param.real = torch.full((SIZE, SIZE), 3.0)
+    assert uploads.waits
+    assert torch.equal(param.detach(), torch.full((SIZE, SIZE), 3.0))
+
+
+def test_a_class_that_a_program_gives_stays(under_way):
+    class Special(Parameter):
+        pass
+
+    (param, other), guard, uploads, _ = under_way
+    param.__class__ = Special
+    assert uploads.waits == [1]
+    assert type(param) is Special
+    guard.clear(guard.num_steps)
+    assert (type(param), type(other)) == (Special, Parameter)
+    param.__class__ = Parameter
+
+
+def test_what_lands_while_accesses_do_not_wait_is_plain_behind_it():
+    params, _ = old_and_new()
+    guard = WeightGuard(Landing())
+    guard.protect(params)
+    with as_plain(params):
+        assert [type(param) for param in params] == [Parameter, Parameter]
+    assert not any(type(param) is Parameter for param in params)
+    with as_plain(params):
+        guard.clear(guard.num_steps)
+    assert [type(param) for param in params] == [Parameter, Parameter]
+
+
+class Calls:
+    """A guard that notes its calls."""
+
+    was_compiled = False
+
+    def __init__(self):
+        self.seen = []
+
+    def wait(self, params, /):
+        self.seen.append(("wait", len(params)))
+
+    def wait_and_keep(self, params, /):
+        self.seen.append(("keep", len(params)))
+
+    def finish(self):
+        self.seen.append("finish")
+
+
+def test_where_the_guard_is_gone_the_whole_step_is_waited_for():
+    (param, other), _ = old_and_new()
+    gone, guard, finished = Calls(), Calls(), []
+    begin([param], gone, lambda: finished.append("all"))
+    begin([other], guard, lambda: finished.append("another"))
+    del gone
+    param.sum()
+    assert finished == ["all"]
+    assert type(param) is Parameter
+    end(param)
+    # Whose it is cannot be told: all guards finish, also what they have deferred.
+    assert guard.seen == [("wait", 0), "finish"]
+    assert type(other) is UnderWay
+    end(other)
+
+
+def test_a_look_sees_what_is_deferred_and_known_to_be_good():
+    """A forward in training does not: it waits for weights alone."""
+    (param, _), _ = old_and_new()
+    seen = []
+
+    class Owner:
+        def settle(self):
+            seen.append("settle")
+
+        def confirm(self):
+            seen.append("confirm")
+
+    class Noting(Landing):
+        def wait(self, params, /):
+            seen.append("wait")
+            return super().wait(params)
+
+    owner = Owner()
+    guard = WeightGuard(Noting(), owner.settle, owner.confirm)
+    guard.protect([param])
+    for look in (lambda: param.sum(), lambda: guard.wait_and_keep([param])):
+        look()
+        assert seen == ["settle", "confirm", "wait"]
+        seen.clear()
+    guard.enter([param])
+    assert seen == ["wait"]
+    seen.clear()
+    guard.protect([param])
+    guard.wait([param])
+    assert seen == ["settle", "confirm", "wait"]
+    assert type(param) is Parameter
+    del owner
+    guard.protect([param])
+    param.sum()
+    assert seen == ["settle", "confirm", "wait", "wait"]
+    guard.clear(guard.num_steps)
 
 
 def test_a_guard_that_goes_leaves_plain_parameters():
@@ -220,7 +347,10 @@ def test_a_storage_that_is_held_has_one_more_reference():
     assert exposed(params, params, held={first}) == []
     # What is said to be held, and is not, is looked at from elsewhere or was given other memory.
     assert exposed(params, params, held={first, second}) == [second]
-    del storage
+    view = first.data
+    assert exposed(params, [*params, view], held={first}) == []
+    assert exposed(params, [*params, view]) == [first]
+    del storage, view
     assert exposed(params, params) == []
 
 

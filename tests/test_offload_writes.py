@@ -1,18 +1,263 @@
-"""Tensors that a step writes, where what waits for them goes."""
+"""Tensors that a step writes: what waits for which part, and where what waits for them goes."""
+
+import gc
 
 import pytest
 import torch
-from stepwell.offload.writes import Writes, Written
+import torch.distributed as dist
+from stepwell.offload.writes import Writes, Written, forget, remember
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 
-class Owner:
+class Step:
+    """The owner of parts: it notes what was waited for."""
+
+    def __init__(self):
+        self.waits = []
+        self.is_last_step = True
+        self.meanwhile = []
+        """Called in the next wait, each once."""
+
     def wait(self, parts):
-        raise AssertionError("it is gone")
+        self.waits.append(list(parts))
+        while self.meanwhile:
+            self.meanwhile.pop()()
+        return self.is_last_step
+
+
+def fail():
+    raise AssertionError("the owner is there")
+
+
+@pytest.fixture
+def step():
+    return Step()
+
+
+@pytest.fixture
+def writes(step):
+    return Writes(step.wait, fail)
+
+
+def written(count=3):
+    return [torch.full((3,), float(value)) for value in range(count)]
+
+
+def kinds(*tensors):
+    return [type(tensor) for tensor in tensors]
+
+
+def test_a_use_waits_for_its_part_and_ends_the_wait_of_all_that_have_it(step, writes):
+    one, other, third = tensors = written()
+    part = ["a"]
+    writes.protect({one: part, other: part, third: ["b"]})
+    assert kinds(*tensors) == [Written] * 3
+    assert torch.equal(other + 1, torch.full((3,), 2.0))
+    assert step.waits == [[["a"]]]
+    assert kinds(*tensors) == [torch.Tensor, torch.Tensor, Written]
+    assert (writes.holds(one), writes.holds(third), bool(writes)) == (False, True, True)
+    one.sum(), other.sum()
+    assert step.waits == [[["a"]]]
+    third.mul_(2)
+    assert step.waits == [[["a"]], [["b"]]]
+    assert not writes
+    writes.wait_for(tensors)
+    writes.wait_for_all()
+    assert len(step.waits) == 2
+
+
+def test_what_one_call_is_given_is_waited_for_at_once_wherever_it_is(step, writes):
+    one, other, third = written()
+    writes.protect({one: "a", other: "b", third: "c"})
+    torch.stack([one, other], out=torch.empty(2, 3))
+    torch.add(torch.zeros(3), other=third)
+    assert step.waits == [["a", "b"], ["c"]]
+
+
+def test_descriptions_and_gradients_do_not_wait(step, writes):
+    (tensor,) = written(1)
+    writes.protect({tensor: "a"})
+    assert (tensor.shape, tensor.numel(), tensor.dtype) == ((3,), 3, torch.float32)
+    tensor.grad = torch.ones(3)
+    tensor.note = 1
+    assert not step.waits
+    assert type(tensor) is Written
+    writes.clear(writes.num_steps)
+    assert torch.equal(tensor.grad, torch.ones(3))
+
+
+def test_a_wait_ends_the_protection_of_its_own_step_only(step, writes):
+    one, other = written(2)
+    writes.protect({one: "a", other: "b"})
+    before = writes.num_steps
+    # Another thread submits the next step while this one waits.
+    step.meanwhile += [
+        lambda: writes.protect({one: "c", other: "d"}),
+        lambda: writes.clear(before),
+    ]
+    one.sum()
+    assert writes.num_steps == before + 1
+    assert kinds(one, other) == [Written, Written]
+    writes.clear(before)
+    assert kinds(one, other) == [Written, Written]
+    one.sum()
+    assert step.waits == [["a"], ["c"]]
+    writes.clear(writes.num_steps)
+    assert kinds(one, other) == [torch.Tensor, torch.Tensor]
+    assert not writes
+
+
+def test_while_a_step_is_being_submitted_uses_wait_and_go_on_waiting(step, writes):
+    (tensor,) = written(1)
+    writes.protect({tensor: "a"})
+    step.is_last_step = False
+    for count in (1, 2):
+        assert torch.equal(tensor + 1, torch.ones(3))
+        assert step.waits == [["a"]] * count
+        assert type(tensor) is Written
+    step.is_last_step = True
+    tensor.sum()
+    assert type(tensor) is torch.Tensor
+
+
+def test_swapped_tensors(step, writes):
+    one, third = written(2)
+    writes.protect({one: "a", third: "b"})
+    other = torch.full((3,), 7.0)
+    torch.utils.swap_tensors(one, other)
+    assert kinds(one, other) == [torch.Tensor, Written]
+    # Which of the parts it is of is not known.
+    assert torch.equal(other.narrow(0, 0, 3), torch.zeros(3))
+    assert step.waits == [["a", "b"]]
+    assert kinds(one, other, third) == [torch.Tensor] * 3
+    assert torch.equal(one, torch.full((3,), 7.0))
+
+
+def test_tensors_are_plain_once_nothing_writes_them(step):
+    one, other = written(2)
+    gone, writes = Writes(step.wait, fail), Writes(step.wait, fail)
+    gone.protect({one: "a"})
+    writes.protect({other: "b"})
+    del gone
+    gc.collect()
+    assert kinds(one, other) == [torch.Tensor, Written]
+    assert not step.waits
+    assert other.sum() == 3
+    assert step.waits == [["b"]]
+
+
+class Chunks:
+    """What waits for flat tensors, part by part."""
+
+    def __init__(self, tensors):
+        self.calls, self.has_part = [], True
+        self.memory = torch.arange(8.0)
+        remember(tensors, self)
+        for tensor in tensors:
+            tensor.__class__ = Written
+
+    def narrow(self, tensor, begin, numel):
+        self.calls.append((begin, numel))
+        return self.memory[begin : begin + numel] if self.has_part else None
+
+    def wait_for(self, tensors):
+        self.calls.append("all")
+        forget(tensors)
+        for tensor in tensors:
+            tensor.__class__ = torch.Tensor
+
+    def wait_for_all(self):
+        raise AssertionError("it is asked for its own")
+
+
+def test_a_part_of_a_flat_tensor_is_asked_for_alone():
+    flat = torch.zeros(8)
+    chunks = Chunks([flat])
+    for dim, begin, numel in ((0, 2, 3), (-1, 0, 8), (0, 8, 0), (0, 0, 1)):
+        assert torch.equal(flat.narrow(dim, begin, numel), chunks.memory[begin : begin + numel])
+        assert chunks.calls.pop() == (begin, numel)
+    assert type(flat) is Written
+    chunks.has_part = False
+    assert torch.equal(flat.narrow(0, 2, 3), torch.zeros(3))
+    assert chunks.calls == [(2, 3), "all"]
+    assert type(flat) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("shape", "narrow"),
+    [
+        ((8,), lambda flat: flat.narrow(0, -2, 2)),
+        ((8,), lambda flat: flat.narrow(0, torch.tensor(2), 2)),
+        ((8,), lambda flat: flat.narrow(dim=0, start=2, length=2)),
+        ((8,), lambda flat: flat.narrow_copy(0, 2, 3)),
+        ((8,), lambda flat: flat.unfold(0, 2, 3)),
+        ((4, 2), lambda matrix: matrix.narrow(0, 1, 1)),
+        ((4, 2), lambda matrix: matrix.narrow(-1, 1, 1)),
+    ],
+)
+def test_other_ways_to_a_part_wait_for_the_whole(shape, narrow):
+    tensor = torch.zeros(shape)
+    expected = narrow(tensor)
+    chunks = Chunks([tensor])
+    assert torch.equal(narrow(tensor), expected)
+    assert chunks.calls == ["all"]
+
+
+@pytest.mark.parametrize(("dim", "begin", "numel"), [(0, 6, 3), (0, 9, 0), (0, 2, -1), (1, 2, 3)])
+def test_a_part_beyond_the_tensor_is_torchs_error(dim, begin, numel):
+    flat = torch.zeros(8)
+    chunks = Chunks([flat])
+    with pytest.raises((RuntimeError, IndexError)):
+        flat.narrow(dim, begin, numel)
+    assert chunks.calls == ["all"]
+
+
+def test_a_part_of_what_a_step_writes_waits_for_the_whole(step, writes):
+    flat = torch.arange(8.0)
+    writes.protect({flat: "a"})
+    assert torch.equal(flat.narrow(0, 2, 3), torch.arange(2.0, 5.0))
+    assert step.waits == [["a"]]
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_last_step", [True, False])
+def test_the_local_tensor_of_a_dtensor_waits(mesh, step, writes, is_last_step):
+    whole = DTensor.from_local(torch.zeros(3), mesh, [Replicate()])
+    step.is_last_step = is_last_step
+    uses = [
+        lambda: whole._local_tensor,
+        lambda: whole.to_local(),
+        lambda: whole + 1,
+        lambda: torch.sum(input=whole),
+        lambda: setattr(whole, "_local_tensor", torch.ones(3)),
+    ]
+    for use in uses:
+        writes.protect({whole: "a"})
+        assert type(whole) is not DTensor
+        assert (whole.shape, isinstance(whole, DTensor)) == ((3,), True)
+        whole.grad = None
+        assert not step.waits
+        use()
+        assert step.waits
+        assert all(each == ["a"] for each in step.waits)
+        assert (type(whole) is DTensor) == is_last_step
+        step.waits.clear()
+    writes.clear(writes.num_steps)
+    assert type(whole) is DTensor
+    assert torch.equal(whole.to_local(), torch.ones(3))
+
+
+# ---- where the owner goes ----
 
 
 def protected(finish):
-    owner = Owner()
-    writes = Writes(owner.wait, finish)
+    writes = Writes(Step().wait, finish)
     tensor = torch.zeros(3)
     writes.protect({tensor: "a part"})
     assert type(tensor) is Written
@@ -37,3 +282,10 @@ def test_a_step_that_fails_where_the_owner_is_gone_raises():
         with pytest.raises(OSError, match="has failed"):
             tensor.sum()
     assert writes
+
+
+def test_a_closed_one_needs_nothing_to_finish():
+    writes, tensor = protected(fail)
+    writes.close()
+    assert tensor.sum() == 0
+    assert not writes

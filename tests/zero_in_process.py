@@ -18,8 +18,10 @@ import deepspeed_offload_param_programs as offload_param
 import deepspeed_offload_programs as offload
 import deepspeed_twin_flow_programs as twin_flow
 import deepspeed_weight_programs as weights
+import deepspeed_zenflow_programs as zenflow
 import pytest
 import test_deepspeed_offload_param
+import test_deepspeed_zenflow_engine
 import torch
 from deepspeed_asserts import assert_same_partitions, assert_same_runs, assert_same_values
 from deepspeed_engines import configuration, initialize, partitions, perceptron, train, vectors
@@ -342,3 +344,41 @@ def test_share_that_fails():
     first, second = twin_flow.failing()
     assert first == second
     assert "hint: go on from a checkpoint" in first
+
+
+# ---- deferred updates ----
+
+
+def zenflow_runs(options, **run):
+    for zero in (zenflow.with_zenflow(), {}):
+        yield zenflow.linear_run(configuration(**options, zero=zero), **run)
+
+
+@pytest.mark.parametrize("case", zenflow.CASES)
+def test_zenflow(case):
+    ours, exact = zenflow_runs(zenflow.CASES[case])
+    test_deepspeed_zenflow_engine.assert_same_ends(ours, exact)
+
+
+def test_zenflow_poisoned():
+    ours, exact = zenflow_runs(zenflow.CASES["ZeRO-2"], poisoned=(4, 7))
+    assert ours["skipped"] == 2
+    test_deepspeed_zenflow_engine.assert_same_ends(ours, exact)
+
+
+def test_zenflow_looks():
+    result = {}
+    zenflow.program_zenflow_on_engine(result)
+    for name, test in vars(test_deepspeed_zenflow_engine).items():
+        if name.startswith("test_") and test.__code__.co_varnames[:1] == ("one_rank",):
+            test(result)
+
+
+def test_zenflow_resumes(tmp_path):
+    result = {}
+    zenflow.program_zenflow_saves(result, str(tmp_path))
+    saved, _, losses, at_end = result["went on"]
+    assert result["late"]
+    assert_same_partitions(result["loaded"], saved)
+    assert result["resumed"][0] == losses
+    assert_same_partitions(result["resumed"][1], at_end)

@@ -204,6 +204,8 @@ class Adam(StateDicts):
         self._bound = {}
         self._written = None
         self._meshes = None
+        # Whether this rank has not taken a step on which all ranks have decided.
+        self._has_left = False
 
     def _memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All that a step may write, with its name."""
@@ -279,9 +281,7 @@ class Adam(StateDicts):
         if must_inspect:
             # Ranks that share parameters step together or not at all, so each hears of the others'
             # errors.
-            has_error, is_nonfinite, is_nonzero = agree(
-                self._agreeing_meshes(), [has_error, is_nonfinite, is_nonzero]
-            )
+            has_error, is_nonfinite, is_nonzero = self._agree(has_error, is_nonfinite, is_nonzero)
         facts = Facts(
             has_error=has_error,
             is_nonfinite=is_nonfinite,
@@ -290,7 +290,25 @@ class Adam(StateDicts):
         )
         what = self._describe_nonfinite(updates, stats, grad_scale) if is_nonfinite else ""
         if self._is_taken(facts, updates, error, what):
+            self._has_left = True
             self._apply(updates, grad_scale)
+
+    def _agree(self, *flags: bool) -> list[bool]:
+        """The flags that are set on any of the ranks that share parameters. All of them call it.
+
+        Raises:
+            OSError: on all ranks: some have taken the step before, and others have left it.
+        """
+        left = [self._has_left, not self._has_left]
+        *found, has_any_left, has_any_stayed = agree(self._agreeing_meshes(), [*flags, *left])
+        if has_any_left and has_any_stayed:
+            which = "this rank" if self._has_left else "another rank"
+            raise OSError(
+                f"{which} has left a step by an error, and others have taken it: the weights are "
+                "not those of any step. hint: the error of that rank says why; load a checkpoint "
+                "on all ranks"
+            )
+        return found
 
     def _is_taken(
         self, facts: Facts, updates: Sequence[Update], error: ValueError | None, nonfinite: str
@@ -534,6 +552,7 @@ class Adam(StateDicts):
             # A number would become a tensor anew for each counter.
             calls.append(partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0))
             torch.autograd.graph.increment_version(written)
+        calls.append(partial(setattr, self, "_has_left", False))
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
         # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)

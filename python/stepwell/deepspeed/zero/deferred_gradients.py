@@ -186,23 +186,20 @@ class DeferredGradients:
             'hint: "stepwell": {"zenflow": false}, or leave out zenflow'
         )
 
-    def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
+    def norm(self, add_up: Callable[[torch.Tensor], float]) -> float:
         """As `Partitions.norm`."""
         for fragment in [each for each in self._sums if each not in self._taken]:
             self.send(fragment)
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._norms:
             squares = torch.stack(list(self._norms.values())).double().square().sum()
-        squares = squares.float()
-        add_up(squares)
-        total = float(squares)
+        total = add_up(squares.float())
         if not math.isfinite(total):
             # Squares that float32 cannot hold.
             wide = torch.zeros((), dtype=torch.float64, device=self._device)
             for grad in self._sums.values():
                 wide += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-            add_up(wide)
-            total = float(wide)
+            total = add_up(wide)
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def drop(self) -> None:

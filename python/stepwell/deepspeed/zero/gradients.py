@@ -250,15 +250,15 @@ class Gradients:
         if not is_norm_kept:
             self._norms[fragment] = [norm_of(target).to(self._device)]
 
-    def norm(self, add_up: Callable[[torch.Tensor], None]) -> float:
+    def norm(self, add_up: Callable[[torch.Tensor], float]) -> float:
         """The norm of all gradients since the last step; not finite if one of them is not.
 
         All gradients are complete now. The host waits for the backward. Squares that float32 cannot
         hold are summed anew in double precision.
 
         Args:
-            add_up: sums a scalar on the device over the ranks, in place. All ranks call it equally
-                often.
+            add_up: gives the sum over the ranks of a scalar on the device, which it may write to.
+                All ranks call it equally often.
         """
         for fragment in list(self._sums):
             self.send(fragment)
@@ -271,13 +271,10 @@ class Gradients:
         # Sums that got nothing in the last backward.
         if incomplete := self._on_host - self._norms.keys():
             squares = squares + self._host_squares(incomplete)
-        squares = squares.float()
-        add_up(squares)
-        total = float(squares)
+        total = add_up(squares.float())
         if not math.isfinite(total):
             wide = torch.tensor(self._exact_squares(), dtype=torch.float64, device=self._device)
-            add_up(wide)
-            total = float(wide)
+            total = add_up(wide)
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _exact_squares(self) -> float:

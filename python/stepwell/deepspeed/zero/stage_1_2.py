@@ -321,7 +321,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._offload_accumulated_param_ids: set[int] = set()
         self._backward.check()
         if self._gathers is not None:
-            # A rank whose last step has failed tells the others now, and all raise.
+            # A rank whose last step has failed tells the others now, and all raise. None writes a
+            # step before all have committed the last one.
             self.synchronize()
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
@@ -398,13 +399,14 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 "parameters contribute"
             )
 
-    def _add_up(self, squares: torch.Tensor) -> None:
-        """Adds this rank's squared norm to those of the others, in place."""
+    def _add_up(self, squares: torch.Tensor) -> float:
+        """The sum of this rank's squared norm and those of the others."""
         if self.local_overflow:
             # Found in a gradient that was set.
             squares.fill_(math.inf)
         if not self._is_alone:
             dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        return float(squares)
 
     def _skip(self) -> None:
         self.zero_grad(set_to_none=True)

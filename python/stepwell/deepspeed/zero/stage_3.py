@@ -53,14 +53,13 @@ from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_sca
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
+from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-
-    from typing_extensions import Self
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.gradients import Gradients
@@ -99,7 +98,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._failure: str | None = None
         # Whether this rank has not taken a step on which all ranks have decided.
         self._has_left = False
-        self._num_left: torch.Tensor | None = None
+        self._num_left = 0.0
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
@@ -147,29 +146,16 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return bool(dist.get_world_size(group=self.dp_process_group) == 1)
 
     def _bound_prefetch(self) -> None:
-        """Has forwards gather little ahead of its use while a step is running.
-
-        DeepSpeed prefetches a bucket more with each module, so the first modules of a forward would
-        wait for the whole step.
-        """
+        """Has forwards gather little ahead of its use while a step is running."""
         coordinator = self._get_param_coordinator()
-        may_prefetch = self._is_little_ahead
-        if self._is_alone:
-            may_prefetch = self._is_idle
-        if (size := vars(coordinator).get(_PREFETCH_SIZE)) is not None:
-            setattr(coordinator, _PREFETCH_SIZE, _BoundedSize(size, may_prefetch))
 
-    def _is_idle(self) -> bool:
-        """Whether no step is running, on this rank."""
-        return not self._partitions.is_busy
+        def may_prefetch() -> bool:
+            if self._is_alone:
+                return not self._partitions.is_busy
+            # The same on all ranks: whether the step is running is not.
+            return not self._is_after_step or is_little_ahead(coordinator)
 
-    def _is_little_ahead(self) -> bool:
-        """Whether less than a bucket is gathered ahead of its use: the same on all ranks."""
-        if not self._is_after_step:
-            return True
-        coordinator = vars(self._get_param_coordinator())
-        ahead: int = sum(param.ds_numel for param in coordinator[_IN_FLIGHT])
-        return ahead < int(coordinator[_PREFETCH_SIZE])
+        bound_prefetch(coordinator, may_prefetch)
 
     def _gathered_behind(self) -> list[Any]:
         """The persistent parameters that several ranks gather behind a step, in a common order."""
@@ -476,6 +462,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._pre_step()
         self._partition_all_parameters()
         try:
+            if self._operands.swapped is not None and not self._is_alone:
+                # No rank writes a step before all have committed the last one.
+                self._partitions.finish()
             norm, scale = self._partitions.gradients.norm(self._add_up), float(self.loss_scale)
             self._check_left()
             self.overflow = not math.isfinite(norm)
@@ -495,16 +484,17 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
 
-    def _add_up(self, squares: torch.Tensor) -> None:
-        """Adds this rank's squared norm to those of the others, in place.
+    def _add_up(self, squares: torch.Tensor) -> float:
+        """The sum of this rank's squared norm and those of the others.
 
         With it the ranks count those that have left the step before by an error.
         """
         squares += self._share.squares()
         both = torch.stack((squares, torch.full_like(squares, self._has_left)))
         dist.all_reduce(both, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        squares.copy_(both[0])
-        self._num_left = both[1]
+        # One copy to the host, for which it waits.
+        squared_norm, self._num_left = both.tolist()
+        return float(squared_norm)
 
     def _check_left(self) -> None:
         """Raises OSError where some ranks have taken a step, and others have left it.
@@ -512,12 +502,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         Where all have left it nothing was changed, and they go on.
         """
         world_size = dist.get_world_size(group=self.dp_process_group)
-        num_left = 0 if self._num_left is None else int(self._num_left)
-        if 0 < num_left < world_size:
+        if 0 < self._num_left < world_size:
             raise OSError(
-                f"{num_left} of {world_size} ranks have left a step by an error, and the others "
-                "have taken it: the weights are not those of any step. hint: the error of that "
-                "rank says why; resume all ranks from a checkpoint"
+                f"{self._num_left:.0f} of {world_size} ranks have left a step by an error, and the "
+                "others have taken it: the weights are not those of any step. hint: the error of "
+                "that rank says why; resume all ranks from a checkpoint"
             )
 
     def _apply(self, grad_scale: float) -> None:
@@ -673,24 +662,3 @@ class _FixedDevices(dict[int, str]):
 
     def __setitem__(self, group: int, device: str) -> None:
         super().__setitem__(group, self._fixed.get(group, device))
-
-
-# Elements that DeepSpeed's coordinator gathers ahead of their use.
-_PREFETCH_SIZE = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
-# What it has begun to gather, and no module uses yet.
-_IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
-
-
-class _BoundedSize(int):
-    """A number of elements that is greater than none only while more may be gathered."""
-
-    _may_prefetch: Callable[[], bool]
-
-    def __new__(cls, size: int, may_prefetch: Callable[[], bool]) -> Self:
-        self = super().__new__(cls, size)
-        # The coordinator goes with the optimizer, whose method this is.
-        self._may_prefetch = may_prefetch
-        return self
-
-    def __gt__(self, other: int) -> bool:
-        return super().__gt__(other) and self._may_prefetch()

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
 import os
 import shutil
 import tempfile
@@ -37,8 +36,10 @@ import torch
 
 from stepwell import _core, _state
 from stepwell._tensors import view
+from stepwell.deepspeed.zero.mapped import ALIGN_BYTES, MappedState
 from stepwell.offload.budget import GIB, share_of_free_bytes
-from stepwell.offload.sharded_volume import close
+from stepwell.offload.ranks import WholeWorld
+from stepwell.offload.sharded_volume import open_together
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, Places, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
@@ -56,8 +57,6 @@ _LOGGER = logging.getLogger(__name__)
 # The master of a partition, among the names of its state.
 _MASTER = "param"
 
-_ALIGN_BYTES = 64
-
 
 class _Held(NamedTuple):
     """The state of one partition."""
@@ -74,92 +73,6 @@ class _Held(NamedTuple):
     """The weight's place, where the partition has a master; else the parameter's."""
     views: list[tuple[torch.Tensor, int, int]]
     """Pieces of the master that other code has, with first element and number of elements."""
-
-
-class _Mapped:
-    """Memory for the state of one partition, in a mapped file. Space is taken for what is brought.
-
-    Args:
-        folder: of the file, which has no name.
-        places: tensors like those that the memory is for.
-        numel: elements of the partition.
-    """
-
-    def __init__(
-        self, folder: str | os.PathLike[str], places: Mapping[str, torch.Tensor], numel: int
-    ) -> None:
-        self.folder = folder
-        """Where the file is."""
-        self._numel = numel
-        self._offsets: dict[str, int] = {}
-        end = 0
-        for name, place in places.items():
-            self._offsets[name] = end
-            end += -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115  # as long as the memory
-        os.ftruncate(self._file.fileno(), end)
-        memory = torch.frombuffer(mmap.mmap(self._file.fileno(), end), dtype=torch.uint8)
-        self.tensors = {
-            name: memory[begin : begin + places[name].nbytes]
-            .view(places[name].dtype)
-            .view(places[name].shape)
-            for name, begin in self._offsets.items()
-        }
-        # Whole chunks that are there: first element, last one, and a digest of what they held.
-        self._runs: list[tuple[int, int, bytes]] = []
-
-    def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Runs of whole chunks that have elements from `begin` to `end`, and are not there."""
-        size = _core.CHUNK_LEN
-        there = {at for first, last, _ in self._runs for at in range(first, last, size)}
-        runs: list[tuple[int, int]] = []
-        for at in range(begin // size * size, end, size):
-            if at in there:
-                continue
-            last = min(at + size, self._numel)
-            if runs and runs[-1][1] == at:
-                runs[-1] = runs[-1][0], last
-            else:
-                runs.append((at, last))
-        return runs
-
-    def take(self, begin: int, end: int) -> None:
-        """Takes space for a run.
-
-        Raises:
-            OSError: there is none.
-        """
-        for name, tensor in self.tensors.items():
-            # Of codes and scales there are fewer than elements: a block more at the beginning.
-            first = max(begin * tensor.nbytes // self._numel - mmap.PAGESIZE, 0)
-            last = min(-(-end * tensor.nbytes // self._numel), tensor.nbytes)
-            offset = self._offsets[name] + first
-            try:
-                os.posix_fallocate(self._file.fileno(), offset, max(last - first, 1))
-            except OSError as error:
-                raise OSError(
-                    error.errno,
-                    f"state on a volume takes `{last - first}` bytes for `{name}` while it is read "
-                    f"by the program, which are not free (`{error.strerror}`). hint: more room in "
-                    "one of the folders, or no access to masters and moments between steps",
-                    os.fspath(self.folder),
-                ) from error
-
-    def note(self, begin: int, end: int) -> None:
-        """A run is there."""
-        self._runs.append((begin, end, self._digest(begin, end)))
-
-    @property
-    def is_written(self) -> bool:
-        """Whether anything was written to what is there, where fragments can be had of it."""
-        return any(self._digest(begin, end) != digest for begin, end, digest in self._runs)
-
-    def _digest(self, begin: int, end: int) -> bytes:
-        found = hashlib.blake2b(digest_size=16)
-        for tensor in self.tensors.values():
-            if tensor.numel() == self._numel:
-                found.update(tensor[begin:end].view(torch.uint8).numpy().data)
-        return found.digest()
 
 
 class SwappedPartitions:
@@ -192,7 +105,7 @@ class SwappedPartitions:
         # Of pieces of masters: first element and number of elements.
         self._run_of: dict[int, tuple[int, int]] = {}
         # What was brought of partitions that count as away.
-        self._parts: dict[int, _Mapped] = {}
+        self._parts: dict[int, MappedState] = {}
         self._away: set[int] = set()
         self._stepped: set[int] = set()
         # A signal's handler may use state while it is brought.
@@ -242,8 +155,9 @@ class SwappedPartitions:
             finish: a method, held weakly, that waits for the step that is under way.
 
         Raises:
-            ValueError: there is not even the memory for buffers; the volume is of other partitions.
-            OSError: a drive is full, or cannot be used.
+            ValueError: there is not even the memory for buffers; the volume is of other partitions,
+                or those of the ranks are not of one run.
+            OSError: a drive is full, or cannot be used; or another rank has failed.
         """
         if host_bytes is None:
             host_bytes = max(share_of_free_bytes() - beside, 0)
@@ -252,7 +166,7 @@ class SwappedPartitions:
             for each in partitions
         )
         make = partial(self._make, partitions, nbytes, host_bytes, threads)
-        self._core = core = make() if self._rank is None else _on_all_ranks(make)
+        self._core = core = make(None) if self._rank is None else open_together(WholeWorld(), make)
         if core is None:
             self._held.clear()
             return
@@ -277,9 +191,17 @@ class SwappedPartitions:
         )
 
     def _make(
-        self, partitions: Sequence[Partition], nbytes: int, host_bytes: int, threads: int | None
+        self,
+        partitions: Sequence[Partition],
+        nbytes: int,
+        host_bytes: int,
+        threads: int | None,
+        step: int | None,
     ) -> _core.Swap | None:
-        """The core's swap for state of `nbytes`; None: there is no state, or all fits."""
+        """The core's swap for state of `nbytes`, at a step that it is resumed from.
+
+        None: there is no state, or all fits.
+        """
         volume = self._volume
         if nbytes == 0:
             return None
@@ -317,6 +239,8 @@ class SwappedPartitions:
             ram_nbytes=host_bytes - buffers,
             buffers_nbytes_max=most,
             workers=threads,
+            step=step,
+            commits_each_step=self._rank is not None and volume.durability == "commit",
         )
 
     def _place(self, partitions: Sequence[Partition]) -> _core.AddressSpace:
@@ -324,7 +248,7 @@ class SwappedPartitions:
 
         def count(numel: int, dtype: torch.dtype) -> torch.Tensor:
             nonlocal nbytes
-            nbytes += -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
+            nbytes += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
             return torch.empty(numel, dtype=dtype, device="meta")
 
         def place(memory: _state.Memory) -> None:
@@ -565,7 +489,7 @@ class SwappedPartitions:
             calls.append(partial(self._parts.pop, group, None))
             _call_all(calls)
 
-    def _part(self, group: int, begin: int, end: int) -> _Mapped:
+    def _part(self, group: int, begin: int, end: int) -> MappedState:
         """Memory for a partition that is away, with what has elements from `begin` to `end`.
 
         Raises:
@@ -579,7 +503,7 @@ class SwappedPartitions:
         numel = held.shape.numel()
         part = self._parts.get(group)
         if part is None:
-            part = self._parts[group] = _Mapped(self._folder(), held.places, numel)
+            part = self._parts[group] = MappedState(self._folder(), held.places, numel)
         with without_waiting():
             tensor = self._tensor(held, part.tensors, self._weights[group])
         for first, last in part.missing(begin, end):
@@ -607,38 +531,6 @@ def _call_all(calls: Iterable[partial[Any]]) -> None:
     """Not a loop: Ctrl-C does not come between."""
     with without_waiting():
         deque(map(partial.__call__, calls), maxlen=0)
-
-
-def _on_all_ranks(make: Callable[[], _core.Swap | None]) -> _core.Swap | None:
-    """What `make` makes, where it fails on no rank, and what is resumed is at the same step.
-
-    Raises:
-        ValueError: as `make`; or volumes are at different steps.
-        OSError: as `make`; or it has failed on another rank.
-    """
-    made: _core.Swap | None = None
-    failure: Exception | None = None
-    try:
-        made = make()
-    except (ValueError, OSError) as error:
-        failure = error
-    found: list[Any] = [None] * torch.distributed.get_world_size()
-    step = None if made is None or made.counts is None else made.step
-    torch.distributed.all_gather_object(found, (failure and str(failure), step))
-    if failure is not None:
-        raise failure
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(found) if text is not None]
-    if failed:
-        close(made)
-        raise OSError(f"the volume of another rank cannot be used: {'; '.join(failed)}")
-    steps = [step for _, step in found if step is not None]
-    if len(set(steps)) > 1:
-        close(made)
-        raise ValueError(
-            f"the volumes of the ranks are at the steps `{steps}`, expected the same: the run was "
-            "killed between their commits. hint: go on from a checkpoint, without `resume`"
-        )
-    return made
 
 
 def swapped_on(
