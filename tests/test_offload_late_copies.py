@@ -64,7 +64,7 @@ def test_a_sum_that_is_dropped_is_stepped_as_zero(partitions):
     partitions.gradients.add_on_host(Fragment(0, 0, 4), torch.ones(4))
     partitions.gradients.drop_sums()
     partitions.gradients.add(Fragment(0, 4, 4), torch.full((4,), 2.0), is_owned=True)
-    assert partitions.gradients.norm(lambda _: None) == 4.0
+    assert partitions.gradients.norm(float) == 4.0
     (grad,) = partitions.stepped_grads()
     partitions.arrive()
     assert grad.tolist() == [0.0] * 4 + [2.0] * 4

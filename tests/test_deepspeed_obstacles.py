@@ -1,0 +1,165 @@
+"""What the plan of an engine leaves to DeepSpeed: each obstacle, and what is said of it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed_stand_ins import Engine, PipelineModule, offload, planned, stand_in
+from stepwell.deepspeed import fingerprints
+
+
+@pytest.fixture(autouse=True)
+def deepspeed(monkeypatch):
+    return stand_in(monkeypatch)
+
+
+class Subclass(torch.optim.AdamW):
+    pass
+
+
+OBSTACLES = {
+    "ratio, nvme": (
+        {
+            "zero_optimization_stage": 3,
+            "zero_offload_optimizer": offload("nvme"),
+            "zero_partial_offload": 0.5,
+        },
+        {},
+        "offload_optimizer.ratio is `0.5`, and offload_optimizer.device is `nvme`",
+        "NVMe swapper",
+    ),
+    "optimizer": (
+        {},
+        {"optimizer": Subclass([torch.nn.Parameter(torch.ones(1))])},
+        "the optimizer is `Subclass`, a subclass of AdamW",
+        "own path, with `Subclass`",
+    ),
+    "torch's optimizer": (
+        {},
+        {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+        "the optimizer is `SGD`",
+        "own path, with torch's `SGD`",
+    ),
+    "ZenFlow": ({"zenflow": True}, {}, "zenflow is on", "DeepSpeed's ZenFlow, on Stepwell's"),
+    "SuperOffload": (
+        {"super_offload": True},
+        {},
+        "super_offload is on",
+        "DeepSpeed's SuperOffload",
+    ),
+    "parameters": (
+        {"zero_optimization_stage": 3, "zero_offload_param": offload("nvme")},
+        {},
+        "offload_param.device is `nvme`",
+        "DeepSpeed's own path",
+    ),
+    "quantized": ({"zero_quantized_weights": True}, {}, "weights are quantized", "own path"),
+    "quantized, frozen": (
+        {"zero_quantized_nontrainable_weights": True},
+        {},
+        "weights are quantized",
+        "own path",
+    ),
+    "ratio, bf16 masters": (
+        {"zero_partial_offload": 0.5, "bf16_master_weights_and_gradients": True},
+        {},
+        "ratio is `0.5`, and masters are in 16 bits",
+        "Twin-Flow",
+    ),
+    "ratio, fp16 masters": (
+        {"zero_partial_offload": 0.5, "fp16_master_weights_and_gradients": True},
+        {},
+        "ratio is `0.5`, and masters are in 16 bits",
+        "Twin-Flow",
+    ),
+    "experts": (
+        {"has_moe_layers": True, "zero_optimization_stage": 3},
+        {},
+        "mixtures of experts",
+        "own path",
+    ),
+    "pipeline": ({"module": PipelineModule()}, {}, "is a pipeline", "own path"),
+    "model parallel": ({"mpu": SimpleNamespace()}, {}, "the model is parallel", "own path"),
+    "DeepCompile": ({"is_deepcompile_enabled": True}, {}, "DeepCompile is on", "own path"),
+    "hybrid engine": ({"hybrid_engine": True}, {}, "the hybrid engine is on", "own path"),
+    "version": ({}, {"unfit": "`step` is another"}, "`step` is another", "own path"),
+    "off": ({"block": {"engine": False, "threads": 1}}, {}, '"engine" is false', "own path"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_each_obstacle_is_told_with_what_steps_instead(name):
+    changed, options, reason, stepper = OBSTACLES[name]
+    found = planned(Engine(**changed), **options)
+    assert (found.zero_class, found.tier, found.gate) == (None, None, None)
+    (told,) = found.reasons
+    assert reason in told
+    assert f"not on the offload engine: {told}. What steps: " in found.warning
+    assert stepper in found.warning.partition("What steps: ")[2].partition(". hint: ")[0]
+    keeps = '"stepwell": {"engine": false} in the JSON keeps it so without this warning'
+    assert (keeps in found.warning) == (name != "off")
+    assert ("without effect in the block" in found.warning) == (name == "off")
+
+
+def test_without_zero_nothing_is_offloaded(deepspeed):
+    deepspeed.accelerator = "cpu"
+    found = planned(Engine(zero_optimization_stage=0), is_zero=False)
+    (told,) = found.reasons
+    assert told == "zero_optimization.stage is `0`, at which DeepSpeed offloads nothing"
+    assert "What steps: DeepSpeed without ZeRO, on Stepwell's kernels" in found.warning
+    deepspeed.accelerator = "cuda"
+    reasons = planned(Engine(zero_optimization_stage=0), is_zero=False).reasons
+    assert reasons == ("optimizer state is on `cuda`", told)
+
+
+def test_a_user_who_has_turned_the_engine_off_knows():
+    found = planned(Engine(block={"engine": False}))
+    assert found.zero_class is None
+    assert found.warning is None
+
+
+def test_another_version_is_advised_to_be_the_tested_one():
+    found = planned(Engine(), unfit="`step` is another")
+    assert f"pip install 'deepspeed=={fingerprints.releases()[-1]}'" in found.warning
+
+
+def test_all_obstacles_are_told():
+    found = planned(Engine(zenflow=True, is_deepcompile_enabled=True))
+    assert len(found.reasons) == 2
+    assert "; ".join(found.reasons) in found.warning
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "is_there"), [(1, 2, False), (2, 2, True), (1, 3, True), (2, 1, True)]
+)
+def test_experts_are_one_rank_s_of_zero_2(deepspeed, world_size, stage, is_there):
+    deepspeed.world_size = world_size
+    found = planned(Engine(has_moe_layers=True, zero_optimization_stage=stage))
+    assert bool(found.reasons) == is_there
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_there"), [(None, False), (torch.bfloat16, False), (torch.float16, True)]
+)
+def test_autocast_in_float16(deepspeed, dtype, is_there):
+    deepspeed.autocast_dtype = dtype
+    assert bool(planned(Engine()).reasons) == is_there
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda", "xpu"])
+def test_accelerators(deepspeed, accelerator):
+    deepspeed.accelerator = accelerator
+    reasons = planned(Engine()).reasons
+    assert reasons == (("the accelerator is `xpu`",) if accelerator == "xpu" else ())
+
+
+@pytest.mark.parametrize("device", [None, "none"])
+def test_nothing_is_offloaded(device):
+    config = None if device is None else offload(device)
+    found = planned(Engine(zero_offload_optimizer=config))
+    assert (found.zero_class, found.tier, found.gate, found.reasons) == (None, None, None, ())
+    assert found.warning is None
+    block = {"threads": 1, "moments": "fp32", "accumulate": "host"}
+    found = planned(Engine(block=block, zero_offload_optimizer=config))
+    assert "nothing is offloaded. without effect in the block" in found.warning
+    assert "`accumulate`, `threads`. hint: " in found.warning
