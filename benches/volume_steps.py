@@ -1,0 +1,80 @@
+"""Steps of an optimizer whose state is on drives, without a model around them.
+
+    python benches/volume_steps.py FOLDER... [--width 1600] [--layers 32] [--steps 10]
+
+Matrices in bfloat16, with gradients that stay, are stepped one step after the other, with no state
+in host memory. So the drives never pause, and their rate can be held against what fio moves of
+the same kind (`stepwell bench volume FOLDER...`, reads and writes mixed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, get_args
+
+import torch
+from stepwell import OffloadAdamW, Volume
+from stepwell.offload.volume import Durability
+
+if TYPE_CHECKING:
+    from stepwell.optim import Moments
+
+WARMUP_STEPS = 2
+# Of a parameter: what is not state (weight and gradient), and room for the buffers of drives.
+PINNED_BYTES, BUFFERS_BYTES = 4, 96 << 20
+
+
+def measure(moments: Moments, durability: Durability, args: argparse.Namespace) -> None:
+    """Prints a line of the table."""
+    torch.manual_seed(0)
+    width = args.width
+    params = [torch.randn(width, width).bfloat16().requires_grad_() for _ in range(args.layers)]
+    numel = sum(param.numel() for param in params)
+    optimizer = OffloadAdamW(
+        params,
+        lr=1e-4,
+        clip_norm=1.0,
+        moments=moments,
+        tier=Volume(args.folders, durability=durability),
+        host_bytes_max=PINNED_BYTES * numel + BUFFERS_BYTES,
+    )
+    for param in params:
+        param.grad = 1e-3 * torch.randn_like(param)
+
+    def moved(steps: int) -> tuple[float, float]:
+        for _ in range(steps):
+            optimizer.step()
+        optimizer.synchronize()
+        return optimizer.timing["bytes_read"], optimizer.timing["bytes_written"]
+
+    before = moved(WARMUP_STEPS)
+    begin = time.perf_counter()
+    after = moved(args.steps)
+    seconds = time.perf_counter() - begin
+    read, written = (now - then for now, then in zip(after, before, strict=True))
+    steps = args.steps
+    print(
+        f"{moments:5} {durability:7} {seconds / steps:8.3f} {read / steps / numel:11.2f}"
+        f" {written / steps / numel:8.2f} {read / seconds / 1e6:12.0f}"
+        f" {written / seconds / 1e6:8.0f} {(read + written) / seconds / 1e6:8.0f}"
+    )
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+")
+    parser.add_argument("--width", type=int, default=1600)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=10)
+    args = parser.parse_args()
+    print("moments        s/step   B/param: read, written   MB/s: read, written, both")
+    kinds: list[Moments] = ["fp32", "q8"]
+    for moments in kinds:
+        for durability in get_args(Durability):
+            measure(moments, durability, args)
+
+
+if __name__ == "__main__":
+    main()
