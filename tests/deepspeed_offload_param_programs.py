@@ -4,6 +4,7 @@ Against DeepSpeed's own path on Stepwell's op.
 """
 
 import gc
+import json
 import weakref
 from pathlib import Path
 
@@ -199,6 +200,40 @@ def interrupted(dtype, *, is_interrupted):
     return found
 
 
+def num_pinned(config, *, given):
+    """How many tensors DeepSpeed pins while it makes an engine of a JSON that is given so."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = type(get_accelerator())
+    count, pin_memory = 0, accelerator.pin_memory
+
+    def counting(*args, **keywords):
+        nonlocal count
+        count += 1
+        return pin_memory(*args, **keywords)
+
+    accelerator.pin_memory = counting
+    engine = initialize(perceptron(), given(config))
+    accelerator.pin_memory = pin_memory
+    asked = engine.zero_offload_param().pin_memory
+    engine.destroy()
+    return count, asked
+
+
+def pins(result, folder):
+    """What is pinned tensor by tensor, of a JSON that is a dict, and of one that is a file."""
+
+    def written(config):
+        path = Path(folder) / "pinned.json"
+        path.write_text(json.dumps(config))
+        return str(path)
+
+    config = offloaded(pinned=True)
+    result["dict"] = num_pinned(config, given=dict)
+    result["file"] = num_pinned(config, given=written)
+    result["theirs"] = num_pinned({**config, "stepwell": {"engine": False}}, given=dict)
+
+
 def memory(result):
     """What is announced, what is there, and what is left after `destroy`."""
     import stepwell.deepspeed.zero.partitions as module
@@ -258,6 +293,7 @@ def program_offload_param(result, folder):
             interrupted(dtype, is_interrupted=each) for each in (True, False)
         ]
     memory(result)
+    pins(result.setdefault("pins", {}), folder)
 
 
 def program_offload_device(result):

@@ -152,6 +152,12 @@ def test_memory_is_what_is_announced(runs):
     assert memory["freed"] == [True]
 
 
+def test_weights_are_not_pinned_one_by_one(runs):
+    # The engine pins them when they lie side by side.
+    assert runs["pins"]["dict"] == runs["pins"]["file"] == (0, True)
+    assert runs["pins"]["theirs"][0] > 0
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_the_device_of_both_paths(tmp_path):
     runs = deepspeed_run.run(

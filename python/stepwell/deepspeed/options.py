@@ -1,15 +1,16 @@
-"""The `"stepwell"` block of a DeepSpeed JSON: what DeepSpeed has no key for."""
+"""What a DeepSpeed JSON says, and its `"stepwell"` block, for what DeepSpeed has no key for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from stepwell import _state
 from stepwell.offload.volume import Volume
 
-__all__ = ["Options", "options_of", "said", "written"]
+__all__ = ["Options", "options_of", "said", "with_unpinned_weights", "written"]
 
 _GATES = ("module", "step")
 _ACCUMULATE = ("device", "host")
@@ -140,6 +141,25 @@ def said(engine: Any, *keys: str) -> Any:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value
+
+
+def with_unpinned_weights(config: Any) -> Any:
+    """A DeepSpeed JSON, as a dict or a path, whose `offload_param` says `pin_memory` false.
+
+    DeepSpeed pins the weights of each parameter as it says, before it lays them side by side in
+    other memory: 1 s for 1.2 B parameters, for nothing. What is neither is returned as it is.
+    """
+    if isinstance(config, (str, Path)) and Path(config).is_file():
+        # As DeepSpeed reads it, which depends on it.
+        import hjson  # type: ignore[import-untyped]
+
+        config = hjson.loads(Path(config).read_text(encoding="utf-8"))
+    zero: Any = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    offload = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    if not isinstance(offload, Mapping):
+        return config
+    unpinned = {**offload, "pin_memory": False}
+    return {**config, "zero_optimization": {**zero, "offload_param": unpinned}}
 
 
 def options_of(engine: Any) -> Options:

@@ -42,6 +42,7 @@ from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOpt
 
 from stepwell import _core
 from stepwell._tensors import tensor_on
+from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
@@ -110,6 +111,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             param.requires_grad for param in module.parameters()
         ):
             offload_param_config = offload_param_config.model_copy(update={"pin_memory": False})
+            kwargs["ds_config"] = with_unpinned_weights(kwargs["ds_config"])
         super().__init__(
             module,
             init_optimizer,
