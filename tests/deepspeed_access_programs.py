@@ -130,6 +130,9 @@ def set_gradients(config, *, model=perceptron, rank=0):
     weight, bias, other = engine.module[0].weight, engine.module[2].bias, engine.module[2].weight
     seen = []
     for count, batch in enumerate(vectors(4, rank=rank)):
+        if count == 3:
+            # A gradient takes its place.
+            utils.safe_set_full_grad(other, torch.full(other.shape, PRECISE))
         engine.backward(squared(engine, batch))
         if count == 1:
             utils.safe_set_full_grad(weight, torch.full(weight.shape, PRECISE))
@@ -152,13 +155,15 @@ def set_gradients(config, *, model=perceptron, rank=0):
 
 
 def set_early(config):
-    """A gradient that is set after the first of two backwards of a step."""
+    """A gradient that is set after the first of two backwards of a step, and before the first."""
     from deepspeed import utils
 
     engine = initialize(perceptron(), config)
     weight = engine.module[0].weight
     seen = []
     for count, batch in enumerate(vectors(4)):
+        if count == 2:
+            utils.safe_set_full_grad(weight, torch.full(weight.shape, PRECISE))
         engine.backward(squared(engine, batch))
         if count == 0:
             utils.safe_set_full_grad(weight, torch.full(weight.shape, PRECISE))

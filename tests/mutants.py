@@ -57,7 +57,12 @@ SUITES = {
     ),
     "zero": (
         ["deepspeed/zero/[a-z]*.py", "deepspeed/state/[a-z]*.py"],
-        ["zero_in_process.py", "test_deepspeed_operands.py"],
+        [
+            "zero_in_process.py",
+            "test_deepspeed_operands.py",
+            "test_deepspeed_partitions.py",
+            "test_offload_late_copies.py",
+        ],
     ),
 }
 # They take minutes, and pass through every line.

@@ -20,13 +20,31 @@ class LateAdder:
     def __init__(self, device):
         self.pending = []
 
-    def run(self, operation, target, grad):
+    def run(self, operation, target, grad, norms=None):
         self.pending.append((operation, target, grad))
 
     def finish(self):
         for call in self.pending:
             call[0](*call[1:])
         self.pending.clear()
+
+
+class LateLane:
+    """As the lane on which gradients go down, on such a device."""
+
+    def __init__(self):
+        self.pending = []
+
+    def copy(self, piece, target):
+        self.pending.append((piece, target))
+
+    def wait(self):
+        for piece, target in self.pending:
+            target.copy_(piece)
+        self.pending.clear()
+
+    def order(self, engine):
+        """The engine is asked for nothing."""
 
 
 class Event:
@@ -68,6 +86,72 @@ def test_a_sum_that_is_dropped_is_stepped_as_zero(partitions):
     (grad,) = partitions.stepped_grads()
     partitions.arrive()
     assert grad.tolist() == [0.0] * 4 + [2.0] * 4
+
+
+def test_what_is_added_late_may_not_be_written(partitions):
+    # Partitions that add on the host copy what is not theirs.
+    partitions.gradients._adds_on_host = True
+    bucket, fragment = torch.ones(8), Fragment(0, 0, 8)
+    partitions.gradients.collect(fragment, bucket, is_owned=False, is_last=False)
+    bucket.fill_(7.0)
+    assert partitions.gradients.gradient(fragment).tolist() == [1.0] * 8
+
+
+def read(gradients, fragment):
+    return gradients.gradient(fragment)
+
+
+def read_beside_what_is_set(gradients, fragment):
+    gradients._values_set[Fragment(0, 7, 1)] = torch.ones(1)
+    (grad,) = gradients.stepped()
+    return grad[: fragment.numel]
+
+
+def send_again(gradients, fragment):
+    gradients.add(fragment, torch.zeros(4), is_owned=True)
+    gradients.send(fragment)
+    return gradients.grads[0][:4]
+
+
+def add_to_what_was_sent(gradients, fragment):
+    gradients.add_on_host(fragment, torch.zeros(4))
+    return gradients.gradient(fragment)
+
+
+def set_what_was_sent(gradients, fragment):
+    gradients.set_gradient(fragment, torch.full((4,), 2.0))
+    return gradients.gradient(fragment)
+
+
+@pytest.mark.parametrize(
+    "use", [read, read_beside_what_is_set, send_again, add_to_what_was_sent, set_what_was_sent]
+)
+def test_a_copy_has_ended_before_its_target_is_used(partitions, use):
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients._lane = LateLane()
+    gradients.add(fragment, torch.full((4,), 2.0), is_owned=True)
+    gradients.send(fragment)
+    found = use(gradients, fragment)
+    partitions.arrive()
+    assert found.tolist() == [2.0] * 4
+
+
+def test_squares_beyond_float32_are_of_gradients_that_have_arrived(partitions):
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients._lane = LateLane()
+    gradients.add(fragment, torch.full((4,), 2.0**100), is_owned=True)
+    assert gradients.norm(float) == 2.0**101
+
+
+def test_a_copy_that_is_dropped_does_not_land_on_what_comes_next(partitions):
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 8)
+    gradients._lane = LateLane()
+    gradients.add(fragment, torch.ones(8), is_owned=True)
+    gradients.send(fragment)
+    partitions.drop()
+    gradients.add_on_host(fragment, torch.full((8,), 2.0))
+    partitions.arrive()
+    assert gradients.grads[0].tolist() == [2.0] * 8
 
 
 def test_additions_have_ended_when_partitions_are_gone(partitions):

@@ -13,22 +13,35 @@ import socket
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed_access_programs as accesses
+import deepspeed_fetch_programs as fetch
 import deepspeed_gradient_programs as gradients
+import deepspeed_late_programs as late
+import deepspeed_nvme_programs as nvme
+import deepspeed_offload_access_programs as offload_access
 import deepspeed_offload_param_programs as offload_param
 import deepspeed_offload_programs as offload
+import deepspeed_torch_adam_programs as torch_adam
 import deepspeed_twin_flow_programs as twin_flow
 import deepspeed_weight_programs as weights
 import deepspeed_zenflow_programs as zenflow
 import pytest
+import test_deepspeed_late
+import test_deepspeed_nvme
+import test_deepspeed_offload
+import test_deepspeed_offload_access
 import test_deepspeed_offload_param
+import test_deepspeed_torch_adam
 import test_deepspeed_zenflow_engine
 import torch
 from deepspeed_asserts import assert_same_partitions, assert_same_runs, assert_same_values
 from deepspeed_engines import configuration, initialize, partitions, perceptron, train, vectors
 from deepspeed_engines import squared as loss_of
-from deepspeed_paths import Forked, both, poisoned, uneven
+from deepspeed_paths import Forked, both, grown, poisoned, uneven, with_experts
+from late_engine import late_ranks
 from test_deepspeed_twin_flow import assert_close, assert_close_partitions
 
+# The programs run without pytest's.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 ENGINES = ({"engine": True}, {"engine": False})
 FP32_SUMS = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}}
 ON_DEVICE = {"gradient_accumulation_steps": 2, "stepwell": {"accumulate": "device"}}
@@ -382,3 +395,267 @@ def test_zenflow_resumes(tmp_path):
     assert_same_partitions(result["loaded"], saved)
     assert result["resumed"][0] == losses
     assert_same_partitions(result["resumed"][1], at_end)
+
+
+# ---- steps that are late ----
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "fp32"},
+        {"gradient_accumulation_steps": 2, "clip": 0.1},
+        ON_DEVICE,
+        {"stepwell": {"gate": "step"}},
+    ],
+)
+def test_late_steps(stage, options, monkeypatch):
+    config = configuration(stage=stage, **{"dtype": "bf16", **options})
+    with late_ranks(monkeypatch):
+        assert_same_runs(*both(config, steps=3))
+
+
+@pytest.mark.parametrize("reader", test_deepspeed_late.READERS)
+def test_readers(reader, monkeypatch):
+    one = {reader: late.readers()[reader]}
+    monkeypatch.setattr(late, "readers", lambda: one)
+    result = {}
+    late.read(result, "late", offload_param.offloaded(persistent=100))
+    late.read(result, "in time", offload_param.offloaded(persistent=100), is_late=False)
+    test_deepspeed_late.test_a_reader_waits(result, reader)
+
+
+@pytest.mark.parametrize("persistent", [0, 100])
+@pytest.mark.parametrize("options", [{}, {"zero": {"sub_group_size": 3000}}, {"clip": 0.1}])
+def test_late_parameters_in_host_memory(persistent, options):
+    found = []
+    for is_late in (True, False):
+        engine, made, losses = late.trained_late(
+            offload_param.offloaded(persistent=persistent, **options), is_late=is_late
+        )
+        assert made is None or made.is_late
+        found.append((losses, offload_param.weights(engine)))
+        engine.destroy()
+    (losses, weights_of), (expected_losses, expected) = found
+    assert losses == expected_losses
+    assert all(map(torch.equal, weights_of, expected))
+
+
+@pytest.mark.parametrize("part", [late.waits, late.prefetches, late.written, late.exposed])
+def test_late_parts(part):
+    result = {}
+    part(result)
+    tests = {
+        late.waits: test_deepspeed_late.test_a_forward_waits_for_what_it_gathers,
+        late.prefetches: test_deepspeed_late.test_nothing_is_prefetched_while_a_step_runs,
+        late.written: test_deepspeed_late.test_what_a_program_writes_comes_after_the_step,
+        late.exposed: test_deepspeed_late.test_a_step_waits_for_what_can_be_reached_otherwise,
+    }
+    tests[part](result)
+
+
+def test_states_that_move():
+    (losses, found), (expected_losses, expected) = late.moved({})
+    assert losses == expected_losses
+    assert all(map(torch.equal, found, expected))
+
+
+# ---- more paths ----
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "Adam", "params": {"adam_w_mode": False}},
+        {"clip": 0.1, "stepwell": {"moments": "q8"}},
+        {
+            "optimizer": "StepwellAdamW",
+            "precision": {"bf16_master_weights_and_grads": True},
+        },
+    ],
+)
+def test_optimizers(stage, options):
+    assert_same_runs(*both(configuration(stage=stage, dtype="bf16", **options), steps=3))
+
+
+def test_experts():
+    runs = both(configuration(dtype="bf16"), model=with_experts, steps=3)
+    test_deepspeed_offload.test_experts({"experts": runs})
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_growing_scale(stage):
+    growing = {"initial_scale_power": 24, "hysteresis": 1, "loss_scale_window": 2}
+    found = grown(configuration(dtype="fp16", stage=stage, precision=growing))
+    check = test_deepspeed_offload.test_gradients_are_unscaled_by_the_scale_that_they_have
+    check({"growing": found}, "growing")
+
+
+@pytest.mark.parametrize("name", ["two_groups", "schedule", "stage 3"])
+def test_torch_adam(name):
+    options = {
+        "two_groups": {"make": torch_adam.two_groups},
+        "schedule": {"schedule": torch_adam.halving},
+        "stage 3": {"dtype": "bf16", "stage": 3, "zero": {"sub_group_size": 3000}},
+    }[name]
+    ours, theirs = (torch_adam.stepped(engine, **options) for engine in (True, False))
+    assert (ours["lrs"], ours["same groups"]) == (theirs["lrs"], theirs["same groups"])
+    test_deepspeed_torch_adam.assert_close(ours["losses"], theirs["losses"], 2e-2)
+    for (flat, state), (other, known) in zip(ours["partitions"], theirs["partitions"], strict=True):
+        torch.testing.assert_close(flat, other, rtol=0.0, atol=1e-3)
+        assert int(state["step"]) == int(known["step"])
+
+
+def test_access():
+    result = {}
+    offload_access.access(result)
+    for name, test in vars(test_deepspeed_offload_access).items():
+        if name.startswith("test_") and test.__code__.co_varnames[:1] == ("access",):
+            test(result)
+
+
+def test_claims():
+    assert accesses.claims_ended() == [True] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"persistent": 100}])
+def test_parameters_in_host_memory_are_saved(options, tmp_path):
+    config = offload_param.offloaded(**options)
+    engine = initialize(uneven(), config)
+    train(engine, vectors(2), loss_of)
+    engine.save_checkpoint(str(tmp_path))
+    losses = train(engine, vectors(2, first=2), loss_of)
+    after = partitions(engine)
+    engine.destroy()
+    for block in ENGINES:
+        engine = initialize(uneven(seed=1), {**config, "stepwell": block})
+        engine.load_checkpoint(str(tmp_path))
+        assert train(engine, vectors(2, first=2), loss_of) == losses
+        assert_same_partitions(partitions(engine), after)
+        engine.destroy()
+
+
+# ---- weights that are fetched ----
+
+
+@pytest.fixture
+def copied(monkeypatch):
+    from stepwell.deepspeed.zero.weight_lane import HostWeightLane
+
+    monkeypatch.setattr(HostWeightLane, "copy", HostWeightLane.copy)
+    fetch.copy_as_a_device_does()
+
+
+def assert_same_fetches(ours, theirs):
+    assert ours["losses"] == theirs["losses"]
+    assert all(map(torch.equal, ours["weights"], theirs["weights"]))
+    assert ours.get("most", 0) <= theirs.get("most", 0)
+
+
+@pytest.mark.parametrize("zero", [None, fetch.TIGHT])
+@pytest.mark.parametrize("model", fetch.MODELS)
+def test_fetched(model, zero, copied):
+    assert_same_fetches(*fetch.both(model, zero=zero))
+
+
+@pytest.mark.parametrize("between", [fetch.evaluate, fetch.write, fetch.unhook])
+def test_fetched_between(between, copied):
+    if between is fetch.evaluate:
+        options = {"model": fetch.Tied, "zero": fetch.TIGHT}
+    else:
+        options = {"model": fetch.Model}
+    assert_same_fetches(*fetch.both(between=between, **options))
+
+
+@pytest.mark.parametrize("is_inferred", [False, True])
+def test_fetch_that_fails(is_inferred, copied):
+    ours = fetch.failing("stepwell", is_inferred=is_inferred)
+    assert_same_fetches(ours, fetch.failing("deepspeed"))
+
+
+@pytest.mark.parametrize("look", [fetch.generate, fetch.stopped, fetch.scored, fetch.inferred])
+def test_looks_of_a_language_model(look, copied):
+    ours, theirs = (
+        fetch.spoken(name, look, checkpoints=True, zero=fetch.TIGHT)
+        for name in ("stepwell", "deepspeed")
+    )
+    assert_same_fetches(ours, theirs)
+    assert all(map(torch.equal, ours["looks"], theirs["looks"]))
+
+
+def test_waits_after_a_step():
+    written, waits = fetch.waits_after_a_step()
+    assert all(written)
+    assert waits == []
+
+
+def test_counted(copied):
+    found = fetch.counted()
+    assert (found["live"], found["ahead"], found["depth"]) == (0, 0, 0)
+
+
+# ---- state on volumes ----
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (1, {}),
+        (2, {"gradient_accumulation_steps": 2}),
+        (3, {"zero": {"sub_group_size": 66_000}}),
+        (3, {"zero": {"offload_param": {"device": "cpu"}}}),
+    ],
+)
+def test_volumes(stage, options, tmp_path):
+    config = configuration(stage=stage, dtype="bf16", **options)
+    swapped, in_memory = nvme.both(config, tmp_path / "drive")
+    test_deepspeed_nvme.assert_same_run(swapped, in_memory)
+    assert min(swapped["moved"]) > 0
+    assert swapped["left"] == []
+
+
+def test_volumes_of_masters_alone(tmp_path):
+    test_deepspeed_nvme.assert_same_run(
+        *nvme.both(configuration(stage=3), tmp_path / "drive", host_bytes_max=nvme.host_bytes(8))
+    )
+
+
+@pytest.mark.parametrize("stage", nvme.STAGES)
+def test_accesses_of_volumes(stage, tmp_path):
+    config = nvme.bf16(stage)
+    runs = {("accesses", stage): [nvme.accesses(nvme.on_volume(config, tmp_path))]}
+    runs["accesses", stage].append(nvme.accesses(config))
+    test_deepspeed_nvme.test_accessors_get_and_set_what_is_on_the_volume(runs, stage)
+
+
+@pytest.mark.parametrize("stage", nvme.STAGES)
+def test_looks_at_volumes(stage, tmp_path):
+    runs = {("looks", stage): nvme.looks(nvme.on_volume(nvme.bf16(stage), tmp_path))}
+    test_deepspeed_nvme.test_a_look_at_a_fragment_brings_its_chunks_alone(runs, stage)
+
+
+@pytest.mark.parametrize("stage", nvme.STAGES)
+def test_volumes_that_are_resumed(stage, tmp_path):
+    result = {}
+    nvme.resumed(result, tmp_path, stage)
+    runs = {("resumed", stage): result}
+    test_deepspeed_nvme.test_a_volume_with_a_name_is_resumed(runs, stage)
+    test_deepspeed_nvme.test_what_is_no_volume_of_the_run_is_refused(runs, stage)
+
+
+@pytest.mark.parametrize("stage", nvme.STAGES)
+def test_checkpoints_of_volumes(stage, tmp_path):
+    result = {}
+    nvme.checkpoints(result, tmp_path, stage)
+    assert_same_partitions(*result["straight"])
+    for way in ("volume to volume", "volume to memory", "volume to DeepSpeed", "memory to volume"):
+        assert_same_partitions(result[way], result["straight"][1])
+
+
+def test_drives_that_are_full(tmp_path):
+    result = {}
+    nvme.full_drive(result, tmp_path / "full")
+    test_deepspeed_nvme.test_a_full_drive_is_named_and_harms_nothing({"full drive": result})

@@ -74,8 +74,9 @@ class Gradients:
         # What a program has set since a fragment's gradient arrived, where `grads` is narrower.
         self._values_set: dict[Fragment, torch.Tensor] = {}
         self._widened: dict[int, torch.Tensor] = {}
-        # Fragments that a program has set since the last step.
+        # Fragments that a program has set since the last step; those of them without a gradient.
         self._set: set[Fragment] = set()
+        self._set_alone: set[Fragment] = set()
         # Fragments whose gradient has not been stepped; what others were scaled by.
         self._unscaled: set[Fragment] = set()
         self._last_grad_scale = 1.0
@@ -140,6 +141,7 @@ class Gradients:
             return
         # Some weight of the last step may not have been used.
         self._end_last_step()
+        self._drop_set_alone(fragment)
         piece, target = self._sums.pop(fragment), self._grad(fragment)
         if fragment in self._norms:
             # A second backward after the one that was announced as the last.
@@ -169,6 +171,7 @@ class Gradients:
         self._end_last_step()
         if self._adder is None:
             self._adder = Adder(self._device)
+        self._drop_set_alone(fragment)
         if self._norms.pop(fragment, None) is not None and fragment not in self._on_host:
             # It was sent as complete.
             self._lane.wait()
@@ -190,6 +193,12 @@ class Gradients:
         self._lane.let_go()
         if self._adder is not None:
             self._adder.let_go()
+
+    def _drop_set_alone(self, fragment: Fragment) -> None:
+        """A gradient is there: what was set before the first one since the last step is dropped."""
+        if fragment in self._set_alone:
+            self._set_alone.discard(fragment)
+            self._norms.pop(fragment, None)
 
     def _arriving(self, fragment: Fragment) -> None:
         """A gradient is on its way, in the place of what a program has set."""
@@ -219,8 +228,8 @@ class Gradients:
     ) -> None:
         """Sets the gradient of a fragment, in the master's precision.
 
-        As DeepSpeed has it, the next backward drops what is set between two backwards of a step:
-        the sum goes on as if nothing had been set.
+        As DeepSpeed has it, the next backward drops what is set before it, or between two backwards
+        of a step: the sum goes on as if nothing had been set.
 
         Args:
             fragment: whose gradient.
@@ -247,6 +256,8 @@ class Gradients:
         else:
             target = value.detach().to("cpu", dtype, copy=True)
             self._values_set[fragment] = target
+        if fragment not in self._norms:
+            self._set_alone.add(fragment)
         if not is_norm_kept:
             self._norms[fragment] = [norm_of(target).to(self._device)]
 
@@ -318,6 +329,7 @@ class Gradients:
         self._on_host.clear()
         self._norms.clear()
         self._set.clear()
+        self._set_alone.clear()
 
     def stepped(self) -> list[torch.Tensor]:
         """The gradients that the coming step takes, by group. All are complete, and none runs.
@@ -372,6 +384,7 @@ class Gradients:
             partial(self._norms.clear),
             partial(self._on_host.clear),
             partial(self._set.clear),
+            partial(self._set_alone.clear),
             partial(self._unscaled.clear),
             partial(setattr, self, "_last_grad_scale", grad_scale),
         ]

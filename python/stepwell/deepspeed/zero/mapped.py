@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import os
 import tempfile
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,7 @@ class MappedState:
             self._offsets[name] = end
             end += -(-place.nbytes // ALIGN_BYTES) * ALIGN_BYTES
         self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115  # as long as the memory
+        weakref.finalize(self, self._file.close)
         os.ftruncate(self._file.fileno(), end)
         memory = torch.frombuffer(mmap.mmap(self._file.fileno(), end), dtype=torch.uint8)
         self.tensors = {

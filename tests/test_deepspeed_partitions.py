@@ -1,0 +1,478 @@
+"""ZeRO's partitions on the offload engine by themselves, without DeepSpeed: on the CPU.
+
+What their gradients come to, which memory they announce, and what is brought from a volume.
+"""
+
+import itertools
+import math
+import os
+
+import pytest
+import stepwell
+import torch
+from late_engine import LateEngine
+from stepwell import _core
+from stepwell.deepspeed.zero import partitions as partitions_module
+from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.mapped import MappedState
+from stepwell.deepspeed.zero.operands import Operands
+from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.partitions import Partitions, Update
+
+BF16, FP32 = torch.bfloat16, torch.float32
+PRECISE = 1.0009765625
+"""Not a bf16 number."""
+HUGE = 2.0**100
+"""Its square is no float32 number."""
+
+
+def partition(numel, *, grad=BF16, master=FP32, weight=BF16, moments_bytes=0, offloaded=False):
+    held = torch.empty(0, dtype=master, requires_grad=True)
+    return Partition(held, torch.ones(numel, dtype=weight), grad, moments_bytes, offloaded)
+
+
+def opened(*partitions, **options):
+    settings = {"device": torch.device("cpu"), "threads": 1, "is_pinned": False, **options}
+    return Partitions(list(partitions), **settings)
+
+
+def full(numel, value, dtype=BF16):
+    return torch.full((numel,), value, dtype=dtype)
+
+
+class Steps:
+    """Takes steps of partitions with Stepwell's AdamW."""
+
+    def __init__(self, partitions, made):
+        self.partitions, self.masters = partitions, [each.master for each in made]
+        self.weights = [each.weight for each in made]
+        self.optimizer = stepwell.AdamW([{"params": [each]} for each in self.masters], lr=0.5)
+        self.operands = Operands(self.optimizer, 0)
+
+    def take(self, grad_scale=1.0):
+        grads = self.partitions.stepped_grads()
+        operands = [
+            self.operands.of(group, group, master, grad, twin)
+            for group, (master, grad, twin) in enumerate(
+                zip(self.masters, grads, self.partitions.twins, strict=True)
+            )
+        ]
+        updates = [
+            Update(group, each.tensor, each.step, each.hyper.core(grad_scale))
+            for group, each in enumerate(operands)
+            if each.tensor is not None
+        ]
+        calls = self.partitions.prepare(updates, self.weights, [operands], grad_scale=grad_scale)
+        self.operands.commit(operands, calls)
+        self.partitions.forget()
+
+    def moments(self):
+        self.partitions.finish()
+        return [self.optimizer.state[master]["exp_avg"] for master in self.masters]
+
+
+def stepped(partitions):
+    """What the coming step would take."""
+    grads = partitions.stepped_grads()
+    partitions.arrive()
+    return [grad.tolist() for grad in grads]
+
+
+# ---- gradients ----
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+@pytest.mark.parametrize("numel", [1, 5])
+def test_a_gradient_counts_however_short_it_is(numel, adds_on_host):
+    partitions = opened(partition(numel), partition(3), adds_on_host=adds_on_host)
+    gradients = partitions.gradients
+    used, unused, empty = Fragment(0, 0, numel), Fragment(1, 0, 3), Fragment(1, 3, 0)
+    assert gradients.has_gradient(empty) is True
+    assert gradients.has_gradient(used) is False
+    for value, is_last in ((1.0, False), (2.0, True)):
+        gradients.collect(used, full(numel, value), is_owned=False, is_last=is_last)
+        gradients.collect(empty, full(0, value), is_owned=False, is_last=is_last)
+        assert gradients.has_gradient(used) is True
+    assert gradients.has_gradient(unused) is False
+    assert gradients.norm(float) == pytest.approx(3.0 * math.sqrt(numel), rel=1e-6)
+    assert stepped(partitions) == [[3.0] * numel, [0.0] * 3]
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+def test_what_is_not_owned_may_be_written_again(adds_on_host):
+    partitions = opened(partition(4), adds_on_host=adds_on_host)
+    bucket = full(4, 1.0)
+    partitions.gradients.collect(Fragment(0, 0, 4), bucket, is_owned=False, is_last=False)
+    bucket.fill_(7.0)
+    assert partitions.gradients.norm(float) == 2.0
+    assert stepped(partitions) == [[1.0] * 4]
+
+
+def test_a_total_takes_the_place_of_what_was_sent_before():
+    partitions = opened(partition(4))
+    for value in (1.0, 5.0):
+        total = full(4, value)
+        partitions.gradients.add(Fragment(0, 0, 4), total, is_owned=False, is_total=True)
+        partitions.gradients.send(Fragment(0, 0, 4))
+    assert partitions.gradients.norm(float) == 10.0
+    assert stepped(partitions) == [[5.0] * 4]
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+def test_backwards_after_the_one_that_was_announced_as_the_last(adds_on_host):
+    partitions = opened(partition(4), adds_on_host=adds_on_host)
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    for count, is_last in enumerate((True, True, False, True), 1):
+        gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=is_last)
+        if is_last:
+            assert gradients.norm(float) == 2.0 * count
+    assert stepped(partitions) == [[4.0] * 4]
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+def test_the_sum_goes_on_as_if_nothing_had_been_set_between_backwards(adds_on_host):
+    partitions = opened(partition(4), adds_on_host=adds_on_host)
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=False)
+    gradients.set_gradient(fragment, full(4, PRECISE, FP32))
+    assert gradients.gradient(fragment).tolist() == [PRECISE] * 4
+    gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=True)
+    assert gradients.gradient(fragment).tolist() == [2.0] * 4
+    assert gradients.norm(float) == 4.0
+    assert stepped(partitions) == [[2.0] * 4]
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+@pytest.mark.parametrize("is_norm_kept", [False, True])
+@pytest.mark.parametrize("grad", [BF16, FP32])
+def test_what_is_set_is_stepped_in_the_precision_of_the_master(grad, is_norm_kept, adds_on_host):
+    partitions = opened(partition(8, grad=grad), partition(3), adds_on_host=adds_on_host)
+    gradients, fragment, rest = partitions.gradients, Fragment(0, 2, 4), Fragment(0, 6, 2)
+    for is_last in (False, True):
+        for each in (fragment, rest):
+            gradients.collect(each, full(each.numel, 1.0, grad), is_owned=False, is_last=is_last)
+    gradients.set_gradient(fragment, full(4, PRECISE, FP32), is_norm_kept=is_norm_kept)
+    assert gradients.gradient(fragment).tolist() == [PRECISE] * 4
+    squares = (16.0 if is_norm_kept else 4 * PRECISE**2) + 8.0
+    assert gradients.norm(float) == pytest.approx(math.sqrt(squares), rel=1e-7)
+    assert stepped(partitions) == [[0.0] * 2 + [PRECISE] * 4 + [2.0] * 2, [0.0] * 3]
+    # Another one after the set: it was the last.
+    gradients.set_gradient(fragment, full(4, 2 * PRECISE, FP32))
+    assert stepped(partitions)[0][2:6] == [2 * PRECISE] * 4
+
+
+@pytest.mark.parametrize("is_norm_kept", [False, True])
+def test_a_gradient_that_is_set_without_a_backward_is_stepped_once(is_norm_kept):
+    made = [partition(4), partition(2)]
+    partitions = opened(*made)
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    steps = Steps(partitions, made)
+    value = full(4, PRECISE, FP32)
+    gradients.set_gradient(fragment, value, is_norm_kept=is_norm_kept)
+    value.fill_(7.0)
+    assert gradients.norm(float) == (0.0 if is_norm_kept else pytest.approx(2 * PRECISE, rel=1e-7))
+    steps.take(0.5)
+    # As it was stepped.
+    assert gradients.gradient(fragment).tolist() == [0.5 * PRECISE] * 4
+    first = [moment.clone() for moment in steps.moments()]
+    torch.testing.assert_close(first[0], full(4, 0.05 * PRECISE, FP32))
+    assert not first[1].any()
+    assert stepped(partitions) == [[0.0] * 4, [0.0] * 2]
+    assert gradients.norm(float) == 0.0
+    steps.take()
+    assert torch.equal(steps.moments()[0], first[0] * 0.9)
+
+
+@pytest.mark.parametrize("grad", [BF16, FP32])
+def test_what_a_step_has_taken_is_read_as_it_was_stepped(grad):
+    made = [partition(4, grad=grad)]
+    partitions = opened(*made)
+    gradients, fragment, steps = partitions.gradients, Fragment(0, 0, 4), Steps(partitions, made)
+    assert gradients.gradient(fragment).tolist() == [0.0] * 4
+    for nth in (1.0, 2.0):
+        gradients.collect(fragment, full(4, nth, grad), is_owned=False, is_last=True)
+        for _ in range(2):
+            assert gradients.gradient(fragment).fill_(nth).tolist() == [nth] * 4
+        assert gradients.norm(float) == 2.0 * nth
+        steps.take(0.25)
+        for _ in range(2):
+            assert gradients.gradient(fragment).tolist() == [0.25 * nth] * 4
+        assert partitions.timing()["bytes_downloaded"] == 4 * grad.itemsize
+        assert not gradients.has_gradient(fragment)
+    value = full(4, 3.0, FP32)
+    gradients.set_gradient(fragment, value)
+    value.fill_(7.0)
+    assert gradients.gradient(fragment).tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+@pytest.mark.parametrize("grad", [BF16, FP32])
+@pytest.mark.parametrize("order", [(True,), (False, True), (True, True)])
+def test_what_is_set_before_the_first_backward_is_dropped(order, grad, adds_on_host):
+    made = [partition(4, grad=grad)]
+    partitions = opened(*made, adds_on_host=adds_on_host)
+    gradients, fragment, steps = partitions.gradients, Fragment(0, 0, 4), Steps(partitions, made)
+    gradients.collect(fragment, full(4, 9.0, grad), is_owned=False, is_last=True)
+    steps.take()
+    gradients.set_gradient(fragment, full(4, PRECISE, FP32))
+    for is_last in order:
+        gradients.collect(fragment, full(4, 1.0, grad), is_owned=False, is_last=is_last)
+    assert gradients.norm(float) == 2.0 * len(order)
+    assert stepped(partitions) == [[float(len(order))] * 4]
+
+
+@pytest.mark.parametrize("what", ["sent", "summed on the host", "set"])
+def test_a_step_that_is_late_takes_its_own_gradients(what):
+    made = [partition(4)]
+    partitions = opened(*made, adds_on_host=what == "summed on the host")
+    partitions._engine = late = LateEngine(partitions._engine)
+    gradients, fragment, steps = partitions.gradients, Fragment(0, 0, 4), Steps(partitions, made)
+    gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=True)
+    steps.take()
+    assert late.is_late
+    if what == "set":
+        gradients.set_gradient(fragment, full(4, 8.0))
+    else:
+        gradients.collect(fragment, full(4, 8.0), is_owned=False, is_last=what == "sent")
+    (moment,) = steps.moments()
+    torch.testing.assert_close(moment, full(4, 0.1, FP32))
+
+
+def test_bytes_of_sums_in_host_memory_are_counted():
+    made = [partition(4), partition(2)]
+    partitions = opened(*made, adds_on_host=True)
+    for is_last in (False, False, True):
+        for group, each in enumerate(made):
+            piece = torch.ones_like(each.weight)
+            fragment = Fragment(group, 0, piece.numel())
+            partitions.gradients.collect(fragment, piece, is_owned=True, is_last=is_last)
+    Steps(partitions, made).take()
+    assert partitions.timing()["bytes_downloaded"] == 3 * 12
+
+
+@pytest.mark.parametrize("adds_on_host", [False, True])
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("value", [1.0, HUGE, math.inf, math.nan])
+def test_norms(value, is_last, adds_on_host):
+    partitions = opened(partition(8), partition(1), adds_on_host=adds_on_host)
+    gradients, asked = partitions.gradients, []
+
+    def add_up(squares):
+        asked.append(squares.dtype)
+        return float(squares)
+
+    gradients.collect(Fragment(0, 0, 4), full(4, value), is_owned=False, is_last=is_last)
+    gradients.collect(Fragment(0, 4, 4), full(4, 0.0), is_owned=False, is_last=True)
+    gradients.collect(Fragment(1, 0, 1), full(1, 1.0), is_owned=False, is_last=is_last)
+    expected = math.sqrt(4 * value**2 + 1.0) if math.isfinite(value) else math.inf
+    assert gradients.norm(add_up) == pytest.approx(expected, rel=1e-7)
+    assert asked == ([FP32] if value == 1.0 else [FP32, torch.float64])
+
+
+def test_what_is_dropped_and_what_is_kept():
+    partitions = opened(partition(8), adds_on_host=True)
+    gradients = partitions.gradients
+    sent, summed, begun = Fragment(0, 0, 2), Fragment(0, 2, 2), Fragment(0, 4, 2)
+    for _ in range(2):
+        gradients.collect(sent, full(2, 1.0), is_owned=False, is_last=True)
+        for is_last in (False, True):
+            gradients.collect(summed, full(2, 1.0), is_owned=False, is_last=is_last)
+        gradients.add(begun, full(2, 1.0), is_owned=False)
+        gradients.set_gradient(Fragment(0, 6, 2), full(2, PRECISE, FP32))
+        gradients.drop_sums()
+        found = [gradients.has_gradient(each) for each in (sent, summed, begun)]
+        assert found == [True, False, False]
+        assert gradients.norm(float) == pytest.approx(math.sqrt(2 + 2 * PRECISE**2), rel=1e-7)
+        gradients.add(begun, full(2, 1.0), is_owned=False)
+        gradients.collect(summed, full(2, 1.0), is_owned=False, is_last=False)
+        partitions.drop()
+        assert not any(map(gradients.has_gradient, (sent, summed, begun, Fragment(0, 6, 2))))
+        assert gradients.norm(float) == 0.0
+        assert stepped(partitions) == [[0.0] * 8]
+
+
+def test_what_was_set_goes_with_the_sum_that_took_its_place():
+    partitions = opened(partition(4, grad=FP32), adds_on_host=True)
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients.set_gradient(fragment, full(4, 5.0, FP32))
+    gradients.collect(fragment, full(4, 1.0, FP32), is_owned=False, is_last=False)
+    gradients.drop_sums()
+    assert gradients.norm(float) == 0.0
+    assert stepped(partitions) == [[0.0] * 4]
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+@pytest.mark.parametrize(
+    ("grad", "weight", "offloaded"),
+    list(itertools.product((BF16, FP32), (BF16, FP32), (False, True))),
+)
+def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, monkeypatch):
+    announced, announce = [], partitions_module.announce
+
+    def noted(numel, **bytes_of):
+        announced.append((numel, bytes_of))
+        return announce(numel, **bytes_of)
+
+    monkeypatch.setattr(partitions_module, "announce", noted)
+    made = [
+        partition(numel, grad=grad, weight=weight, moments_bytes=numel, offloaded=offloaded)
+        for numel in (64, 0, 32)
+    ]
+    partitions = opened(*made, is_pinned=is_pinned)
+    ((numel, said),) = announced
+    pinned = [*partitions.gradients.grads, *(each for each in partitions.twins if each is not None)]
+    masters = [each.master for each in made]
+    if weight == FP32:
+        # What is uploaded is the master; or the weights, which are copies of it.
+        pinned += [each.weight for each in made] if offloaded else masters
+    taken = {id(each): each.nbytes for each in [*pinned, *masters]}
+    assert numel == 96
+    assert said["state"] + said["pinned"] == 96 + sum(taken.values())
+    assert said["pinned"] == (sum(each.nbytes for each in pinned) if is_pinned else 0)
+    # Weights that are offloaded are there already.
+    assert said["held"] == (sum(each.weight.nbytes for each in made) if offloaded else 0)
+
+
+def test_host_memory_is_bounded_also_for_gradients_that_are_set():
+    taken = 64 * (4 + 2 + 2) + 100
+    with pytest.raises(ValueError, match="host_bytes_max"):
+        opened(partition(64, moments_bytes=100), host_bytes_max=taken - 1)
+    for room, is_refused in ((255, True), (256, False)):
+        partitions = opened(partition(64, moments_bytes=100), host_bytes_max=taken + room)
+        partitions.gradients.set_gradient(Fragment(0, 0, 4), full(4, PRECISE, FP32))
+        if is_refused:
+            with pytest.raises(ValueError, match="`256` bytes"):
+                partitions.stepped_grads()
+        else:
+            (grad,) = partitions.stepped_grads()
+            # It is taken once.
+            assert partitions.stepped_grads()[0] is grad
+            partitions.drop()
+            assert partitions.stepped_grads() == partitions.gradients.grads
+            assert partitions.gradients.owners[1] == {}
+
+
+def test_memory_is_pinned_where_it_crosses_the_bus(monkeypatch):
+    asked, memory = [], partitions_module.host_memory
+
+    def noted(engine, numel, dtype, *, is_pinned):
+        asked.append((dtype, is_pinned))
+        return memory(engine, numel, dtype, is_pinned=is_pinned)
+
+    monkeypatch.setattr(partitions_module, "host_memory", noted)
+    crossing = {
+        (BF16, False): [(FP32, False), (BF16, True), (BF16, True)],
+        (FP32, False): [(FP32, True), (BF16, True)],
+        (BF16, True): [(FP32, False), (BF16, True)],
+        (FP32, True): [(FP32, False), (BF16, True)],
+    }
+    for (weight, offloaded), expected in crossing.items():
+        for is_pinned in (True, False):
+            asked.clear()
+            opened(partition(8, weight=weight, offloaded=offloaded), is_pinned=is_pinned)
+            assert asked == [(dtype, pins and is_pinned) for dtype, pins in expected]
+
+
+@pytest.mark.parametrize("weight", [BF16, FP32])
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_masters_begin_as_they_were_or_as_the_weights(is_there, offloaded, weight):
+    master = full(4, PRECISE if is_there else 0.0, FP32)[: 4 if is_there else 0]
+    made = Partition(master, full(4, 3.0, weight), BF16, 0, offloaded)
+    opened(made)
+    assert made.master is master
+    assert master.tolist() == [PRECISE if is_there else 3.0] * 4
+
+
+def test_gradients_are_let_go_of_at_the_end():
+    partitions = opened(partition(4), adds_on_host=True)
+    gradients = partitions.gradients
+    for is_last in (False, True):
+        gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=is_last)
+    gradients.set_gradient(Fragment(0, 0, 4), full(4, PRECISE, FP32))
+    partitions.stepped_grads()
+    partitions.end()
+    assert gradients.grads == partitions.twins == []
+    assert gradients.owners == [[], {}]
+    assert not gradients.has_gradient(Fragment(0, 0, 4))
+    partitions.end()
+    partitions.finish()
+    assert not partitions.is_busy
+
+
+# ---- state that is brought from a volume ----
+
+
+def places(numel):
+    """Like moments in fp32, and codes with their scales."""
+    return {
+        "exp_avg": torch.empty(numel, device="meta"),
+        "codes": torch.empty(numel, dtype=torch.uint8, device="meta"),
+        "scales": torch.empty(-(-numel // 128), dtype=BF16, device="meta"),
+    }
+
+
+def test_chunks_are_brought_once(tmp_path):
+    size = _core.CHUNK_LEN
+    numel = 3 * size + 5
+    mapped = MappedState(tmp_path, places(numel), numel)
+    assert mapped.missing(0, 1) == [(0, size)]
+    assert mapped.missing(size - 1, size + 1) == [(0, 2 * size)]
+    assert mapped.missing(size, size + 1) == [(size, 2 * size)]
+    assert mapped.missing(0, numel) == [(0, numel)]
+    mapped.note(size, 2 * size)
+    assert mapped.missing(size, 2 * size) == []
+    assert mapped.missing(0, numel) == [(0, size), (2 * size, numel)]
+    assert mapped.missing(3 * size, numel) == [(3 * size, numel)]
+
+
+def test_tensors_of_a_file_lie_apart(tmp_path):
+    numel = 1000
+    mapped = MappedState(tmp_path, places(numel), numel)
+    assert {name: (each.dtype, each.numel()) for name, each in mapped.tensors.items()} == {
+        name: (each.dtype, each.numel()) for name, each in places(numel).items()
+    }
+    for value, each in enumerate(mapped.tensors.values(), 1):
+        assert each.data_ptr() % 64 == 0
+        each.fill_(value)
+    assert [each.unique().tolist() for each in mapped.tensors.values()] == [[1], [2], [3]]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_writes_to_what_was_brought_are_seen(tmp_path):
+    size = _core.CHUNK_LEN
+    mapped = MappedState(tmp_path, places(3 * size), 3 * size)
+    for each in mapped.tensors.values():
+        each.zero_()
+    mapped.note(0, size)
+    mapped.note(2 * size, 3 * size)
+    assert not mapped.is_written
+    # Not there, and no fragments are had of it.
+    mapped.tensors["exp_avg"][size : 2 * size] = 1.0
+    mapped.tensors["scales"][0] = 1.0
+    assert not mapped.is_written
+    for name, at in (("exp_avg", size - 1), ("codes", 2 * size), ("exp_avg", 3 * size - 1)):
+        mapped.tensors[name][at] = 1
+        assert mapped.is_written
+        mapped.tensors[name][at] = 0
+        assert not mapped.is_written
+
+
+def test_space_is_taken_for_what_is_brought(tmp_path):
+    size = _core.CHUNK_LEN
+    numel = 64 * size
+    mapped = MappedState(tmp_path, places(numel), numel)
+
+    def taken():
+        # In units of 512 bytes, whatever the file system's block is.
+        return 512 * os.fstat(mapped._file.fileno()).st_blocks
+
+    assert taken() < size
+    mapped.take(size, 2 * size)
+    one = size * 4 + size + size // 64
+    assert one <= taken() < 2 * one
+    mapped.take(63 * size, numel)
+    assert 2 * one <= taken() < 4 * one
