@@ -11,7 +11,9 @@ costs little more than the tests up to the first failure. Which tests execute a 
 child that runs all of them under coverage.py.
 
 Not seen: what runs when a module is imported, and tests that work in processes of their own. Tests
-of several ranks run on one, as far as they pass there. For ZeRO there is `zero_in_process.py`.
+of several ranks run on one, as far as they pass there; with `--ranks 2` on a second one too, which
+is forked for each. (FSDP2 does not pass there: torch keeps what it finds out of a mesh.) For ZeRO
+there is `zero_in_process.py`.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import importlib
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -33,10 +36,12 @@ import types
 import warnings
 from collections import Counter
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import optim_ranks
 import pytest
+import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -369,19 +374,65 @@ def become(mutant, tree, living):
         raise LookupError(f"no function was changed, of {list(changed)}")
 
 
-class OneRank:
-    """In place of the ranks of `optim_ranks`: one, in this process."""
+class ForkedRanks:
+    """In place of the ranks of `optim_ranks`: this process, and one forked from it for each other.
 
-    def __init__(self, *_):
-        pass
+    So all of them run the changed function, and coverage.py sees the first.
+    """
+
+    most = 1
+
+    def __init__(self, world_size, folder):
+        self.world_size, self.folder = min(world_size, self.most), folder
+        self.runs = 0
 
     def run(self, function, *arguments):
         """What `function` returns, on each rank."""
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        self.runs += 1
+        # The threads of OpenMP are not in a fork.
+        torch.set_num_threads(1)
+        context = multiprocessing.get_context("fork")
+        others = []
         try:
-            return [function(*arguments)]
+            for rank in range(1, self.world_size):
+                here, there = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=self._tell, args=(rank, there, function, arguments)
+                )
+                process.start()
+                there.close()
+                others.append((process, here))
+            found = [self._call(0, function, arguments)]
+            for _, here in others:
+                assert here.poll(optim_ranks.RANK_SECONDS_MAX), "a rank hangs"
+                failure, value = here.recv()
+                assert not failure, failure
+                found.append(value)
+            return found
+        finally:
+            for process, here in others:
+                process.kill()
+                process.join()
+                here.close()
+
+    def _call(self, rank, function, arguments):
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{self.folder}/forked{self.runs}",
+            rank=rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=optim_ranks.COLLECTIVE_SECONDS_MAX),
+        )
+        try:
+            return function(*arguments)
         finally:
             dist.destroy_process_group()
+
+    def _tell(self, rank, there, function, arguments):
+        try:
+            there.send((None, self._call(rank, function, arguments)))
+        except BaseException:  # noqa: BLE001 - told to the first
+            there.send((traceback.format_exc(), None))
 
     def stop(self):
         pass
@@ -393,6 +444,8 @@ class Mutants:
     def __init__(self, sources, name, arguments):
         self.sources, self.arguments = sources, arguments
         name = "-".join([name, *arguments.tests])
+        if arguments.ranks > 1:
+            name += f"-{arguments.ranks}-ranks"
         self.path = arguments.out / f"{name}.json"
         self.log = arguments.out / f"{name}.log"
         self.counts = Counter()
@@ -462,6 +515,7 @@ def main():
     parser.add_argument(
         "--tests", nargs="*", default=[], help="only of files whose name has one of these in it"
     )
+    parser.add_argument("--ranks", type=int, default=1, help="the most in tests of several")
     parser.add_argument("--record", action="store_true", help="run all tests anew")
     parser.add_argument("--out", type=Path, default=ROOT / "target" / "mutants-python")
     arguments = parser.parse_args()
@@ -478,7 +532,8 @@ def main():
         for path in tests
         if path.name != RANDOM_PROGRAMS and any(each in path.name for each in wanted)
     ]
-    optim_ranks.Ranks = OneRank
+    ForkedRanks.most = arguments.ranks
+    optim_ranks.Ranks = ForkedRanks
     plugin = Mutants(sources, arguments.suite, arguments)
     pytest.main([*OPTIONS, *tests], plugins=[plugin])
     print(dict(plugin.counts))

@@ -247,6 +247,7 @@ def test_a_copy_of_a_model_belongs_to_no_gate(monkeypatch):
     monkeypatch.setattr(gate_module, "_GATES", weakref.WeakValueDictionary({1: first}))
     copied = pickle.loads(pickle.dumps(net))
     copied(batch(0, width=WIDTH))
+    copied.state_dict()
     assert not first._called
     assert [hook.key for hook in copied.first._forward_pre_hooks.values()] == [0]
 
