@@ -7,6 +7,8 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions
+from stepwell import _core
+from stepwell.deepspeed.zero.touched import TouchedMemory
 
 PROGRAM_TIMEOUT = 150
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -156,6 +158,27 @@ def test_weights_are_not_pinned_one_by_one(runs):
     # The engine pins them when they lie side by side.
     assert runs["pins"]["dict"] == runs["pins"]["file"] == (0, True)
     assert runs["pins"]["theirs"][0] > 0
+
+
+def test_weights_go_to_memory_that_the_pool_touches(monkeypatch):
+    sizes, buffer_of = [], _core.Buffer
+    monkeypatch.setattr(_core, "Buffer", lambda nbytes: sizes.append(nbytes) or buffer_of(nbytes))
+    device = "cpu"
+    with TouchedMemory():
+        weight = torch.empty(1 << 20, dtype=torch.bfloat16, device=device)
+        others = [
+            torch.empty(1 << 10, dtype=torch.bfloat16, device=device),
+            torch.empty(1 << 20, dtype=torch.bfloat16, device="meta"),
+            torch.empty((1 << 10, 1 << 10), dtype=torch.bfloat16, device=device),
+            torch.empty(1 << 20),
+        ]
+    assert sizes == [2 << 20]
+    assert (weight.shape, weight.dtype, weight.device.type) == ((1 << 20,), torch.bfloat16, "cpu")
+    assert [each.numel() for each in others] == [1 << 10, 1 << 20, 1 << 20, 1 << 20]
+    # It lives as long as what is left of it.
+    view = weight[-1:]
+    del weight
+    assert view.fill_(1).item() == 1
 
 
 @pytest.mark.gpu

@@ -56,6 +56,7 @@ from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.swapped import swapped_on
+from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
 
@@ -112,14 +113,15 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         ):
             offload_param_config = offload_param_config.model_copy(update={"pin_memory": False})
             kwargs["ds_config"] = with_unpinned_weights(kwargs["ds_config"])
-        super().__init__(
-            module,
-            init_optimizer,
-            *args,
-            offload_optimizer_config=config,
-            offload_param_config=offload_param_config,
-            **kwargs,
-        )
+        with TouchedMemory():
+            super().__init__(
+                module,
+                init_optimizer,
+                *args,
+                offload_optimizer_config=config,
+                offload_param_config=offload_param_config,
+                **kwargs,
+            )
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
             self._release_and_gather()
