@@ -223,17 +223,18 @@ def test_what_is_set_before_the_first_backward_is_dropped(order, grad, adds_on_h
 
 @pytest.mark.parametrize("what", ["sent", "summed on the host", "set"])
 def test_a_step_that_is_late_takes_its_own_gradients(what):
-    made = [partition(4)]
+    made = [partition(4, grad=FP32)]
     partitions = opened(*made, adds_on_host=what == "summed on the host")
     partitions._engine = late = LateEngine(partitions._engine)
     gradients, fragment, steps = partitions.gradients, Fragment(0, 0, 4), Steps(partitions, made)
-    gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=True)
+    gradients.collect(fragment, full(4, 1.0, FP32), is_owned=False, is_last=True)
+    partitions.arrive()
     steps.take()
     assert late.is_late
     if what == "set":
-        gradients.set_gradient(fragment, full(4, 8.0))
+        gradients.set_gradient(fragment, full(4, 8.0, FP32))
     else:
-        gradients.collect(fragment, full(4, 8.0), is_owned=False, is_last=what == "sent")
+        gradients.collect(fragment, full(4, 8.0, FP32), is_owned=False, is_last=what == "sent")
     (moment,) = steps.moments()
     torch.testing.assert_close(moment, full(4, 0.1, FP32))
 
