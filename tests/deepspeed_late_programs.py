@@ -9,6 +9,7 @@ import threading
 import torch
 from deepspeed_engines import configuration, initialize, perceptron, squared, train, vectors
 from deepspeed_offload_param_programs import offloaded, weights
+from deepspeed_weight_programs import saved
 from late_engine import GATHERS, SECONDS_MAX, LateEngine, late_ranks
 
 STEPS = 3
@@ -228,6 +229,67 @@ def gates(result):
             engine.destroy()
 
 
+def state_dict_of(engine):
+    return engine.optimizer.state_dict()
+
+
+def evaluated_after(engine, call):
+    call()
+    return evaluated(engine)
+
+
+# Under ZeRO-2 on one rank, by name: what a program takes before a step, and reads after it.
+ON_ONE_RANK = {
+    "weight": (None, lambda engine, _: engine.module[2].weight + 0),
+    "data": (None, lambda engine, _: engine.module[2].weight.data.clone()),
+    "evaluation": (None, lambda engine, _: evaluated(engine)),
+    "masters": (None, lambda engine, _: engine.optimizer.single_partition_of_fp32_groups[0] + 0),
+    "state": (None, lambda engine, _: next(iter(engine.optimizer.state.values()))["exp_avg"] + 0),
+    "state dict": (
+        None,
+        lambda engine, _: state_dict_of(engine)["single_partition_of_fp32_groups"][0] + 0,
+    ),
+    "states that moved": (
+        None,
+        lambda engine, _: evaluated_after(
+            engine, lambda: (engine.offload_states(), engine.reload_states())
+        ),
+    ),
+    "destroyed": (
+        lambda engine: list(engine.module.parameters()),
+        lambda engine, kept: (engine.destroy(), kept[2].detach().clone())[1],
+    ),
+    "loaded": (
+        lambda engine: saved(state_dict_of(engine)),
+        lambda engine, kept: (
+            engine.optimizer.load_state_dict([kept]),
+            engine.optimizer.single_partition_of_fp32_groups[0] + 0,
+        )[1],
+    ),
+    # What no access is seen of: the step waits by itself.
+    "kept weight": (lambda engine: engine.module[2].weight.data.view(-1), lambda _, kept: kept),
+    "kept master": (
+        lambda engine: engine.optimizer.single_partition_of_fp32_groups[0].detach(),
+        lambda _, kept: kept,
+    ),
+}
+
+
+def on_one_rank(name, *, is_late):
+    """Whether the step was late, and what is read after it."""
+    engine = initialize(perceptron(), configuration(dtype="bf16"))
+    train(engine, vectors(1), squared)
+    late = make_late(engine) if is_late else None
+    take, read_of = ON_ONE_RANK[name]
+    kept = None if take is None else take(engine)
+    train(engine, vectors(2, 1), squared)
+    was_late = late is not None and late.is_late
+    found = read_of(engine, kept).detach().clone()
+    if name != "destroyed":
+        engine.destroy()
+    return was_late, found
+
+
 def program_late(result):
     """All that one rank does."""
     import deepspeed
@@ -245,6 +307,10 @@ def program_late(result):
     prefetches(result)
     written(result)
     exposed(result)
+    result["on one rank"] = {
+        name: [on_one_rank(name, is_late=is_late) for is_late in (True, False)]
+        for name in ON_ONE_RANK
+    }
     result["moved"] = moved({})
     in_host_memory = {"offload_param": {"device": "cpu"}}
     result["not moved"] = [

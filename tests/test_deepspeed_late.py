@@ -6,7 +6,7 @@ In these programs no step begins before something waits for it.
 import deepspeed_run
 import pytest
 import torch
-from deepspeed_late_programs import RANKS
+from deepspeed_late_programs import ON_ONE_RANK, RANKS
 
 PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -95,6 +95,14 @@ def test_a_step_waits_for_what_can_be_reached_otherwise(runs):
     assert not was_late
     assert torch.equal(kept, weight)
     assert runs["exposed no more"]
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_zero_2_on_one_rank_waits(runs, name):
+    (was_late, found), (_, expected) = runs["on one rank"][name]
+    assert was_late == (not name.startswith("kept"))
+    assert found.any()
+    assert torch.equal(found, expected)
 
 
 def test_states_go_to_host_memory_and_back(runs):

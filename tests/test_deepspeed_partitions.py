@@ -13,6 +13,7 @@ import torch
 from late_engine import LateEngine
 from stepwell import _core
 from stepwell.deepspeed.zero import partitions as partitions_module
+from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, Source, runs_of
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.deepspeed.zero.operands import Operands
@@ -300,6 +301,58 @@ def test_what_was_set_goes_with_the_sum_that_took_its_place():
     gradients.drop_sums()
     assert gradients.norm(float) == 0.0
     assert stepped(partitions) == [[0.0] * 4]
+
+
+# ---- gradients whose updates are deferred ----
+
+
+@pytest.mark.parametrize("row_len", [0, 1, 7])
+@pytest.mark.parametrize("first", [0, 3, 7, 9])
+@pytest.mark.parametrize("numel", [0, 2, 4, 11, 35])
+def test_runs_are_whole_rows_and_what_is_cut_of_rows(numel, first, row_len):
+    runs = runs_of(Fragment(2, 100, numel), Source(first, row_len))
+    covered = [at for run in runs for at in range(run.begin, run.begin + run.numel)]
+    assert covered == list(range(100, 100 + numel))
+    # Which of a parameter's rows are whole in the fragment.
+    rows = range(first, first + numel)
+    whole = [at for at in rows if row_len and at % row_len == 0 and at + row_len - 1 in rows]
+    assert [run.begin - 100 + first for run in runs if run.row_len] == whole[:1]
+    assert sum(run.numel for run in runs if run.row_len) == len(whole) * row_len
+    assert all(run.group == 2 and run.numel and run.row_len in (0, row_len) for run in runs)
+
+
+class Taken:
+    """Of an engine: what is taken of gradients."""
+
+    def __init__(self):
+        self.taken = {}
+
+    def take_deferred(self, indices, addresses, *, source_owners, stream):
+        self.taken |= dict(zip(indices, addresses, strict=True))
+
+    def release(self, *, stream):
+        """Nothing is under way."""
+
+
+def test_runs_are_taken_from_where_they_lie():
+    core, fragments = Taken(), {Fragment(0, 4, 12): Source(3, 5), Fragment(1, 0, 6): Source(0, 0)}
+    runs = {fragment: runs_of(fragment, source) for fragment, source in fragments.items()}
+    gradients = DeferredGradients(core, runs, [BF16, FP32], torch.device("cpu"))
+    fragment, missing = fragments
+    grad = torch.arange(12, dtype=BF16)
+    gradients.collect(fragment, grad, is_owned=True, is_last=True)
+    # Cut of a row, two rows, and nothing behind them.
+    head, rows = runs[fragment]
+    assert core.taken == {0: grad.data_ptr(), 1: grad[2:].data_ptr()}
+    assert [each.tolist() for _, each in gradients.by_run()] == [[0, 1], list(range(2, 12))]
+    assert [gradients.address(fragment, run) for run in (head, rows)] == list(core.taken.values())
+    gradients.gradient(fragment).zero_()
+    assert gradients.norm(float) == pytest.approx(math.sqrt(sum(at**2 for at in range(12))))
+    gradients.take_zeros()
+    assert core.taken.keys() == {0, 1, 2}
+    assert gradients.gradient(missing).tolist() == [0.0] * 6
+    gradients.release(0)
+    assert not gradients.has_gradient(fragment)
 
 
 # ---- memory ----

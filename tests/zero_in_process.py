@@ -375,8 +375,8 @@ def test_zenflow(case):
 
 def test_zenflow_poisoned():
     ours, exact = zenflow_runs(zenflow.CASES["ZeRO-2"], poisoned=(4, 7))
-    assert ours["skipped"] == 2
-    test_deepspeed_zenflow_engine.assert_same_ends(ours, exact)
+    sums = {("poisoned", True): ours, ("poisoned", False): exact}
+    test_deepspeed_zenflow_engine.test_steps_that_are_not_finite_are_dropped(sums)
 
 
 def test_zenflow_looks():
@@ -454,6 +454,12 @@ def test_late_parts(part):
         late.exposed: test_deepspeed_late.test_a_step_waits_for_what_can_be_reached_otherwise,
     }
     tests[part](result)
+
+
+@pytest.mark.parametrize("name", late.ON_ONE_RANK)
+def test_late_on_one_rank(name):
+    found = [late.on_one_rank(name, is_late=is_late) for is_late in (True, False)]
+    test_deepspeed_late.test_zero_2_on_one_rank_waits({"on one rank": {name: found}}, name)
 
 
 def test_states_that_move():

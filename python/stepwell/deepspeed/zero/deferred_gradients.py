@@ -67,9 +67,6 @@ def runs_of(fragment: Fragment, source: Source) -> list[Run]:
 class DeferredGradients:
     """The gradients that the coming step takes.
 
-    Attributes:
-        bytes_sent: that gradients took on the bus since the last step.
-
     Args:
         core: the engine, whose tensors are the runs.
         runs: of each fragment, in the order of the engine.
@@ -84,7 +81,6 @@ class DeferredGradients:
         dtypes: Sequence[torch.dtype],
         device: torch.device,
     ) -> None:
-        self.bytes_sent = 0
         self._core = core
         self._runs = runs
         of_all = [run for each in runs.values() for run in each]
@@ -150,7 +146,6 @@ class DeferredGradients:
         )
         self._taken.add(fragment)
         self._streams.add(stream)
-        self.bytes_sent += grad.nbytes
 
     def _take_back(self) -> None:
         """What is on its way to the host is taken anew, by `send` or the step."""
@@ -158,7 +153,6 @@ class DeferredGradients:
         self._taken.clear()
         self._streams.clear()
         self._norms.clear()
-        self.bytes_sent = 0
 
     def gradient(self, fragment: Fragment) -> torch.Tensor:
         """The gradient of a fragment since the last step, in fp32: a copy, in host memory.
@@ -240,4 +234,3 @@ class DeferredGradients:
         self._taken.clear()
         self._streams.clear()
         self._norms.clear()
-        self.bytes_sent = 0
