@@ -10,7 +10,7 @@ import pytest
 import stepwell
 import torch
 from stepwell import Deferred, OffloadAdamW, _core
-from stepwell.offload.deferred import INTERVAL_MAX
+from stepwell.offload.deferred import INTERVAL_MAX, Extents, memory_of
 from torch import nn
 
 # The host is a device too: there copies are late as well.
@@ -395,3 +395,49 @@ def test_memory_is_announced_and_taken_as_announced() -> None:
     with pytest.raises(ValueError, match="bytes of host memory"):
         OffloadAdamW(model.parameters(), deferred=Deferred(interval=4), host_bytes_max=17 * numel)
     OffloadAdamW(model.parameters(), deferred=Deferred(interval=4), host_bytes_max=28 * numel)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_weights_that_land_run_ahead_by_the_updates_that_they_lack_on_average(
+    interval: int,
+) -> None:
+    """With gradients that stay as they are each update is one of `lr`."""
+    lr = 1e-3
+    landed = []
+    for predict in (True, False):
+        model = model_of(dtype=torch.float32)
+        deferred = Deferred(interval=interval, predict=predict)
+        optimizer = OffloadAdamW(model.parameters(), lr=lr, weight_decay=0.0, deferred=deferred)
+        for step in range(3 * interval + 4):
+            loss_of(model, step).backward()
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+        loss_of(model, 0)
+        assert pending_of(optimizer)
+        landed.append(weights(model))
+        optimizer.drain()
+    for ahead, behind in zip(*landed, strict=True):
+        num_updates = (behind - ahead) / lr
+        expected = torch.full_like(num_updates, (interval + 1) / 2)
+        torch.testing.assert_close(num_updates, expected, atol=0.05, rtol=0)
+
+
+def test_what_deferral_takes() -> None:
+    shapes = [(64, 64), (64,), (0, 4), (8, 2, 3), ()]
+    extents = Extents.of([torch.empty(shape, dtype=torch.bfloat16) for shape in shapes])
+    assert extents.row_lens == [64, 0, 0, 6, 0]
+    plain = memory_of(extents, Deferred(predict=False))
+    assert plain.gradients > 0
+    assert plain[1:] == (0, 0, 0)
+    assert plain.pinned == plain.gradients
+    ahead = memory_of(extents, Deferred())
+    assert ahead.pinned == ahead.gradients + ahead.predicted > plain.pinned
+    for options in ({"fraction": 0.5}, {"scope": "global", "fraction": 0.5}, {"fraction": 1.0}):
+        selected = memory_of(extents, Deferred(**options))
+        assert selected[:2] == ahead[:2]
+        assert selected.pinned == ahead.pinned + selected.staging > ahead.pinned
+        assert selected.selected > 0
+    whole = memory_of(extents, Deferred(scope="global", fraction=1.0))
+    assert whole == memory_of(extents, Deferred(fraction=1.0))
+    assert Deferred(scope="global", budget_bytes=1).selects

@@ -94,7 +94,27 @@ def test_the_class_passes_for_that_of_parameters(under_way):
     assert not issubclass(torch.Tensor, kind)
     assert isinstance(Parameter(torch.ones(1)), kind)
     assert not isinstance(torch.ones(1), kind)
+    # Methods and attributes that are looked up on it.
+    assert (kind.norm, kind.real) == (Parameter.norm, Parameter.real)
     assert not uploads.waits
+
+
+def test_what_a_parameter_says_that_its_class_is_makes_plain_ones(under_way):
+    (param, _), _, _, _ = under_way
+    kind = param.__class__
+    made = kind(torch.ones(2), requires_grad=False)
+    assert type(made) is Parameter
+    assert isinstance(made, kind)
+    assert not made.requires_grad
+
+
+def test_attributes_that_came_later_wait(under_way, monkeypatch):
+    (param, _), _, uploads, (landed, _) = under_way
+    monkeypatch.setattr(torch.Tensor, "twice", lambda self: 2 * self, raising=False)
+    assert torch.equal(param.twice(), 2 * landed)
+    assert uploads.waits
+    with pytest.raises(AttributeError, match="has no attribute 'thrice'"):
+        param.thrice()
 
 
 def test_a_gradient_that_is_deleted_is_gone(under_way):
