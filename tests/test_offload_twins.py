@@ -1,0 +1,132 @@
+"""The host sides of parameters: their memory, and when they are taken for stale."""
+
+import pytest
+import torch
+from stepwell import _core
+from stepwell.offload import twins as twins_module
+from stepwell.offload.shares import Shares
+from stepwell.offload.twins import Twins
+from torch.nn import Parameter
+
+SHAPES = [(5, 3), (), (0, 4), (70,)]
+
+
+def made(**options):
+    params = [
+        Parameter(torch.randn(shape).to(dtype))
+        for shape in SHAPES
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    twins = Twins(**options)
+    with torch.no_grad():
+        twins.add(params)
+    return params, twins
+
+
+@pytest.mark.parametrize("have_gradients", [True, False])
+def test_each_has_memory_of_its_own(have_gradients):
+    params, twins = made(have_gradients=have_gradients)
+    assert (list(twins), len(twins)) == (params, len(params))
+    # 64 bytes where they fit, and none of nothing.
+    nbytes = 64 + 64 + 64 + 64 + 0 + 0 + 320 + 192
+    assert twins.nbytes(params) == twins.pinned_bytes == nbytes * (2 if have_gradients else 1)
+    taken = set()
+    for param in params:
+        weight, grad = twins.weight(param), twins.grad(param)
+        assert torch.equal(weight, param)
+        assert (grad.shape, grad.dtype) == (param.shape, param.dtype)
+        assert twins.weight_numel(param) == param.numel()
+        for each in (weight, grad) if have_gradients else (weight,):
+            assert each.data_ptr() % 64 == 0
+            addresses = set(range(each.data_ptr(), each.data_ptr() + each.nbytes))
+            assert not addresses & taken
+            taken |= addresses
+
+
+def test_memory_is_freed_with_the_last_that_was_added_with_it():
+    params, twins = made()
+    later = Parameter(torch.ones(3))
+    with torch.no_grad():
+        twins.add([later])
+    assert len(twins.buffers) == 4
+    twins.remove([later, later])
+    assert later not in twins
+    assert twins.get(later) is None
+    assert len(twins.buffers) == 2
+    twins.remove(params[1:])
+    assert len(twins.buffers) == 2
+    twins.remove(params[:1])
+    assert twins.buffers == []
+    assert twins.pinned_bytes == 0
+
+
+def seen(twins, params):
+    return twins.stale(params), twins.written(params)
+
+
+@torch.no_grad()
+def test_a_weight_is_stale_until_it_was_taken_over():
+    params, twins = made()
+    param, other = params[0], params[1]
+    # A program may initialise it; nothing says that it was written.
+    assert seen(twins, [param]) == ([param], [])
+    twins.note([param, other])
+    assert seen(twins, [param, other]) == ([], [])
+    param.fill_(2)
+    assert seen(twins, [param, other]) == ([param], [param])
+    twins.refresh([param])
+    assert torch.equal(twins.weight(param), param)
+    assert seen(twins, [param, other]) == ([], [])
+    # Of a write that is not seen nothing is known.
+    twins.doubt([param])
+    assert seen(twins, [param, other]) == ([param], [])
+    twins.note([param])
+    assert seen(twins, [param, other]) == ([], [])
+    twins.forget([param])
+    assert seen(twins, [param, other]) == ([param], [param])
+    twins.refresh([param])
+    param.data = torch.ones_like(param)
+    assert seen(twins, [param, other]) == ([param], [param])
+
+
+@torch.no_grad()
+def test_weights_differ_by_their_bits(monkeypatch):
+    # Many parts: rows of 12 bytes, and of more than one.
+    for part_bytes in (1, 24, 1 << 20):
+        monkeypatch.setattr(twins_module, "_PART_BYTES", part_bytes)
+        params, twins = made()
+        assert not any(twins.differs(param) for param in params)
+        for param in params:
+            for at in range(param.numel()):
+                element = param.view(-1)[at]
+                for before, after in ((0.0, -0.0), (1.0, 1.0), (torch.nan, torch.nan)):
+                    element.fill_(before)
+                    twins.refresh([param])
+                    element.fill_(after)
+                    assert twins.differs(param) == (before == 0)
+
+
+@torch.no_grad()
+def test_a_rank_has_the_rows_that_it_steps():
+    rows = 2 * _core.CHUNK_LEN // 64
+    param = Parameter(torch.randn(rows, 64))
+    found = []
+    for rank in range(2):
+        shares = Shares(rank, 2)
+        shares.add([param])
+        twins = Twins(shares=shares)
+        twins.add([param])
+        found.append(twins.weight(param))
+        assert twins.weight_numel(param) == param.numel() // 2
+        assert twins.nbytes([param]) == param.nbytes
+        other = torch.randn(rows, 64)
+        assert torch.equal(twins.piece(param, other), other[rank * rows // 2 :][: rows // 2])
+        # What other ranks step differs in nothing that this one has.
+        twins.note([param])
+        param.view(-1)[(1 - rank) * param.numel() // 2] += 1
+        assert not twins.differs(param)
+        param.view(-1)[rank * param.numel() // 2] += 1
+        assert twins.differs(param)
+        param.view(-1)[(1 - rank) * param.numel() // 2] -= 1
+        twins.refresh([param])
+    assert len(found[0]) == len(found[1]) == rows // 2
