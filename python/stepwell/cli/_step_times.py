@@ -37,9 +37,11 @@ def draw_step_times(axes: Axes, report: dict[str, Any]) -> None:
         seconds, ours = case["seconds"], "stepwell" in case["name"]
         axes.barh(position, seconds, height=0.7, color=_OURS if ours else _OTHERS)
         share = f"   {seconds / peer:.2f} of DeepSpeed's" if ours and peer else ""
-        axes.text(seconds, position, f" {seconds:.3f} s{share}", va="center", fontsize=9)
-        if "bound_seconds" in case:
-            bound = case["bound_seconds"]
+        bound = case.get("bound_seconds")
+        # Behind the mark of a bound that the step has beaten.
+        label_at = max(seconds, bound or 0)
+        axes.text(label_at, position, f" {seconds:.3f} s{share}", va="center", fontsize=9)
+        if bound is not None:
             axes.plot([bound, bound], [position - 0.35, position + 0.35], color="black")
     alone = report["forward_backward_seconds"]
     if alone:
