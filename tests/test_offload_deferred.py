@@ -378,6 +378,10 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         OffloadAdamW(params, deferred=Deferred(), accumulate="host")
     with pytest.raises(ValueError, match="`interval` is `9`"):
         Deferred(interval=9)
+    for option in ("interval", "warmup_steps", "reselect"):
+        for value in (1.5, True, 1 << 70):
+            with pytest.raises(ValueError, match=f"`{option}` is `{value}`, expected an integer"):
+                Deferred(**{option: value})
     with pytest.raises(ValueError, match="`warmup_steps` is `-1`"):
         Deferred(warmup_steps=-1)
     assert stepwell.Deferred is Deferred

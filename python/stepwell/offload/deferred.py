@@ -39,6 +39,8 @@ __all__ = [
 INTERVAL_MAX = 8
 """The most steps between two turns: the core's `INTERVAL_MAX`, as a test compares."""
 
+_COUNT_MAX = (1 << 63) - 1
+"""Of counts that only have to fit into the core's integers."""
 
 Scope: TypeAlias = Literal["tensor", "global"]
 """Within what channels compete: each matrix, or all of them."""
@@ -99,13 +101,9 @@ class Deferred:
     channels. Small parameters of one dimension are selected whole, and have to fit."""
 
     def __post_init__(self) -> None:
-        is_count = isinstance(self.interval, int) and 1 <= self.interval <= INTERVAL_MAX
-        if self.interval != "auto" and not is_count:
-            raise ValueError(
-                f"`interval` is `{self.interval}`, expected 1 to {INTERVAL_MAX}, or auto"
-            )
-        if self.warmup_steps < 0:
-            raise ValueError(f"`warmup_steps` is `{self.warmup_steps}`, expected 0 or more")
+        if self.interval != "auto":
+            _check_count("interval", self.interval, 1, INTERVAL_MAX, ", or auto")
+        _check_count("warmup_steps", self.warmup_steps, 0)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"`fraction` is `{self.fraction}`, expected 0 to 1")
         if self.scope not in ("tensor", "global"):
@@ -116,19 +114,13 @@ class Deferred:
                     f"`budget_bytes` is `{self.budget_bytes}` with `fraction={self.fraction}` and "
                     f"`scope={self.scope!r}`, expected it with scope='global' and no fraction"
                 )
-            # The core would refuse 2e9 without its name.
-            is_integer = isinstance(self.budget_bytes, int)
-            if not is_integer or self.budget_bytes < 1:
-                raise ValueError(
-                    f"`budget_bytes` is `{self.budget_bytes}`, expected an integer of 1 or more"
-                )
+            _check_count("budget_bytes", self.budget_bytes, 1)
         elif self.scope == "global" and not self.fraction:
             raise ValueError(
                 "`scope` is `global`, expected a `fraction` or `budget_bytes` with it: nothing "
                 "would be selected"
             )
-        if self.reselect < 1:
-            raise ValueError(f"`reselect` is `{self.reselect}`, expected 1 or more")
+        _check_count("reselect", self.reselect, 1)
 
     @property
     def turns(self) -> int:
@@ -144,6 +136,15 @@ class Deferred:
     def predicted_updates(self) -> float:
         """By how many updates the weights of a turn run ahead."""
         return (self.turns + 1) / 2 if self.predict else 0.0
+
+
+def _check_count(
+    name: str, value: object, least: int, most: int = _COUNT_MAX, or_: str = ""
+) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return
+    wanted = f"{least} or more" if most == _COUNT_MAX else f"{least} to {most}"
+    raise ValueError(f"`{name}` is `{value}`, expected an integer, {wanted}{or_}")
 
 
 class Extents(NamedTuple):
