@@ -303,6 +303,66 @@ def test_what_was_set_goes_with_the_sum_that_took_its_place():
     assert stepped(partitions) == [[0.0] * 4]
 
 
+# ---- steps ----
+
+
+@pytest.mark.parametrize("weight", [BF16, FP32])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_weights_are_those_of_the_masters_after_each_step(offloaded, weight):
+    made = [partition(numel, weight=weight, offloaded=offloaded) for numel in (5, 0, 3)]
+    partitions = opened(*made)
+    steps, fragments = Steps(partitions, made), [Fragment(0, 0, 5), Fragment(2, 0, 3)]
+    before = [each.weight.clone() for each in made]
+    for _ in range(2):
+        for fragment in fragments:
+            piece = full(fragment.numel, 1.0)
+            partitions.gradients.collect(fragment, piece, is_owned=False, is_last=True)
+        steps.take()
+        partitions.finish()
+        for fragment in fragments:
+            master, now = made[fragment.group].master, made[fragment.group].weight
+            assert torch.equal(now, master.detach().to(weight))
+            assert not torch.equal(now, before[fragment.group])
+        before = [each.weight.clone() for each in made]
+
+
+def test_gradients_that_were_dropped_are_not_stepped():
+    made = [partition(4)]
+    partitions = opened(*made)
+    gradients, fragment, steps = partitions.gradients, Fragment(0, 0, 4), Steps(partitions, made)
+    for value in (9.0, 1.0):
+        partitions.drop()
+        gradients.collect(fragment, full(4, value), is_owned=False, is_last=True)
+    steps.take()
+    torch.testing.assert_close(steps.moments()[0], full(4, 0.1, FP32))
+
+
+def test_behind_a_step_that_was_refused_waits_are_for_the_last_one(monkeypatch):
+    made = [partition(4)]
+    partitions = opened(*made)
+    steps, fragment = Steps(partitions, made), Fragment(0, 0, 4)
+    partitions._engine = late = LateEngine(partitions._engine)
+
+    def refuse(*_, **__):
+        assert partitions.wait([fragment]) is False
+        raise ValueError("refused")
+
+    steps.take()
+    assert partitions.wait([fragment]) is True
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="refused"):
+        patched.setattr(late, "submit", refuse)
+        steps.take()
+    partitions.settle()
+    partitions.drop()
+    assert partitions.wait([fragment]) is True
+    steps.take()
+    assert partitions.is_busy
+    assert not partitions.has_ended()
+    partitions.settle()
+    assert not late.is_late
+    assert partitions.has_ended()
+
+
 # ---- gradients whose updates are deferred ----
 
 
@@ -393,9 +453,10 @@ def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, 
 def test_host_memory_is_bounded_also_for_gradients_that_are_set():
     taken = 64 * (4 + 2 + 2) + 100
     with pytest.raises(ValueError, match="host_bytes_max"):
-        opened(partition(64, moments_bytes=100), host_bytes_max=taken - 1)
+        opened(partition(64, moments_bytes=100), host_bytes_max=taken - 1, is_pinned=True)
     for room, is_refused in ((255, True), (256, False)):
-        partitions = opened(partition(64, moments_bytes=100), host_bytes_max=taken + room)
+        made = partition(64, moments_bytes=100)
+        partitions = opened(made, host_bytes_max=taken + room, is_pinned=True)
         partitions.gradients.set_gradient(Fragment(0, 0, 4), full(4, PRECISE, FP32))
         if is_refused:
             with pytest.raises(ValueError, match="`256` bytes"):
