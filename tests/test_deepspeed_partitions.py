@@ -135,7 +135,9 @@ def test_the_sum_goes_on_as_if_nothing_had_been_set_between_backwards(adds_on_ho
     partitions = opened(partition(4), adds_on_host=adds_on_host)
     gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
     gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=False)
-    gradients.set_gradient(fragment, full(4, PRECISE, FP32))
+    value = full(4, PRECISE, FP32)
+    gradients.set_gradient(fragment, value)
+    value.fill_(7.0)
     assert gradients.gradient(fragment).tolist() == [PRECISE] * 4
     gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=True)
     assert gradients.gradient(fragment).tolist() == [2.0] * 4
@@ -193,7 +195,9 @@ def test_what_a_step_has_taken_is_read_as_it_was_stepped(grad):
     for nth in (1.0, 2.0):
         gradients.collect(fragment, full(4, nth, grad), is_owned=False, is_last=True)
         for _ in range(2):
-            assert gradients.gradient(fragment).fill_(nth).tolist() == [nth] * 4
+            found = gradients.gradient(fragment)
+            assert found.tolist() == [nth] * 4
+            found.fill_(7.0)
         assert gradients.norm(float) == 2.0 * nth
         steps.take(0.25)
         for _ in range(2):
@@ -435,6 +439,9 @@ def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, 
         partition(numel, grad=grad, weight=weight, moments_bytes=numel, offloaded=offloaded)
         for numel in (64, 0, 32)
     ]
+    # One with a master of its own, which is moved.
+    there = full(32, PRECISE, FP32)
+    made[2] = made[2]._replace(master=there)
     partitions = opened(*made, is_pinned=is_pinned)
     ((numel, said),) = announced
     pinned = [*partitions.gradients.grads, *(each for each in partitions.twins if each is not None)]
@@ -447,7 +454,8 @@ def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, 
     assert said["state"] + said["pinned"] == 96 + sum(taken.values())
     assert said["pinned"] == (sum(each.nbytes for each in pinned) if is_pinned else 0)
     # Weights that are offloaded are there already.
-    assert said["held"] == (sum(each.weight.nbytes for each in made) if offloaded else 0)
+    weights = sum(each.weight.nbytes for each in made) if offloaded else 0
+    assert said["held"] == weights + 32 * 4
 
 
 def test_host_memory_is_bounded_also_for_gradients_that_are_set():

@@ -11,6 +11,7 @@ from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.partition import Partition
 from stepwell.deepspeed.zero.partitions import Partitions
 from stepwell.offload import accumulation
+from stepwell.offload.adder import Adder
 from stepwell.offload.reads import Reads
 
 
@@ -134,6 +135,15 @@ def test_a_copy_has_ended_before_its_target_is_used(partitions, use):
     found = use(gradients, fragment)
     partitions.arrive()
     assert found.tolist() == [2.0] * 4
+
+
+def test_a_copy_has_ended_before_the_host_adds_to_its_target(partitions):
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients._lane, gradients._adder = LateLane(), Adder(torch.device("cpu"))
+    gradients.add(fragment, torch.full((4,), 2.0), is_owned=True)
+    gradients.send(fragment)
+    gradients.add_on_host(fragment, torch.ones(4))
+    assert gradients.gradient(fragment).tolist() == [3.0] * 4
 
 
 def test_squares_beyond_float32_are_of_gradients_that_have_arrived(partitions):
