@@ -34,6 +34,9 @@ def test_each_has_memory_of_its_own(have_gradients):
     for param in params:
         weight, grad = twins.weight(param), twins.grad(param)
         assert torch.equal(weight, param)
+        assert param in twins
+        assert twins.get(param) is twins[param]
+        assert twins[param].weight is weight
         assert (grad.shape, grad.dtype) == (param.shape, param.dtype)
         assert twins.weight_numel(param) == param.numel()
         for each in (weight, grad) if have_gradients else (weight,):
