@@ -1,6 +1,7 @@
 """Programs (see deepspeed_run) of configurations that people have published.
 
-`deepspeed_corpus.json` has them: facts, with where they are from.
+`deepspeed_corpus.json` has them: facts, with where they are from, and why some cannot run here on
+DeepSpeed alone.
 """
 
 import importlib
@@ -10,9 +11,12 @@ from types import SimpleNamespace
 
 import torch
 from deepspeed_engines import LR, initialize, perceptron, squared, train, vectors
+from deepspeed_release import HAS_ENGINE
 
 CORPUS = json.loads((Path(__file__).parent / "deepspeed_corpus.json").read_text())
 STEPS = 3
+# Of them, those that a loss scale of 2 ** 32 takes to come down.
+STEPS_MAX = 40
 HIDDEN = 32
 
 
@@ -70,11 +74,19 @@ def client_optimizer(kind, groups, config):
     return map_pytorch_optim_to_deepspeed(optimizer)
 
 
-def run(entry):
-    """What a configuration trains to, and the path that it takes."""
+def num_applied(engine):
+    """How many steps were taken and not skipped."""
+    return engine.global_steps - engine.skipped_steps
+
+
+def run(entry, folder):
+    """What a configuration trains to, and the path that it takes. Its drive is a folder."""
     import deepspeed
 
     config = filled(entry["config"], entry.get("precision"))
+    for block in config["zero_optimization"].values():
+        if isinstance(block, dict) and "nvme_path" in block:
+            block["nvme_path"] = folder
     model = perceptron()
     # As Trainer groups parameters.
     decaying = [param for param in model.parameters() if param.ndim > 1]
@@ -87,7 +99,10 @@ def run(entry):
         model_parameters=None if optimizer else groups,
         config=config,
     )[0]
-    losses = train(engine, vectors(STEPS * engine.gradient_accumulation_steps()), squared)
+    losses, micro_batches = [], engine.gradient_accumulation_steps()
+    while num_applied(engine) < STEPS and engine.global_steps < STEPS_MAX:
+        batches = vectors(micro_batches, first=engine.global_steps * micro_batches)
+        losses += train(engine, batches, squared)
     masters = [
         deepspeed.utils.safe_get_full_fp32_param(param).clone() for param in model.parameters()
     ]
@@ -96,6 +111,7 @@ def run(entry):
         "losses": losses,
         "masters": masters,
         "skipped": engine.skipped_steps,
+        "applied": num_applied(engine),
         "class": type(engine.optimizer).__name__,
         "reasons": None if plan is None else plan.reasons,
         "on engine": plan is not None and plan.zero_class is not None,
@@ -104,7 +120,7 @@ def run(entry):
     return result
 
 
-def program_corpus(result, registered):
+def program_corpus(result, registered, folder):
     """All that can run here: with Stepwell registered, or on DeepSpeed alone but for its op.
 
     Only the op that DeepSpeed would compile is Stepwell's then.
@@ -125,9 +141,9 @@ def program_corpus(result, registered):
     # Makes cpuinfo quick.
     initialize(perceptron(), {"train_batch_size": 4}).destroy()
     for entry in CORPUS:
-        if "not run" in entry:
+        if "not run alone" in entry and not (registered and HAS_ENGINE):
             continue
         try:
-            result[entry["origin"]] = run(entry)
+            result[entry["origin"]] = run(entry, folder)
         except Exception as error:  # noqa: BLE001
             result[entry["origin"]] = {"error": f"{type(error).__name__}: {error}"}

@@ -202,6 +202,21 @@ def program_offload_ranks(result):
             stage=3,
             zero={"offload_param": {"device": "cpu"}, "stage3_param_persistence_threshold": 100},
         ),
+        # Each rank has a second copy of its partitions, from which backwards gather.
+        "ZeRO-3, hpz": configuration(
+            dtype="bf16",
+            stage=3,
+            zero={"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 100},
+        ),
+        "ZeRO-3, hpz, parameters": configuration(
+            dtype="bf16",
+            stage=3,
+            zero={
+                "zero_hpz_partition_size": 2,
+                "offload_param": {"device": "cpu"},
+                "stage3_param_persistence_threshold": 100,
+            },
+        ),
         "small buckets": configuration(
             dtype="bf16", zero={"reduce_bucket_size": 1000, "round_robin_gradients": True}
         ),

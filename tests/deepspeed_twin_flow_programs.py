@@ -4,6 +4,7 @@ On the CPU accelerator DeepSpeed steps all sub-groups with DeepSpeedCPUAdam, as 
 """
 
 import functools
+import os
 from pathlib import Path
 
 import torch
@@ -143,3 +144,13 @@ def program_twin_flow(result, folder):
     engine = initialize(perceptron(), masters)
     result["plan"] = engine.stepwell_plan
     engine.destroy()
+
+
+def program_twin_flow_ranks(result):
+    """What each of several ranks trains."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    rank = int(os.environ["RANK"])
+    for name, config in {"bf16": halved(dtype="bf16", clip=0.1), "fp32": halved(clip=0.1)}.items():
+        result[name] = both(config, steps=3, rank=rank)

@@ -4,28 +4,37 @@
 index have a file at that path ("uses").
 """
 
+import re
+from pathlib import Path
+
 import deepspeed_run
 import pytest
 import torch
-from deepspeed_corpus_programs import CORPUS
+from deepspeed_corpus_programs import CORPUS, STEPS
 from deepspeed_release import HAS_ENGINE
 
 PROGRAM_TIMEOUT = 240
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * PROGRAM_TIMEOUT + 30)]
-RUN = [entry for entry in CORPUS if "not run" not in entry]
+RUN = [entry for entry in CORPUS if "not run alone" not in entry]
+NOT_RUN_ALONE = [entry for entry in CORPUS if "not run alone" in entry]
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "deepspeed.md"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By origin: with Stepwell, and on DeepSpeed alone."""
+    """By origin: with Stepwell, and on DeepSpeed alone; None: it cannot run there."""
     folder = tmp_path_factory.mktemp("corpus")
     ours, theirs = (
         deepspeed_run.run(
-            "corpus", folder / str(registered), timeout=PROGRAM_TIMEOUT, registered=registered
+            "corpus",
+            folder / str(registered),
+            timeout=PROGRAM_TIMEOUT,
+            registered=registered,
+            folder=str(folder),
         )
         for registered in (True, False)
     )
-    return {origin: (ours[origin], theirs[origin]) for origin in theirs}
+    return {origin: (ours[origin], theirs.get(origin)) for origin in ours}
 
 
 def test_the_corpus_is_of_distinct_configurations():
@@ -43,6 +52,26 @@ def test_most_of_the_corpus_is_on_the_engine():
     assert sum(entry["uses"] for entry in on) / uses >= 0.95
 
 
+@pytest.mark.skipif(not PAGE.is_file(), reason="the page is not beside the tests")
+def test_the_page_has_the_numbers_and_the_rest():
+    page = PAGE.read_text()
+    text = " ".join(page.split())
+    uses = sum(entry["uses"] for entry in CORPUS)
+    rest = [entry for entry in CORPUS if "off the engine" in entry]
+    on, share = len(CORPUS) - len(rest), 1 - sum(entry["uses"] for entry in rest) / uses
+    assert f"has {len(CORPUS)} published configurations with offload" in text
+    assert f": {uses} in all" in text
+    # The second is rounded down.
+    shares = f"{100 * on / len(CORPUS):.0f} %, and {int(100 * share)} % of uses"
+    assert f"{on} of the {len(CORPUS)} run on the engine: {shares}" in text
+    readme = PAGE.parents[1].joinpath("README.md").read_text()
+    assert f"{on} of {len(CORPUS)} published configurations" in " ".join(readme.split())
+    table = page.partition("| off the engine |")[2].partition("\n\n")[0]
+    percents = [float(percent) for percent in re.findall(r"\| (\S+) % \|", table)]
+    assert len(percents) == len({entry["off the engine"] for entry in rest})
+    assert sum(percents) == pytest.approx(100 * (1 - share), abs=0.05 * len(percents))
+
+
 @pytest.mark.parametrize("entry", RUN, ids=lambda entry: entry["origin"])
 def test_a_published_configuration_trains_as_with_deepspeed_alone(runs, entry):
     ours, theirs = runs[entry["origin"]]
@@ -56,5 +85,18 @@ def test_a_published_configuration_trains_as_with_deepspeed_alone(runs, entry):
         assert not ours["on engine"]
     assert not theirs["on engine"]
     assert ours["skipped"] == theirs["skipped"]
+    assert ours["applied"] == theirs["applied"] == STEPS
     torch.testing.assert_close(ours["losses"], theirs["losses"], rtol=1e-6, atol=0)
     torch.testing.assert_close(ours["masters"], theirs["masters"], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.skipif(not HAS_ENGINE, reason="this release is not on the engine")
+@pytest.mark.parametrize("entry", NOT_RUN_ALONE, ids=lambda entry: entry["origin"])
+def test_what_deepspeed_alone_cannot_run_here_takes_its_path(runs, entry):
+    ours, _ = runs[entry["origin"]]
+    assert "error" not in ours, ours
+    reason = entry.get("off the engine")
+    assert ours["reasons"] == (() if reason is None else (reason,))
+    assert ours["on engine"] == (reason is None)
+    assert ours["applied"] == STEPS
+    assert len(set(ours["losses"])) == len(ours["losses"])

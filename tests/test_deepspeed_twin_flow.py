@@ -33,18 +33,31 @@ def assert_close_partitions(ours, theirs):
         assert state["step"] == other_state["step"]
 
 
-@pytest.mark.parametrize(
-    "name", ["bf16", "all on the device", "accumulated", "fp32", "Adam", "no correction"]
-)
-def test_the_share_is_stepped_as_deepspeeds(runs, name):
-    ours, theirs = runs[name]
+def assert_same_training(ours, theirs, rtol):
     assert ours["class"] == "OffloadZeroOptimizerStage3"
     assert theirs["class"] == "DeepSpeedZeroOptimizer_Stage3"
-    rtol = RTOL["bf16" if name in ("bf16", "accumulated") else "fp32"]
     assert_close(ours["losses"], theirs["losses"], rtol)
     assert_close(ours["norms"], theirs["norms"], rtol)
     assert len(ours["partitions"]) == 4
     assert_close_partitions(ours["partitions"], theirs["partitions"])
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "all on the device", "accumulated", "fp32", "Adam", "no correction"]
+)
+def test_the_share_is_stepped_as_deepspeeds(runs, name):
+    rtol = RTOL["bf16" if name in ("bf16", "accumulated") else "fp32"]
+    assert_same_training(*runs[name], rtol)
+
+
+def test_each_of_two_ranks_has_a_share(tmp_path):
+    ranks = deepspeed_run.run("twin_flow_ranks", tmp_path, timeout=PROGRAM_TIMEOUT, ranks=2)
+    for result in ranks:
+        for dtype, rtol in RTOL.items():
+            assert_same_training(*result[dtype], rtol)
+    first, second = (result["fp32"][0] for result in ranks)
+    assert first["norms"] == second["norms"]
+    assert first["losses"] != second["losses"]
 
 
 def test_runs_differ_where_they_should(runs):

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from stepwell.deepspeed import fingerprints
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "versions"))
 import fingerprints as maker
+import run as versions
 
 INSTALLED = importlib.metadata.version("deepspeed")
 
@@ -112,5 +114,21 @@ def test_metadata_claim_what_is_tested():
     claims = (ROOT / "pyproject.toml").read_text()
     assert claims.count(f'"deepspeed{stepwell.deepspeed.VERSIONS}"') == 2
     assert f'"deepspeed=={releases[-1]}"' in claims
-    said = f"DeepSpeed {releases[0]} to {releases[-1]}"
-    assert said in (ROOT / "docs" / "deepspeed.md").read_text()
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
+    assert f"DeepSpeed {releases[0]} to {releases[-1]}" in page
+    (oldest,) = re.findall(r'"torch>=([0-9.]+)"', claims)
+    (newest,) = re.findall(r'"torch==([0-9.]+)\.\*"', claims)
+    assert f"torch {oldest} and {newest}" in page
+    # What is older than the installed release has a cell of its own.
+    cells = {f"deepspeed=={release}" for release in releases[:-1]} | {f"torch=={oldest}.*"}
+    assert versions.CELLS.keys() == cells
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch {oldest} or later" in readme
+    assert f"DeepSpeed {releases[-1]}" in readme
+
+
+def test_every_cell_names_tests_that_are_there():
+    tests = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    for names in versions.CELLS.values():
+        assert names
+        assert set(names) <= tests
