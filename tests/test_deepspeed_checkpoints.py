@@ -88,7 +88,7 @@ def test_safe_get_full_grad(runs, name):
 def test_setting_works_or_is_refused(runs, name):
     message = runs[name]["consolidated"].get("set")
     if name.startswith("q8"):
-        assert "`exp_avg` is held in 8-bit codes" in message
+        assert "`exp_avg` is held in codes (moments `q8`)" in message
         assert "hint: " in message
     else:
         assert message is None

@@ -326,7 +326,7 @@ def step_alike(net, optimizer, names):
 
 
 def steps_of_one_rank_alone(drives):
-    """Every step counts on every rank, whoever has rows of what it steps."""
+    """Every step counts on every rank, whichever has rows of what it steps."""
     everything = ("first", "second", "nothing")
     steps = [everything, ("first",), ("second",), ("nothing",), everything]
     net, twin = Uneven(), Uneven()

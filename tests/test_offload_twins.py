@@ -81,7 +81,7 @@ def test_a_weight_is_stale_until_it_was_taken_over():
     assert torch.equal(twins.weight(param), param)
     assert seen(twins, [param, other]) == ([], [])
     # Of a write that is not seen nothing is known.
-    twins.doubt([param])
+    twins.mark_stale([param])
     assert seen(twins, [param, other]) == ([param], [])
     twins.note([param])
     assert seen(twins, [param, other]) == ([], [])

@@ -76,7 +76,8 @@ class Memory:
             nbytes = (self.numel if numel is None else numel) * dtype.itemsize
             buffer = _core.Buffer(nbytes)
             memory = (ctypes.c_uint8 * nbytes).from_address(buffer.address)
-            memory.owner = buffer  # type: ignore[attr-defined]  # lives as long as the tensor's storage, which holds `memory`
+            # The buffer lives as long as the tensor's storage, which holds `memory`.
+            memory.owner = buffer  # type: ignore[attr-defined]
             self._tensors[name] = torch.frombuffer(memory, dtype=dtype)
         return self._tensors[name]
 

@@ -248,7 +248,8 @@ class DeepSpeedAio:
                 from deepspeed.ops.op_builder import AsyncIOBuilder
 
                 return AsyncIOBuilder().load(verbose=False), None
-        except Exception as error:  # noqa: BLE001  # compiler, linker, libaio: whatever stands in the way is told
+        # Compiler, linker, libaio: whatever stands in the way is the answer.
+        except Exception as error:  # noqa: BLE001
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return None, (
                 f"its op cannot be built: {lines[0].strip()} hint: it needs a C++ compiler, ninja "

@@ -108,7 +108,8 @@ def _try_optimizer(
 ) -> Finding:
     try:
         difference = _difference_after_a_step(device, make)
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever stands in the way is the finding
+    # Whatever stands in the way is the finding.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return Finding(
             topic=name,
             status="broken",
@@ -259,7 +260,8 @@ def look_at_deepspeed() -> dict[str, Any] | None:
                 importlib.import_module("deepspeed")  # fills the seams, or says what is missing
             finally:
                 facts["seams"] = [asdict(seam) for seam in deepspeed.seam_report()]
-    except (Exception, SystemExit) as error:  # noqa: BLE001  # a broken DeepSpeed may raise anything
+    # A broken DeepSpeed may raise anything.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         facts["error"] = one_line(error)
     return facts
 

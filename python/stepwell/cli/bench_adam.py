@@ -159,7 +159,8 @@ def _load_deepspeed(console: Console) -> tuple[Any | None, str | None]:
                 from deepspeed.ops.op_builder import CPUAdamBuilder
 
                 return CPUAdamBuilder().load(verbose=False), None
-        except Exception as error:  # noqa: BLE001  # compiler, linker, ninja, CUDA: whatever stands in the way is told
+        # Compiler, linker, ninja, CUDA: whatever stands in the way is the answer.
+        except Exception as error:  # noqa: BLE001
             lines = str(error).strip().splitlines() or [type(error).__name__]
             absence = (
                 f"its op cannot be built: {lines[0].strip()} "

@@ -558,7 +558,7 @@ class OffloadAdamW(OffloadStateDicts):
             self._abandon()
             # No forward is ahead that lands weights, so no access would be seen.
             self.drain()
-            self._twins.doubt(self._twins)
+            self._twins.mark_stale(self._twins)
 
     def _tune(self, begin: float) -> None:
         """Has the interval follow what the last step took, which is over."""
@@ -605,7 +605,7 @@ class OffloadAdamW(OffloadStateDicts):
                             self._engine.withdraw()
                         self._abandon()
                         self.drain()
-                        self._twins.doubt(self._twins)
+                        self._twins.mark_stale(self._twins)
                     self._wait_for_weights()
                 break
             except KeyboardInterrupt as caught:
@@ -745,7 +745,7 @@ class OffloadAdamW(OffloadStateDicts):
     def _is_selection_written(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether other code has written one of `params` of which channels are selected.
 
-        By the bits: what is doubted depends on what was seen, which a resumed run has not.
+        By the bits: what is marked stale depends on what was seen, which a resumed run has not.
         """
         engine = self._engine
         if engine is None or engine.selector is None:
@@ -831,7 +831,7 @@ class OffloadAdamW(OffloadStateDicts):
         others = list(set(engine.behind).difference(params))
         landing = [*params, *others]
         before = [
-            partial(self._twins.doubt, self._left_out(landing)),
+            partial(self._twins.mark_stale, self._left_out(landing)),
             partial(self._twins.note, landing),
             partial(self._host.fingerprints.mark_outdated, params),
         ]
@@ -858,7 +858,7 @@ class OffloadAdamW(OffloadStateDicts):
             # The step itself waits for them, so that the guard sees no access. Those of the first
             # step: it has seen no forward. Not where memory is shared: writes to it are not seen
             # anyway.
-            self._twins.doubt(param for param in gate.uncovered if param not in shared)
+            self._twins.mark_stale(param for param in gate.uncovered if param not in shared)
 
     def _left_out(self, params: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that have a twin and are not among `params`."""

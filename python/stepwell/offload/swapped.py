@@ -1,10 +1,10 @@
 """State that is on a volume: which parameters' it is, what stands for it, and how it is read.
 
 In the optimizer's state a tensor that is on the volume is a *place*: a tensor at addresses that
-nothing is at, which only names what the core has. No code outside of a step meets one: whoever asks
-for `state` gets tensors in memory, with copies of what the volume has (`Swapped.read`). The step
-after that goes on from those tensors, and the places stand for the state again. So a state dict is
-a snapshot, and what is written to `state`, or loaded, counts.
+nothing is at, which only names what the core has. No code outside of a step meets one: a program
+that asks for `state` gets tensors in memory, with copies of what the volume has (`Swapped.read`).
+The step after that goes on from those tensors, and the places stand for the state again. So a state
+dict is a snapshot, and what is written to `state`, or loaded, counts.
 
 Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memory.
 """

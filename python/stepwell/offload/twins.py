@@ -56,7 +56,7 @@ class Twin:
     """The memory of `weight` and `grad`, and of others that were added with them."""
     version: tuple[int, int, int, int] | None
     """Of the parameter, when its weight was the same on both sides last; None: it never was."""
-    is_doubted: bool
+    is_marked_stale: bool
     """Whether the parameter may have been written since without a change of its version."""
     storage: StorageWeakRef | None
     """What the parameter was in then. While this lives, no other storage has its identity, though
@@ -137,7 +137,7 @@ class Twins:
                 shape=local(param).shape,
                 buffers=buffers,
                 version=None,
-                is_doubted=False,
+                is_marked_stale=False,
                 storage=None,
             )
         for param in params:
@@ -188,7 +188,7 @@ class Twins:
         return [
             param
             for param in params
-            if twins[param].is_doubted or twins[param].version != _version(param)
+            if twins[param].is_marked_stale or twins[param].version != _version(param)
         ]
 
     def differs(self, param: torch.Tensor) -> bool:
@@ -215,13 +215,13 @@ class Twins:
         for param in params:
             self._twins[param].version = _NO_VERSION
 
-    def doubt(self, params: Iterable[torch.Tensor]) -> None:
+    def mark_stale(self, params: Iterable[torch.Tensor]) -> None:
         """Other code may write `params`, and that will not be seen: they are stale.
 
         A write through `.data` changes no version but while the weight is under way.
         """
         for param in params:
-            self._twins[param].is_doubted = True
+            self._twins[param].is_marked_stale = True
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the weights of `params` on the device, as they are now, for those of the host.
@@ -234,7 +234,7 @@ class Twins:
             if twin.storage is None or twin.storage.cdata != storage._cdata:
                 # torch has no types for it.
                 twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            twin.version, twin.is_doubted = _version(param), False
+            twin.version, twin.is_marked_stale = _version(param), False
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stepwell import _state, optim
+from stepwell import _core, _state, optim
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 
 if TYPE_CHECKING:
@@ -150,10 +150,12 @@ class RamHome:
 
 def check_writable(optimizer: torch.optim.Optimizer | None, name: str) -> None:
     """Raises ValueError for a moment of `optimizer` of which parts cannot be written."""
-    is_coded = isinstance(optimizer, optim.Adam) and optimizer._moments == "q8"
-    if is_coded and name in MOMENT_NAMES:
+    if not isinstance(optimizer, optim.Adam) or name not in MOMENT_NAMES:
+        return
+    codec = optimizer._moments
+    if name not in {part.name for part in _core.moments_parts(codec)}:
         raise ValueError(
-            f"`{name}` is held in 8-bit codes (moments `q8`), of which parts cannot be set. "
+            f"`{name}` is held in codes (moments `{codec}`), of which parts cannot be set. "
             "hint: moments `fp32` or `bf16` for runs that set optimizer state"
         )
 

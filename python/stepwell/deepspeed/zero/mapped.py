@@ -45,7 +45,8 @@ class MappedState:
         for name, place in places.items():
             self._offsets[name] = end
             end += -(-place.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115  # as long as the memory
+        # It is open as long as the memory is there.
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         os.ftruncate(self._file.fileno(), end)
         memory = torch.frombuffer(mmap.mmap(self._file.fileno(), end), dtype=torch.uint8)

@@ -73,7 +73,8 @@ __all__ = ["OffloadZeroOptimizerStage3"]
 _ON_DEVICE = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.contiguous_grad_buffer)
 
 
-class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]  # DeepSpeed has no types
+# DeepSpeed has no types.
+class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore[misc]
     """See the module. Takes what its base class takes, and the `plan` that chose it."""
 
     def __init__(
