@@ -105,6 +105,10 @@ def test_zero_2_on_one_rank_waits(runs, name):
     assert torch.equal(found, expected)
 
 
+def test_masters_are_given_out_when_the_step_has_ended(runs):
+    assert runs["given out"] == (True, False, 1)
+
+
 def test_states_go_to_host_memory_and_back(runs):
     (losses, weights), (expected_losses, expected) = runs["moved"]
     assert losses == expected_losses

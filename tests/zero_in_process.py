@@ -462,6 +462,11 @@ def test_late_on_one_rank(name):
     test_deepspeed_late.test_zero_2_on_one_rank_waits({"on one rank": {name: found}}, name)
 
 
+def test_masters_are_given_out_when_the_step_has_ended():
+    found = {"given out": late.given_out()}
+    test_deepspeed_late.test_masters_are_given_out_when_the_step_has_ended(found)
+
+
 def test_states_that_move():
     (losses, found), (expected_losses, expected) = late.moved({})
     assert losses == expected_losses
