@@ -59,6 +59,15 @@ fn deferred_on(
     all: &mut [OnDevice],
     interval: usize,
 ) -> Deferred {
+    deferred_with(device, all, interval, true)
+}
+
+fn deferred_with(
+    device: impl FnOnce(usize) -> Arc<dyn Device>,
+    all: &mut [OnDevice],
+    interval: usize,
+    predicts: bool,
+) -> Deferred {
     let (numels, dtypes) = (numels(all), dtypes(all));
     let (of_gradients, of_predicted) =
         deferral_nbytes(&numels, &dtypes, interval).expect("an interval");
@@ -68,7 +77,7 @@ fn deferred_on(
         interval,
         dtypes: &dtypes,
         gradients: gradients.view(),
-        predicted: Some(predicted.view()),
+        predicted: predicts.then(|| predicted.view()),
         selection: None,
     };
     let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
@@ -307,14 +316,27 @@ fn gradients_of_the_next_step_are_taken_while_one_is_settled() {
     assert_stepped(&mut all, &mut expected, "settled");
 }
 
+/// Weights are written on the device after what the stream held when the step was submitted.
+fn assert_after_stream(gated: &Gated) {
+    let calls = gated.calls.lock().expect("no panic");
+    let first = |is: fn(&Call) -> bool| calls.iter().position(|(_, call)| is(call));
+    let after = first(|call| matches!(call, Call::After(Lane::Upload))).expect("an order");
+    let copy = first(|call| matches!(call, Call::Copy(Lane::Upload, _))).expect("an upload");
+    assert!(after < copy, "{calls:?}");
+}
+
+/// More of them than land at once.
+fn small_tensors() -> Vec<OnDevice> {
+    let one = |seed| {
+        let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
+        OnDevice::new(Held::random(layout, 100, 0, Spread::Ordinary, seed))
+    };
+    (0..3 * LANDINGS_IN_FLIGHT_MAX as u64).map(one).collect()
+}
+
 #[test]
 fn few_landings_are_with_the_device_at_once() {
-    let mut all: Vec<_> = (0..3 * LANDINGS_IN_FLIGHT_MAX as u64)
-        .map(|seed| {
-            let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
-            OnDevice::new(Held::random(layout, 100, 0, Spread::Ordinary, seed))
-        })
-        .collect();
+    let mut all = small_tensors();
     let mut expected = copies(&all);
     let gated = Arc::new(Gated::new(&all));
     let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
@@ -338,43 +360,109 @@ fn few_landings_are_with_the_device_at_once() {
     };
     assert!(!engine.finish(STREAM, WATCHED).expect("a step that works"), "the uploads are late");
     assert_eq!(handed_over(), LANDINGS_IN_FLIGHT_MAX);
+    assert_last_is_late(engine, &all);
     gated.host.pause(Lane::Upload, false);
     finish(engine);
     assert_eq!(handed_over(), all.len());
+    assert_after_stream(&gated);
+    gated.calls.lock().expect("no panic").clear();
     settle(engine);
+    assert_after_stream(&gated);
     assert_stepped(&mut all, &mut expected, "settled");
 }
 
+/// The weight of the last tensor is not with the device yet, and nothing stands for it.
+fn assert_last_is_late(engine: &Engine, all: &[OnDevice]) {
+    let last = all.len() - 1;
+    let whole = 0..all[last].held.numel;
+    let has_come = engine.wait(last, &whole, STREAM, WATCHED).expect("a step that works");
+    assert!(!has_come, "an older weight");
+}
+
 #[test]
-fn what_lands_is_not_written_before_it_has() {
-    let mut all = tensors(MomentsKind::Float32);
+fn a_wait_for_a_weight_is_for_what_lands_without_a_gradient() {
+    let mut all = small_tensors();
+    let mut expected = copies(&all);
+    let gated = Arc::new(Gated::new(&all));
+    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let engine = &deferred.engine;
+    let _resumed = Resumed(&gated.host);
+    for count in 1..=4 {
+        draw(&mut all, &mut expected, count);
+        // Then predicted weights land, and then the host's own.
+        let takes = |index: usize| index == 0 || count == 1 || count == 4;
+        take(engine, &all, takes).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), takes);
+        gated.host.pause(Lane::Upload, count == 3);
+        submit(engine, &updates, Some(2.0)).expect("a step");
+        if count == 3 {
+            assert_last_is_late(engine, &all);
+            gated.host.pause(Lane::Upload, false);
+        }
+        finish(engine);
+        for (_, expected) in expected.iter_mut().enumerate().filter(|(at, _)| takes(*at)) {
+            expected.step(widest(), count, &hyper_of(count));
+        }
+    }
+    // All have had their turn, and none has landed.
+    gated.host.pause(Lane::Upload, true);
+    engine.settle(STREAM).expect("a step that works");
+    assert_last_is_late(engine, &all);
+    gated.host.pause(Lane::Upload, false);
+    finish(engine);
+    assert_stepped(&mut all, &mut expected, "settled");
+}
+
+/// Two steps of an engine with an interval of 1, whose weights run ahead by so much. The turn of
+/// the second writes the memory that lands of the first: of the host's own weight, or of the
+/// predicted one.
+fn lands_late(mut all: Vec<OnDevice>, ahead: [f32; 2]) {
+    let what = format!("{} tensors, {ahead:?}", all.len());
     let mut expected = copies(&all);
     let gated = Arc::new(Gated::new(&all));
     let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
     let engine = &deferred.engine;
     let _resumed = Resumed(&gated.host);
     gated.streams_wait.store(false, Ordering::Relaxed);
-    for count in 1..=2 {
+    let hyper = Hyper { betas: (0.5, 0.75), ..hyper_of(1) };
+    let mut landing: Vec<Vec<u8>> = Vec::new();
+    for (count, ahead) in (1..).zip(ahead) {
         draw(&mut all, &mut expected, count);
         take(engine, &all, |_| true).expect("gradients");
-        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        let updates = updates(&mut all, |_| count, hyper, |_| true);
         gated.host.pause(Lane::Upload, count == 2);
-        submit(engine, &updates, Some(0.0)).expect("a step");
+        submit(engine, &updates, Some(ahead)).expect("a step");
         if count == 1 {
             assert!(engine.finish(STREAM, SOON).expect("a step that works"));
-            expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+            for expected in &mut expected {
+                expected.step(widest(), count, &hyper);
+                landing.push(match ahead {
+                    0.0 => bytes(expected.tensor().weight()),
+                    _ => moved_on(expected, ahead, 1, &hyper),
+                });
+            }
         }
     }
-    // With an interval of 1 the turn of step 2 writes what lands of step 1.
     assert!(!engine.finish(STREAM, WATCHED).expect("a step that works"), "the uploads are late");
-    for (one, expected) in all.iter_mut().zip(&mut expected) {
-        one.held.set_grad(|at| expected.grad.value(at));
-        one.held.assert_same(expected, "while the last weights are on their way");
+    if ahead[0] == 0.0 {
+        for (one, expected) in all.iter_mut().zip(&mut expected) {
+            one.held.set_grad(|at| expected.grad.value(at));
+            one.held.assert_same(expected, "while the last weights are on their way");
+        }
     }
     gated.host.pause(Lane::Upload, false);
     finish(engine);
-    for (one, expected) in all.iter_mut().zip(&mut expected) {
-        assert!(one.weight == bytes(expected.tensor().weight()), "{:?}", expected.layout);
+    for (one, landing) in all.iter().zip(&landing) {
+        assert!(one.weight == *landing, "{:?}, {what}", one.held.layout);
+    }
+}
+
+#[test]
+fn what_lands_is_not_written_before_it_has() {
+    for ahead in [[0.0, 0.0], [0.0, 2.5], [2.5, 2.5]] {
+        lands_late(tensors(MomentsKind::Float32), ahead);
+        // One alone, which waits for nothing else.
+        lands_late(tensors(MomentsKind::Float32).split_off(5), ahead);
     }
 }
 
@@ -478,25 +566,105 @@ fn a_tensor_that_is_stepped_at_once_does_not_land_with_an_older_weight() {
     finish(engine);
 }
 
-#[test]
-fn a_predicted_weight_without_further_gradients_becomes_the_weight() {
+/// Six steps of weights that run ahead by so much, of which the first tensor has a gradient in the
+/// first only. Returns how many bytes have landed with all of them, and the bytes of that tensor.
+fn landed_without_further_gradients(ahead: f32) -> (u64, u64) {
     let mut all = tensors(MomentsKind::Float32);
     let mut expected = copies(&all);
     let deferred = deferred_on(host, &mut all, 2);
     let engine = &deferred.engine;
+    let mut landed = Vec::new();
     for count in 1..=6_u64 {
         draw(&mut all, &mut expected, count);
-        // The first has a gradient in the first step only.
         let takes = |index: usize| index > 0 || count == 1;
         take(engine, &all, takes).expect("gradients");
         let updates = updates(&mut all, |_| count, hyper_of(count), takes);
-        submit(engine, &updates, Some(2.0)).expect("a step");
+        submit(engine, &updates, Some(ahead)).expect("a step");
         finish(engine);
+        landed.push(engine.timing().bytes_uploaded);
         if count == 1 {
             expected[0].step(widest(), count, &hyper_of(count));
         }
     }
     assert!(all[0].weight == bytes(expected[0].tensor().weight()), "it runs ahead for ever");
+    let [first, others @ ..] = [0, 1, 2, 3, 4, 5].map(|index| all[index].weight.len() as u64);
+    let others = others.iter().sum();
+    // A turn of each group, and a step that applies all that is left: it has landed before.
+    assert_eq!(landed[4..].iter().sum::<u64>(), others);
+    settle(engine);
+    assert_eq!(engine.timing().bytes_uploaded, others);
+    (landed.iter().sum(), first)
+}
+
+#[test]
+fn a_predicted_weight_without_further_gradients_becomes_the_weight() {
+    let (exact, _) = landed_without_further_gradients(0.0);
+    let (predicted, nbytes) = landed_without_further_gradients(2.0);
+    // It lands once more, and only where it ran ahead.
+    assert_eq!(predicted - exact, nbytes);
+}
+
+/// As the device gets it when it runs ahead: the master moved on along its last update, rounded.
+fn moved_on(held: &mut Held, ahead: f32, count: i32, hyper: &Hyper) -> Vec<u8> {
+    let step_size = (hyper.lr / (1.0 - hyper.betas.0.powi(count))) as f32;
+    let denom_scale = (1.0 / (1.0 - hyper.betas.1.powi(count)).sqrt()) as f32;
+    let (mut master, (exp_avg, exp_avg_sq)) = (held.read_master(), held.read_moments());
+    for (master, (exp_avg, exp_avg_sq)) in master.iter_mut().zip(exp_avg.iter().zip(&exp_avg_sq)) {
+        let denom = exp_avg_sq.sqrt().mul_add(denom_scale, hyper.eps as f32);
+        *master = (-(ahead * step_size)).mul_add(exp_avg / denom, *master);
+    }
+    let mut rounded = held.moved(0);
+    rounded.write_master(&master);
+    bytes(rounded.tensor().weight())
+}
+
+#[test]
+fn predicted_weights_land_moved_on_along_their_last_update() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected = copies(&all);
+    let deferred = deferred_on(host, &mut all, 1);
+    let engine = &deferred.engine;
+    let mut before: Vec<Vec<u8>> = Vec::new();
+    for count in 1..=3_i32 {
+        draw(&mut all, &mut expected, count as u64);
+        take(engine, &all, |_| true).expect("gradients");
+        // Their powers are exact.
+        let hyper = Hyper { betas: (0.5, 0.75), ..hyper_of(count as u64) };
+        let updates = updates(&mut all, |_| count as u64, hyper, |_| true);
+        submit(engine, &updates, Some(2.5)).expect("a step");
+        finish(engine);
+        for (one, before) in all.iter().zip(&before) {
+            assert!(one.weight == *before, "{:?}, step {count}", one.held.layout);
+        }
+        before.clear();
+        for expected in &mut expected {
+            expected.step(widest(), count as u64, &hyper);
+            before.push(moved_on(expected, 2.5, count, &hyper));
+        }
+    }
+    settle(engine);
+    assert_stepped(&mut all, &mut expected, "settled");
+}
+
+#[test]
+fn without_memory_for_predicted_weights_none_is_predicted() {
+    let mut all = tensors(MomentsKind::Float32);
+    let mut expected = copies(&all);
+    let deferred = deferred_with(host, &mut all, 1, false);
+    let engine = &deferred.engine;
+    for count in 1..=2 {
+        draw(&mut all, &mut expected, count);
+        take(engine, &all, |_| true).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        let refused = submit(engine, &updates, Some(1.0)).expect_err("must be refused");
+        let message = "expected 0 of an engine without memory for predicted weights";
+        assert!(refused.to_string().contains(message), "{refused}");
+        submit(engine, &updates, Some(0.0)).expect("a step");
+        finish(engine);
+        expected.iter_mut().for_each(|one| one.step(widest(), count, &hyper_of(count)));
+    }
+    settle(engine);
+    assert_stepped(&mut all, &mut expected, "settled");
 }
 
 #[test]

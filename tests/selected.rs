@@ -31,7 +31,7 @@ use stepwell::{
 
 /// Rows that cross the border of two segments, small matrices, one row, a vector, and nothing.
 const KINDS: [(ParamKind, Dtype, usize, usize); 9] = [
-    (ParamKind::Split, Dtype::BFloat16, 4200, 1001),
+    (ParamKind::Split, Dtype::BFloat16, SEGMENT_LEN / 1001 + 10, 1001),
     (ParamKind::Float32, Dtype::Float32, 300, 77),
     (ParamKind::Shadowed, Dtype::Float16, 130, 40),
     (ParamKind::Split, Dtype::BFloat16, 0, 0),
@@ -388,25 +388,34 @@ impl Copied {
         self.is_stepped = true;
     }
 
+    /// How many of its weights the host has rounded otherwise.
+    fn num_apart(&mut self, host: &mut Held) -> usize {
+        let (ours, hosts) = (bytes(self.held.tensor().weight()), bytes(host.tensor().weight()));
+        let size = ours.len() / self.held.numel;
+        let is_apart = |at: &usize| {
+            let range = at * size..(at + 1) * size;
+            ours[range.clone()] != hosts[range]
+        };
+        elements(&self.one, &self.change).iter().filter(|at| is_apart(at)).count()
+    }
+
     /// The device has its weights, and some that the host has rounded otherwise.
     fn assert_current(&mut self, weights: &[u8], host: &mut Held, what: &str) -> usize {
         if !self.is_stepped {
             return 0;
         }
-        let (ours, hosts) = (bytes(self.held.tensor().weight()), bytes(host.tensor().weight()));
+        let ours = bytes(self.held.tensor().weight());
         let size = ours.len() / self.held.numel;
-        let mut num_apart = 0;
         for at in elements(&self.one, &self.change) {
             let range = at * size..(at + 1) * size;
             assert!(
-                weights[range.clone()] == ours[range.clone()],
+                weights[range.clone()] == ours[range],
                 "{what}: element {at} of tensor {}, {:?}",
                 self.one.tensor,
                 self.change
             );
-            num_apart += usize::from(ours[range.clone()] != hosts[range]);
         }
-        num_apart
+        self.num_apart(host)
     }
 }
 
@@ -419,8 +428,17 @@ struct Done {
 }
 
 /// Where the host codes moments: its state is that of an engine without a selection, bit for bit,
-/// and what forwards read of selected channels is what fp32 makes of the state that was copied.
-fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, predicted: f32) {
+/// and what forwards read of selected channels is what fp32 makes of the state that was copied. In a
+/// calm run copies last until they have parted from the host, which takes two turns, and then a turn
+/// comes with nothing to apply.
+fn coded_run(
+    moments: MomentsKind,
+    seed: u64,
+    interval: usize,
+    fraction: f64,
+    predicted: f32,
+    is_calm: bool,
+) {
     let what = format!("{moments:?}, seed {seed}, every {interval}, {fraction}, {predicted}");
     let (mut all, mut others) = (tensors_with(moments), tensors_with(moments));
     let mut drawn: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
@@ -432,18 +450,21 @@ fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, pr
     let mut copies: HashMap<usize, Copied> = HashMap::new();
     let mut done: HashMap<usize, Done> = HashMap::new();
     let (mut num_apart, mut num_renewed) = (0, 0);
-    for step in 1..=13_u64 {
+    let turns = 2 * interval as u64;
+    let num_steps = if is_calm { 2 * turns + 6 } else { 13 };
+    for step in 1..=num_steps {
         let what = format!("{what}, step {step}");
         draw(&mut all, &mut drawn, seed << 16 | step);
         for (one, other) in all.iter().zip(&mut others) {
             other.grad.clone_from(&one.grad);
         }
-        let is_whole = step == 1 || draw_of.below(9) == 0;
+        let is_whole = step == 1 || if is_calm { step == num_steps } else { draw_of.below(9) == 0 };
         let mut has: Vec<Option<bool>> =
             (0..all.len()).map(|_| (draw_of.below(4) > 0).then(|| draw_of.below(7) == 0)).collect();
         // Its turn comes with nothing to apply, after it was stepped.
         for (place, one) in has.iter_mut().enumerate() {
-            let gap = (3 + place as u64 % 3)..(4 + place as u64 % 3 + 2 * interval as u64);
+            let begin = if is_calm { 2 + turns } else { 3 } + place as u64 % 3;
+            let gap = begin..begin + turns + 1;
             if gap.contains(&step) {
                 *one = None;
             } else if step < gap.start {
@@ -457,7 +478,7 @@ fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, pr
         };
         let mut changes = Vec::new();
         for one in selectable.iter().filter(may_change) {
-            if is_whole || draw_of.below(3) > 0 {
+            if is_whole || draw_of.below(3) > usize::from(is_calm) {
                 changes.push(change_of(&mut draw_of, one));
             }
         }
@@ -475,6 +496,9 @@ fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, pr
             }
         }
         copies.retain(|_, copied| !is_whole && has[copied.one.tensor] != Some(true));
+        if is_whole {
+            all.iter_mut().for_each(OnDevice::assert_uploaded);
+        }
         for one in &selectable {
             let done = done.entry(one.segment).or_default();
             let is_turn = one.group == group;
@@ -487,12 +511,12 @@ fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, pr
             } else if is_turn && done.turned_at.is_some_and(|turned_at| step > turned_at + 1) {
                 done.turned_at = None;
                 // The host's own weight has landed, and the copy begins anew.
-                if let Some(copied) = copies.remove(&one.segment) {
-                    let mut renewed =
-                        Copied::new(&mut others[one.tensor].held, *one, copied.change);
+                if let Some(mut copied) = copies.remove(&one.segment) {
+                    let host = &mut others[one.tensor].held;
+                    num_renewed += usize::from(copied.num_apart(host) > 0);
+                    let mut renewed = Copied::new(host, *one, copied.change);
                     renewed.is_stepped = true;
                     copies.insert(one.segment, renewed);
-                    num_renewed += 1;
                 }
             }
         }
@@ -506,7 +530,7 @@ fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, pr
             let copied = Copied::new(&mut others[one.tensor].held, one, change);
             copies.insert(one.segment, copied);
         }
-        if draw_of.below(6) == 0 || step == 13 {
+        if !is_calm && draw_of.below(6) == 0 || step == num_steps {
             for engine in engines {
                 engine.settle(STREAM).expect("a step that works");
                 finish(engine);
@@ -521,7 +545,7 @@ fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, pr
         }
     }
     assert!(num_apart > 0, "{what}: no copy has parted from the host");
-    assert!(num_renewed > 0, "{what}: no turn came with nothing to apply");
+    assert!(num_renewed > 0 || !is_calm, "{what}: no turn came with nothing to apply");
     assert!(!with.engine.settle(STREAM).expect("nothing"), "there was something left");
     for (guarded, name) in with.guarded.iter().zip(["gradients", "predicted", "device", "host"]) {
         guarded.assert_guards(name);
@@ -530,9 +554,10 @@ fn coded_run(moments: MomentsKind, seed: u64, interval: usize, fraction: f64, pr
 
 #[test]
 fn coded_state_is_that_without_a_selection_and_copies_step_in_fp32() {
-    coded_run(MomentsKind::Bf16, 1, 1, 0.1, 2.0);
-    coded_run(MomentsKind::Q8, 2, 2, 1.0, 0.0);
-    coded_run(MomentsKind::Q8, 3, 3, 0.3, 2.0);
+    coded_run(MomentsKind::Bf16, 1, 1, 0.1, 2.0, false);
+    coded_run(MomentsKind::Q8, 2, 2, 1.0, 0.0, false);
+    coded_run(MomentsKind::Q8, 3, 3, 0.3, 2.0, false);
+    coded_run(MomentsKind::Q8, 4, 2, 0.5, 0.0, true);
 }
 
 #[test]
@@ -547,7 +572,7 @@ fn nothing_is_selectable_that_crosses_a_border_and_everything_with_all() {
     let rows = SEGMENT_LEN / 1001;
     let expected = [
         (0, 0, rows, 1001, rows / 10, 100),
-        (0, (rows + 1) * 1001, 4200 - rows - 1, 1001, 0, 100),
+        (0, (rows + 1) * 1001, 9, 1001, 0, 100),
         (1, 0, 300, 77, 30, 7),
         (2, 0, 130, 40, 13, 4),
         (4, 0, 9, 2000, 0, 200),
@@ -762,22 +787,33 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     twice.indices[1] = twice.indices[0];
     assert!(refused(twice, &all_have).contains("are selected"));
     let mut outside = good.clone();
-    *outside.indices.last_mut().expect("one") = 1 << 20;
+    *outside.indices.last_mut().expect("one") = end as u32;
     assert!(refused(outside, &all_have).contains("are selected"));
+    // It is one row, of which no columns are selected.
+    let vector = selectable.iter().find(|one| one.tensor == 6).expect("a vector");
+    let columns = Change { segment: vector.segment, by_columns: true, indices: vec![0] };
+    assert!(refused(columns, &all_have).contains("are selected"));
     let nowhere = Change { segment: 1000, ..good.clone() };
     assert!(refused(nowhere, &all_have).contains("(1000, "));
     let without = |index: usize| (index != 1).then_some(false);
     assert!(refused(good.clone(), &without).contains("are selected"));
     submit(engine, &mut all, None, (1, hyper_of(1)), all_have, vec![good.clone()]).expect("a step");
     finish(engine);
-    // The turn of another group.
     let group = engine.next_group();
+    // Its turn, and its tensor is stepped at once.
+    let next = selectable.iter().find(|one| one.group == group).expect("two groups");
+    let change = change_of(&mut draw_of, next);
+    let at_once = |index: usize| Some(index == next.tensor);
+    let error = submit(engine, &mut all, Some(2.0), (2, hyper_of(2)), at_once, vec![change]);
+    assert!(error.expect_err("must be refused").to_string().contains("whose turn it is"));
+    on_device::discard(engine);
+    // The turn of another group.
     let other = selectable.iter().find(|one| one.group != group).expect("two groups");
     let change = change_of(&mut draw_of, other);
     let error = submit(engine, &mut all, Some(2.0), (2, hyper_of(2)), all_have, vec![change]);
     assert!(error.expect_err("must be refused").to_string().contains("whose turn it is"));
     // A step without the gradients of what is selected, though nothing is selected anew.
-    let updates: Vec<Update> = all
+    let mut updates: Vec<Update> = all
         .iter_mut()
         .enumerate()
         .map(|(index, one)| {
@@ -789,6 +825,16 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     // SAFETY: the tensors outlive the engine.
     let error = unsafe { engine.submit_with(Some(2.0), &updates, work, &mut None, STREAM) };
     assert!(error.expect_err("must be refused").to_string().contains("grads has `0` entries"));
+    // A weight that the device could not write, of a tensor that had nothing selected before.
+    let small = selectable.iter().find(|one| one.tensor == 2).expect("a matrix");
+    updates[2].weight = None;
+    let grads: Vec<u64> =
+        all.iter().map(|one| one.grad.as_ptr().expose_provenance() as u64).collect();
+    let work = Work { grads: &grads, changes: vec![change_of(&mut draw_of, small)] };
+    // SAFETY: as above.
+    let error = unsafe { engine.submit_with(None, &updates, work, &mut None, STREAM) };
+    let message = error.expect_err("must be refused").to_string();
+    assert!(message.contains("tensor `2` has its weight in host memory"), "{message}");
     expected.iter_mut().for_each(|one| one.step(widest(), 1, &hyper_of(1)));
     assert_stepped(&mut all, &mut expected, "refused");
     let numels = [10];
@@ -799,6 +845,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     assert!(said(Scope::Tensor(1.5), &[5]).contains("fraction is `1.5`"));
     assert!(said(Scope::Tensor(0.5), &[]).contains("row_lens has `0`"));
     assert_eq!(sizes(Scope::Tensor(0.0), &[5]).expect("sizes"), (0, 0));
+    assert_eq!(sizes(Scope::Tensor(0.0), &[0]).expect("sizes"), (0, 0));
     // A vector is selected whole, in multiples of 64 bytes.
     assert!(
         said(Scope::Global(127), &[0]).contains("budget_bytes is `127`, expected at least 128")

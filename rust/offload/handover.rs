@@ -100,3 +100,49 @@ impl Drop for Closing<'_> {
         self.0.changed.notify_all();
     }
 }
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use std::{sync::mpsc, thread, time::Duration};
+
+    use super::*;
+    use crate::{
+        device::{Device, Lane, host::HostDevice},
+        offload::segment::Segments,
+        sync::Arc,
+    };
+
+    /// What a worker is told that waits for the last of three landings, of which the device has
+    /// been handed none or all.
+    fn told(all: bool, closes: bool) -> Result<()> {
+        let device = Arc::new(HostDevice::new(4).expect("a device"));
+        let segments = Segments::new(&[1; 3]);
+        let landings = [0, 1, 2].map(|at| Landing { tensor: at, segment: at, predicted: None });
+        // A worker that waits for ever stays behind.
+        let landings: &'static [Landing] = Vec::from(landings).leak();
+        let uploads = Uploads::new(Arc::clone(&device) as Arc<dyn Device>, &segments, 0);
+        let handover = Handover::new(landings);
+        if all {
+            let record = |landing: &Landing| device.record(Lane::Upload, landing.segment);
+            handover.hand_over(&uploads, record).expect("a device that works");
+        }
+        if closes {
+            drop(handover.closing());
+        }
+        let (sender, receiver) = mpsc::channel();
+        thread::spawn(move || sender.send(handover.wait_for_last(&uploads, |_| true)));
+        receiver.recv_timeout(Duration::from_secs(20)).expect("an answer")
+    }
+
+    #[test]
+    fn a_worker_does_not_wait_for_what_is_never_handed_over() {
+        let said = told(false, true).expect_err("it has not landed").to_string();
+        assert!(said.contains("a weight did not land"), "{said}");
+    }
+
+    #[test]
+    fn a_worker_waits_for_its_landing_and_not_for_those_behind_it() {
+        told(true, false).expect("it has landed");
+        told(true, true).expect("it has landed");
+    }
+}

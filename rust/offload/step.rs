@@ -322,7 +322,6 @@ impl Shared {
         let written = self.predicted(pass.kind, turn).map(|(view, _)| view);
         pass.landings.wait_for_last(&self.uploads, |landing| match (landing.predicted, written) {
             (Some(read), Some(written)) => read.address() < written.address() + written.nbytes(),
-            (None, None) => landing.segment == turn.segment,
             _ => landing.segment == turn.segment && landing.predicted.is_none(),
         })
     }
