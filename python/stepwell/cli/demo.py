@@ -75,10 +75,10 @@ def demo(
             console,
             workload,
             "DeepSpeed on Stepwell",
-            lambda told: with_deepspeed(workload, moments, told),
+            lambda report: with_deepspeed(workload, moments, report),
         )
         reference = _watch(
-            console, workload, "torch fused AdamW", lambda told: with_torch(workload, told)
+            console, workload, "torch fused AdamW", lambda report: with_torch(workload, report)
         )
     except (ImportError, ValueError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
