@@ -588,7 +588,7 @@ fn landed_without_further_gradients(ahead: f32) -> (u64, u64) {
     }
     assert!(all[0].weight == bytes(expected[0].tensor().weight()), "it runs ahead for ever");
     let [first, others @ ..] = [0, 1, 2, 3, 4, 5].map(|index| all[index].weight.len() as u64);
-    let others = others.iter().sum();
+    let others: u64 = others.iter().sum();
     // A turn of each group, and a step that applies all that is left: it has landed before.
     assert_eq!(landed[4..].iter().sum::<u64>(), others);
     settle(engine);
