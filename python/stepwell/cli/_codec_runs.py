@@ -38,7 +38,7 @@ def train(
     *,
     seed: int,
     steps: int,
-    report: Callable[[str], None],
+    on_step: Callable[[str], None],
     after: Callable[[int, list[torch.nn.Parameter], AdamW], None] | None = None,
 ) -> list[float]:
     """Trains a float32 model and returns the loss of every step.
@@ -49,7 +49,7 @@ def train(
         moments: how the optimizer holds them.
         seed: of the choice of samples.
         steps: how many.
-        report: called after every step, with a name of the run.
+        on_step: called after every step, with a name of the run.
         after: called after every step, with its number, the parameters and the optimizer; gradients
             are still there.
     """
@@ -67,7 +67,7 @@ def train(
         losses.append(loss.detach().item())
         if after is not None:
             after(step, params, optimizer)
-        report(f"{moments}, seed {seed}")
+        on_step(f"{moments}, seed {seed}")
     return losses
 
 
@@ -78,7 +78,7 @@ def compare(
     seed: int,
     steps: int,
     at: Sequence[int],
-    report: Callable[[str], None],
+    on_step: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Trains with fp32 moments, and compares its updates with those of the codecs at some steps.
 
@@ -129,7 +129,7 @@ def compare(
                     }
                 )
 
-    losses = train(shape, text, "fp32", seed=seed, steps=steps, report=report, after=after)
+    losses = train(shape, text, "fp32", seed=seed, steps=steps, on_step=on_step, after=after)
     return sorted(errors, key=lambda error: (error["moments"], error["how"], error["step"])), losses
 
 

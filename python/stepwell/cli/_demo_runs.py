@@ -94,7 +94,7 @@ def _train(
     forward: Callable[[torch.Tensor], torch.Tensor],
     backward: Callable[[torch.Tensor], object],
     step: Callable[[], object],
-    report: Callable[[float], None],
+    on_step: Callable[[float], None],
 ) -> Curve:
     def now() -> float:
         if workload.device.type == "cuda":
@@ -112,7 +112,7 @@ def _train(
         curve.losses.append(loss.detach().item())
         curve.optimizer_seconds.append(ended - before)
         curve.step_seconds.append(ended - started)
-        report(curve.losses[-1])
+        on_step(curve.losses[-1])
     return curve
 
 
@@ -124,10 +124,10 @@ def _nbytes(params: Iterable[torch.Tensor], state: dict[Any, dict[str, Any]]) ->
     )
 
 
-def with_deepspeed(workload: Workload, moments: Moments, report: Callable[[float], None]) -> Curve:
+def with_deepspeed(workload: Workload, moments: Moments, on_step: Callable[[float], None]) -> Curve:
     """DeepSpeed, ZeRO-2 with the optimizer offloaded to the CPU, on Stepwell.
 
-    `report` gets each loss.
+    `on_step` gets each loss.
 
     Raises:
         ImportError: DeepSpeed is not installed, or not one that Stepwell knows.
@@ -169,7 +169,7 @@ def with_deepspeed(workload: Workload, moments: Moments, report: Callable[[float
             lambda batch: engine(input_ids=batch, labels=batch).loss,
             engine.backward,
             engine.step,
-            report,
+            on_step,
         )
         optimizer = engine.optimizer.optimizer
         masters = [param for group in optimizer.param_groups for param in group["params"]]
@@ -206,10 +206,10 @@ class _single_rank:  # noqa: N801
         os.environ |= self._before
 
 
-def with_torch(workload: Workload, report: Callable[[float], None]) -> Curve:
+def with_torch(workload: Workload, on_step: Callable[[float], None]) -> Curve:
     """A bfloat16 model with torch's fused AdamW over float32 masters in host memory.
 
-    Gradients are clipped as in the other run. `report` gets each loss.
+    Gradients are clipped as in the other run. `on_step` gets each loss.
     """
     model = workload.shape.build(seed=workload.seed).to(workload.device)
     weights = list(model.parameters())
@@ -238,7 +238,7 @@ def with_torch(workload: Workload, report: Callable[[float], None]) -> Curve:
         lambda batch: model(input_ids=batch, labels=batch).loss,
         torch.Tensor.backward,
         step,
-        report,
+        on_step,
     )
     curve.state_bytes = _nbytes(masters, optimizer.state)
     curve.num_params = sum(weight.numel() for weight in weights)

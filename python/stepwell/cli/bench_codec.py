@@ -71,22 +71,24 @@ def bench_codec(
         with Progress(console=console) as progress:
             task = progress.add_task("", total=steps * (len(_SEEDS) + len(CODECS)))
 
-            def report(name: str) -> None:
+            def on_step(name: str) -> None:
                 progress.update(task, advance=1, description=name)
 
-            errors, losses = compare(shape, data, seed=_SEEDS[0], steps=steps, at=at, report=report)
+            errors, losses = compare(
+                shape, data, seed=_SEEDS[0], steps=steps, at=at, on_step=on_step
+            )
             for one in errors:
                 is_close = one["update_error"] <= _UPDATE_ERROR_MAX[one["moments"]]
                 one["within"] = is_close and one["worst_error"] <= _WORST_ERROR_MAX
             _print_errors(console, errors)  # they are there long before the losses
             runs = {"fp32": losses}
             runs |= {
-                moments: train(shape, data, moments, seed=_SEEDS[0], steps=steps, report=report)
+                moments: train(shape, data, moments, seed=_SEEDS[0], steps=steps, on_step=on_step)
                 for moments in CODECS
             }
             runs |= {
                 f"fp32, seed {seed}": train(
-                    shape, data, "fp32", seed=seed, steps=steps, report=report
+                    shape, data, "fp32", seed=seed, steps=steps, on_step=on_step
                 )
                 for seed in _SEEDS[1:]
             }

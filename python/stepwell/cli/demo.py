@@ -75,10 +75,10 @@ def demo(
             console,
             workload,
             "DeepSpeed on Stepwell",
-            lambda report: with_deepspeed(workload, moments, report),
+            lambda on_step: with_deepspeed(workload, moments, on_step),
         )
         reference = _watch(
-            console, workload, "torch fused AdamW", lambda report: with_torch(workload, report)
+            console, workload, "torch fused AdamW", lambda on_step: with_torch(workload, on_step)
         )
     except (ImportError, ValueError) as error:
         console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
