@@ -428,9 +428,10 @@ struct Done {
 }
 
 /// Where the host codes moments: its state is that of an engine without a selection, bit for bit,
-/// and what forwards read of selected channels is what fp32 makes of the state that was copied. In a
-/// calm run copies last until they have parted from the host, which takes two turns, and then a turn
-/// comes with nothing to apply.
+/// and what forwards read of selected channels is what fp32 makes of the state that was copied.
+///
+/// In a calm run copies last until they have parted from the host, which takes two turns. Then a
+/// turn comes with nothing to apply.
 fn coded_run(
     moments: MomentsKind,
     seed: u64,
