@@ -201,7 +201,8 @@ def test_warnings_of_looks_become_rare(caplog: pytest.LogCaptureFixture) -> None
 
 @pytest.mark.parametrize("interval", [0, 9, "often"])
 def test_other_intervals_are_refused(interval: int) -> None:
-    with pytest.raises(ValueError, match=f"`interval` is `{interval}`, expected 1 to 8, or auto"):
+    wanted = f"`interval` is `{interval}`, expected an integer, 1 to 8, or auto"
+    with pytest.raises(ValueError, match=wanted):
         stepwell.Deferred(interval=interval)
 
 
