@@ -112,16 +112,20 @@ mod tests {
         sync::Arc,
     };
 
+    const fn landing(at: usize) -> Landing {
+        Landing { tensor: at, segment: at, predicted: None }
+    }
+
+    // A worker that waits for ever stays behind, and so do these.
+    static LANDINGS: [Landing; 3] = [landing(0), landing(1), landing(2)];
+
     /// What a worker is told that waits for the last of three landings, of which the device has
     /// been handed none or all.
     fn told(all: bool, closes: bool) -> Result<()> {
         let device = Arc::new(HostDevice::new(4).expect("a device"));
         let segments = Segments::new(&[1; 3]);
-        let landings = [0, 1, 2].map(|at| Landing { tensor: at, segment: at, predicted: None });
-        // A worker that waits for ever stays behind.
-        let landings: &'static [Landing] = Vec::from(landings).leak();
         let uploads = Uploads::new(Arc::clone(&device) as Arc<dyn Device>, &segments, 0);
-        let handover = Handover::new(landings);
+        let handover = Handover::new(&LANDINGS);
         if all {
             let record = |landing: &Landing| device.record(Lane::Upload, landing.segment);
             handover.hand_over(&uploads, record).expect("a device that works");
