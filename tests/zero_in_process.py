@@ -282,21 +282,25 @@ def test_view():
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_checkpoints(stage, tmp_path):
-    config = configuration(dtype="bf16", stage=stage)
+def assert_resumed_by_both(config, folder):
+    """A run that either path resumes ends as the one that was saved."""
     engine = initialize(uneven(), config)
     train(engine, vectors(2), loss_of)
-    engine.save_checkpoint(str(tmp_path))
+    engine.save_checkpoint(str(folder))
     losses = train(engine, vectors(2, first=2), loss_of)
     after = partitions(engine)
     engine.destroy()
     for block in ENGINES:
         engine = initialize(uneven(seed=1), {**config, "stepwell": block})
-        engine.load_checkpoint(str(tmp_path))
+        engine.load_checkpoint(str(folder))
         assert train(engine, vectors(2, first=2), loss_of) == losses
         assert_same_partitions(partitions(engine), after)
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_checkpoints(stage, tmp_path):
+    assert_resumed_by_both(configuration(dtype="bf16", stage=stage), tmp_path)
 
 
 # ---- parameters in host memory, and shares of the device ----
@@ -534,19 +538,7 @@ def test_claims():
 
 @pytest.mark.parametrize("options", [{}, {"persistent": 100}])
 def test_parameters_in_host_memory_are_saved(options, tmp_path):
-    config = offload_param.offloaded(**options)
-    engine = initialize(uneven(), config)
-    train(engine, vectors(2), loss_of)
-    engine.save_checkpoint(str(tmp_path))
-    losses = train(engine, vectors(2, first=2), loss_of)
-    after = partitions(engine)
-    engine.destroy()
-    for block in ENGINES:
-        engine = initialize(uneven(seed=1), {**config, "stepwell": block})
-        engine.load_checkpoint(str(tmp_path))
-        assert train(engine, vectors(2, first=2), loss_of) == losses
-        assert_same_partitions(partitions(engine), after)
-        engine.destroy()
+    assert_resumed_by_both(offload_param.offloaded(**options), tmp_path)
 
 
 # ---- weights that are fetched ----
