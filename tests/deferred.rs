@@ -62,6 +62,13 @@ fn deferred_on(
     deferred_with(device, all, interval, true)
 }
 
+/// An engine with an interval of 1 on a device whose lanes can be paused.
+fn gated(all: &mut [OnDevice]) -> (Arc<Gated>, Deferred) {
+    let gated = Arc::new(Gated::new(all));
+    let device = Arc::clone(&gated) as Arc<dyn Device>;
+    (gated, deferred_on(|_| device, all, 1))
+}
+
 fn deferred_with(
     device: impl FnOnce(usize) -> Arc<dyn Device>,
     all: &mut [OnDevice],
@@ -338,8 +345,7 @@ fn small_tensors() -> Vec<OnDevice> {
 fn few_landings_are_with_the_device_at_once() {
     let mut all = small_tensors();
     let mut expected = copies(&all);
-    let gated = Arc::new(Gated::new(&all));
-    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let (gated, deferred) = gated(&mut all);
     let engine = &deferred.engine;
     let _resumed = Resumed(&gated.host);
     for count in 1..=2 {
@@ -383,8 +389,7 @@ fn assert_last_is_late(engine: &Engine, all: &[OnDevice]) {
 fn a_wait_for_a_weight_is_for_what_lands_without_a_gradient() {
     let mut all = small_tensors();
     let mut expected = copies(&all);
-    let gated = Arc::new(Gated::new(&all));
-    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let (gated, deferred) = gated(&mut all);
     let engine = &deferred.engine;
     let _resumed = Resumed(&gated.host);
     for count in 1..=4 {
@@ -419,8 +424,7 @@ fn a_wait_for_a_weight_is_for_what_lands_without_a_gradient() {
 fn lands_late(mut all: Vec<OnDevice>, ahead: [f32; 2]) {
     let what = format!("{} tensors, {ahead:?}", all.len());
     let mut expected = copies(&all);
-    let gated = Arc::new(Gated::new(&all));
-    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let (gated, deferred) = gated(&mut all);
     let engine = &deferred.engine;
     let _resumed = Resumed(&gated.host);
     gated.streams_wait.store(false, Ordering::Relaxed);
@@ -537,8 +541,7 @@ fn what_cannot_be_deferred_is_refused_with_nothing_changed() {
 fn a_tensor_that_is_stepped_at_once_does_not_land_with_an_older_weight() {
     let mut all = tensors(MomentsKind::Float32);
     let mut expected = copies(&all);
-    let gated = Arc::new(Gated::new(&all));
-    let deferred = deferred_on(|_| Arc::clone(&gated) as Arc<dyn Device>, &mut all, 1);
+    let (gated, deferred) = gated(&mut all);
     let engine = &deferred.engine;
     let _resumed = Resumed(&gated.host);
     for count in 1..=2 {
