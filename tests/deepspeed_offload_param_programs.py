@@ -278,6 +278,20 @@ def memory(result):
     engine.destroy()
 
 
+def touched():
+    """Bytes that are touched where an engine is made, in pieces of 1 MiB or more."""
+    from stepwell import _core
+
+    sizes, buffer_of = [], _core.Buffer
+    _core.Buffer = lambda nbytes: sizes.append(nbytes) or buffer_of(nbytes)
+    try:
+        engine = initialize(torch.nn.Linear(1024, 512), offloaded())
+    finally:
+        _core.Buffer = buffer_of
+    engine.destroy()
+    return [size for size in sizes if size >= 1 << 20]
+
+
 def program_offload_param(result, folder):
     """All that one rank does."""
     import stepwell.deepspeed
@@ -293,6 +307,7 @@ def program_offload_param(result, folder):
             interrupted(dtype, is_interrupted=each) for each in (True, False)
         ]
     memory(result)
+    result["touched"] = touched()
     pins(result.setdefault("pins", {}), folder)
 
 

@@ -181,6 +181,13 @@ def test_weights_go_to_memory_that_the_pool_touches(monkeypatch):
     assert view.fill_(1).item() == 1
 
 
+def test_weights_and_their_state_are_touched_and_no_bucket_is(runs):
+    weight, group = 2 * 1024 * 512, 2 * (1024 * 512 + 512)
+    assert runs["touched"][:2] == [weight, group]
+    # Masters are the largest. DeepSpeed's bucket for gradients would be 1 GB.
+    assert max(runs["touched"]) == 2 * group
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_the_device_of_both_paths(tmp_path):
     runs = deepspeed_run.run(

@@ -334,6 +334,9 @@ def test_memory():
     result = {}
     offload_param.memory(result)
     test_deepspeed_offload_param.test_memory_is_what_is_announced(result)
+    result["touched"] = offload_param.touched()
+    check = test_deepspeed_offload_param.test_weights_and_their_state_are_touched_and_no_bucket_is
+    check(result)
 
 
 @pytest.mark.parametrize(

@@ -114,15 +114,14 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         ):
             offload_param_config = offload_param_config.model_copy(update={"pin_memory": False})
             kwargs["ds_config"] = with_unpinned_weights(kwargs["ds_config"])
-        with TouchedMemory():
-            super().__init__(
-                module,
-                init_optimizer,
-                *args,
-                offload_optimizer_config=config,
-                offload_param_config=offload_param_config,
-                **kwargs,
-            )
+        super().__init__(
+            module,
+            init_optimizer,
+            *args,
+            offload_optimizer_config=config,
+            offload_param_config=offload_param_config,
+            **kwargs,
+        )
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
             self._release_and_gather()
@@ -137,10 +136,15 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._gathers = GatheredPersistents(self._partitions, peers)
 
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
-        """Called by DeepSpeed's constructor; makes what fetches weights for modules."""
-        if self._plan.fetch == "stepwell":
-            return ModuleHooks(**kwargs)
-        return super().initialize_ds_offload(**kwargs)
+        """Called by DeepSpeed's constructor; makes what fetches weights for modules.
+
+        DeepSpeed partitions the weights here. Its bucket for gradients, which comes later, is
+        touched as far as it is used.
+        """
+        with TouchedMemory():
+            if self._plan.fetch == "stepwell":
+                return ModuleHooks(**kwargs)
+            return super().initialize_ds_offload(**kwargs)
 
     @property
     def _is_gated(self) -> bool:
