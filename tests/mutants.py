@@ -64,6 +64,7 @@ SUITES = {
         ["deepspeed/zero/[a-z]*.py", "deepspeed/state/[a-z]*.py"],
         [
             "zero_in_process.py",
+            "test_deepspeed_fetcher.py",
             "test_deepspeed_operands.py",
             "test_deepspeed_partitions.py",
             "test_offload_late_copies.py",

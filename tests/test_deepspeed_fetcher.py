@@ -1,0 +1,702 @@
+"""What decides which weights are on the device: the order of uses, and the fetcher by itself.
+
+On a stand-in for a device, whose copies and uses end when the test says so. DeepSpeed is not
+imported: of its parameters there is what the fetcher looks at.
+"""
+
+import enum
+import importlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stepwell.deepspeed.zero.order import Order
+
+FETCHER = "stepwell.deepspeed.zero.fetcher"
+PARAMETERS = "deepspeed.runtime.zero.partition_parameters"
+NUMEL = 10
+"""Elements of each weight here."""
+
+
+@pytest.fixture(scope="module")
+def fetching():
+    """The module, with DeepSpeed's names of states."""
+    if FETCHER in sys.modules:
+        yield sys.modules[FETCHER]
+        return
+    status = enum.Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, PARAMETERS, SimpleNamespace(ZeroParamStatus=status))
+        yield importlib.import_module(FETCHER)
+        # Where DeepSpeed is imported after this, it is imported anew.
+        del sys.modules[FETCHER]
+
+
+class Stepped(torch.Tensor):
+    """A partition that a step may write."""
+
+
+class Lane:
+    """A device: what it is asked for, and points that it passes when it is waited for."""
+
+    def __init__(self):
+        self.copied, self.waited, self.freed = [], [], []
+        self.arrivals, self.marks = [], []
+        self.finished = 0
+        self.is_marked = True
+
+    def copy(self, params):
+        assert not torch.is_inference_mode_enabled()
+        self.copied.append([param.ds_id for param in params])
+        weights = [param.ds_tensor.detach().clone().view(param.ds_shape) for param in params]
+        self.arrivals.append(SimpleNamespace(ids=self.copied[-1], has_passed=False))
+        return weights, self.arrivals[-1]
+
+    def wait(self, arrival):
+        self.waited.append(arrival.ids)
+        return arrival.has_passed
+
+    def free(self, param):
+        assert not torch.is_inference_mode_enabled()
+        self.freed.append(param.ds_id)
+        param.data = torch.empty(0)
+
+    def mark(self):
+        if not self.is_marked:
+            return None
+        self.marks.append(SimpleNamespace(has_passed=False))
+        return self.marks[-1]
+
+    def has_ended(self, arrival, *, is_waiting):
+        arrival.has_passed |= is_waiting
+        return arrival.has_passed
+
+    def finish(self):
+        self.finished += 1
+
+
+class World:
+    """Modules of one weight each, and a fetcher of theirs."""
+
+    def __init__(self, fetching, count=4, *, ahead=0, reuse=0, live=1000):
+        self.fetching, self.lane = fetching, Lane()
+        self.states = fetching.ZeroParamStatus
+        self.fetcher = fetching.Fetcher(
+            self.lane, prefetch_numel_max=ahead, reuse_numel_max=reuse, live_numel_max=live
+        )
+        self.params = [self.param(ds_id) for ds_id in range(count)]
+        self.modules = [torch.nn.Module() for _ in range(count)]
+
+    def param(self, ds_id, **changed):
+        fields = {
+            "ds_id": ds_id,
+            "ds_numel": NUMEL,
+            "ds_shape": (2, 5),
+            "ds_tensor": torch.full((NUMEL,), float(ds_id)),
+            "ds_status": self.states.NOT_AVAILABLE,
+            "ds_active_sub_modules": set(),
+            "ds_persist": False,
+            "is_external_param": False,
+            "requires_grad": True,
+            "data": torch.empty(0),
+        }
+        return SimpleNamespace(**(fields | changed))
+
+    def there(self):
+        """Which weights are on the device and are good."""
+        found = [each for each in self.params if each.ds_status is self.states.AVAILABLE]
+        for param in self.params:
+            if param in found:
+                assert torch.equal(param.data, param.ds_tensor.view(2, 5))
+            else:
+                assert param.data.numel() == 0
+        return [param.ds_id for param in found]
+
+    def copied(self):
+        return [ds_id for together in self.lane.copied for ds_id in together]
+
+    def enter(self, *indices, token=None):
+        params = [self.params[index] for index in indices]
+        self.fetcher.enter(self.modules[indices[0]], params, token or indices)
+
+    def leave(self, *indices, token=None):
+        params = [self.params[index] for index in indices]
+        self.fetcher.leave(self.modules[indices[0]], params, token or indices)
+
+    def forward(self, *indices):
+        """A pass; returns what was copied in it."""
+        before = len(self.lane.copied)
+        self.fetcher.reset_step()
+        for index in indices:
+            self.enter(index)
+            assert index in self.there()
+            self.leave(index)
+        return self.lane.copied[before:]
+
+
+# ---- the order of uses ----
+
+
+def modules(count):
+    return [torch.nn.Module() for _ in range(count)]
+
+
+def use(order, module, numbers=()):
+    """A use of a module with such parameters, of one element each."""
+    order.note(module, [SimpleNamespace(ds_id=each, ds_numel=1) for each in numbers])
+
+
+def noted(order, uses):
+    """A pass of such modules."""
+    order.begin()
+    for module, numbers in uses:
+        use(order, module, numbers)
+
+
+def expected(order):
+    found = []
+    while (ahead := order.next_ahead()) is not None:
+        found.append([param.ds_id for param in ahead.params])
+    return found
+
+
+def test_a_pass_is_expected_to_be_as_the_one_before():
+    first, second, third = modules(3)
+    order = Order(0)
+    uses = [(first, [0]), (second, [1, 2]), (third, [3])]
+    order.begin()
+    assert expected(order) == []
+    noted(order, uses)
+    assert expected(order) == []
+    for _ in range(2):
+        order.begin()
+        assert expected(order) == [[0], [1, 2], [3]]
+        assert expected(order) == []
+        for module, _ in uses:
+            use(order, module)
+        assert expected(order) == []
+
+
+def test_what_is_used_is_no_longer_ahead():
+    first, second, third = modules(3)
+    order = Order(0)
+    noted(order, [(first, [0]), (second, [1]), (third, [2])])
+    order.begin()
+    use(order, first)
+    assert [param.ds_id for param in order.next_ahead().params] == [1]
+    order.put_back()
+    assert [param.ds_id for param in order.next_ahead().params] == [1]
+    # It is given once, also where its use begins.
+    use(order, second)
+    assert expected(order) == [[2]]
+
+
+@pytest.mark.parametrize("other", [0, 2])
+def test_nothing_is_expected_behind_another_use(other):
+    made = modules(3)
+    order = Order(10)
+    noted(order, [(made[0], [0]), (made[1], [1]), (made[0], [0])])
+    order.begin()
+    use(order, made[0], [0])
+    assert order.is_used_soon(0)
+    # Also where the pass goes on as it was.
+    for index in (other, 0):
+        use(order, made[index], [index])
+        assert expected(order) == []
+        assert not order.is_used_soon(0)
+    # It is what is expected next.
+    order.begin()
+    assert expected(order) == [[0], [other], [0]]
+
+
+def test_uses_before_the_first_pass_are_one_of_training():
+    (module,) = modules(1)
+    order = Order(0)
+    use(order, module, [3])
+    assert expected(order) == []
+    assert not order.is_used_soon(3)
+    with torch.no_grad():
+        order.begin()
+        assert expected(order) == []
+    order.begin()
+    assert expected(order) == [[3]]
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_pass_of_another_length_is_the_next_order(length):
+    first, second = modules(2)
+    order = Order(10)
+    noted(order, [(first, [0]), (second, [1])])
+    noted(order, [(first, [0]), (second, [1]), (first, [0])][:length])
+    assert expected(order) == ([] if length == 3 else [[1]])
+    order.begin()
+    assert expected(order) == [[0], [1], [0]][:length]
+    use(order, first)
+    assert order.is_used_soon(0) is (length == 3)
+
+
+def test_a_pass_without_uses_changes_no_order():
+    (module,) = modules(1)
+    order = Order(0)
+    noted(order, [(module, [0])])
+    for _ in range(3):
+        order.begin()
+        assert expected(order) == [[0]]
+
+
+def test_training_and_evaluation_have_orders_of_their_own():
+    first, second = modules(2)
+    order = Order(10)
+    noted(order, [(first, [0]), (second, [1]), (first, [0])])
+    with torch.no_grad():
+        noted(order, [(second, [1])])
+        order.begin()
+        assert expected(order) == [[1]]
+        assert not order.is_used_soon(0)
+        use(order, second)
+    order.begin()
+    assert order.is_used_soon(0)
+    assert expected(order) == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize(("reuse", "soon"), [(0, []), (1, [1]), (2, [1, 2]), (3, [0, 1, 2])])
+def test_how_soon_is_soon(reuse, soon):
+    first, second, third = modules(3)
+    order = Order(reuse)
+    uses = [(first, [0]), (second, [1]), (third, [2]), (first, [0])]
+    noted(order, uses)
+    for _ in range(2):
+        order.begin()
+        use(order, first)
+        # Twice: it is kept for a position.
+        assert [each for each in range(4) if order.is_used_soon(each)] == soon
+        assert [each for each in range(4) if order.is_used_soon(each)] == soon
+        for module, _ in uses[1:]:
+            use(order, module)
+        assert not any(map(order.is_used_soon, range(4)))
+
+
+def test_what_was_given_ahead_is_used_soon():
+    first, second = modules(2)
+    order = Order(0)
+    noted(order, [(first, [0]), (second, [1]), (first, [0])])
+    order.begin()
+    use(order, first)
+    for _ in range(2):
+        order.next_ahead()
+    assert order.is_used_soon(0)
+
+
+# ---- what is fetched ----
+
+
+def test_a_weight_is_there_while_it_is_used(fetching):
+    world = World(fetching)
+    world.fetcher.reset_step()
+    assert world.lane.copied == []
+    world.enter(0, 1, token="outer")
+    assert world.there() == [0, 1]
+    world.enter(1, token="inner")
+    assert world.lane.copied == [[0, 1]]
+    world.leave(0, 1, token="outer")
+    assert world.there() == [1]
+    world.leave(1, token="inner")
+    assert world.there() == []
+    assert world.lane.freed == [0, 1]
+
+
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_every_use_waits_until_a_weight_has_arrived(fetching, is_passed):
+    world = World(fetching)
+    world.enter(0)
+    world.enter(1)
+    assert world.lane.waited == [[0], [1]]
+    world.lane.arrivals[0].has_passed = is_passed
+    for token in ("another stream", "and another"):
+        world.enter(0, token=token)
+    assert world.lane.waited[2:] == [[0]] * (1 if is_passed else 2)
+
+
+def test_what_has_arrived_is_not_waited_for(fetching):
+    world = World(fetching)
+    copy = world.lane.copy
+    world.lane.copy = lambda params: (copy(params)[0], None)
+    world.enter(0)
+    world.leave(0)
+    assert world.there() == world.lane.waited == []
+
+
+def test_a_weight_that_nothing_has_used_has_arrived_before_it_is_freed(fetching):
+    world = World(fetching, count=2, ahead=NUMEL)
+    world.forward(0, 1)
+    world.fetcher.reset_step()
+    param = world.params[0]
+    world.params[1].ds_status = world.states.INFLIGHT
+    with pytest.raises(RuntimeError):
+        world.enter(0, 1)
+    world.lane.waited.clear()
+    world.fetcher.release_and_reset_all(SimpleNamespace(parameters=lambda: [param]))
+    assert world.lane.waited == [[0]]
+    assert param.data.numel() == 0
+
+
+@pytest.mark.parametrize("kept", ["ds_persist", "is_external_param"])
+def test_what_deepspeed_keeps_stays(fetching, kept):
+    world = World(fetching)
+    world.params[0] = world.param(0, **{kept: True})
+    world.enter(0)
+    world.leave(0)
+    assert world.there() == [0]
+
+
+@pytest.mark.parametrize(("ahead", "copied"), [(0, 0), (1, 1), (NUMEL, 1), (NUMEL + 1, 2)])
+def test_so_many_elements_are_copied_ahead(fetching, ahead, copied):
+    world = World(fetching, ahead=ahead)
+    world.forward(0, 1, 2, 3)
+    world.lane.copied.clear()
+    world.fetcher.reset_step()
+    together = [0, 1][:copied]
+    assert world.lane.copied == ([together] if copied else [])
+    # Of no effect yet.
+    assert world.there() == []
+    world.enter(0)
+    assert world.copied() == list(range(max(copied + 1, 1)))
+    for index in range(4):
+        if index:
+            world.enter(index)
+        assert world.there() == [index]
+        world.leave(index)
+    assert world.copied() == [0, 1, 2, 3]
+    assert world.fetcher._ahead_numel == world.fetcher._live_numel == 0
+
+
+def test_what_is_there_and_what_is_ahead_is_copied_once(fetching):
+    world = World(fetching, ahead=100)
+    world.forward(0, 1, 0, 2, 2)
+    world.lane.copied.clear()
+    world.enter(3)
+    world.fetcher.reset_step()
+    assert world.lane.copied == [[3], [0, 1, 2]]
+    world.enter(0)
+    world.enter(1)
+    assert len(world.lane.copied) == 2
+    world.leave(0)
+    # Used again: those that were given ahead have passed over it.
+    assert world.there() == [0, 1, 3]
+
+
+def test_a_weight_that_is_ahead_for_one_use_is_ahead_for_the_next(fetching):
+    world = World(fetching, ahead=NUMEL + 1)
+    world.forward(0, 1, 1, 2)
+    world.lane.copied.clear()
+    world.fetcher.reset_step()
+    assert world.lane.copied == [[0, 1]]
+    world.enter(0)
+    assert world.lane.copied == [[0, 1], [2]]
+
+
+def test_a_module_whose_weights_are_there_is_passed_over(fetching):
+    world = World(fetching, ahead=1)
+    world.forward(0, 1, 2)
+    world.lane.copied.clear()
+    world.fetcher._fetch(world.params[:1])
+    world.fetcher.reset_step()
+    assert world.lane.copied == [[0], [1]]
+
+
+@pytest.mark.parametrize("change", ["written", "moved", "stepped"])
+def test_what_is_stale_is_copied_again(fetching, change):
+    world = World(fetching, ahead=NUMEL)
+    world.forward(0, 1)
+    world.lane.copied.clear()
+    world.fetcher.reset_step()
+    param = world.params[0]
+    if change == "written":
+        param.ds_tensor.add_(1.0)
+    elif change == "moved":
+        param.ds_tensor = param.ds_tensor + 1.0
+    else:
+        param.ds_tensor.__class__ = Stepped
+    world.enter(0)
+    assert world.lane.copied == [[0], [0], [1]]
+    assert world.there() == [0]
+    assert world.fetcher._live_numel == 2 * NUMEL
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_what_a_step_may_write_is_not_copied_ahead(fetching, has_ended):
+    world = World(fetching, ahead=100)
+    world.forward(0, 1, 2)
+    world.lane.copied.clear()
+    asked, partition = [], world.params[1].ds_tensor
+    partition.__class__ = Stepped
+
+    def has_step_ended():
+        asked.append(has_ended)
+        if has_ended:
+            partition.__class__ = torch.Tensor
+        return has_ended
+
+    world.fetcher.has_step_ended = has_step_ended
+    world.fetcher.reset_step()
+    assert asked
+    assert world.lane.copied == ([[0, 1, 2]] if has_ended else [[0]])
+    world.enter(0)
+    world.leave(0)
+    partition.__class__ = torch.Tensor
+    world.enter(1)
+    assert world.copied() == [0, 1, 2]
+    assert world.there() == [1]
+
+
+def test_what_a_step_may_still_write_is_not_kept_ahead(fetching):
+    world = World(fetching, ahead=100)
+    world.forward(0, 1)
+    world.params[0].ds_tensor.__class__ = Stepped
+    world.fetcher.reset_step()
+    assert world.fetcher._ahead_numel == world.fetcher._live_numel == NUMEL
+    world.params[0].ds_tensor.__class__ = torch.Tensor
+    assert world.forward(0, 1) == [[0, 1]]
+
+
+def test_a_weight_that_is_missing_asks_whether_the_step_has_ended(fetching):
+    world = World(fetching)
+    asked = []
+    world.fetcher.has_step_ended = lambda: asked.append(list(world.lane.copied))
+    world.enter(0)
+    world.enter(0, token="again")
+    assert asked == [[]]
+
+
+def test_what_was_ahead_is_dropped_where_a_pass_begins_anew(fetching):
+    world = World(fetching, ahead=2 * NUMEL)
+    world.forward(0, 1, 2)
+    for _ in range(2):
+        world.fetcher.reset_step()
+        assert world.lane.copied[-1] == [0, 1]
+        assert world.fetcher._ahead_numel == world.fetcher._live_numel == 2 * NUMEL
+    world.enter(2)
+    assert world.there() == [2]
+    assert world.fetcher._live_numel == 3 * NUMEL
+
+
+def test_nothing_is_copied_ahead_beyond_what_may_live(fetching):
+    for live, copied in ((2 * NUMEL, [0, 1]), (2 * NUMEL - 1, [0])):
+        world = World(fetching, ahead=100, live=live)
+        world.forward(0, 1, 2)
+        world.lane.copied.clear()
+        for mark in world.lane.marks:
+            mark.has_passed = True
+        world.fetcher.reset_step()
+        assert world.lane.copied == [copied]
+        # What is needed comes all the same.
+        world.enter(3)
+        assert world.there() == [3]
+        world.leave(3)
+
+
+@pytest.mark.parametrize("passed", [0, 1, 2])
+def test_memory_that_the_device_reads_counts_as_live(fetching, passed):
+    world = World(fetching, ahead=100, live=2 * NUMEL)
+    world.forward(0, 1)
+    world.lane.copied.clear()
+    assert len(world.lane.marks) == 2
+    for mark in world.lane.marks[:passed]:
+        mark.has_passed = True
+    world.fetcher.reset_step()
+    assert world.lane.copied == ([[0, 1][:passed]] if passed else [])
+    assert world.fetcher._leaving_numel == (2 - passed) * NUMEL
+
+
+def test_what_is_needed_waits_for_memory_that_the_device_reads(fetching):
+    world = World(fetching, live=2 * NUMEL)
+    for index in range(3):
+        world.enter(index)
+        world.leave(index)
+    assert [mark.has_passed for mark in world.lane.marks] == [True, False, False]
+    world.enter(0, 1)
+    assert all(mark.has_passed for mark in world.lane.marks)
+    assert world.fetcher._leaving_numel == 0
+    assert world.fetcher._live_numel == 2 * NUMEL
+    world.leave(0, 1)
+    assert len(world.lane.marks) == 4
+    assert world.fetcher._leaving_numel == 2 * NUMEL
+
+
+def test_where_the_device_reads_nothing_nothing_is_leaving(fetching):
+    world = World(fetching, live=NUMEL)
+    world.lane.is_marked = False
+    world.enter(0)
+    world.leave(0)
+    assert world.fetcher._leaving_numel == len(world.fetcher._leaving) == 0
+
+
+def test_a_weight_that_a_program_has_freed_or_gathered(fetching):
+    world = World(fetching)
+    world.enter(0)
+    param = world.params[0]
+    param.data, param.ds_status = torch.empty(0), world.states.NOT_AVAILABLE
+    world.leave(0)
+    assert world.lane.freed == world.lane.marks == []
+    assert world.fetcher._live_numel == 0
+    # It was freed in a use of it, and comes again.
+    world.enter(0)
+    param.data, param.ds_status = torch.empty(0), world.states.NOT_AVAILABLE
+    world.enter(0, token="inner")
+    assert world.there() == [0]
+    assert world.fetcher._live_numel == NUMEL
+    world.leave(0, token="inner")
+    world.leave(0)
+    # What a program has gathered is freed as well.
+    param.data, param.ds_status = param.ds_tensor.view(2, 5), world.states.AVAILABLE
+    world.enter(0)
+    world.leave(0)
+    assert world.there() == []
+    assert world.fetcher._live_numel == 0
+
+
+def test_a_weight_that_is_being_gathered_is_refused(fetching):
+    world = World(fetching)
+    world.params[0].ds_status = world.states.INFLIGHT
+    with pytest.raises(RuntimeError, match="hint: wait for its handle"):
+        world.enter(0)
+
+
+def test_a_weight_that_is_used_again_soon_stays(fetching):
+    world = World(fetching, reuse=NUMEL + 1)
+    world.forward(0, 1, 0)
+    assert world.forward(0, 1, 0) == [[0], [1]]
+    assert world.forward(0, 1, 0) == [[0], [1]]
+    assert world.there() == []
+
+
+def test_weights_of_inference_serve_training(fetching):
+    world = World(fetching, ahead=100)
+    with torch.inference_mode():
+        world.forward(0, 1)
+        world.forward(0, 1)
+
+
+# ---- backwards ----
+
+
+def test_a_backward_begins_once_and_ends_once(fetching):
+    world = World(fetching)
+    module, params = world.modules[0], world.params[:1]
+    assert world.fetcher.enter_backward(module, params, "call")
+    assert not world.fetcher.enter_backward(module, params, "call")
+    assert len(world.fetcher._order._uses) == 1
+    assert world.there() == [0]
+    for _ in range(2):
+        world.fetcher.leave_backward(module, "call")
+        assert world.there() == []
+    assert world.lane.freed == [0]
+    # Another backward of the same graph.
+    assert world.fetcher.enter_backward(module, params, "call")
+    assert world.there() == [0]
+
+
+def test_what_is_left_of_a_backward_is_freed_at_its_end(fetching):
+    world = World(fetching)
+    world.params[2] = world.param(2, ds_persist=True)
+    for index in range(3):
+        world.fetcher.enter_backward(world.modules[index], [world.params[index]], index)
+    world.enter(1, token="a forward")
+    world.fetcher.release_backward_leftovers()
+    assert world.there() == [1, 2]
+    world.fetcher.release_backward_leftovers()
+    world.leave(1, token="a forward")
+    assert world.there() == [2]
+    assert world.fetcher.enter_backward(world.modules[0], world.params[:1], 0)
+
+
+@pytest.mark.parametrize("is_within", [False, True])
+def test_frozen_weights_of_what_is_computed_again_stay(fetching, is_within, monkeypatch):
+    world = World(fetching)
+    frozen, trained = world.params[1], world.params[2]
+    frozen.requires_grad = False
+    if is_within:
+        world.fetcher.enter_backward(world.modules[3], [world.params[3]], "outer")
+        world.fetcher.enter_backward(world.modules[0], [world.params[0]], "call")
+    with monkeypatch.context() as patched:
+        patched.setattr(fetching, "is_in_backward", lambda: True)
+        for index in (1, 2):
+            world.enter(index)
+            world.leave(index)
+    assert trained.ds_id not in world.there()
+    assert frozen.ds_id in world.there()
+    if is_within:
+        # Those of the backward that it was computed for.
+        world.fetcher.leave_backward(world.modules[0], "call")
+        assert world.there() == [3]
+    else:
+        world.fetcher.release_backward_leftovers()
+        assert world.there() == []
+
+
+def test_frozen_weights_do_not_stay_behind_a_forward(fetching):
+    world = World(fetching)
+    world.params[0].requires_grad = False
+    world.enter(0)
+    world.leave(0)
+    assert world.there() == []
+
+
+def test_what_a_backward_itself_uses_is_not_kept(fetching, monkeypatch):
+    world = World(fetching)
+    world.params[0].requires_grad = False
+    monkeypatch.setattr(fetching, "is_in_backward", lambda: True)
+    world.fetcher.enter_backward(world.modules[0], world.params[:1], "call")
+    world.fetcher.leave_backward(world.modules[0], "call")
+    assert world.there() == []
+
+
+def test_all_is_freed_whatever_uses_it(fetching):
+    world = World(fetching, ahead=NUMEL)
+    world.forward(0, 1)
+    world.fetcher.reset_step()
+    world.fetcher.enter_backward(world.modules[2], world.params[2:3], "call")
+    world.enter(3)
+    module = SimpleNamespace(parameters=lambda: iter(world.params))
+    world.fetcher.release_and_reset_all(module)
+    assert world.there() == []
+    assert world.lane.finished == 1
+    assert world.fetcher._live_numel == world.fetcher._ahead_numel == 0
+    assert not any(param.ds_active_sub_modules for param in world.params)
+    assert world.fetcher.enter_backward(world.modules[2], world.params[2:3], "call")
+
+
+# ---- which weights ----
+
+
+def test_programs_may_call_it_as_they_call_deepspeeds(fetching):
+    world = World(fetching)
+    module = torch.nn.Module()
+    module.ds_id = 7
+    module._parameters["weight"] = world.params[0]
+    world.fetcher.fetch_sub_module(module, forward=True)
+    assert world.there() == [0]
+    assert world.params[0].ds_active_sub_modules == {7}
+    world.fetcher.release_sub_module(module, forward=True)
+    assert world.there() == []
+    assert world.fetcher.is_invalid_trace()
+
+
+def test_weights_of_a_module_are_its_own_and_external_ones_once(fetching):
+    linear = torch.nn.Linear(2, 2)
+    inner = torch.nn.Linear(2, 2, bias=False)
+    linear.inner = inner
+    assert all(
+        one is other
+        for one, other in zip(fetching.params_of(linear), [linear.weight, linear.bias], strict=True)
+    )
+    assert len(fetching.params_of(inner)) == 1
+    assert len(fetching.params_of(torch.nn.Module())) == 0
+    linear._external_params = {0: inner.weight, 1: linear.bias}
+    found = [id(param) for param in fetching.params_of(linear)]
+    assert found == [id(linear.weight), id(linear.bias), id(inner.weight)]
+    linear._external_params = {}
+    linear._z3_leaf = True
+    found = [id(param) for param in fetching.params_of(linear)]
+    assert found == [id(linear.weight), id(linear.bias), id(inner.weight)]
