@@ -12,6 +12,7 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES, LAYOUT_IDS, LAYOUTS, SPECIALS, bits
+from stepwell.offload.accumulation import HostSums
 from stepwell.offload.collector import HostCollector
 from stepwell.offload.host_side import HostSide
 
@@ -49,11 +50,14 @@ def test_clipped_as_on_the_device(dtype):
 
 
 def test_bytes_that_come_down_are_counted():
-    ours, _ = pair(accumulate="host")
-    run(*ours)
-    assert ours[1].timing["bytes_downloaded"] == 3 * sum(
-        param.nbytes for param in ours[0].parameters()
-    )
+    net, optimizer = pair(accumulate="host")[0]
+    nbytes = sum(param.nbytes for param in net.parameters())
+    loss_of(net, 0).backward()
+    assert optimizer.timing["bytes_downloaded"] == 0
+    optimizer.step()
+    assert optimizer.timing["bytes_downloaded"] == nbytes
+    run(net, optimizer, steps=1)
+    assert optimizer.timing["bytes_downloaded"] == 3 * nbytes
 
 
 def test_gradients_are_freed_and_whoever_reads_one_is_told():
@@ -258,6 +262,51 @@ def test_a_backward_that_fails_between_the_marker_and_the_sum(is_followed):
         loss_of(net, 4).backward()
         optimizer.step()
     assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_backward_that_failed_for_a_parameter_that_goes_is_forgotten(is_followed):
+    net, optimizer = pair(accumulate="host")[0]
+    loss_of(net, 1).backward()
+    first, params = net[0].weight, optimizer.param_groups[0]["params"]
+
+    def fail(_):
+        raise RuntimeError("a hook fails")
+
+    broken = first.register_hook(fail)
+    with pytest.raises(RuntimeError, match="a hook fails"):
+        loss_of(net, 2).backward()
+    broken.remove()
+    if is_followed:
+        loss_of(net, 3).backward()
+    params[:] = [param for param in params if param is not first]
+    optimizer.step()
+    params.append(first)
+    first.grad = None
+    loss_of(net, 4).backward()
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
+def test_the_sum_of_a_parameter_that_goes_is_forgotten():
+    """If it comes back its host side is another, which has no sum."""
+    net, optimizer = pair(accumulate="host")[0]
+    first, params = net[0].weight, optimizer.param_groups[0]["params"]
+    loss_of(net, 1).backward()
+    params[:] = [param for param in params if param is not first]
+    optimizer.step()
+    params.append(first)
+    with pytest.raises(ValueError, match="put back or shared"):
+        optimizer.step()
+
+
+def test_backwards_go_on_when_the_sums_are_gone():
+    param = torch.nn.Parameter(torch.ones(3))
+    sums = HostSums({}, param.device)
+    sums.watch(param)
+    del sums
+    param.sum().backward()
+    assert param.grad.tolist() == [1.0] * 3
 
 
 def test_gradients_that_are_not_cleared_add_up():

@@ -1,5 +1,7 @@
 """Gradients that are copied early count only as they are when the step is made."""
 
+import weakref
+
 import pytest
 import stepwell
 import torch
@@ -10,6 +12,7 @@ from optim_cases import DTYPES
 from stepwell import _core
 from stepwell.offload import collector, gradients
 from stepwell.offload.checksums import checksum, differences, sums_of
+from stepwell.offload.gradients import Gradients, may_change_after_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -122,6 +125,121 @@ def test_a_lazy_zero_is_stepped_as_zero(accumulate):
     stepwell.OffloadAdamW([ours], accumulate=accumulate).step()
     stepwell.AdamW([theirs]).step()
     assert torch.equal(ours, theirs)
+
+
+# ---- what is copied, and when ----
+
+
+def of_bytes(count):
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+def taken(copies, *grads):
+    """What `add` has copied for gradients: (name, bytes) of each, or (name, bytes, stream)."""
+    return [
+        "".join(copies.add(name, of_bytes(count), *stream or (0,)))
+        for name, count, *stream in grads
+    ]
+
+
+def test_a_batch_is_copied_once_it_is_full(monkeypatch):
+    """All but the latest; one that comes again counts once."""
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 32)
+    copies = Gradients(1)
+    assert taken(copies, ("a", 16), ("b", 15), ("c", 1), ("d", 31)) == ["", "", "", "abc"]
+    assert taken(copies, ("d", 31), ("e", 1), ("f", 31)) == ["", "", "de"]
+    copies.reset()
+    assert taken(copies, ("g", 31), ("h", 1), ("i", 31)) == ["", "", "gh"]
+
+
+def test_a_batch_is_of_one_stream(monkeypatch):
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 32)
+    copies = Gradients(1)
+    grads = [("a", 31, 0), ("b", 31, 1), ("c", 1, 1), ("d", 1, 1)]
+    assert taken(copies, *grads) == ["", "", "", "bc"]
+
+
+def test_the_last_backward_is_known_where_it_is_said():
+    copies = Gradients(2)
+    assert [copies.count(name) for name in "aabab"] == [False, True, False, True, True]
+    with copies.no_sync():
+        assert not copies.count("a")
+    assert copies.count("a")
+    copies.reset()
+    assert [copies.count("a"), copies.count("a")] == [False, True]
+    copies = Gradients(None)
+    assert not copies.count("a")
+    copies.knows_last = True
+    assert copies.count("b")
+
+
+def all_checksums(grads):
+    return [checksum(grad) for grad in grads]
+
+
+def test_a_copy_is_of_one_tensor_at_one_version():
+    copies, grad, other = Gradients(1), torch.ones(3), torch.ones(3)
+    assert not copies.is_any_taken
+    copies.add("waits", grad, 0)
+    assert copies.is_any_taken and not copies.is_any_copied
+    copies.reset()
+    copies.mark_copied({"copied": grad}, all_checksums)
+    assert copies.is_any_taken and copies.is_any_copied
+    copies.add("waits", grad, 0)
+    for name in ("copied", "waits"):
+        assert not copies.is_replaced(name, grad) and copies.is_replaced(name, other)
+    assert copies.is_copied("copied", grad) and not copies.is_outdated("copied", grad)
+    assert not copies.is_copied("copied", other) and copies.is_outdated("copied", other)
+    for name in ("waits", "new"):
+        assert not copies.is_copied(name, grad) and not copies.is_outdated(name, grad)
+    assert not copies.is_replaced("new", grad)
+    grad.add_(1)
+    assert not copies.is_copied("copied", grad) and copies.is_outdated("copied", grad)
+    assert not copies.is_replaced("copied", grad)
+    copies.reset()
+    assert not copies.is_any_taken and not copies.is_replaced("copied", other)
+
+
+def test_copies_that_are_forgotten_hold_no_engine():
+    def checksums(grads):
+        return all_checksums(grads)
+
+    copies, freed = Gradients(1), weakref.ref(checksums)
+    copies.mark_copied({"a": torch.ones(3)}, checksums)
+    del checksums
+    assert freed() is not None
+    copies.reset()
+    assert freed() is None
+
+
+def elsewhere(data):
+    """The same values, in memory that begins amid a word."""
+    return torch.cat([data.new_zeros(1), data.flatten()])[1:].view(data.shape)
+
+
+def as_columns(data):
+    """Other values of the same memory, in the same shape."""
+    return data.as_strided(data.shape, (1, data.shape[0]))
+
+
+@pytest.mark.parametrize("moved", [elsewhere, as_columns])
+def test_a_copy_is_of_memory_in_one_place(moved):
+    copies, grad, kept = Gradients(1), torch.arange(15.0).view(3, 5), torch.ones(3)
+    copies.mark_copied({"a": grad, "b": kept}, all_checksums)
+    assert copies.read_with(torch.tensor(2.5)) == 2.5
+    assert copies.is_copied("a", grad)
+    grad.data = moved(grad.data)
+    assert copies.read_with(torch.tensor(3.5)) == 3.5
+    assert not copies.is_copied("a", grad) and copies.is_outdated("a", grad)
+    assert copies.is_copied("b", kept)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_other_ranks_may_change_a_gradient_after_the_backward(world_size, monkeypatch):
+    assert not may_change_after_backward(torch.zeros(1))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world_size)
+    assert may_change_after_backward(torch.zeros(1)) == (world_size > 1)
 
 
 # ---- edits between the backward and the step ----

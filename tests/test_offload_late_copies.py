@@ -6,6 +6,7 @@ A CPU has no such copies. Here an adder stands for them that adds nothing before
 import pytest
 import stepwell
 import torch
+from offload_cases import assert_equal, pair, train
 from stepwell.deepspeed.zero import gradients
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.partition import Partition
@@ -180,6 +181,14 @@ def test_additions_have_ended_when_the_host_sides_are_unpinned(monkeypatch):
     assert adder.pending
     optimizer.add_param_group({"params": [second]})
     assert not adder.pending
+
+
+def test_additions_have_ended_when_they_are_stepped(monkeypatch):
+    monkeypatch.setattr(accumulation, "Adder", LateAdder)
+    ours, theirs = pair(accumulate="host", threads=1)
+    for each in (ours, theirs):
+        train(*each, 2)
+    assert_equal(ours, theirs)
 
 
 def test_autograd_does_not_write_a_gradient_that_is_being_copied():

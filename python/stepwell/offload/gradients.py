@@ -129,9 +129,7 @@ class Gradients:
         }
         # `grad.data = ...` gives it other memory.
         changed = {param for param, each in copied.items() if not each.is_in_place}
-        compared = [
-            param for param in copied if param not in changed and copied[param].grad.numel()
-        ]
+        compared = [param for param in copied if param not in changed]
         value = scalar.view(1)
         if compared:
             assert self._checksums is not None
