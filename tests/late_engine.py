@@ -27,9 +27,12 @@ class LateEngine:
         """Whether it is busy for ever."""
         self.waits = []
         """The calls that have waited since the last step was submitted."""
+        self.stepped = []
+        """The tensors of the last step, in its order."""
 
     def submit(self, *args, **keywords):
         self._may_gather.clear()
+        self.stepped = args[0] if args else []
         self._submission = functools.partial(self._engine.submit, *args, **keywords)
         self.waits = []
 

@@ -205,7 +205,8 @@ class DeviceCollector(Collector):
             if outdated := sum(self.copies.is_outdated(*pair) for pair in missing):
                 self._warn_of_outdated(outdated)
         if missing:
-            engine.take(*zip(*missing, strict=True))
+            # The step begins with the first that are there.
+            engine.take(*zip(*engine.in_order(missing, lambda pair: pair[0]), strict=True))
 
     def _warn_of_outdated(self, count: int) -> None:
         if not self._has_warned:

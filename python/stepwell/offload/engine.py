@@ -16,19 +16,20 @@ import time
 import weakref
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from stepwell import _core
-from stepwell._sharding import local
+from stepwell._sharding import is_dtensor, local
 from stepwell.offload.checksums import are_whole_words, checksum, sums_of
 from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
 from stepwell.offload.under_way import as_plain
+from stepwell.offload.wait_order import WaitOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell._operand import BoundUpdate
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from stepwell.offload.twins import Twins
 
 _LOGGER = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
 
 __all__ = ["Engine", "current_stream", "device_name", "stream_of"]
 
@@ -79,7 +82,8 @@ class Engine:
 
     Args:
         device: where the parameters are.
-        params: the parameters, in the order in which the forward uses them.
+        params: the parameters, in the order in which the forward uses them. Where some are
+            DTensors, steps learn the order from waits (`wait_order`).
         twins: their host sides, which are pinned.
         threads: workers that step; None: one per physical core of this process but one.
         deferred: which updates are deferred; None: none is.
@@ -101,10 +105,11 @@ class Engine:
         self._device = device
         self._twins = twins
         self._indices = {param: index for index, param in enumerate(params)}
+        self._order = WaitOrder(len(self._indices))
+        self._is_sharded = any(map(is_dtensor, self._indices))
         # They own the memory of all twins.
         self._buffers = twins.buffers
-        self._numels = {param: twins.weight_numel(param) for param in self._indices}
-        numels = list(self._numels.values())
+        self._numels = [twins.weight_numel(param) for param in self._indices]
         self._deferred = deferred
         self.selector: Selector[torch.Tensor] | None = None
         """Chooses the channels that are stepped on the device; None: none is."""
@@ -114,7 +119,7 @@ class Engine:
             swap = None if swapped is None else swapped.core
             self._core = _core.OffloadEngine(
                 device_name(device),
-                numels,
+                self._numels,
                 threads=threads,
                 swap=swap,
                 swapped=None if swapped is None or swap is None else swapped.indices(self._indices),
@@ -221,6 +226,12 @@ class Engine:
                 _LOGGER.warning("checksums of gradients take longer than they might: %s", error)
         return [sums[at] if at in sums else checksum(tensor) for at, tensor in enumerate(tensors)]
 
+    def in_order(
+        self, items: Iterable[_Item], param_of: Callable[[_Item], torch.Tensor]
+    ) -> list[_Item]:
+        """`items` in the order in which the next step goes over their parameters."""
+        return self._order.sorted(items, lambda item: self._indices[param_of(item)])
+
     def discard(self) -> None:
         """Forgets the gradients taken since the last step: of a step that is skipped or refused.
 
@@ -255,6 +266,8 @@ class Engine:
         # Parameters of one group have one object.
         by_id = {id(each.update.hyper): each.update.hyper for each in updates}
         hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
+        updates = self.in_order(updates, lambda each: each.update.param)
+        self._order.begin()
         stepped = [(each.update, each.bound) for each in updates if each.bound.tensor is not None]
         weights = [self._twins.piece(update.param) for update, _ in stepped]
         self._submit_stream, self._step_stream = self._stream(), None
@@ -415,9 +428,12 @@ class Engine:
         # Read before the wait: a step may be submitted on another thread meanwhile.
         step_stream = self._step_stream
         streams = self._streams(step_stream)
-        for param in params:
+        indices = [self._indices[param] for param in params]
+        if self._is_sharded:
+            self._order.note(indices)
+        for index in indices:
             for stream in streams:
-                self._core.wait(self._indices[param], 0, self._numels[param], stream=stream)
+                self._core.wait(index, 0, self._numels[index], stream=stream)
         self.seconds_waited += time.perf_counter() - begin
         return step_stream is not None
 
