@@ -78,53 +78,61 @@ NOT_UNIVERSAL = ("q8, bf16 masters, ZeRO-2", "fp32, bf16 masters, ZeRO-3")
 
 
 def program_checkpoints(result, folder):
-    """Runs that are saved, go on, and are resumed by another engine.
-
-    And what DeepSpeed's tools make of the checkpoints.
-    """
+    """All of them."""
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
     import deepspeed
-    from deepspeed.utils import zero_to_fp32
 
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
-    for name, options in CHECKPOINTS.items():
-        saved = str(Path(folder) / name.replace(", ", "_"))
-        config = configuration(**options)
-        engine = initialize(perceptron(), config)
-        found = result[name] = {"before": train(engine, vectors(STEPS), squared)}
-        found["partitions"] = partitions(engine)
-        engine.save_checkpoint(saved)
-        found["consolidated"] = consolidated(engine)
-        found["zero_to_fp32"] = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(saved)
-        found["after"], found["grad"] = trained_further(engine)
-        found["partitions after"] = partitions(engine)
-        engine.destroy()
+    for name in CHECKPOINTS:
+        result[name] = checkpointed(name, folder)
 
-        engine = initialize(perceptron(seed=1), config)
-        engine.load_checkpoint(saved)
-        if not saved.count("AdamW"):
-            found["consolidated, loaded"] = consolidated(engine)
-        found["resumed"] = train(engine, vectors(STEPS, first=STEPS), squared)
-        found["partitions resumed"] = partitions(engine)
-        engine.destroy()
-        if name not in UNIVERSAL + NOT_UNIVERSAL:
-            continue
 
-        universal = to_universal(saved, in_process=name != "q8, ZeRO-2")
-        engine = initialize(
-            perceptron(seed=1), configuration(**options, checkpoint={"load_universal": True})
-        )
-        try:
-            engine.load_checkpoint(saved, tag=universal)
-        except ValueError as error:
-            found["refused"] = str(error)
-            continue
-        found["universal partitions"] = partitions(engine)
-        found["universal"] = train(engine, vectors(STEPS, first=STEPS), squared)
-        found["universal partitions after"] = partitions(engine)
-        engine.destroy()
+def checkpointed(name, folder):
+    """A run that is saved, goes on, and is resumed by another engine.
+
+    And what DeepSpeed's tools make of the checkpoint.
+    """
+    from deepspeed.utils import zero_to_fp32
+
+    options = CHECKPOINTS[name]
+    saved = str(Path(folder) / name.replace(", ", "_"))
+    config = configuration(**options)
+    engine = initialize(perceptron(), config)
+    found = {"before": train(engine, vectors(STEPS), squared)}
+    found["partitions"] = partitions(engine)
+    engine.save_checkpoint(saved)
+    found["consolidated"] = consolidated(engine)
+    found["zero_to_fp32"] = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(saved)
+    found["after"], found["grad"] = trained_further(engine)
+    found["partitions after"] = partitions(engine)
+    engine.destroy()
+
+    engine = initialize(perceptron(seed=1), config)
+    engine.load_checkpoint(saved)
+    if not saved.count("AdamW"):
+        found["consolidated, loaded"] = consolidated(engine)
+    found["resumed"] = train(engine, vectors(STEPS, first=STEPS), squared)
+    found["partitions resumed"] = partitions(engine)
+    engine.destroy()
+    if name not in UNIVERSAL + NOT_UNIVERSAL:
+        return found
+
+    universal = to_universal(saved, in_process=name != "q8, ZeRO-2")
+    engine = initialize(
+        perceptron(seed=1), configuration(**options, checkpoint={"load_universal": True})
+    )
+    try:
+        engine.load_checkpoint(saved, tag=universal)
+    except ValueError as error:
+        found["refused"] = str(error)
+        return found
+    found["universal partitions"] = partitions(engine)
+    found["universal"] = train(engine, vectors(STEPS, first=STEPS), squared)
+    found["universal partitions after"] = partitions(engine)
+    engine.destroy()
+    return found
 
 
 def trained_further(engine):

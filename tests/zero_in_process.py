@@ -13,6 +13,7 @@ import socket
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed_access_programs as accesses
+import deepspeed_checkpoint_programs as checkpoints
 import deepspeed_fetch_programs as fetch
 import deepspeed_gradient_programs as gradients
 import deepspeed_late_programs as late
@@ -21,16 +22,19 @@ import deepspeed_offload_access_programs as offload_access
 import deepspeed_offload_param_programs as offload_param
 import deepspeed_offload_programs as offload
 import deepspeed_torch_adam_programs as torch_adam
+import deepspeed_training_programs as training
 import deepspeed_twin_flow_programs as twin_flow
 import deepspeed_weight_programs as weights
 import deepspeed_zenflow_programs as zenflow
 import pytest
+import test_deepspeed_checkpoints
 import test_deepspeed_late
 import test_deepspeed_nvme
 import test_deepspeed_offload
 import test_deepspeed_offload_access
 import test_deepspeed_offload_param
 import test_deepspeed_torch_adam
+import test_deepspeed_training
 import test_deepspeed_zenflow_engine
 import torch
 from deepspeed_asserts import assert_same_partitions, assert_same_runs, assert_same_values
@@ -303,6 +307,34 @@ def test_checkpoints(stage, tmp_path):
     assert_resumed_by_both(configuration(dtype="bf16", stage=stage), tmp_path)
 
 
+# One of a kind, and those that DeepSpeed's tool converts in this process.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            each
+            for each in checkpoints.UNIVERSAL + checkpoints.NOT_UNIVERSAL
+            if each != "q8, ZeRO-2"
+        ),
+        "fp32, ZeRO-2",
+        "q8, ZeRO-1",
+        "fp32, fp16 masters, ZeRO-2",
+    ],
+)
+def test_saved_and_consolidated(name, tmp_path):
+    run = {name: checkpoints.checkpointed(name, tmp_path)}
+    test_deepspeed_checkpoints.test_resuming_is_never_having_stopped(run, name)
+    test_deepspeed_checkpoints.test_safe_get_full(run, name)
+    test_deepspeed_checkpoints.test_setting_works_or_is_refused(run, name)
+    if name in checkpoints.UNIVERSAL:
+        test_deepspeed_checkpoints.test_universal_checkpoints(run, name)
+    elif name in checkpoints.NOT_UNIVERSAL:
+        check = (
+            test_deepspeed_checkpoints.test_universal_checkpoints_without_fp32_masters_are_refused
+        )
+        check(run, name)
+
+
 # ---- parameters in host memory, and shares of the device ----
 
 
@@ -337,6 +369,9 @@ def test_memory():
     result["touched"] = offload_param.touched()
     check = test_deepspeed_offload_param.test_weights_and_their_state_are_touched_and_no_bucket_is
     check(result)
+
+
+test_touched_memory = test_deepspeed_offload_param.test_weights_go_to_memory_that_the_pool_touches
 
 
 @pytest.mark.parametrize(
@@ -525,6 +560,32 @@ def test_torch_adam(name):
     for (flat, state), (other, known) in zip(ours["partitions"], theirs["partitions"], strict=True):
         torch.testing.assert_close(flat, other, rtol=0.0, atol=1e-3)
         assert int(state["step"]) == int(known["step"])
+
+
+@pytest.mark.parametrize("moments", ["bf16", "q8"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_codecs(stage, moments):
+    config = configuration(stage=stage, optimizer="StepwellAdamW", params={"moments": moments})
+    assert_same_runs(*both(config, steps=3))
+
+
+def test_set_in_codes():
+    assert all("`exp_avg` is held in codes" in each for each in training.set_in_codes(vectors(1)))
+
+
+def test_clients():
+    result = {}
+    torch_adam.obstacles(result)
+    runs = {"obstacles": result}
+    test_deepspeed_torch_adam.test_deepspeed_forces_its_own_where_the_engine_does_not_step(runs)
+    test_deepspeed_torch_adam.test_options_that_are_set_later_are_refused(runs)
+
+
+def test_refusals(tmp_path, monkeypatch):
+    result = {}
+    training.program_refusals(result)
+    monkeypatch.setattr(test_deepspeed_training.deepspeed_run, "run", lambda *_, **__: result)
+    test_deepspeed_training.test_configurations_that_cannot_work_are_refused(tmp_path)
 
 
 def test_access():

@@ -1,0 +1,263 @@
+"""Small parts of ZeRO on the offload engine, each by itself, without DeepSpeed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from stepwell.deepspeed.zero import gathers
+from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.gathers import GatheredPersistents, GatheredWeights
+from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
+from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
+
+# ---- backwards that fail ----
+
+
+@pytest.mark.parametrize("begin", [Backward.announce, Backward.begin])
+def test_a_backward_that_has_not_ended_is_known(begin):
+    backward = Backward()
+    assert not backward.is_unended
+    begin(backward)
+    assert backward.is_unended
+    backward.note_gradient()
+    backward.end()
+    assert not backward.is_unended
+    backward.announce()
+    backward.check()
+
+
+@pytest.mark.parametrize("use", [Backward.announce, Backward.check])
+def test_gradients_of_a_failed_backward_are_refused(use):
+    backward = Backward()
+    backward.announce()
+    backward.note_gradient()
+    with pytest.raises(ValueError, match="a backward has not ended"):
+        use(backward)
+    # Also those of a backward that was not announced.
+    backward.note_forward()
+    backward.begin()
+    with pytest.raises(ValueError, match="a backward has not ended"):
+        backward.note_gradient()
+    backward.reset()
+    assert not backward.is_unended
+    use(backward)
+    backward.begin()
+    backward.note_gradient()
+    backward.end()
+    use(backward)
+
+
+def test_a_forward_within_a_backward_is_no_failure():
+    backward = Backward()
+    backward.announce()
+    weight = torch.ones(1, requires_grad=True)
+    output = weight * 2
+
+    def compute_again(grad):
+        backward.note_gradient()
+        backward.note_forward()
+        backward.note_gradient()
+
+    output.register_hook(compute_again)
+    output.backward()
+    backward.end()
+    backward.check()
+
+
+# ---- what is gathered ahead ----
+
+SIZE = "_PartitionedParameterCoordinator__prefetch_bucket_sz"
+IN_FLIGHT = "_PartitionedParameterCoordinator__inflight_param_registry"
+
+
+def coordinator(**fields):
+    made = SimpleNamespace()
+    vars(made).update(fields)
+    return made
+
+
+def test_a_coordinator_prefetches_while_it_may():
+    known, may_prefetch = coordinator(**{SIZE: 5}), []
+    bound_prefetch(known, lambda: bool(may_prefetch))
+    size = vars(known)[SIZE]
+    assert size == 5
+    for allowed in (False, True):
+        assert (size > 4) is allowed
+        assert not size > 5
+        may_prefetch.append(True)
+    other = coordinator()
+    bound_prefetch(other, lambda: True)
+    assert vars(other) == {}
+
+
+@pytest.mark.parametrize(("sizes", "is_little"), [([], True), ([2, 2], True), ([2, 3], False)])
+def test_less_than_a_bucket_is_little(sizes, is_little):
+    in_flight = [SimpleNamespace(ds_numel=each) for each in sizes]
+    assert is_little_ahead(coordinator(**{SIZE: 5, IN_FLIGHT: in_flight})) is is_little
+
+
+# ---- persistent weights, one rank ----
+
+
+class Steps:
+    """Of partitions: which fragments are waited for."""
+
+    def __init__(self):
+        self.waited, self.finished = [], 0
+        self.is_last_step = True
+
+    def wait(self, fragments):
+        self.waited += fragments
+        return self.is_last_step
+
+    def finish(self):
+        self.finished += 1
+
+
+def uploads_of(count):
+    """Weights of two elements, which go up."""
+    params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(count)]
+    return {
+        param: Upload(Fragment(0, 2 * at, 2), torch.full((2,), at + 1.0), torch.zeros(2))
+        for at, param in enumerate(params)
+    }
+
+
+def test_a_persistent_weight_goes_up_once_it_is_waited_for():
+    steps = Steps()
+    lane = PersistentUploads(steps, torch.device("cpu"))
+    uploads = uploads_of(3)
+    lane.expect(uploads)
+    first, second, third = uploads.values()
+    params = list(uploads)
+    unknown = torch.nn.Parameter(torch.zeros(2))
+    assert lane.wait([params[1], unknown]) is True
+    assert steps.waited == [second.fragment]
+    assert [each.target.tolist() for each in uploads.values()] == [[0, 0], [2, 2], [0, 0]]
+    # What a program writes from now on stays.
+    second.target.fill_(7.0)
+    lane.wait(params[1:2])
+    assert steps.waited == [second.fragment]
+    lane.finish()
+    assert steps.finished == 1
+    assert steps.waited == [second.fragment, first.fragment, third.fragment]
+    assert [each.target.tolist() for each in uploads.values()] == [[1, 1], [7, 7], [3, 3]]
+
+
+def test_while_a_step_is_submitted_nothing_goes_up():
+    steps = Steps()
+    lane = PersistentUploads(steps, torch.device("cpu"))
+    uploads = uploads_of(1)
+    lane.expect(uploads)
+    (param,), (upload,) = uploads, uploads.values()
+    steps.is_last_step = False
+    assert lane.wait([param]) is False
+    assert not upload.target.any()
+    assert lane.wait([]) is False
+    steps.is_last_step = True
+    assert lane.wait([param]) is True
+    assert upload.target.tolist() == [1, 1]
+    assert lane.wait([]) is True
+
+
+# ---- weights of several ranks ----
+
+
+class Gathered:
+    """Of partitions: what they gather with, which notes what it is asked for."""
+
+    def __init__(self):
+        self.noted = []
+        self.step_stream = 3
+
+    def gather(self, peers):
+        self.noted.append(peers)
+        return self
+
+    def streams(self, step_stream):
+        return {1, step_stream}
+
+    def wait(self, weights, streams):
+        self.noted.append((list(weights), streams))
+
+    def submission(self, pieces, places):
+        return pieces, places
+
+    def confirm(self):
+        self.noted.append("confirmed")
+
+    def decided(self):
+        return "decided"
+
+    def finish(self):
+        self.noted.append("finished")
+
+
+def peers_of(world_size, rank):
+    return SimpleNamespace(world_size=world_size, rank=rank)
+
+
+def test_weights_of_several_ranks_are_waited_for():
+    partitions, peers = Gathered(), peers_of(2, 1)
+    found = GatheredPersistents(partitions, peers)
+    weights = [torch.zeros(1), torch.zeros(1)]
+    assert found.wait(weights) is True
+    assert partitions.noted == [peers, ([id(each) for each in weights], {1, 3})]
+    partitions.step_stream = None
+    assert found.wait([]) is False
+    partitions.noted.clear()
+    found.confirm()
+    assert found.decided() == "decided"
+    found.finish()
+    assert partitions.noted == ["confirmed", "finished"]
+
+
+def values(tensors):
+    """The elements of float32 tensors whose bytes these are."""
+    return [each.view(torch.float32).tolist() for each in tensors]
+
+
+def test_persistent_weights_are_pieces_of_their_own():
+    found = GatheredPersistents(Gathered(), peers_of(2, 1))
+    uploads = {
+        torch.zeros(1): Upload(Fragment(4, 6, 2), torch.ones(2), torch.arange(4.0)),
+        torch.zeros(1): Upload(Fragment(5, 0, 1), torch.full((1,), 9.0), torch.arange(2.0)),
+    }
+    pieces, places = found.submission(uploads)
+    assert [piece[:3] for piece in pieces] == [(4, 6, 8), (5, 0, 1)]
+    assert [values(piece.parts) for piece in pieces] == [[[0, 1], [2, 3]], [[0], [1]]]
+    assert values(piece.whole for piece in pieces) == [[0, 1, 2, 3], [0, 1]]
+    assert values(piece.source for piece in pieces) == [[1, 1], [9]]
+    assert places == {id(param): nth for nth, param in enumerate(uploads)}
+
+
+def test_groups_are_gathered_in_buckets_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(gathers, "_BUCKET_LEN", 3)
+    flats = [torch.arange(9.0), torch.arange(13.0)]
+    # The last part of a group may be shorter. Parameters lie over the borders of parts, or nowhere.
+    weights = [[flats[0][:5], flats[0][5:]], [flats[1][:7], flats[1][7:]]]
+    groups = [
+        [flats[0][:3], flats[0][3:5], flats[0][5:8], flats[0][8:], flats[0][:0]],
+        [flats[1][:1], flats[1][1:9], flats[1][9:]],
+    ]
+    for rank, ends in ((0, [3, 6, 7, 3, 5]), (1, [3, 6, 6, 3, 4])):
+        found = GatheredWeights(Gathered(), peers_of(2, rank), groups)
+        pieces, places = found.submission([1, 0], weights)
+        assert [(piece.place, piece.begin) for piece in pieces] == [
+            *((1, begin) for begin in (0, 3, 6)),
+            *((0, begin) for begin in (0, 3)),
+        ]
+        assert [piece.end for piece in pieces] == ends
+        assert [values(piece.parts) for piece in pieces] == [
+            [[0, 1, 2], [7, 8, 9]],
+            [[3, 4, 5], [10, 11, 12]],
+            [[6], []],
+            [[0, 1, 2], [5, 6, 7]],
+            [[3, 4], [8]],
+        ]
+        assert all(piece.whole is piece.source is None for piece in pieces)
+        assert [[places.get(id(param)) for param in group] for group in groups] == [
+            [3, 4, 3, 4, None],
+            [0, 2, 1],
+        ]
