@@ -141,6 +141,33 @@ class Named(Model):
         return super().forward(self.inner(x)["x"])
 
 
+class Paired(Model):
+    """A module within gets its input in a tuple, and one returns a view of its weight."""
+
+    class Pair(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(32, 32)
+            self.scale = torch.nn.Parameter(torch.ones(32))
+
+        def forward(self, pair, name):
+            x, factor = pair
+            return self.linear(x) * self.scale * factor
+
+    class Turned(torch.nn.Linear):
+        def forward(self):
+            return self.weight.t()
+
+    def __init__(self):
+        super().__init__()
+        self.layers[0] = self.Pair()
+        self.layers[1] = self.Turned(32, 32, bias=False)
+
+    def forward(self, x):
+        x = self.layers[0]((self.layers[2](x), 2.0), "x")
+        return x @ self.layers[1]()
+
+
 class Wandering(Model):
     """Calls its layers in another order each time."""
 
@@ -173,6 +200,7 @@ MODELS = (
     Reaching,
     InPlace,
     Named,
+    Paired,
     Wandering,
     Leafy,
 )
@@ -194,8 +222,13 @@ def trained(model, config, steps=STEPS, between=None):
         live = sum(param.numel() for param in params if param.ds_status.name == "AVAILABLE")
         most = max(most, live)
 
+    def count_in_backward(module, args, output):
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(count)
+
     for module in engine.module.modules():
         module.register_forward_pre_hook(count)
+        module.register_forward_hook(count_in_backward)
     for step, batch in enumerate(vectors(steps)):
         loss = loss_of(engine, batch)
         if between is not None:

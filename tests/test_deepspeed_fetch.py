@@ -21,6 +21,7 @@ MODELS = (
     "Reaching",
     "InPlace",
     "Named",
+    "Paired",
     "Wandering",
     "Leafy",
 )
