@@ -74,6 +74,32 @@ def test_each_rank_has_state_of_its_rows_only(two):
     assert sorted((first[1][0], second[1][0])) == [52, 2048]
 
 
+def test_ranks_need_a_process_group():
+    with pytest.raises(ValueError, match=r"no process group(.|\n)*hint"):
+        stepwell.OffloadAdamW(make().parameters(), shard=True)
+
+
+def groups_that_cannot_share():
+    params, rank = list(make().parameters()), dist.get_rank()
+    group = dist.new_group([0])
+    if rank:
+        # Before anything that the other rank would have to join.
+        with pytest.raises(ValueError, match=r"ranks `\[0\]`, expected one with this rank `1`"):
+            stepwell.OffloadAdamW(params, shard=group)
+    else:
+        stepwell.OffloadAdamW(params, shard=group)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "is_gloo_available", lambda: False)
+        with pytest.raises(ValueError, match=r"has no gloo(.|\n)*hint"):
+            stepwell.OffloadAdamW(params, shard=True)
+    # The ranks find one another in a group, also where one of them has made others.
+    dist.barrier(dist.new_group([0, 1]))
+
+
+def test_ranks_that_cannot_share_are_told(two):
+    two.run(groups_that_cannot_share)
+
+
 def differences_are_errors():
     rank = dist.get_rank()
     # Weights of another seed, without DDP.

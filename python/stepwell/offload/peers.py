@@ -22,6 +22,8 @@ import math
 import os
 import struct
 import time
+import weakref
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +47,15 @@ _WORDS = 10
 # Of the text of an error that a rank tells the others.
 _TEXT_BYTES = 1000
 
+
+# Of each default group: how many groups of some of its ranks were made here, by these ranks. They
+# are made by all of them, so all have one number.
+_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+# Beyond what torch counts to.
+_FIRST_COUNT = 1 << 40
 
 _MADE_BY = {
     Call.OBJECTS: "full_state_dict()",
@@ -127,13 +138,14 @@ class Peers(Ranks):
 
     def _new_group(self, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
         is_whole_world = len(self.ranks) == dist.get_world_size()
-        group = dist.new_group(
-            self.ranks,
-            timeout=timeout,
-            backend=backend,
-            # Ranks outside of a part of the world make no optimizer, or another.
-            use_local_synchronization=not is_whole_world,
-        )
+        with contextlib.nullcontext() if is_whole_world else _counted_apart(tuple(self.ranks)):
+            group = dist.new_group(
+                self.ranks,
+                timeout=timeout,
+                backend=backend,
+                # Ranks outside of a part of the world make no optimizer, or another.
+                use_local_synchronization=not is_whole_world,
+            )
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -377,6 +389,29 @@ class Peers(Ranks):
         finally:
             # Also where Ctrl-C has ended the wait.
             self._is_apart = self._is_apart or not is_done
+
+
+@contextlib.contextmanager
+def _counted_apart(ranks: tuple[int, ...]) -> Iterator[None]:
+    """In this context torch counts a group of `ranks`, a part of the world, by itself.
+
+    torch names a group by how many this rank has made, and its ranks find one another by the name.
+    Ranks outside of `ranks` make none here. Where this rank counted them, the next group of all
+    ranks would have a name here that it has nowhere else, and would never be made.
+    """
+    world: Any = dist.distributed_c10d._world
+    if not hasattr(world, "group_count"):
+        yield
+        return
+    assert dist.group.WORLD is not None
+    num_made = _num_made.setdefault(dist.group.WORLD, Counter())
+    before = world.group_count
+    world.group_count = _FIRST_COUNT + num_made[ranks]
+    num_made[ranks] += 1
+    try:
+        yield
+    finally:
+        world.group_count = before
 
 
 def wait_for_work(work: dist.Work) -> None:
