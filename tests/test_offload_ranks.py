@@ -4,6 +4,8 @@ Their norms and their checkpoints too.
 """
 
 import copy
+import itertools
+import math
 
 import fsdp_late_programs
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from optim_cases import CODECS, assert_same, bits
 from optim_ranks import Net, Ranks
+from stepwell.offload.norm import gradient_norm
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -307,6 +310,33 @@ def left_after_the_decision(kind):
     train(net, optimizer, 1, first=1)
 
 
+NORM_LAYOUTS = [
+    [None, None, None],
+    [Shard(0), Shard(0), Shard(0)],
+    [Replicate(), Shard(0), None],
+    [None, Shard(1), Replicate()],
+]
+
+
+def norms_of_layouts():
+    """The norm of gradients that lie in all ways, of two dtypes, against that of the whole."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layouts, wide, special in itertools.product(NORM_LAYOUTS, (1.0, 1e30), (None, torch.inf)):
+        torch.manual_seed(0)
+        wholes = [torch.randn(5, 4) * wide, torch.randn(3, 2).bfloat16(), torch.randn(4, 3)]
+        if special:
+            # On one rank, where it is cut.
+            wholes[1][0, 0] = special
+        grads = [
+            whole if layout is None else distribute_tensor(whole, mesh, [layout])
+            for whole, layout in zip(wholes, layouts, strict=True)
+        ]
+        # Finite gradients have a finite norm, also where its float32 square is none.
+        expected = math.sqrt(sum(whole.double().square().sum().item() for whole in wholes))
+        found = gradient_norm(grads, grads, torch.device("cpu"))
+        assert found == pytest.approx(expected, rel=1e-6), layouts
+
+
 # ---- the tests ----
 
 
@@ -323,6 +353,10 @@ def test_ddp_accumulates_by_no_sync(ranks):
 
 def test_host_sums_are_refused(ranks):
     ranks.run(host_sums_are_refused)
+
+
+def test_the_norm_is_that_of_the_whole(ranks):
+    ranks.run(norms_of_layouts)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

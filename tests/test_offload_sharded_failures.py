@@ -1,12 +1,16 @@
 """Ranks that share a step, of which one fails, leaves, dies, forks or calls differently."""
 
+import contextlib
 import gc
 import os
 import queue
 import signal
 import threading
 import time
+from datetime import timedelta
+from functools import partial
 
+import optim_ranks
 import pytest
 import stepwell
 import torch
@@ -14,8 +18,10 @@ import torch.distributed as dist
 from optim_ranks import Net, Ranks
 from sharded_models import batch, make, train_alike, wrap_core
 from stepwell.offload import gathering
+from stepwell.offload import peers as peers_module
 from stepwell.offload.guard import WeightGuard
 from stepwell.offload.peers import Peers, StepFacts
+from stepwell.offload.ranks import Call
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -175,15 +181,13 @@ def whole_state_on_one_rank():
     net = make(kind=Net)
     optimizer = stepwell.OffloadAdamW(net.parameters(), shard=True)
     train_alike(net, optimizer)
-    call, other = optimizer.full_state_dict, optimizer.step
-    if dist.get_rank():
-        call, other = other, call
+    calls = [optimizer.full_state_dict, optimizer.step]
     for param in net.parameters():
         param.grad = torch.ones_like(param)
-    with pytest.raises(
-        OSError, match=r"full_state_dict\(\), and another one step|step\(\), and ano"
-    ):
-        call()
+    names = [r"full_state_dict\(\)", r"step\(\)"]
+    rank = dist.get_rank()
+    with pytest.raises(OSError, match=f"called {names[rank]}, and another one {names[1 - rank]}"):
+        calls[rank]()
 
 
 def test_the_whole_state_is_a_call_of_all_ranks(two):
@@ -218,6 +222,7 @@ def test_uneven_batches_are_refused(two):
 def forked_children():
     net = make(kind=Net)
     optimizer = stepwell.OffloadAdamW(net.parameters(), shard=True)
+    peers = optimizer._sharding.peers
     children = []
     for is_over in (False, True):
         for _ in range(2):
@@ -230,9 +235,10 @@ def forked_children():
         if child == 0:
             code = 3
             try:
-                net.first.weight.sum()
-            except ValueError as error:
-                code = 0 if "forking" in str(error) else 4
+                for call in (net.first.weight.sum, lambda: peers.check_norm(1.0)):
+                    with pytest.raises(ValueError, match="before forking"):
+                        call()
+                code = 0
             finally:
                 os._exit(code)
         children.append(child)
@@ -267,7 +273,8 @@ def destroyed(folder):
                 call()
     finally:
         store = f"file://{folder / 'again'}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+        timeout = timedelta(seconds=optim_ranks.COLLECTIVE_SECONDS_MAX)
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timeout)
 
 
 def test_a_look_behind_the_process_group_says_what_happened(two, tmp_path):
@@ -308,24 +315,167 @@ def test_two_optimizers_of_one_model(two):
     two.run(two_optimizers)
 
 
+FACTS = StepFacts(has_error=False, found_inf=False, is_written=False)
+
+
 def calls_differ():
     # By gloo, rounds of other sizes would end the process.
-    facts = StepFacts(has_error=False, found_inf=False, is_written=False)
     calls = [
-        lambda peers: peers.agree_on_step(facts, 1, 2),
+        lambda peers: peers.agree_on_step(FACTS, 1, 2),
         lambda peers: peers.check_norm(1.0),
         lambda peers: peers.first_difference(list(range(20))),
         lambda peers: peers.objects("catalog"),
+        lambda peers: peers.broadcast(torch.zeros(9), 0),
+        lambda peers: peers.open_data(CPU),
     ]
     for nth in range(len(calls)):
         peers = Peers(None)
         for _ in range(2):
-            with pytest.raises(OSError, match=r"not at the same step(.|\n)*hint"):
+            with pytest.raises(OSError, match=r"not at the same step(.|\n)*called(.|\n)*hint"):
                 calls[(nth + dist.get_rank()) % len(calls)](peers)
 
 
 def test_ranks_that_call_differently_are_told(two):
     two.run(calls_differ)
+
+
+def calls_by_name():
+    peers, rank = Peers(None), dist.get_rank()
+    names = [r"full_state_dict\(\)", r"OffloadAdamW\(tier=...\)"]
+    with pytest.raises(OSError, match=f"called {names[rank]}, and another one {names[1 - rank]};"):
+        peers.objects("mine", (Call.OBJECTS, Call.VOLUME)[rank])
+
+
+def test_calls_that_differ_are_named(two):
+    two.run(calls_by_name)
+
+
+def facts_of_one_rank():
+    peers, rank = Peers(None), dist.get_rank()
+    for place in range(len(FACTS)):
+        facts = StepFacts(*(rank == 1 and place == each for each in range(len(FACTS))))
+        is_refused = facts.has_error or facts.found_inf
+        # A rank that does not step has digests of nothing.
+        found = peers.agree_on_step(facts, 0 if is_refused else 3, 0 if is_refused else 4)
+        assert found == StepFacts(*(place == each for each in range(len(FACTS))))
+    for params, settings, match in ((3 + rank, 4, "different parameters"), (3, 4 + rank, "seed")):
+        with pytest.raises(ValueError, match=match):
+            peers.agree_on_step(FACTS, params, settings)
+    for at in (0, 5, 19, None):
+        digests = [rank * (each == at) for each in range(20)]
+        assert peers.first_difference(digests) == at
+
+
+def test_what_one_rank_knows_all_know(two):
+    two.run(facts_of_one_rank)
+
+
+def failures_of_some():
+    peers, rank = Peers(None), dist.get_rank()
+    for step, failing in enumerate([(), (0,), (1,), (0, 1)]):
+        why = f"no memory on {rank}" if rank in failing else None
+        told = peers.who_failed(peers.tell_of_step(step, why), why)
+        assert told == (list(failing), f"no memory on {failing[-1]}" if failing else "")
+    with pytest.raises(OSError, match="not at the same step any more"):
+        peers.who_failed(peers.tell_of_step(rank, None), None)
+
+
+def test_the_ranks_whose_step_has_failed_are_told(two):
+    two.run(failures_of_some)
+
+
+def left_behind_a_round():
+    peers = Peers(None)
+    with contextlib.suppress(LeftError), peers.awaited():
+        peers.check_norm(1.0)
+        if dist.get_rank():
+            raise LeftError
+    # The others have got what they waited for.
+    peers.check_norm(1.0)
+
+
+def test_a_rank_that_leaves_behind_a_round_keeps_none_waiting(two):
+    two.run(left_behind_a_round)
+
+
+def ended(module, name, error, call):
+    """What a call raises in which this function of a module raises an error."""
+
+    def fail(*_, **__):
+        raise error
+
+    peers = Peers(None)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, name, fail)
+        with pytest.raises((OSError, KeyboardInterrupt)) as raised:
+            call(peers)
+    for _ in range(2):
+        with pytest.raises(OSError, match="not at the same step any more: one was interrupted"):
+            call(peers)
+    return raised.value
+
+
+def ended_waits():
+    def norm(peers):
+        peers.check_norm(1.0)
+
+    def objects(peers):
+        peers.objects("mine")
+
+    places = (peers_module, "wait_for_work", norm), (dist, "all_gather_object", objects)
+    for module, name, call in places:
+        assert isinstance(ended(module, name, KeyboardInterrupt(), call), KeyboardInterrupt)
+    for module, name, call in (*places, (dist, "all_reduce", norm)):
+        error = str(ended(module, name, RuntimeError("closed by peer"), call))
+        assert error.startswith("another rank is gone")
+        assert "closed by peer" in error
+        assert error.endswith("do not make it" if call is objects else "from a checkpoint")
+
+
+def test_a_wait_that_ends_by_an_error_leaves_the_ranks_apart(two):
+    two.run(ended_waits)
+
+
+def opened(group):
+    calls = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("all_gather_into_tensor", "broadcast"):
+
+            def call(*args, of_torch, **options):
+                calls.append(of_torch.__name__)
+                return of_torch(*args, **options)
+
+            patched.setattr(dist, name, partial(call, of_torch=getattr(dist, name)))
+        peers = Peers(group)
+        for _ in range(2):
+            peers.open_data(CPU)
+    return calls
+
+
+def opened_once():
+    # What connects NCCL: no collective of this rank is under way then.
+    assert opened(None) == ["all_gather_into_tensor", "broadcast"]
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    assert opened(alone) == []
+
+
+def test_the_group_of_weights_connects_once(two):
+    two.run(opened_once)
+
+
+def own_timeouts():
+    timeouts = [timedelta(seconds=50 + rank) for rank in range(2)]
+    alone = [dist.new_group([rank], timeout=timeout) for rank, timeout in enumerate(timeouts)]
+    rank = dist.get_rank()
+    whole = timedelta(seconds=optim_ranks.COLLECTIVE_SECONDS_MAX)
+    for group, expected in ((None, whole), (alone[rank], timeouts[rank])):
+        peers = Peers(group)
+        for own in (peers._agreeing, peers.status, peers.data):
+            assert own._get_backend(CPU).options._timeout == expected
+
+
+def test_ranks_are_waited_for_as_long_as_in_their_group(two):
+    two.run(own_timeouts)
 
 
 def test_a_forked_child_waits_for_no_thread_of_its_parent():

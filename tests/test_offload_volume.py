@@ -3,11 +3,13 @@
 import copy
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,7 +18,8 @@ import stepwell
 import torch
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
-from stepwell import _state
+from stepwell import _core, _state
+from stepwell.offload.swapped import StateInMemory, Swapped
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -127,6 +130,37 @@ def test_options_change_no_bits(tmp_path, options):
     assert_equal(ours, theirs)
 
 
+def test_memory_is_taken_by_small_state_and_by_the_first(tmp_path):
+    net = net_of()
+    params = list(net.parameters())
+    small = [param for param in params if param.numel() < _core.CHUNK_LEN]
+    big = [param for param in params if param.numel() >= _core.CHUNK_LEN]
+    assert len(small) > 2 and len(big) == 2
+    sizes = {param: _state.nbytes(param, "fp32") for param in params}
+    whole = sum(sizes.values())
+    optimizers = []
+
+    def opened(host_bytes, **options):
+        optimizers.append(on_volume(net, tmp_path, host_bytes=host_bytes, **options))
+        return optimizers[-1]._host.swapped
+
+    counts = set()
+    for host_bytes in (1800 << 10, 3 << 20, whole - 1):
+        swapped = opened(host_bytes, durability="none")
+        in_memory = {param for param in params if param not in swapped}
+        assert in_memory in (set(small), {*small, big[0]})
+        # Of the others as much as there is room for.
+        held = sum(sizes[param] for param in in_memory)
+        assert swapped.memory_bytes == swapped.core.buffers_nbytes + swapped.core.ram_nbytes
+        assert host_bytes - sizes[big[1]] < held + swapped.memory_bytes <= host_bytes
+        counts.add(len(in_memory))
+    assert counts == {len(small), len(small) + 1}
+    # A volume that commits has all of it, and no other where there is room.
+    commits = opened(whole)
+    assert all(param in commits for param in params)
+    assert opened(whole, durability="none").core is None
+
+
 def test_a_state_dict_is_a_snapshot_and_resumes_exactly(tmp_path):
     (net, optimizer), (twin, reference) = pair(tmp_path, torch.bfloat16, moments="q8")
     train(net, optimizer, 3)
@@ -228,7 +262,7 @@ def test_parameters_that_are_added_or_thaw_later(tmp_path):
     net[3].requires_grad_(False)
     ours, theirs = pair(tmp_path, net=net, durability="none", host_bytes=1500 << 10)
     with pytest.raises(ValueError, match="host_bytes_max"):
-        ours[1].add_param_group({"params": [("big", torch.nn.Parameter(torch.zeros(1 << 20)))]})
+        ours[1].add_param_group({"params": [("big", torch.nn.Parameter(torch.zeros(1 << 16)))]})
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 2)
         # In memory until the next step, and not of what may be taken.
@@ -609,6 +643,66 @@ def test_a_member_that_is_removed_while_it_is_used_fails_the_step(tmp_path):
         for first in range(1, 3):
             train(net, optimizer, 1, first=first)
             optimizer.synchronize()
+
+
+def test_state_is_read_if_there_is_memory_for_it(tmp_path, monkeypatch):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path)
+    train(net, optimizer, 1)
+    nbytes = sum(_state.nbytes(param, "fp32") for param in net.parameters())
+    monkeypatch.setattr(_core, "free_memory_bytes", lambda: nbytes - 1)
+    with pytest.raises(ValueError, match=rf"takes `{nbytes}` bytes of host memory as tensors"):
+        optimizer.state_dict()
+    monkeypatch.setattr(_core, "free_memory_bytes", lambda: nbytes)
+    assert len(optimizer.state_dict()["state"]) == len(list(net.parameters()))
+    # Where it is not known how much is free.
+    monkeypatch.setattr(_core, "free_memory_bytes", lambda: None)
+    train(net, optimizer, 1, first=1)
+    assert len(optimizer.state_dict()["state"]) == len(list(net.parameters()))
+
+
+def test_a_volume_that_cannot_be_read_at_the_beginning_is_an_error(tmp_path, monkeypatch):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run")
+    train(net, optimizer, 1)
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+
+    def resumed(*_):
+        raise OSError("cannot be read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Swapped, "_resumed", resumed)
+        with pytest.raises(OSError, match="cannot be read"):
+            on_volume(net, tmp_path, name="run", resume=True, keep=False)
+    # It is there, and free.
+    assert on_volume(net, tmp_path, name="run", resume=True).committed_steps == 1
+
+
+def test_the_state_is_a_dict_like_any():
+    states = defaultdict(dict, {"a": {"step": 1}, "b": {"step": 2}})
+    state = StateInMemory(lambda: states)
+    assert "a" in state and "c" not in state
+    assert list(state) == ["a", "b"] and list(reversed(state)) == ["b", "a"]
+    assert (state == dict(states), state != dict(states), state == {}) == (True, False, False)
+    assert repr(state) == repr(states)
+    for other in (copy.copy(state), state.copy(), copy.deepcopy(state)):
+        assert type(other) is defaultdict and other == states and other is not states
+    assert copy.copy(state)["a"] is states["a"] is not copy.deepcopy(state)["a"]
+    assert pickle.loads(pickle.dumps(state)) == states
+    assert state | {"a": 3, "c": 4} == {"a": 3, "b": {"step": 2}, "c": 4}
+    assert {"a": 3, "c": 4} | state == {"a": {"step": 1}, "b": {"step": 2}, "c": 4}
+    kept = state
+    kept |= {"c": {"step": 3}}
+    assert kept is state and states["c"] == {"step": 3}
+    assert state.pop("c") == {"step": 3} and state.pop("c", None) is None
+    assert state.setdefault("d", {}) is states["d"]
+    assert state.popitem() == ("d", {})
+    state.update({"a": {}}, b={"step": 4})
+    assert states == {"a": {}, "b": {"step": 4}}
+    state.clear()
+    assert not states
 
 
 # ---- what `stepwell tune` has measured ----
