@@ -64,7 +64,7 @@ class Plan:
     propagates: bool = False
     """Whether gradients that are not finite are stepped: the JSON says so."""
     fetch: Literal["stepwell", "deepspeed"] = "deepspeed"
-    """What has offloaded weights on the device while a module uses them."""
+    """What has partitioned weights on the device while a module uses them."""
     zenflow: zenflow.ZenFlow | None = None
     """Which updates are deferred, as the block `zenflow` says; None: none is by the engine."""
     volume: Volume | None = None
@@ -213,12 +213,33 @@ class _Case(NamedTuple):
     @property
     def why_deepspeed_fetches(self) -> str | None:
         """Why DeepSpeed's hooks fetch weights; None: those of Stepwell do."""
-        is_on_device = device_of(self.engine.zero_offload_param()) != "cpu"
-        if self.stage != _STAGE_3 or is_on_device:
-            return "without offload_param under ZeRO-3"
-        if not self.is_alone:
-            return "with several ranks"
+        if self.stage != _STAGE_3:
+            return "below ZeRO-3"
+        if self.is_alone:
+            if device_of(self.engine.zero_offload_param()) != "cpu":
+                return "without offload_param under ZeRO-3 on one rank"
+        elif self.why_deepspeed_gathers is not None:
+            return self.why_deepspeed_gathers
         return None if self.options.fetch == "stepwell" else "as the JSON says"
+
+    @property
+    def why_deepspeed_gathers(self) -> str | None:
+        """What of DeepSpeed's gathers Stepwell's are not, on several ranks; None: nothing."""
+        from deepspeed.runtime.torch_autocast import is_autocast_initialized
+
+        zero = self.engine._config.zero_config
+        found = {
+            "parameters on NVMe": self.is_param_on_nvme,
+            # Weights may be gathered in another dtype.
+            "torch_autocast": bool(is_autocast_initialized()),
+            # Parameters have partitions in a second group.
+            "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+            # Gone since DeepSpeed 0.19.8.
+            "mics_shard_size": getattr(zero, "mics_shard_size", 0) > 0,
+            "stage3_use_all_reduce_for_fetch_params": zero.use_all_reduce_for_fetch_params,
+        }
+        why = next((name for name, is_there in found.items() if is_there), None)
+        return None if why is None else f"with {why} and several ranks"
 
     @property
     def idle_keys(self) -> list[str]:

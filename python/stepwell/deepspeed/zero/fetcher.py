@@ -1,8 +1,9 @@
-"""Weights in host memory go to the device before modules use them, and are freed after: one rank.
+"""Weights that are partitioned are whole on the device while modules use them, and freed after.
 
 It stands in the place of DeepSpeed's `PartitionedParameterCoordinator`, and follows its settings.
-On one rank a partition is the whole parameter, so a fetch is a copy and nothing has to be agreed
-on. The thread waits for no copy: streams do, by events. So the device never waits for the thread.
+On one rank a partition is the whole parameter in host memory: a fetch is a copy. On several each
+has a part, and a fetch is a gather. The thread waits for neither: streams do, by events. So the
+device never waits for the thread.
 
 - A parameter is as DeepSpeed has it: `ds_status` is `AVAILABLE` or `NOT_AVAILABLE`, and only then
   empty. What is copied ahead of its use is with the lane, and of no effect until it is used. It is
@@ -14,6 +15,10 @@ on. The thread waits for no copy: streams do, by events. So the device never wai
 - Elements on the device: those in use, and at most `stage3_prefetch_bucket_size` ahead of their
   use, begun while fewer than `stage3_max_live_parameters` are there. Memory that the device still
   reads counts as well: then the thread waits for the device.
+- All ranks gather the same in one order. So what is gathered follows from the order of uses and
+  from counts of elements, which are the same on all ranks, and never from how far a step or the
+  device has come. From a step to its backward little is gathered ahead: the thread would wait for
+  that part of the step before it launches what is there.
 
 Cost per use of a module with weights that are there: about 3 microseconds.
 """
@@ -27,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from stepwell.deepspeed.zero.gather_order import GatherOrder
 from stepwell.deepspeed.zero.order import Order
 
 if TYPE_CHECKING:
@@ -35,6 +41,10 @@ if TYPE_CHECKING:
     from stepwell.deepspeed.zero.weight_lane import Arrival, WeightLane
 
 __all__ = ["Fetcher", "is_in_backward"]
+
+# Elements that several ranks gather ahead of their use while a step may be running: enough for a
+# gather to pass while a module computes, and few milliseconds of a step.
+_NUMEL_BEHIND_STEP = 16 << 20
 
 
 def is_in_backward() -> bool:
@@ -85,6 +95,9 @@ class Fetcher:
         self.has_step_ended: Callable[[], bool] = lambda: True
         """Whether no step is running: what one writes is not copied ahead, which would wait. Behind
         its end no weight waits for its own part of it."""
+        self.is_behind_step = False
+        """Whether a step was taken, and no backward has begun since: the same on all ranks."""
+        self.gather_order = GatherOrder()
         self._order = Order(reuse_numel_max)
         # Of weights on the device, by `ds_id`: elements; and when they arrive, where that was not
         # waited for on the stream that uses them.
@@ -240,6 +253,8 @@ class Fetcher:
                 self._put(param, weight, arrival)
 
     def _copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
+        if self._lane.is_collective:
+            self.gather_order.note(param.ds_id for param in params)
         # A later forward in training may use what is copied in one that is not.
         with torch.inference_mode(mode=False):
             return self._lane.copy(params)
@@ -262,8 +277,11 @@ class Fetcher:
         """Copies what is used next, as far as there is room."""
         params: list[Any] = []
         ids: set[int] = set()
-        numel = 0
-        while self._ahead_numel + numel < self._prefetch_numel_max:
+        numel, numel_max = 0, self._prefetch_numel_max
+        is_collective = self._lane.is_collective
+        if is_collective and self.is_behind_step:
+            numel_max = min(numel_max, _NUMEL_BEHIND_STEP)
+        while self._ahead_numel + numel < numel_max:
             use = self._order.next_ahead()
             if use is None:
                 break
@@ -276,7 +294,8 @@ class Fetcher:
             ]
             more = sum(param.ds_numel for param in missing)
             if missing and (
-                not self._has_room(numel + more, is_waiting=False) or self._would_wait(missing)
+                not self._has_room(numel + more, is_waiting=is_collective)
+                or (not is_collective and self._would_wait(missing))
             ):
                 self._order.put_back()
                 break

@@ -1,4 +1,4 @@
-"""Hooks of modules that have their weights on the device while they are used: one rank.
+"""Hooks of modules that have their weights on the device while they are used.
 
 They stand in the place of those of DeepSpeed's `DeepSpeedZeRoOffload`, at the same modules, and
 find the same parameters: those of a module, those of a leaf as a whole, and external ones.
@@ -19,6 +19,7 @@ import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -30,10 +31,13 @@ from deepspeed.runtime.zero.utils import apply_to_tensors_only, is_zero_param
 from deepspeed.utils import z3_leaf_module
 
 from stepwell.deepspeed.zero.fetcher import Fetcher, is_in_backward, params_of
+from stepwell.deepspeed.zero.gather_lane import CudaGatherLane, HostGatherLane
 from stepwell.deepspeed.zero.weight_lane import CudaWeightLane, HostWeightLane
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from stepwell.deepspeed.zero.weight_lane import WeightLane
 
 __all__ = ["ModuleHooks"]
 
@@ -102,7 +106,7 @@ class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has 
         """Called by DeepSpeed's constructor."""
         device = torch.device(get_accelerator().current_device_name())
         self.param_coordinator = Fetcher(
-            CudaWeightLane(device) if device.type == "cuda" else HostWeightLane(),
+            self._lane(device),
             prefetch_numel_max=self._prefetch_bucket_sz,
             reuse_numel_max=self._max_reuse_distance_in_numel,
             live_numel_max=self._max_available_parameters_in_numel,
@@ -113,6 +117,14 @@ class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has 
         super().setup_zero_stage3_hooks()
         # Behind the start of a forward, where DeepSpeed's hook has begun a pass.
         self.module.register_forward_pre_hook(self._forget_unended)
+
+    def _lane(self, device: torch.device) -> WeightLane:
+        # The group that parameters are partitioned over: with sequences in parts not the data's.
+        group = next(param.ds_process_group for param in self.module.parameters())
+        is_on_gpu = device.type == "cuda"
+        if dist.get_world_size(group) == 1:
+            return CudaWeightLane(device) if is_on_gpu else HostWeightLane()
+        return CudaGatherLane(device, group) if is_on_gpu else HostGatherLane(group)
 
     def partition_all_parameters(self) -> None:
         """Frees all weights."""

@@ -48,6 +48,7 @@ from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.gather_order import GatherOrder
 from stepwell.deepspeed.zero.gathers import GatheredPersistents
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
@@ -97,11 +98,15 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._gathers: GatheredPersistents | None = None
         # From a step to the backward that follows.
         self._is_after_step = False
+        # None: DeepSpeed's hooks have weights on the device.
+        self._fetcher: Fetcher | None = None
         # Why parameters and state are not those of any step.
         self._failure: str | None = None
         # Whether this rank has not taken a step on which all ranks have decided.
         self._has_left = False
         self._num_left = 0.0
+        # Whether ranks have gathered other weights since the last step.
+        self._has_parted = False
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
@@ -126,8 +131,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
             self._release_and_gather()
         coordinator = self._get_param_coordinator()
-        if isinstance(coordinator, Fetcher):
-            coordinator.has_step_ended = self._partitions.has_ended
+        self._fetcher = coordinator if isinstance(coordinator, Fetcher) else None
+        if self._fetcher is not None:
+            self._fetcher.has_step_ended = self._partitions.has_ended
         elif self._is_gated:
             self._bound_prefetch()
         if self._is_gated and not self._is_alone and self._gathered_behind():
@@ -304,6 +310,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """What the last step took in the background, as `OffloadAdamW.timing`."""
         return self._partitions.timing()
 
+    def _set_after_step(self, *, is_after: bool) -> None:
+        self._is_after_step = is_after
+        if self._fetcher is not None:
+            self._fetcher.is_behind_step = is_after
+
     # ---- the backward ----
 
     def scale_if_loss(self, value: Any) -> Any:
@@ -318,7 +329,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
-        self._is_after_step = False
+        self._set_after_step(is_after=False)
         self._backward.begin()
         self._partitions.let_go()
         super().backward_prologue()
@@ -476,6 +487,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 self._partitions.finish()
             norm, scale = self._partitions.gradients.norm(self._add_up), float(self.loss_scale)
             self._check_left()
+            self._check_gathered()
             self.overflow = not math.isfinite(norm)
             if self._loss_scale_update_and_overflow_cleanup():
                 self._drop_gradients()
@@ -496,14 +508,29 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def _add_up(self, squares: torch.Tensor) -> float:
         """The sum of this rank's squared norm and those of the others.
 
-        With it the ranks count those that have left the step before by an error.
+        With it the ranks count those that have left the step before by an error, and compare what
+        they have gathered.
         """
         squares += self._share.squares()
-        both = torch.stack((squares, torch.full_like(squares, self._has_left)))
-        dist.all_reduce(both, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        gathered = [] if self._fetcher is None else self._fetcher.gather_order.end()
+        beside = squares.new_tensor([float(self._has_left), *gathered])
+        sums = torch.cat((squares.reshape(1), beside))
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         # One copy to the host, for which it waits.
-        squared_norm, self._num_left = both.tolist()
+        squared_norm, self._num_left, *gathered = sums.tolist()
+        if not GatherOrder.is_common(gathered, dist.get_world_size(group=self.dp_process_group)):
+            self._has_parted = True
         return float(squared_norm)
+
+    def _check_gathered(self) -> None:
+        """Raises RuntimeError where ranks have gathered other weights since the last step."""
+        has_parted, self._has_parted = self._has_parted, False
+        if has_parted:
+            raise RuntimeError(
+                "ranks have gathered other weights, or in another order, since the last step, so "
+                "what they have computed with is mixed up. Nothing was stepped. hint: under ZeRO-3 "
+                "all ranks call the same modules in one order, and write partitions alike"
+            )
 
     def _check_left(self) -> None:
         """Raises OSError where some ranks have taken a step, and others have left it.
@@ -549,7 +576,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
         is_gated = self._open_gate(operands, uploads)
-        self._is_after_step = True
+        self._set_after_step(is_after=True)
         gathers = self._gathers
         gather = [] if gathers is None else gathers.submission(uploads)
         try:

@@ -1,4 +1,7 @@
-"""Copies of weights from host memory to the device, on a stream of their own."""
+"""Copies of weights from host memory to the device, on a stream of their own: one rank.
+
+Several ranks gather instead (`gather_lane.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,9 @@ Arrival: TypeAlias = Any
 
 class WeightLane(Protocol):
     """What copies weights, and says when they have arrived."""
+
+    is_collective: bool
+    """Whether all ranks copy together. What is copied, and when, depends on no clock then."""
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """Copies the partitions of parameters, and returns them in the parameters' shapes.
@@ -46,6 +52,8 @@ class CudaWeightLane:
     Args:
         device: where weights go.
     """
+
+    is_collective = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,6 +101,8 @@ class CudaWeightLane:
 
 class HostWeightLane:
     """Where the device is the host: weights are the partitions themselves, as DeepSpeed has it."""
+
+    is_collective = False
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """See `WeightLane`."""

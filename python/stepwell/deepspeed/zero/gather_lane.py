@@ -1,0 +1,95 @@
+"""Gathers of weights of which each rank has a partition, on a stream of their own.
+
+All ranks call `copy` in one order with the same parameters (`gather_order.py` compares), on the
+process group that DeepSpeed gathers on. The partitions of all ranks, one behind the other, are the
+weight: each is gathered into its own memory, and nothing is copied before or after. What is
+gathered together is one launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell.deepspeed.zero.weight_lane import CudaWeightLane, HostWeightLane
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from stepwell.deepspeed.zero.weight_lane import Arrival
+
+__all__ = ["CudaGatherLane", "HostGatherLane"]
+
+
+def _gathered(params: Sequence[Any], mine: Sequence[torch.Tensor], group: Any) -> list[Any]:
+    """The weights, in the parameters' shapes, of the partitions of all ranks.
+
+    The current stream waits for them; without one the thread does.
+
+    Args:
+        params: DeepSpeed's parameters.
+        mine: the partition of each that this rank has, on the device.
+        group: the process group.
+    """
+    wholes = [part.new_empty(group.size() * part.numel()) for part in mine]
+    # Parameters of one module may have several dtypes.
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, part in enumerate(mine):
+        by_dtype.setdefault(part.dtype, []).append(index)
+    works = [
+        group.allgather_into_tensor_coalesced(
+            [wholes[index] for index in indices],
+            [mine[index] for index in indices],
+        )
+        for indices in by_dtype.values()
+    ]
+    for work in works:
+        work.wait()
+    return [
+        # Behind the last element of a parameter that does not divide by the ranks is nothing.
+        whole[: param.ds_numel].view(param.ds_shape)
+        for whole, param in zip(wholes, params, strict=True)
+    ]
+
+
+class CudaGatherLane(CudaWeightLane):
+    """Gathers on a stream of torch's, from which the memory is taken as well.
+
+    Args:
+        device: where weights go.
+        group: the process group whose ranks have the partitions.
+    """
+
+    is_collective = True
+
+    def __init__(self, device: torch.device, group: Any) -> None:
+        super().__init__(device)
+        self._group = group
+
+    def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
+        """See `WeightLane`."""
+        # Waits for a step here, and not with another stream as the current one.
+        sources = [param.ds_tensor.data for param in params]
+        # On the device a program may have written them.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            mine = [source.to(self._device, non_blocking=True) for source in sources]
+            return _gathered(params, mine, self._group), self._stream.record_event()
+
+
+class HostGatherLane(HostWeightLane):
+    """Where the device is the host.
+
+    Args:
+        group: the process group whose ranks have the partitions.
+    """
+
+    is_collective = True
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
+        """See `WeightLane`."""
+        return _gathered(params, [param.ds_tensor.data for param in params], self._group), None
