@@ -210,7 +210,7 @@ def loss_of(engine, x):
     return engine(x.to(torch.bfloat16)).float().square().mean()
 
 
-def trained(model, config, steps=STEPS, between=None):
+def trained(model, config, steps=STEPS, between=None, rank=0):
     """Losses, weights, and the most elements that were on the device at once."""
     torch.manual_seed(0)
     engine = initialize(model(), config)
@@ -229,7 +229,7 @@ def trained(model, config, steps=STEPS, between=None):
     for module in engine.module.modules():
         module.register_forward_pre_hook(count)
         module.register_forward_hook(count_in_backward)
-    for step, batch in enumerate(vectors(steps)):
+    for step, batch in enumerate(vectors(steps, rank=rank)):
         loss = loss_of(engine, batch)
         if between is not None:
             between(engine, step)

@@ -35,6 +35,7 @@ MODULES = (
     "deepspeed_twin_flow_programs",
     "deepspeed_late_programs",
     "deepspeed_fetch_programs",
+    "deepspeed_fetch_ranks_programs",
     "deepspeed_world_programs",
     "deepspeed_zenflow_programs",
     "deepspeed_nvme_programs",

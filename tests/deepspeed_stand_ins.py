@@ -56,6 +56,9 @@ class Engine:
         self._config = SimpleNamespace(
             _param_dict={**(json or {}), **({} if block is None else {"stepwell": block})},
             hybrid_engine=SimpleNamespace(enabled=hybrid),
+            zero_config=SimpleNamespace(
+                zero_hpz_partition_size=1, use_all_reduce_for_fetch_params=False
+            ),
         )
 
     def __getattr__(self, name):

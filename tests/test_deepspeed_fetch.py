@@ -1,11 +1,15 @@
-"""Offloaded weights that Stepwell's hooks fetch on one rank: as with DeepSpeed's hooks, bit by bit.
+"""Weights that Stepwell's hooks fetch: as with DeepSpeed's hooks, bit by bit.
 
-And of the parts: what is copied ahead is bounded, waited for, and never used once it is stale.
+And of the parts: what is copied ahead is bounded, waited for, and never used once it is stale. On
+several ranks a fetch is a gather; ranks that part are told before anything is stepped.
 """
 
 import deepspeed_run
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepwell.deepspeed.zero.gather_order import GatherOrder
 
 PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -83,3 +87,79 @@ def test_nothing_is_left_behind(runs):
         "plan": "stepwell",
         "is_muon_compiled": False,
     }
+
+
+# ---- several ranks ----
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fetch_ranks")
+    return deepspeed_run.run("fetch_ranks", folder, timeout=PROGRAM_TIMEOUT, ranks=2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("Checkpointed", "AdaptedAgain", "Reaching", "Leafy"),
+        *("Tied", "Uneven, on the device"),
+    ],
+)
+def test_several_ranks_gather_to_the_bits_of_deepspeeds_hooks(ranks, model):
+    for rank in ranks:
+        ours, theirs = rank[model]
+        assert_same(ours, theirs)
+        assert ours["most"] <= theirs["most"]
+    # Each has batches of its own.
+    assert ranks[0][model][0]["losses"] != ranks[1][model][0]["losses"]
+
+
+def test_ranks_that_have_parted_step_nothing_and_go_on(ranks):
+    for rank in ranks:
+        found = rank["parted"]
+        assert "ranks have gathered other weights" in found["said"]
+        assert found["is_same"]
+        assert len(set(found["losses"])) == len(found["losses"])
+
+
+def test_little_is_gathered_ahead_behind_a_step(ranks):
+    for rank in ranks:
+        found = rank["ahead"]
+        assert found["behind"] == found["layer"] < found["others"]
+
+
+def digests(gathers):
+    order = GatherOrder()
+    for ids in gathers:
+        order.note(ids)
+    return order.end()
+
+
+GATHERS = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), max_size=6)
+
+
+def is_common(all_gathers):
+    sums = [sum(numbers) for numbers in zip(*map(digests, all_gathers), strict=True)]
+    return GatherOrder.is_common(sums, len(all_gathers))
+
+
+@given(GATHERS, st.sampled_from([2, 3, 64, 4096]))
+def test_ranks_that_gather_the_same_are_told_nothing(gathers, num_ranks):
+    numbers = torch.tensor(digests(gathers), dtype=torch.float32)
+    # As the ranks add up.
+    sums = torch.stack([numbers] * num_ranks).sum(0)
+    assert GatherOrder.is_common(sums.tolist(), num_ranks)
+
+
+def test_ranks_that_gather_something_else_are_told():
+    gathers = [[1, 2], [3], [4, 5]]
+    others = [[[1, 2], [3]], [[1, 2], [4, 5], [3]], [[1, 2, 3], [4, 5]], [[2, 1], [3], [4, 5]], []]
+    for other in others:
+        assert not is_common([gathers] * 3 + [other])
+
+
+def test_a_digest_begins_anew():
+    order = GatherOrder()
+    order.note([1])
+    assert order.end() == digests([[1]])
+    assert order.end() == digests([])

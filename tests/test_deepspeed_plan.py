@@ -62,10 +62,31 @@ def test_offloaded_weights_are_fetched_by_stepwell_on_one_rank(deepspeed):
     found = planned(Engine(**offloaded), unfetched="they differ")
     assert (found.zero_class, found.fetch) == ("OffloadZeroOptimizerStage3", "deepspeed")
     assert "DeepSpeed's hooks fetch weights: they differ" in found.warning
+
+
+@pytest.mark.parametrize("changed", [{}, {"zero_offload_param": offload("cpu")}])
+def test_several_ranks_gather_by_hooks_of_stepwell(deepspeed, changed):
     deepspeed.world_size = 2
-    found = planned(Engine(**offloaded, block={"fetch": "stepwell"}))
+    changed = {"zero_optimization_stage": 3} | changed
+    assert planned(Engine(**changed)).fetch == "stepwell"
+    assert planned(Engine(**changed, block={"fetch": "deepspeed"})).fetch == "deepspeed"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("zero_hpz_partition_size", 2),
+        ("mics_shard_size", 2),
+        ("use_all_reduce_for_fetch_params", True),
+    ],
+)
+def test_what_only_deepspeeds_hooks_gather_is_theirs(deepspeed, key, value):
+    deepspeed.world_size = 2
+    engine = Engine(zero_optimization_stage=3, block={"fetch": "stepwell"})
+    setattr(engine._config.zero_config, key, value)
+    found = planned(engine)
     assert found.fetch == "deepspeed"
-    assert "with several ranks DeepSpeed fetches" in found.warning
+    assert f"{key} and several ranks DeepSpeed fetches" in found.warning
 
 
 @pytest.mark.parametrize(

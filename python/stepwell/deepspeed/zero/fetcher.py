@@ -98,6 +98,7 @@ class Fetcher:
         self.is_behind_step = False
         """Whether a step was taken, and no backward has begun since: the same on all ranks."""
         self.gather_order = GatherOrder()
+        self._reuse_numel_max = reuse_numel_max
         self._order = Order(reuse_numel_max)
         # Of weights on the device, by `ds_id`: elements; and when they arrive, where that was not
         # waited for on the stream that uses them.
@@ -125,6 +126,12 @@ class Fetcher:
             self._drop_ahead()
             self._order.begin()
             self._prefetch()
+
+    def forget_order(self) -> None:
+        """What is used when is learnt anew: ranks have parted, and each knows another order."""
+        with self._lock:
+            self._drop_ahead()
+            self._order = Order(self._reuse_numel_max)
 
     def release_and_reset_all(self, module: torch.nn.Module) -> None:
         """Frees the weights of a module and of those within it, whatever uses them.

@@ -47,4 +47,6 @@ class GatherOrder:
         times the sum of the squares, and is that only where all are equal.
         """
         pairs = zip(sums[::2], sums[1::2], strict=True)
-        return num_ranks > _RANKS_MAX or all(total * total == num_ranks * squares for total, squares in pairs)
+        return num_ranks > _RANKS_MAX or all(
+            total * total == num_ranks * squares for total, squares in pairs
+        )

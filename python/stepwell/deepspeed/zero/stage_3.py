@@ -9,19 +9,22 @@ what gathers a partition on the device waits for that partition (`offload.writes
 `step()` waits for the end of it: DeepSpeed computes with the partitions.
 
 With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where what a
-module needs is uploaded: on one rank by `zero.module_hooks`, on several by DeepSpeed. The pass
+module needs is brought to the device. The pass
 writes them there: 2 bytes per parameter less on the bus and in host memory. It goes on behind the
 next forward. What it writes (weights, masters, moments) waits where it is used, each for its own
 part (`offload.writes`), on any number of ranks.
 
+- Weights are on the device while modules use them by `zero.module_hooks`, where these do not fit
+  by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
   after the workers' writes. DeepSpeed waits for each gather before it uses it, and for those left
-  when a step begins; `zero.fetcher` waits for all of its copies then. So all copies have ended when
-  the next step writes.
+  when a step begins; `zero.fetcher` waits for all of its copies and gathers then. So all have ended
+  when the next step writes.
 - Persistent parameters go up one by one, when something waits for them; several ranks gather them
   behind the step (`zero.persistent`).
-- Several ranks gather ahead alike: between a step and its backward what is ahead of its use is a
-  bucket, where DeepSpeed gathers one more with each module, and would wait for the whole step.
+- Several ranks gather ahead alike. Between a step and its backward it is little: the thread would
+  wait for later parts of the step. DeepSpeed's hooks gather one bucket then, where by themselves
+  they gather one more with each module.
 """
 
 from __future__ import annotations
@@ -525,7 +528,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def _check_gathered(self) -> None:
         """Raises RuntimeError where ranks have gathered other weights since the last step."""
         has_parted, self._has_parted = self._has_parted, False
-        if has_parted:
+        if self._fetcher is not None and has_parted:
+            self._fetcher.forget_order()
             raise RuntimeError(
                 "ranks have gathered other weights, or in another order, since the last step, so "
                 "what they have computed with is mixed up. Nothing was stepped. hint: under ZeRO-3 "

@@ -1,0 +1,116 @@
+"""The program (see deepspeed_run) of Stepwell's hooks on several ranks, whose fetches gather.
+
+Each model trains with them and with DeepSpeed's, on batches of each rank's own.
+"""
+
+import deepspeed_fetch_programs as alone
+import torch
+from deepspeed_engines import initialize, vectors
+from deepspeed_fetch_programs import (
+    STEPS,
+    TIGHT,
+    AdaptedAgain,
+    Checkpointed,
+    Leafy,
+    Model,
+    Reaching,
+    Tied,
+    loss_of,
+    offloaded,
+)
+from deepspeed_offload_param_programs import weights
+
+MODELS = (Checkpointed, AdaptedAgain, Reaching, Leafy)
+
+
+class Uneven(Model):
+    """Whose parameters do not divide by the ranks; one has another dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1] = torch.nn.Sequential(torch.nn.Linear(32, 7), torch.nn.Linear(7, 32))
+
+
+class Parting(Model):
+    """The ranks may call its layers in different orders."""
+
+    order = (0, 1, 2)
+
+    def forward(self, x):
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+        return x
+
+
+def both(model, rank, *, is_on_device=False, **options):
+    """With Stepwell's hooks and with DeepSpeed's."""
+    found = []
+    for fetch in ("stepwell", "deepspeed"):
+        config = offloaded(stepwell={"fetch": fetch}, **options)
+        if is_on_device:
+            del config["zero_optimization"]["offload_param"]
+        found.append(alone.trained(model, config, rank=rank))
+    return found
+
+
+def parted(rank):
+    """What a step says behind a forward in which the ranks have parted, and what comes after."""
+    engine = initialize(Parting(), offloaded(zero=TIGHT))
+    batches = list(vectors(STEPS, rank=rank))
+    before, said = weights(engine), None
+    engine.module.order = (1, 0, 2) if rank else (0, 1, 2)
+    engine.backward(loss_of(engine, batches[0]))
+    try:
+        engine.step()
+    except RuntimeError as error:
+        said = str(error)
+    is_same = all(map(torch.equal, weights(engine), before))
+    engine.module.order = (0, 1, 2)
+    losses = []
+    for batch in batches:
+        loss = loss_of(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.destroy()
+    return {"said": said, "is_same": is_same, "losses": losses}
+
+
+def ahead(rank):
+    """The most elements that were gathered ahead, behind a step and in other passes."""
+    from stepwell.deepspeed.zero import fetcher
+
+    fetcher._NUMEL_BEHIND_STEP = 1
+    engine = initialize(Model(), offloaded(gradient_accumulation_steps=2))
+    coordinator = engine.optimizer._get_param_coordinator()
+    found = {True: [], False: []}
+    prefetch = coordinator._prefetch
+
+    def prefetching():
+        prefetch()
+        found[coordinator.is_behind_step].append(coordinator._ahead_numel)
+
+    coordinator._prefetch = prefetching
+    for batch in vectors(6, rank=rank):
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+    layer = sum(param.ds_numel for param in engine.module.layers[0].parameters())
+    engine.destroy()
+    return {"layer": layer, "behind": max(found[True]), "others": max(found[False])}
+
+
+def program_fetch_ranks(result):
+    """All that one of two ranks does."""
+    from deepspeed import comm
+
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    comm.init_distributed(dist_backend="gloo", verbose=False)
+    rank = comm.get_rank()
+    for model in MODELS:
+        result[model.__name__] = both(model, rank, zero=TIGHT)
+    result["Tied"] = both(Tied, rank, gradient_accumulation_steps=2)
+    result["Uneven, on the device"] = both(Uneven, rank, is_on_device=True, persistent=100)
+    result["parted"] = parted(rank)
+    result["ahead"] = ahead(rank)
