@@ -101,9 +101,8 @@ def ahead(rank):
 
 def program_fetch_ranks(result):
     """All that one of two ranks does."""
-    from deepspeed import comm
-
     import stepwell.deepspeed
+    from deepspeed import comm
 
     stepwell.deepspeed.register()
     comm.init_distributed(dist_backend="gloo", verbose=False)
