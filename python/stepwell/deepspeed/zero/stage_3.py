@@ -9,10 +9,9 @@ what gathers a partition on the device waits for that partition (`offload.writes
 `step()` waits for the end of it: DeepSpeed computes with the partitions.
 
 With `offload_param` partitions of the weights are in DeepSpeed's host memory, from where what a
-module needs is brought to the device. The pass
-writes them there: 2 bytes per parameter less on the bus and in host memory. It goes on behind the
-next forward. What it writes (weights, masters, moments) waits where it is used, each for its own
-part (`offload.writes`), on any number of ranks.
+module needs is brought to the device. The pass writes them there: 2 bytes per parameter less on the
+bus and in host memory. It goes on behind the next forward. What it writes (weights, masters,
+moments) waits where it is used, each for its own part (`offload.writes`), on any number of ranks.
 
 - Weights are on the device while modules use them by `zero.module_hooks`, where these do not fit
   by DeepSpeed's hooks.
