@@ -40,6 +40,8 @@ class Stepped(torch.Tensor):
 class Lane:
     """A device: what it is asked for, and points that it passes when it is waited for."""
 
+    is_collective = False
+
     def __init__(self):
         self.copied, self.waited, self.freed = [], [], []
         self.arrivals, self.marks = [], []
