@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 
+import fsdp_gradient_programs
 import fsdp_late_programs
 import pytest
 import stepwell
@@ -429,6 +430,22 @@ def test_a_step_that_one_rank_has_left_is_the_last(ranks, kind):
     ids=lambda program: program.__name__,
 )
 def test_uses_of_shards_wait_for_a_late_step(ranks, program):
+    ranks.run(program)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        fsdp_gradient_programs.gradients_are_copied_in_the_backward,
+        fsdp_gradient_programs.gradients_may_be_accumulated,
+        fsdp_gradient_programs.the_last_backward_may_be_told_by_no_sync,
+        fsdp_gradient_programs.gradients_that_are_changed_cross_again,
+        fsdp_gradient_programs.a_backward_that_fails_leaves_nothing,
+        fsdp_gradient_programs.offloaded_gradients_are_left_to_the_step,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_gradients_of_shards_are_copied_early(ranks, program):
     ranks.run(program)
 
 

@@ -44,6 +44,11 @@ def _sharded(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def _sharded_run(workload: Workload, model: torch.nn.Module) -> Run:
+    # Every backward reduces its gradients.
+    return alone.stepwell_run(workload, model, accumulation_steps=workload.accumulation)
+
+
 _STAGES: dict[int, dict[str, object]] = {
     2: {**alone.ZERO_2},
     3: {
@@ -64,7 +69,7 @@ _MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
 CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "ddp": alone.stepwell_run,
     "ddp, shard": partial(alone.stepwell_run, shard=True),
-    "fsdp2": alone.stepwell_run,
+    "fsdp2": _sharded_run,
     "deepspeed, stage=2": _deepspeed(2, register=False),
     "deepspeed on stepwell, stage=2": _deepspeed(2, register=True),
     "deepspeed, stage=3": _deepspeed(3, register=False),

@@ -165,7 +165,7 @@ def bench_offload(
 
     - `ddp`: DistributedDataParallel and OffloadAdamW, which steps everything on every rank;
       `ddp, shard`: with shard=True, each rank steps its share.
-    - `fsdp2`: fully_shard and OffloadAdamW.
+    - `fsdp2`: fully_shard and OffloadAdamW, whose gradients cross the bus during the backward.
     - `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
       `deepspeed on stepwell` likewise, with Stepwell registered.
 

@@ -28,10 +28,13 @@ from stepwell.offload.gradients import (
     check_in_place,
     checked,
     may_change_after_backward,
+    piece_of,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch.distributed.tensor import DTensor
 
     from stepwell.offload.host_side import HostSide
 
@@ -130,6 +133,16 @@ class Collector(abc.ABC):
         """Forgets `params`, which are in no group any more."""
 
 
+def _is_placed_alike(param: DTensor, grad: torch.Tensor) -> bool:
+    """Whether this rank has of `grad` what it has of `param`, in a plain tensor."""
+    return (
+        is_dtensor(grad)
+        and grad.device_mesh == param.device_mesh
+        and grad.placements == param.placements
+        and type(piece_of(grad)) is torch.Tensor
+    )
+
+
 class DeviceCollector(Collector):
     """Gradients stay on the device, and are copied once.
 
@@ -164,7 +177,10 @@ class DeviceCollector(Collector):
         is_last = copies.count(param)
         if not is_last or grad is None or may_change_after_backward(param):
             return
-        if grad.layout != torch.strided or not is_run(grad) or grad.dtype != param.dtype:
+        if is_dtensor(param) and not _is_placed_alike(param, grad):
+            return
+        piece = piece_of(grad)
+        if piece.layout != torch.strided or not is_run(piece) or piece.dtype != param.dtype:
             # `gradients` says what is wrong with it, if anything.
             return
         if copies.is_outdated(param, grad):

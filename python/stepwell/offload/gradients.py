@@ -5,7 +5,7 @@ Which backward is the last, and what was copied.
 A gradient that is copied during the backward may still be changed before the step (clipping,
 another backward). It is then copied again. A copy counts only while the gradient is the same tensor
 at the same version, and has the checksum that it had when it was copied: writes through `.data` do
-not change the version.
+not change the version. Of a DTensor all of this is said of its local tensor.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "check_in_place",
     "checked",
     "may_change_after_backward",
+    "piece_of",
 ]
 
 
@@ -61,6 +62,8 @@ class Gradients:
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._waiting_stream = 0
         self._waiting_nbytes = 0
+        # The memory of the latest, if it is a DTensor's.
+        self._waiting_memory: int | None = None
         self._copied: dict[torch.Tensor, _Copied] = {}
         self._checksums: Checksums | None = None
         self.knows_last = accumulation_steps is not None
@@ -93,31 +96,42 @@ class Gradients:
         set aside is left to the step.
 
         The latest is never among them. The last of all is so left to the step, whose norm it would
-        hold up: that comes down behind what is on its way.
+        hold up: that comes down behind what is on its way. Nor are DTensors that share its memory:
+        FSDP2 reduces those of a group into one tensor, so they come together, and have one version,
+        which an addition to each of them changes.
         """
         if stream != self._waiting_stream:
             self._waiting, self._waiting_stream, self._waiting_nbytes = {}, stream, 0
+        piece, memory = piece_of(grad), None
+        if piece is not grad:
+            memory = piece.untyped_storage().data_ptr()
         batch: dict[torch.Tensor, torch.Tensor] = {}
-        if self._waiting_nbytes >= BATCH_BYTES:
+        is_of_group = memory is not None and memory == self._waiting_memory
+        if self._waiting_nbytes >= BATCH_BYTES and not is_of_group:
             batch, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
+        self._waiting_memory = memory
         if param not in self._waiting:
-            self._waiting_nbytes += grad.nbytes
+            self._waiting_nbytes += piece.nbytes
         self._waiting[param] = grad
         return batch
 
     def mark_copied(self, batch: Mapping[torch.Tensor, torch.Tensor], checksums: Checksums) -> None:
         """These gradients are copied as they are now, in the order of the current stream."""
         self._checksums = checksums
-        for (param, grad), found in zip(
-            batch.items(), checksums(list(batch.values())), strict=True
+        pieces = list(map(piece_of, batch.values()))
+        for (param, grad), piece, found in zip(
+            batch.items(), pieces, checksums(pieces), strict=True
         ):
-            memory = grad.shape, grad.device, grad.data_ptr()
-            self._copied[param] = _Copied(grad, grad._version, memory, found)
+            memory = piece.shape, piece.device, piece.data_ptr()
+            self._copied[param] = _Copied(grad, piece, piece._version, memory, found)
 
     def is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether `grad` is on the host as it is now, as far as `read_with` has looked."""
         copied = self._copied.get(param)
-        return copied is not None and copied.grad is grad and copied.version == grad._version
+        if copied is None or copied.grad is not grad:
+            return False
+        piece = piece_of(grad)
+        return copied.piece is piece and copied.version == piece._version
 
     def read_with(self, scalar: torch.Tensor) -> float:
         """The value of `scalar`, which is on the device or in host memory.
@@ -133,7 +147,7 @@ class Gradients:
         value = scalar.view(1)
         if compared:
             assert self._checksums is not None
-            now = self._checksums([copied[param].grad for param in compared])
+            now = self._checksums([copied[param].piece for param in compared])
             differ = differences([copied[param].checksum for param in compared], now)
             value = torch.cat([value, differ.to(value)])
         number, *found = value.tolist()
@@ -180,6 +194,7 @@ class _Copied(NamedTuple):
     """A gradient as it was when it was copied."""
 
     grad: torch.Tensor
+    piece: torch.Tensor
     version: int
     memory: tuple[torch.Size, torch.device, int]
     checksum: torch.Tensor
@@ -187,8 +202,13 @@ class _Copied(NamedTuple):
     @property
     def is_in_place(self) -> bool:
         """Whether it is where it was, in one run."""
-        grad = self.grad
-        return is_run(grad) and self.memory == (grad.shape, grad.device, grad.data_ptr())
+        piece = self.piece
+        return is_run(piece) and self.memory == (piece.shape, piece.device, piece.data_ptr())
+
+
+def piece_of(grad: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `grad`: the same tensor each time, in any grad mode."""
+    return grad._local_tensor if is_dtensor(grad) else grad
 
 
 class OnGrad:
@@ -207,10 +227,13 @@ class OnGrad:
 
 
 def may_change_after_backward(param: torch.Tensor) -> bool:
-    """Whether other ranks may still add to the gradient of `param` after autograd (DDP, FSDP)."""
+    """Whether other ranks may still add to the gradient of a plain `param` after autograd (DDP).
+
+    Hooks of a DTensor are called where FSDP2 has reduced its gradient.
+    """
     distributed = torch.distributed
     if is_dtensor(param):
-        return True
+        return False
     return (
         distributed.is_available()
         and distributed.is_initialized()

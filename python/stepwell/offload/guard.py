@@ -105,6 +105,10 @@ class WeightGuard:
         """
         return exposed(params, holders, held=held)
 
+    def is_reduced(self, param: torch.Tensor) -> bool:
+        """Whether the gradient of the DTensor `param` is final when hooks are called with it."""
+        return False
+
     def is_under_way(self, param: torch.Tensor) -> bool:
         """Whether the step's stream has not waited for `param` yet."""
         return id(param) in self._under_way

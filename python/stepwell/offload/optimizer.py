@@ -106,8 +106,9 @@ class OffloadAdamW(OffloadStateDicts):
             NaN and refuses to be scaled.
         accumulation_steps: after how many backwards `step()` is called. If given, gradients come to
             the host during the last of them; if not, in `step()`, unless `no_sync()` is used. The
-            result is the same. Only for parameters of one process: those of DDP are final after the
-            backward only.
+            result is the same. Only for parameters of one process, and FSDP2's from the second step
+            on: those of DDP are final after the backward only. Of FSDP2 it counts the backwards
+            that reduce gradients, one where `set_requires_gradient_sync(False)` leaves out others.
         nonfinite: what a NaN or an infinity in any gradient does: "skip" the step, count it in
             `skipped_steps` and warn in the log of `stepwell`; "raise" a ValueError; or "propagate"
             as in torch. The default is not that of `AdamW`: 16-bit gradients of a long run on an
@@ -503,7 +504,7 @@ class OffloadAdamW(OffloadStateDicts):
         """
         if self._collector.wants_hooks:
             for param in self._twins:
-                if param not in self._hooked and param.requires_grad and not is_dtensor(param):
+                if param not in self._hooked and param.requires_grad and _calls_hooks(param):
                     # torch has no types for hooks.
                     hook = OnGrad(self._on_grad)
                     handles = [param.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]
@@ -512,6 +513,16 @@ class OffloadAdamW(OffloadStateDicts):
 
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
+        # FSDP2 calls hooks where it has reduced a gradient, with the stream current that it did so
+        # on. Copies and checksums come after that. FSDP2 has the training stream come after what is
+        # on this one at the end of the backward, and so the norm and the second checksums. Nothing
+        # has to be recorded for the allocator: the engine holds the memory until it is copied, and
+        # the collector until the step has waited for its norm.
+        #
+        # Not before the first step: an engine is not made in a backward, where modules have
+        # unsharded parameters, so that none would be found that holds a sharded one.
+        if is_dtensor(param) and (self._gate is None or not self._gate.guard.is_reduced(param)):
+            return
         if self._collector.is_replaced(param):
             # The model has cleared the gradients.
             self._forget_gradients()
@@ -876,6 +887,14 @@ class OffloadAdamW(OffloadStateDicts):
             engine.synchronize()
             found = gate.exposed(params, engine.held)
         return found
+
+
+def _calls_hooks(param: torch.Tensor) -> bool:
+    """Whether hooks of `param` may be of use.
+
+    Not where its shards are offloaded by FSDP2, which waits for the gradients that have a hook.
+    """
+    return not is_dtensor(param) or param.device.type == param.device_mesh.device_type
 
 
 def _number_of(updates: Sequence[Update]) -> int:

@@ -64,6 +64,12 @@ class ShardGuard(WeightGuard):
         self._writes: Writes[torch.Tensor] = Writes(self._wait_for_shards, finish)
         finalize(self, _end, self._writes, finish)
 
+    @override
+    def is_reduced(self, param: torch.Tensor) -> bool:
+        reference = self._of_fsdp.get(id(param))
+        # Gradients that FSDP2 offloads may still be on their way to where they are read.
+        return reference is not None and not getattr(reference(), "offload_to_cpu", True)
+
     @property
     @override
     def any_under_way(self) -> bool:
