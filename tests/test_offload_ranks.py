@@ -153,6 +153,17 @@ def host_sums_are_refused():
         stepwell.OffloadAdamW(sharded_net().parameters(), accumulate="host")
 
 
+def shared_steps_of_shards_are_refused(folder):
+    net = sharded_net()
+    with pytest.raises(
+        ValueError, match=r"`first.weight`(.|\n)*is a DTensor and `shard` is(.|\n)*hint"
+    ):
+        stepwell.OffloadAdamW(net.named_parameters(), shard=True)
+    with pytest.raises(ValueError, match=r"`tier` is given with DTensor parameters(.|\n)*hint"):
+        stepwell.OffloadAdamW(net.named_parameters(), tier=stepwell.Volume([folder]))
+    assert not list(folder.iterdir())
+
+
 def fsdp_trains_as_one(reshard, clip_norm):
     net, whole = sharded_net(reshard_after_forward=reshard), make_net()
     optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, clip_norm=clip_norm)
@@ -354,6 +365,10 @@ def test_ddp_accumulates_by_no_sync(ranks):
 
 def test_host_sums_are_refused(ranks):
     ranks.run(host_sums_are_refused)
+
+
+def test_shards_have_no_volume_and_no_other_shares(ranks, tmp_path):
+    ranks.run(shared_steps_of_shards_are_refused, tmp_path)
 
 
 def test_the_norm_is_that_of_the_whole(ranks):

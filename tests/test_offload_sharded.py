@@ -1,6 +1,7 @@
 """OffloadAdamW(shard=True): two gloo ranks that share the step of a replicated model."""
 
 import io
+from functools import partial
 
 import pytest
 import stepwell
@@ -54,6 +55,24 @@ def same_as_unsharded(dtype, moments):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_are_those_without_shard(two, dtype, moments):
     two.run(same_as_unsharded, dtype, moments)
+
+
+def even_rows():
+    """What all ranks have in one piece each, of one size, comes by one collective."""
+    nets = [make(kind=partial(torch.nn.Linear, 96, 4096, bias=False)) for _ in range(2)]
+    ddps = [DistributedDataParallel(net) for net in nets]
+    ours = stepwell.OffloadAdamW(nets[0].parameters(), lr=1e-2, shard=True)
+    theirs = stepwell.OffloadAdamW(nets[1].parameters(), lr=1e-2)
+    assert train(ddps[0], ours, 2) == train(ddps[1], theirs, 2)
+    assert torch.equal(nets[0].weight, nets[1].weight)
+    timing = ours.timing
+    # A look has waited.
+    assert 0 < timing["gate"] < 60
+    return timing["bytes_gathered"]
+
+
+def test_rows_may_be_dealt_out_evenly(two):
+    assert two.run(even_rows) == [2048 * 96 * 4] * 2
 
 
 def rows_are_dealt_out():

@@ -118,6 +118,9 @@ def look_while_a_step_fails():
         core.place, core.fails = 0, True
     train_alike(net, optimizer)
     first = next(net.parameters())
+    # Of the engine's own work nothing is left.
+    core.core.finish(stream=0)
+    assert optimizer._engine.busy
     # It fails at the first weight, and goes on with the collectives at the second.
     core.goes_on.set()
     looked = []

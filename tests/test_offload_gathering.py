@@ -1,0 +1,283 @@
+"""The thread that gathers the weights of several ranks, with stand-ins for engine and ranks.
+
+What real ranks do together is in `test_offload_sharded.py` and `test_offload_sharded_failures.py`.
+"""
+
+import os
+import queue
+import threading
+from functools import partial
+
+import pytest
+import torch
+from stepwell.offload.gathering import Gatherer, Piece, _close, _GatheredStep, bytes_of
+
+CPU = torch.device("cpu")
+SECONDS_MAX = 5.0
+# Long enough for another thread to have begun to wait. Where it has not, a test says less.
+SOON = 0.02
+NONE = ([], "")
+OTHER = ([1], "no memory there")
+
+
+class Gate:
+    """Keeps a thread until it is opened; says whether that came too late."""
+
+    def __init__(self):
+        self.is_open, self.was_late = threading.Event(), False
+
+    def open_soon(self):
+        threading.Timer(SOON, self.is_open.set).start()
+
+    def pass_through(self):
+        self.was_late |= not self.is_open.wait(SECONDS_MAX)
+
+
+class Core:
+    """The core of an engine: its waits pass gates, and may fail at a place or at the commit."""
+
+    def __init__(self):
+        self.gates, self.fails_at = {}, None
+        self.waited, self.committed = [], []
+
+    def wait(self, place, begin, end, *, stream):
+        if place in self.gates:
+            self.gates[place].pass_through()
+        self.waited.append((place, begin, end, stream))
+        self._fail_at(place)
+
+    def finish(self, *, stream):
+        self.committed.append(stream)
+        self._fail_at("commit")
+
+    def _fail_at(self, place):
+        if place == self.fails_at:
+            raise OSError("no memory here")
+
+
+class Peers:
+    """Two ranks, which have nothing to gather; `answers` are what they have told."""
+
+    rank, ranks, world_size, data = 0, [0, 1], 2, None
+
+    def __init__(self):
+        self.answers, self.told, self.gates = [], [], {}
+        self.is_forked = False
+
+    def check_process(self):
+        if self.is_forked:
+            raise ValueError("a forked child")
+
+    def tell_of_step(self, step, failure):
+        self.told.append((step, failure))
+        return step
+
+    def who_failed(self, told, failure):
+        assert (told, failure) == self.told[-1]
+        if told in self.gates:
+            self.gates[told].pass_through()
+        return self.answers.pop(0)
+
+
+class Case:
+    """A gatherer of weights `a` and `b`, each one piece, of which this rank has 3 elements."""
+
+    def __init__(self, **options):
+        self.core, self.peers = Core(), Peers()
+        self.gatherer = Gatherer(self.core, self.peers, CPU, **options)
+
+    def submit(self, *answers, names="ab"):
+        """A step of which the ranks tell this before the first piece and behind the last."""
+        self.peers.answers += answers
+        empty = [torch.empty(0, dtype=torch.uint8)] * 2
+        pieces = [Piece(place, 0, 3, empty) for place, _ in enumerate(names)]
+        for call in self.gatherer.submission(pieces, {name: at for at, name in enumerate(names)}):
+            call()
+
+
+def test_all_ranks_are_told_of_each_step_twice():
+    case = Case()
+    assert not case.gatherer.is_busy
+    for _ in range(2):
+        case.submit(NONE, NONE)
+        case.gatherer.confirm()
+        assert not case.gatherer.is_busy
+    assert case.peers.told == [(1, None), (2, None), (3, None), (4, None)]
+    assert case.core.waited == [(0, 0, 3, 0), (1, 0, 3, 0)] * 2
+    assert not case.core.committed
+    case.core.fails_at = 0
+    case.submit(NONE, ([0], "no memory here"))
+    with pytest.raises(OSError, match=r"^no memory here$"):
+        case.gatherer.confirm()
+    assert case.peers.told[4:] == [(5, None), (6, "no memory here")]
+    # The others wait for this rank's parts of what comes behind, and nothing waits for the engine.
+    assert case.core.waited[4:] == [(0, 0, 3, 0)]
+
+
+@pytest.mark.parametrize("names", ["", "ab"])
+def test_a_failure_elsewhere_is_named(names):
+    case = Case()
+    case.submit(NONE, NONE, names=names)
+    case.gatherer.finish(())
+    calls = case.gatherer.confirm, partial(case.gatherer.finish, ())
+    for answers in ([OTHER], [NONE, OTHER]):
+        case.submit(*answers, names=names)
+        for call in calls:
+            with pytest.raises(OSError, match=r"failed on rank 1 \(`no memory there`\)"):
+                call()
+    # Of two failures this rank's own is raised here.
+    if names:
+        case.core.fails_at = 0
+        for answers in ([OTHER], [NONE, OTHER]):
+            case.submit(*answers)
+            with pytest.raises(OSError, match=r"^no memory here$"):
+                case.gatherer.confirm()
+
+
+def test_a_weight_is_waited_for_by_itself_and_the_last_for_all_ranks():
+    case, gates = Case(), [Gate() for _ in range(3)]
+    case.core.gates, case.peers.gates = dict(enumerate(gates[:2])), {2: gates[2]}
+    case.submit(NONE, OTHER)
+    assert case.gatherer.is_busy
+    gates[0].open_soon()
+    case.gatherer.wait("a", ())
+    assert case.core.waited[0] == (0, 0, 3, 0)
+    # Of no piece.
+    case.gatherer.wait("c", ())
+    gates[1].is_open.set()
+    gates[2].open_soon()
+    with pytest.raises(OSError, match="rank 1"):
+        case.gatherer.wait("b", ())
+    assert not any(gate.was_late for gate in gates)
+
+
+@pytest.mark.parametrize("place", [0, "commit"])
+def test_a_failure_here_is_raised_before_the_others_are_told(place):
+    case, gate = Case(commits=True), Gate()
+    case.peers.gates = {2: gate}
+    case.core.fails_at = place
+    case.submit(NONE, ([0], "no memory here"))
+    for name in "ba":
+        with pytest.raises(OSError, match=r"^no memory here$"):
+            case.gatherer.wait(name, ())
+    gate.is_open.set()
+    with pytest.raises(OSError, match=r"^no memory here$"):
+        case.gatherer.confirm()
+    assert not gate.was_late
+    # What has failed is not committed.
+    assert case.core.committed == ([0] if place == "commit" else [])
+
+
+def test_a_step_that_commits_is_good_when_it_has():
+    case = Case(commits=True)
+    case.submit(NONE, NONE)
+    # Also where this rank steps nothing.
+    case.submit(NONE, NONE, names="")
+    case.gatherer.confirm()
+    assert case.core.committed == [0, 0]
+
+
+def test_a_step_that_this_rank_has_left_is_an_error_if_others_have_taken_it():
+    case = Case()
+    for others, is_together in (([0, 1], True), ([0], False)):
+        case.peers.answers.append((others, "KeyError: 'no memory'"))
+        with pytest.raises(KeyError), case.gatherer.decided():
+            raise KeyError("no memory")
+        if is_together:
+            case.gatherer.confirm()
+    with pytest.raises(OSError, match=r"left a step \(`KeyError: 'no memory'`\) that others have"):
+        case.gatherer.confirm()
+    assert case.peers.told == [(1, "KeyError: 'no memory'"), (2, "KeyError: 'no memory'")]
+    assert not case.core.waited
+
+
+def test_an_error_behind_the_submit_is_no_step_that_was_left():
+    case = Case()
+    with pytest.raises(KeyError), case.gatherer.decided():
+        case.submit(NONE, NONE)
+        raise KeyError
+    case.gatherer.confirm()
+    assert case.peers.told == [(1, None), (2, None)]
+
+
+def test_a_forked_child_is_told():
+    case = Case()
+    case.peers.is_forked = True
+    waits = case.gatherer.wait, case.gatherer.finish
+    calls = [partial(waits[0], "a", ()), partial(waits[1], ())]
+    for call in (*calls, case.gatherer.confirm, case.gatherer.synchronize):
+        with pytest.raises(ValueError, match="a forked child"):
+            call()
+
+
+class Copy:
+    """The event of a copy that has ended when it is looked at for the third time."""
+
+    num_looks = 0
+
+    def query(self):
+        self.num_looks += 1
+        return self.num_looks > 2
+
+
+def test_copies_are_waited_for():
+    case = Case()
+    case.submit(NONE, NONE)
+    case.gatherer.confirm()
+    copies = Copy(), Copy()
+    for copy in copies:
+        case.gatherer._last[0].mark(copy)
+    case.gatherer.synchronize()
+    # The last is behind the others.
+    assert [copy.num_looks for copy in copies] == [0, 3]
+
+
+def test_a_step_is_waited_for_when_its_optimizer_goes():
+    step, copy = _GatheredStep([], None, {}), Copy()
+    step.mark(copy)
+    threading.Timer(SOON, step.end, [None]).start()
+    _close(threading.current_thread(), queue.SimpleQueue(), [step], os.getpid())
+    assert step.is_over
+    assert copy.num_looks == 3
+
+
+def test_the_thread_keeps_no_program_from_ending():
+    case = Case()
+    threads = [each for each in threading.enumerate() if each.name == "stepwell-gather"]
+    assert threads
+    assert all(each.daemon for each in threads)
+    assert case.gatherer.bytes_received == 0
+
+
+def test_what_is_received_is_what_other_ranks_have():
+    case = Case()
+    case.peers.world_size = 1
+    case.peers.answers += [NONE, NONE]
+    parts = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in (12, 8)]
+    for call in case.gatherer.submission([Piece(0, 0, 3, parts)] * 2, {"a": 1}):
+        call()
+    case.gatherer.confirm()
+    assert case.gatherer.bytes_received == 16
+
+
+def test_a_part_in_host_memory_is_copied_to_its_place():
+    case = Case()
+    case.peers.world_size = 1
+    case.peers.answers += [NONE, NONE]
+    weight, source = torch.zeros(3), torch.tensor([1.0, 2.0, 3.0])
+    piece = Piece(0, 0, 3, [bytes_of(weight)], source=bytes_of(source))
+    for call in case.gatherer.submission([piece], {"a": 0}):
+        call()
+    case.gatherer.confirm()
+    assert weight.tolist() == source.tolist()
+
+
+def test_the_bytes_of_a_view_are_its_own():
+    whole = torch.arange(8, dtype=torch.float64)
+    view = whole[3:5]
+    memory = bytes_of(torch.nn.Parameter(view))
+    assert type(memory) is torch.Tensor
+    assert memory.nbytes == view.nbytes
+    memory.view(torch.float64).fill_(-1)
+    assert whole.tolist() == [0, 1, 2, -1, -1, 5, 6, 7]
+    assert whole._version == 0
