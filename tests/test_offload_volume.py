@@ -448,7 +448,11 @@ def test_a_full_drive_is_an_error_at_the_beginning(tmp_path):
         ({"paths": []}, "is empty"),
         ({"paths": ["/nowhere"]}, "a folder or a block device that exists"),
         ({"paths": ["/tmp"], "durability": "full"}, "commit or none"),
-        ({"paths": ["/tmp"], "durability": "none", "keep": True}, "expected commit"),
+        ({"paths": ["/tmp"], "durability": "none", "keep": True}, "`keep` is .*expected commit"),
+        (
+            {"paths": ["/tmp"], "durability": "none", "resume": True, "name": "run"},
+            "`resume` is .*expected commit",
+        ),
         ({"paths": ["/tmp"], "resume": True}, "`name` is not"),
         ({"paths": ["/tmp"], "weights": [1, 2]}, "one for each"),
     ],
@@ -456,6 +460,35 @@ def test_a_full_drive_is_an_error_at_the_beginning(tmp_path):
 def test_options_that_cannot_work_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         stepwell.Volume(**options)
+
+
+def test_options_of_a_volume_are_taken(tmp_path, monkeypatch):
+    drives = folders(tmp_path)
+    volume = stepwell.Volume(drives, weights=[3, 1], stripe_bytes=1, queue_depth=1)
+    assert (volume.weights, volume.stripe_bytes, volume.queue_depth) == ([3, 1], 1, 1)
+    kept = {
+        (durability, keep, name): stepwell.Volume(
+            drives, durability=durability, keep=keep, name=name
+        ).is_kept
+        for durability, keep in (
+            ("commit", None),
+            ("commit", True),
+            ("commit", False),
+            ("none", None),
+        )
+        for name in (None, "run")
+    }
+    # Where nothing is said, what has a name.
+    assert [key for key, is_kept in kept.items() if is_kept] == [
+        ("commit", None, "run"),
+        ("commit", True, None),
+        ("commit", True, "run"),
+    ]
+    # A folder, or a device.
+    monkeypatch.setattr(Path, "is_block_device", lambda path: path.name == "device")
+    assert stepwell.Volume([tmp_path / "device"]).paths == [tmp_path / "device"]
+    with pytest.raises(ValueError, match="a folder or a block device that exists"):
+        stepwell.Volume([tmp_path / "other"])
 
 
 def test_what_does_not_go_with_a_volume_is_refused(tmp_path):
