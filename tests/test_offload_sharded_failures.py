@@ -21,7 +21,7 @@ from stepwell.offload import gathering
 from stepwell.offload import peers as peers_module
 from stepwell.offload.guard import WeightGuard
 from stepwell.offload.peers import Peers, StepFacts
-from stepwell.offload.ranks import Call
+from stepwell.offload.ranks import Call, WholeWorld
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -351,6 +351,17 @@ def calls_by_name():
 
 def test_calls_that_differ_are_named(two):
     two.run(calls_by_name)
+
+
+def objects_of_each():
+    world = WholeWorld()
+    assert world.ranks == [0, 1]
+    return [ranks.objects({"rank": dist.get_rank()}) for ranks in (world, Peers(None))]
+
+
+def test_objects_of_each_rank_come_to_all(two):
+    both = [{"rank": 0}, {"rank": 1}]
+    assert two.run(objects_of_each) == [[both, both]] * 2
 
 
 def facts_of_one_rank():

@@ -320,6 +320,16 @@ def test_torch_may_ask_for_state_before_the_first_step(tmp_path):
         assert state[name]["exp_avg"].count_nonzero() == 0
 
 
+def test_a_rank_adds_its_number_to_the_name_that_was_given(tmp_path, monkeypatch):
+    stands_for = {"is_initialized": True, "get_rank": 3, "get_world_size": 4}
+    for name, value in stands_for.items():
+        monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
+    optimizers = [on_volume(net_of(), tmp_path, name=name) for name in (None, None, "run")]
+    names = [optimizer._host.swapped.core.name for optimizer in optimizers]
+    assert names[2] == "run-3"
+    assert len({*names, "None-3"}) == 4
+
+
 # ---- commits ----
 
 

@@ -2,14 +2,18 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 from stepwell import _core
+from stepwell.offload import swapped
 from stepwell.offload.ranks import Call, Ranks
 from stepwell.offload.sharded_volume import agree_on_counts, fetch_rows, open_together
 from stepwell.offload.shares import Shares
+from stepwell.offload.swapped import Swapped
+from stepwell.offload.volume import Volume
 
 # Of the default group.
 RANKS = [4, 7, 9]
@@ -169,3 +173,73 @@ def test_rows_of_all_ranks_come_to_each():
 
     for found in on_ranks(fetch):
         assert all(map(torch.equal, found, expected))
+
+
+def swapped_of(folder, ranks=(4, 7), rank=1, **options):
+    volume = Volume([folder], **{"name": "run", "resume": True, **options})
+    peers, shares = SimpleNamespace(ranks=list(ranks), rank=rank), Shares(rank, len(ranks))
+    return Swapped(volume, "fp32", None, SimpleNamespace(peers=peers, shares=shares))
+
+
+# Of the ranks 4 and 7 this is 7. What is wrong with its own drive the error says.
+@pytest.mark.parametrize("error", [ValueError("other"), OSError("missing")], ids=repr)
+@pytest.mark.parametrize(
+    ("made", "explained"),
+    [
+        ([], ()),
+        ([4, 7], ()),
+        ([0, 1], (ValueError, OSError)),
+        ([4], (ValueError, OSError)),
+        ([4, 7, 9], (ValueError,)),
+    ],
+    ids=str,
+)
+def test_volumes_of_other_ranks_are_named(tmp_path, monkeypatch, made, explained, error):
+    monkeypatch.setattr(swapped, "_ranks_of", lambda folders, prefix: made)
+    with pytest.raises(type(error)) if type(error) in explained else nullcontext() as raised:
+        swapped_of(tmp_path)._explain(error)
+    if raised:
+        assert type(raised.value) is type(error)
+        assert f"{error}; `run` is there for the ranks `{made}`" in str(raised.value)
+        assert "of rank `7`, and `[4, 7]` share the step" in str(raised.value)
+    # The order in which a program names its ranks is nothing; nor is there more to say of a volume
+    # that is new, or of one rank's.
+    if made == [4, 7]:
+        swapped_of(tmp_path, (7, 4), 0)._explain(error)
+    swapped_of(tmp_path, resume=False)._explain(error)
+    Swapped(Volume([tmp_path], name="run", resume=True), "fp32", None)._explain(error)
+
+
+def test_ranks_are_known_by_the_names_of_their_volumes(monkeypatch):
+    members = {
+        "a": ["run-7", "run-10", "run", "other-3"],
+        "b": ["run-7", "run-x", "run-1-2", "rerun-4"],
+    }
+    monkeypatch.setattr(
+        _core,
+        "list_members",
+        lambda folder: [SimpleNamespace(name=each) for each in members[folder]],
+    )
+    assert swapped._ranks_of(["a", "b"], "run-") == [7, 10]
+
+
+def test_a_volume_is_that_of_its_rank_and_of_its_parameters(tmp_path):
+    def identity(ranks=(4, 7), rank=0, names="ab", shapes=((3, 2), (4,)), known=2):
+        of_rank = swapped_of(tmp_path, ranks, rank)
+        params = [torch.ones(shape) for shape in shapes]
+        if known:
+            of_rank.sharding.shares.add(params)
+        return of_rank._identity(params, dict(zip(params[:known], names, strict=False)))
+
+    found = [
+        identity(),
+        identity(rank=1),
+        identity(ranks=(4, 7, 9)),
+        identity(names="ac"),
+        identity(shapes=((2, 3), (4,))),
+        identity(known=1),
+    ]
+    assert len(set(found)) == len(found)
+    assert all(0 <= each < 1 << 64 for each in found)
+    # Where the ranks are in the world is nothing.
+    assert identity() == identity(ranks=(0, 1))
