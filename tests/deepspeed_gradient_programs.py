@@ -207,6 +207,59 @@ def interrupted(stage, *, is_interrupted):
     return found
 
 
+def without_memory(stage, *, is_refused):
+    """A run in which there is no memory for a step, or that batch does not come."""
+    engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage))
+    losses = train(engine, vectors(1), squared)
+    if is_refused:
+        partitions_of = engine.optimizer._partitions
+        prepare = partitions_of.prepare
+
+        def refuse(*_, **__):
+            raise MemoryError
+
+        partitions_of.prepare = refuse
+        try:
+            train(engine, vectors(1, first=5), squared)
+        except MemoryError:
+            partitions_of.prepare = prepare
+    losses += train(engine, vectors(2, first=10), squared)
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
+
+
+def handed_over(**options):
+    """Of the gradients of a backward under ZeRO-3: whether they may be kept, and lie in a bucket.
+
+    And the gradients by sub-group and number, and those of the parameters.
+    """
+    from deepspeed import utils
+
+    engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, **options))
+    gradients = engine.optimizer._partitions.gradients
+    collect, kept = gradients.collect, []
+
+    def noted(fragment, piece, *, is_owned, is_last):
+        buckets = [bucket.buffer for bucket in engine.optimizer.ipg_buckets.values()]
+        at = piece.data_ptr()
+        in_bucket = any(each.data_ptr() <= at < each.data_ptr() + each.nbytes for each in buckets)
+        kept.append((is_owned, in_bucket))
+        collect(fragment, piece, is_owned=is_owned, is_last=is_last)
+
+    gradients.collect = noted
+    (batch,) = vectors(1)
+    engine.backward(squared(engine, batch))
+    params = list(engine.module.parameters())
+    found = {
+        "kept": kept,
+        "by group": engine.optimizer.get_fp32_grad_partitions(),
+        "local": [utils.safe_get_local_grad(param).clone() for param in params],
+    }
+    engine.destroy()
+    return found
+
+
 def program_gradients(result):
     """All that one rank does."""
     import stepwell.deepspeed
@@ -219,6 +272,9 @@ def program_gradients(result):
             cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
         ]
         result[f"skipped, ZeRO-{stage}"] = skipped(stage)
+        result[f"without memory, ZeRO-{stage}"] = [
+            without_memory(stage, is_refused=is_refused) for is_refused in (False, True)
+        ]
         result[f"huge, ZeRO-{stage}"] = [
             huge(configuration(stage=stage, clip=0.1), factor) for factor in (1.0, 2.0**80)
         ]
@@ -226,6 +282,7 @@ def program_gradients(result):
             huge(configuration(stage=stage, dtype="bf16", clip=0.1), factor)
             for factor in (1.0, 2.0**80)
         ]
+    result["handed over"] = handed_over(zero={"reduce_scatter": False})
     for stage in (1, 2):
         result[f"interrupted, ZeRO-{stage}"] = [
             interrupted(stage, is_interrupted=is_interrupted) for is_interrupted in (False, True)

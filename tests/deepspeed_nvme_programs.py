@@ -318,13 +318,21 @@ def resumed(result, folder, stage):
     at.mkdir(parents=True)
     config = bf16(stage)
     result["straight"] = run(config, steps=4)["partitions"]
+    result["committed elsewhere"] = [
+        committed_of(each) for each in (config, on_volume(config, at, durability="none"))
+    ]
     engine = engine_of(on_volume(config, at, name="run"))
+    steps = [engine.optimizer.committed_steps]
     train(engine, vectors(2), squared)
+    steps.append(engine.optimizer.committed_steps)
+    ended_with = [param.detach().clone() for param in whole(engine)]
     result["in use"] = error_of(lambda: engine_of(on_volume(config, at, name="run", resume=True)))
     engine.destroy()
     result["left"] = sorted(path.name for path in at.iterdir())
     engine = engine_of(on_volume(config, at, name="run", resume=True), seed=1)
-    result["begins with"] = [param.detach().clone() for param in whole(engine)]
+    begins_with = [param.detach().clone() for param in whole(engine)]
+    result["begins as it ended"] = list(map(torch.equal, begins_with, ended_with))
+    result["committed"] = [*steps, engine.optimizer.committed_steps]
     train(engine, vectors(2, 2), squared)
     result["resumed"] = ended(engine)
     other = {**on_volume(config, at, name="run", resume=True)}
@@ -332,6 +340,15 @@ def resumed(result, folder, stage):
     result["not there"] = error_of(
         lambda: engine_of(on_volume(config, at, name="other", resume=True))
     )
+
+
+def committed_of(config):
+    """How many steps an engine says that its volume has committed after one."""
+    engine = engine_of(config)
+    train(engine, vectors(1), squared)
+    found = engine.optimizer.committed_steps
+    engine.destroy()
+    return found
 
 
 def whole(engine):

@@ -78,6 +78,21 @@ def test_a_skipped_step_leaves_no_gradients(runs, stage):
     assert not runs[f"skipped, ZeRO-{stage}"].any()
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_for_which_there_is_no_memory_leaves_no_gradients(runs, stage):
+    assert_same(*runs[f"without memory, ZeRO-{stage}"])
+
+
+def test_gradients_in_buckets_may_not_be_kept(runs):
+    assert runs["handed over"]["kept"] == [(False, True)] * 4
+
+
+def test_gradients_by_sub_group_are_those_of_parameters(runs):
+    (found,), expected = runs["handed over"]["by group"].values(), runs["handed over"]["local"]
+    assert list(found) == list(range(len(expected)))
+    assert all(map(torch.equal, found.values(), expected))
+
+
 def assert_steps(found, plain, *, factor, rtol):
     assert found["skipped"] == 0
     assert math.isclose(found["norm"], plain["norm"] * factor, rel_tol=1e-6)

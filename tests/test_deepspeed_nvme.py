@@ -121,6 +121,15 @@ def test_a_volume_with_a_name_is_resumed(runs, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_weights_and_counts_are_those_of_the_volume(runs, stage):
+    found = runs["resumed", stage]
+    assert found["begins as it ended"] == [True] * 4
+    assert found["committed"] == [0, 2, 2]
+    # Without a volume, and with one that commits nothing.
+    assert found["committed elsewhere"] == [None, None]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_what_is_no_volume_of_the_run_is_refused(runs, stage):
     found = runs["resumed", stage]
     kind, text = found["in use"]

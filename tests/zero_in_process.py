@@ -28,6 +28,7 @@ import deepspeed_weight_programs as weights
 import deepspeed_zenflow_programs as zenflow
 import pytest
 import test_deepspeed_checkpoints
+import test_deepspeed_gradients
 import test_deepspeed_late
 import test_deepspeed_nvme
 import test_deepspeed_offload
@@ -183,6 +184,19 @@ def test_refused(stage):
     assert "a gradient is not finite; nothing was changed. hint: " in ours["message"]
     assert_same_partitions(ours["before"], ours["after"])
     assert ours["losses"] == theirs["losses"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_without_memory(stage):
+    found, expected = (gradients.without_memory(stage, is_refused=each) for each in (True, False))
+    assert found[0] == expected[0]
+    assert_same_partitions(found[1], expected[1])
+
+
+def test_handed_over():
+    runs = {"handed over": gradients.handed_over(zero={"reduce_scatter": False})}
+    test_deepspeed_gradients.test_gradients_in_buckets_may_not_be_kept(runs)
+    test_deepspeed_gradients.test_gradients_by_sub_group_are_those_of_parameters(runs)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -709,6 +723,7 @@ def test_volumes_that_are_resumed(stage, tmp_path):
     result = {}
     nvme.resumed(result, tmp_path, stage)
     runs = {("resumed", stage): result}
+    test_deepspeed_nvme.test_weights_and_counts_are_those_of_the_volume(runs, stage)
     test_deepspeed_nvme.test_a_volume_with_a_name_is_resumed(runs, stage)
     test_deepspeed_nvme.test_what_is_no_volume_of_the_run_is_refused(runs, stage)
 
