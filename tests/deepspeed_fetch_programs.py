@@ -84,23 +84,32 @@ class AdaptedAgain(Adapted):
 
 
 class Reaching(Model):
-    """Uses a weight of a layer that it does not call, and one that a layer returns."""
+    """Uses a weight of a layer that it does not call, and those that others return."""
 
     class Giver(torch.nn.Module):
-        def __init__(self):
+        def __init__(self, *, is_named):
             super().__init__()
+            self.is_named = is_named
             self.bias = torch.nn.Parameter(torch.ones(32))
+            self.inner = torch.nn.Linear(32, 32)
+            # DeepSpeed does not see that it is taken from here.
+            self.held = [self.inner.weight]
 
         def forward(self, x):
-            return x * 2, self.bias
+            given = {"x": x * 2, "own": self.bias, "inner": self.inner.bias, "held": self.held[0]}
+            return given if self.is_named else tuple(given.values())
 
     def __init__(self):
         super().__init__()
-        self.giver = self.Giver()
+        self.giver = self.Giver(is_named=False)
+        self.namer = self.Giver(is_named=True)
 
     def forward(self, x):
-        x, bias = self.giver(self.layers[0](x))
-        return self.layers[2](functional.linear(x, self.layers[1].weight) + bias)
+        x, own, inner, held = self.giver(self.layers[0](x))
+        x = functional.linear(functional.linear(x, self.layers[1].weight), held, own * inner)
+        named = self.namer(x)
+        x = functional.linear(named["x"], named["held"], named["own"] * named["inner"])
+        return self.layers[2](x)
 
 
 class InPlace(Model):
