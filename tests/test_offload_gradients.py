@@ -242,6 +242,77 @@ def test_other_ranks_may_change_a_gradient_after_the_backward(world_size, monkey
     assert may_change_after_backward(torch.zeros(1)) == (world_size > 1)
 
 
+# ---- gradients that are not copied in the backward ----
+
+
+def train_with(net, optimizer, prepare):
+    """Steps with gradients that are there before the backward; what was taken in it, by name."""
+    taken = set()
+    for step in range(2):
+        optimizer.zero_grad()
+        prepare(net)
+        loss_of(net, step).backward()
+        if isinstance(optimizer, stepwell.OffloadAdamW):
+            copies, other = optimizer._collector.copies, torch.empty(0)
+            taken |= {
+                name for name, param in net.named_parameters() if copies.is_replaced(param, other)
+            }
+        optimizer.step()
+    return taken
+
+
+def set_columns(net):
+    net[2].weight.grad = torch.zeros_like(net[2].weight.t()).contiguous().t()
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")
+def test_a_gradient_that_is_not_in_one_run_is_left_to_the_step(caplog):
+    ours, theirs = pair(accumulation_steps=1)
+    names = {name for name, _ in ours[0].named_parameters()}
+    assert train_with(*ours, set_columns) == names - {"2.weight"}
+    train_with(*theirs, set_columns)
+    assert_equal(ours, theirs)
+    assert "cross the bus again" not in caplog.text
+
+
+def test_a_sparse_gradient_is_refused_in_the_step():
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = stepwell.OffloadAdamW(table.parameters(), accumulation_steps=1)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="expected a dense tensor"):
+        optimizer.step()
+
+
+def test_a_gradient_that_other_ranks_may_change_is_left_to_the_step(monkeypatch):
+    ours, theirs = pair(accumulation_steps=1)
+    monkeypatch.setattr(collector, "may_change_after_backward", lambda _: True)
+    assert not train_with(*ours, lambda _: None)
+    train_with(*theirs, lambda _: None)
+    assert_equal(ours, theirs)
+
+
+MOVES = {
+    "dtype": (lambda data: data.bfloat16(), "is `torch.bfloat16`"),
+    "shape": (lambda data: data[:3].clone(), r"expected `torch.float32` of `\(500, 7\)`"),
+}
+
+
+@pytest.mark.parametrize(("move", "message"), MOVES.values(), ids=MOVES.keys())
+def test_a_backward_after_a_move_of_the_model_copies_nothing_of_it(move, message):
+    """Its gradient may be smaller than what the engine would read."""
+    net, optimizer = pair(accumulation_steps=1)[0]
+    train(net, optimizer, 1)
+    optimizer.zero_grad()
+    optimizer.synchronize()
+    weight, copies = net[0].weight, optimizer._collector.copies
+    weight.data = move(weight.data)
+    (weight.sum() * 2).backward()
+    assert weight.grad.dtype == weight.dtype
+    assert not copies.is_any_taken
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+
+
 # ---- edits between the backward and the step ----
 
 

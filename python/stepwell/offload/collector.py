@@ -179,13 +179,19 @@ class DeviceCollector(Collector):
             return
         if is_dtensor(param) and not _is_placed_alike(param, grad):
             return
-        piece = piece_of(grad)
-        if piece.layout != torch.strided or not is_run(piece) or piece.dtype != param.dtype:
-            # `gradients` says what is wrong with it, if anything.
+        piece, twin, device = piece_of(grad), self._host.twins.get(param), self._host.device
+        if (
+            piece.layout != torch.strided
+            or not is_run(piece)
+            or twin is None
+            or (piece.dtype, piece.shape, piece.device) != (twin.dtype, twin.shape, device)
+        ):
+            # `gradients` says what is wrong with it, if anything. Of a model that was moved the
+            # copy would read beyond it.
             return
         if copies.is_outdated(param, grad):
             self._warn_of_outdated(1)
-        if batch := copies.add(param, grad, current_stream(self._host.device)):
+        if batch := copies.add(param, grad, current_stream(device)):
             with torch.no_grad():
                 engine = idle_engine()
                 engine.take(list(batch), list(batch.values()))
