@@ -409,6 +409,14 @@ def test_grad_scaler_is_refused():
     )
 
 
+def test_what_a_grad_scaler_has_found_is_refused():
+    net, optimizer = pair(accumulate="host")[0]
+    loss_of(net, 0).backward()
+    optimizer.found_inf = torch.zeros(())
+    with pytest.raises(ValueError, match="GradScaler cannot see gradients"):
+        optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_child_is_told():
     net, optimizer = pair(accumulate="host")[0]

@@ -10,7 +10,9 @@ import pytest
 import stepwell
 import torch
 from stepwell import Deferred, OffloadAdamW, _core
+from stepwell.offload import gradients
 from stepwell.offload.deferred import INTERVAL_MAX, Extents, memory_of
+from stepwell.offload.under_way import as_plain
 from torch import nn
 
 # The host is a device too: there copies are late as well.
@@ -87,7 +89,7 @@ def test_forwards_in_training_do_not_wait_for_what_is_deferred() -> None:
     assert optimizer._engine.behind
 
 
-LOOKS = ["eval", "no_grad", "state_dict", "access", "drain", "state", "copy"]
+LOOKS = ["eval", "no_grad", "state_dict", "access", "drain", "synchronize", "state", "copy"]
 
 
 @pytest.mark.parametrize("how", LOOKS)
@@ -110,6 +112,8 @@ def test_every_look_sees_all_updates(how: str) -> None:
         assert next(model.parameters()).norm() > 0
     elif how == "drain":
         optimizer.drain()
+    elif how == "synchronize":
+        optimizer.synchronize()
     elif how == "state":
         assert optimizer.state
     else:
@@ -117,6 +121,27 @@ def test_every_look_sees_all_updates(how: str) -> None:
     assert not engine.behind
     for param in model.parameters():
         assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+
+
+def test_autograd_sees_that_a_drain_has_written_weights() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(6))
+    loss = loss_of(model, 6)
+    optimizer.drain()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_every_drain_applies_all_and_holds_nothing() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    for step in range(0, 12, 4):
+        train(model, optimizer, range(step, step + 4))
+        engine = optimizer._engine
+        assert engine is not None and engine.behind and engine.held
+        optimizer.drain()
+        assert not engine.behind and not engine.held
 
 
 def test_a_capture_does_not_begin_with_late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +239,56 @@ def test_a_parameter_may_miss_gradients_freeze_and_thaw() -> None:
     assert int(optimizer.state[first]["step"]) == 9
     for param in model.parameters():
         assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed(
+    interval: int,
+) -> None:
+    model, deferred = model_of(), Deferred(interval=interval)
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred)
+    train(model, optimizer, range(3))
+    first, engine = next(iter(model.parameters())), optimizer._engine
+    is_behind, is_written = [], []
+    assert engine is not None
+    for step in range(3, 6 + 2 * deferred.turns):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        first.grad = None
+        version = first._version
+        optimizer.step()
+        is_behind.append(first in engine.behind)
+        is_written.append(first._version > version)
+        assert (first in engine.held) == (first in engine.behind)
+    assert is_behind == [True] * (2 * deferred.turns) + [False] * 3
+    # The last of these has landed its own weight.
+    assert is_written == [True] * (2 * deferred.turns + 1) + [False] * 2
+    with as_plain([first]):
+        assert torch.equal(first.cpu(), optimizer._twins.weight(first))
+
+
+def test_gradients_that_an_engine_took_which_is_gone_are_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
+    found = []
+    for accumulation_steps in (1, None):
+        model = model_of()
+        optimizer = OffloadAdamW(
+            model.parameters(),
+            lr=1e-2,
+            deferred=Deferred(interval=2),
+            accumulation_steps=accumulation_steps,
+        )
+        train(model, optimizer, range(3))
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=DEVICE))]})
+        optimizer.step()
+        optimizer.drain()
+        found.append(weights(model))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 def pending_of(optimizer: OffloadAdamW) -> int:

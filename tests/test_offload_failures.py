@@ -13,6 +13,7 @@ import fork_server
 import pytest
 import stepwell
 import torch
+from late_engine import LateEngine
 from offload_cases import (
     WIDTH,
     Net,
@@ -25,6 +26,9 @@ from offload_cases import (
     train,
 )
 from optim_cases import bits
+from stepwell.offload import gradients
+from stepwell.offload.under_way import as_plain
+from torch.multiprocessing.reductions import StorageWeakRef
 
 SECONDS_MAX = 60
 
@@ -331,6 +335,53 @@ def test_a_failure_to_discard_does_not_hide_why_the_step_failed(error, monkeypat
         optimizer.step()
 
 
+def test_weights_are_those_of_the_last_step_after_one_that_was_not_submitted(monkeypatch):
+    net, optimizer = pair()[0]
+    train(net, optimizer, 2)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(optimizer, "_commit", interrupted)
+    loss_of(net, 2).backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert optimizer._engine.wait(net.parameters())
+
+
+def test_an_interrupt_behind_a_failure_is_raised(monkeypatch):
+    """In the wait for what was copied, which is not left out."""
+    net, optimizer = pair()[0]
+    train(net, optimizer, 1)
+    net[0].weight.grad = torch.zeros_like(net[0].weight).to_sparse()
+    discard, calls = optimizer._engine.discard, []
+
+    def interrupted():
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        discard()
+
+    monkeypatch.setattr(optimizer._engine, "discard", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert len(calls) == 2
+
+
+def test_gradients_that_were_copied_may_be_freed_after_a_refused_step(monkeypatch):
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
+    net, optimizer = pair(accumulation_steps=1)[0]
+    train(net, optimizer, 1)
+    optimizer.zero_grad()
+    loss_of(net, 1).backward()
+    copied = [StorageWeakRef(param.grad.untyped_storage()) for param in net.parameters()]
+    net[0].weight.grad = torch.zeros_like(net[0].weight).to_sparse()
+    with pytest.raises(ValueError, match="expected a dense tensor"):
+        optimizer.step()
+    net.zero_grad()
+    assert all(storage.expired() for storage in copied)
+
+
 # ---- models that move ----
 
 
@@ -414,6 +465,21 @@ def test_gradients_may_be_freed_after_a_skipped_step():
         net.zero_grad()
         gc.collect()
     assert optimizer.skipped_steps == 2
+
+
+def test_memory_of_weights_is_held_until_they_are_there():
+    net, optimizer = pair()[0]
+    train(net, optimizer, 2)
+    loss_of(net, 2).backward()
+    optimizer._engine._core = LateEngine(optimizer._engine._core)
+    optimizer.step()
+    weight = net[0].weight
+    with as_plain([weight]):
+        storage = StorageWeakRef(weight.untyped_storage())
+        weight.data = torch.zeros_like(weight)
+    assert not storage.expired()
+    optimizer.synchronize()
+    assert storage.expired()
 
 
 @pytest.mark.parametrize("first", ["model", "optimizer", "cycle"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES
 from stepwell import _core
-from stepwell.offload import collector, gradients
+from stepwell.offload import collector, engine, gradients
 from stepwell.offload.checksums import checksum, differences, sums_of
 from stepwell.offload.gradients import Gradients, may_change_after_backward
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -361,6 +361,24 @@ def test_gradients_that_are_not_changed_cross_once():
     assert optimizer.timing["bytes_downloaded"] == sum(param.nbytes for param in net.parameters())
 
 
+def test_changes_are_seen_without_the_engines_checksums(monkeypatch, caplog):
+    """As where the driver cannot compile its kernel; that is said once."""
+
+    def refuse(*_):
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(engine, "sums_of", refuse)
+    ours, theirs = pair(accumulation_steps=1)
+    for net, optimizer in (ours, theirs):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            net[2].weight.grad.data.mul_(0.5)
+            optimizer.step()
+    assert_equal(ours, theirs)
+    assert caplog.text.count("take longer than they might: no compiler") == 1
+
+
 # ---- gradients that no step takes ----
 
 
@@ -414,6 +432,18 @@ def test_a_cleared_backward_does_not_count(set_to_none, caplog):
     assert "cross the bus again" not in caplog.text
     nbytes = sum(param.nbytes for param in ours[0].parameters())
     assert ours[1].timing["bytes_downloaded"] == nbytes
+
+
+def test_backwards_are_counted_from_the_last_step(caplog):
+    """Also where gradients are not cleared, so that those of all steps are summed."""
+    ours, theirs = pair(accumulation_steps=2)
+    for net, optimizer in (ours, theirs):
+        for step in range(6):
+            loss_of(net, step).backward()
+            if step % 2:
+                optimizer.step()
+    assert_equal(ours, theirs)
+    assert "cross the bus again" not in caplog.text
 
 
 @pytest.mark.parametrize("batch_bytes", [0, 64 << 20], ids=["copied", "waiting"])
@@ -610,8 +640,8 @@ def expected_sums(tensor):
     return [(each + 2**63) % 2**64 - 2**63 for each in sums]
 
 
-@pytest.fixture
-def engine():
+@pytest.fixture(name="engine")
+def _engine():
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     return _core.OffloadEngine(device, [1], threads=1)
 

@@ -6,6 +6,7 @@ A CPU has no such copies. Here an adder stands for them that adds nothing before
 import pytest
 import stepwell
 import torch
+from late_engine import LateEngine
 from offload_cases import assert_equal, pair, train
 from stepwell.deepspeed.zero import gradients
 from stepwell.deepspeed.zero.fragment import Fragment
@@ -188,6 +189,35 @@ def test_additions_have_ended_when_they_are_stepped(monkeypatch):
     ours, theirs = pair(accumulate="host", threads=1)
     for each in (ours, theirs):
         train(*each, 2)
+    assert_equal(ours, theirs)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, scale):
+        return (self.weight * scale).sum()
+
+
+def test_sums_are_stepped_before_the_next_backward_adds_to_them():
+    """Of a backward whose forward was before the step, so that nothing has waited for it."""
+    ours, theirs = pair(Scaled(), accumulate="host", threads=1)
+    for net, optimizer in (ours, theirs):
+        net(2.0).backward()
+        optimizer.step()
+        if net is ours[0]:
+            optimizer._engine._core = LateEngine(optimizer._engine._core)
+        optimizer.zero_grad()
+        first, second = net(3.0), net(-5.0)
+        first.backward()
+        optimizer.step()
+        if net is ours[0]:
+            assert optimizer._engine._core.is_late
+        optimizer.zero_grad()
+        second.backward()
+        optimizer.step()
     assert_equal(ours, theirs)
 
 

@@ -9,6 +9,8 @@ import io
 import math
 import pickle
 import re
+import time
+import weakref
 from functools import partial
 
 import pytest
@@ -76,6 +78,12 @@ def test_clipping_is_that_of_torch_without_a_pass(mode):
         torch.testing.assert_close(param, expected)
     optimizer.clip_norm = None
     train(net, optimizer, 1)
+
+
+def test_gradients_within_the_norm_are_not_clipped():
+    ours, theirs = pair(clip_norm=1e6)
+    assert train(*ours, 2) == train(*theirs, 2)
+    assert_equal(ours, theirs)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
@@ -407,6 +415,25 @@ def test_grad_scaler(poison_at, unscale, mode):
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("mode", MODES, ids=MODE_IDS)
+def test_the_norm_under_a_grad_scaler_is_of_gradients_without_its_scale(mode):
+    (net, optimizer), (twin, reference) = pair(clip_norm=0.5, **mode)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(2):
+        for each in (net, twin):
+            each.zero_grad()
+        scaler.scale(loss_of(net, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        loss_of(twin, step).backward()
+        expected = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        reference.step()
+        assert optimizer.grad_norm == pytest.approx(expected.item(), rel=1e-6)
+    for param, other in zip(net.parameters(), twin.parameters(), strict=True):
+        ours, theirs = optimizer.state[param], reference.state[other]
+        torch.testing.assert_close(ours["exp_avg"], theirs["exp_avg"])
+
+
 def test_autocast_with_float32_parameters():
     ours, theirs = pair(accumulation_steps=1)
     for step in range(3):
@@ -597,19 +624,65 @@ def test_timing_and_bytes():
     (net, optimizer), _ = pair()
     assert optimizer.timing == {}
     assert optimizer.grad_norm is None
+    began = time.perf_counter()
     train(net, optimizer, 1)
     optimizer.synchronize()
+    elapsed = time.perf_counter() - began
     timing = optimizer.timing
     assert timing.keys() == {
         *("background", "norm", "prepare", "release", "gate", "step", "gradients"),
         *("bytes_downloaded", "bytes_uploaded", "oldest_age"),
     }
     assert all(value >= 0 for value in timing.values())
+    assert all(timing[name] < elapsed for name in ("background", "norm", "prepare", "release"))
     assert (
         timing["bytes_downloaded"]
         == timing["bytes_uploaded"]
         == sum(p.nbytes for p in net.parameters())
     )
+
+
+def test_the_time_that_forwards_wait_is_of_one_step():
+    net, optimizer = pair()[0]
+    train(net, optimizer, 2)
+    assert optimizer.timing["gate"] == 0.0
+    began = time.perf_counter()
+    loss_of(net, 2).backward()
+    assert 0.0 < optimizer.timing["gate"] <= time.perf_counter() - began
+    optimizer.step()
+    assert optimizer.timing["gate"] == 0.0
+
+
+def test_state_may_be_read_between_the_first_backward_and_its_step():
+    net, optimizer = pair(accumulation_steps=1)[0]
+    loss_of(net, 0).backward()
+    assert optimizer.timing["gate"] == 0.0
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_gradients_that_an_engine_took_which_is_gone_are_copied_again():
+    ours, theirs = pair(accumulation_steps=1)
+    for net, optimizer in (ours, theirs):
+        train(net, optimizer, 1)
+        optimizer.zero_grad()
+        loss_of(net, 1).backward()
+        optimizer.add_param_group({"params": [("extra", torch.nn.Parameter(torch.ones(3)))]})
+        optimizer.step()
+    assert_equal(ours, theirs)
+
+
+def test_an_engine_is_gone_before_another_takes_memory(monkeypatch):
+    net, optimizer = pair()[0]
+    train(net, optimizer, 1)
+    before, admit, seen = weakref.ref(optimizer._engine), optimizer._host.admit, []
+
+    def noted_admit(*args):
+        seen.append(before())
+        admit(*args)
+
+    monkeypatch.setattr(optimizer._host, "admit", noted_admit)
+    optimizer.add_param_group({"params": [("extra", torch.nn.Parameter(torch.ones(3)))]})
+    assert seen == [None]
 
 
 def test_a_group_for_whose_state_there_is_no_memory_is_not_added(monkeypatch):
