@@ -331,9 +331,12 @@ def test_the_sum_goes_on_as_if_nothing_had_been_set_between_backwards():
     assert share.gradient(fragment).tolist() == [2.0] * 4
     assert share.squares() == 16.0
     # Behind the last backward it counts.
-    share.set_gradient(fragment, torch.full((4,), 3.0))
+    value = torch.full((4,), 3.0)
+    share.set_gradient(fragment, value)
+    value.fill_(9.0)
     assert share.squares() == 36.0
     assert share.gradient(fragment).tolist() == [3.0] * 4
+    share.set_gradient(fragment, value)
     share.drop()
     assert share.squares() == 0.0
 

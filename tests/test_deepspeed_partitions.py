@@ -390,13 +390,16 @@ class Taken:
     """Of an engine: what is taken of gradients."""
 
     def __init__(self):
-        self.taken = {}
+        self.taken, self.released = {}, []
 
     def take_deferred(self, indices, addresses, *, source_owners, stream):
         self.taken |= dict(zip(indices, addresses, strict=True))
 
+    def discard(self):
+        self.taken.clear()
+
     def release(self, *, stream):
-        """Nothing is under way."""
+        self.released.append(stream)
 
 
 def test_runs_are_taken_from_where_they_lie():
@@ -418,6 +421,76 @@ def test_runs_are_taken_from_where_they_lie():
     assert gradients.gradient(missing).tolist() == [0.0] * 6
     gradients.release(0)
     assert not gradients.has_gradient(fragment)
+
+
+def deferred_gradients(*numels, row_len=4, dtype=BF16):
+    """Gradients of partitions of one fragment each, by an engine that takes them."""
+    core = Taken()
+    fragments = [Fragment(group, 0, numel) for group, numel in enumerate(numels)]
+    runs = {fragment: runs_of(fragment, Source(0, row_len)) for fragment in fragments}
+    made = DeferredGradients(core, runs, [dtype] * len(numels), torch.device("cpu"))
+    return made, core, fragments
+
+
+def test_deferred_gradients_are_summed_on_the_device():
+    gradients, core, (fragment, empty) = deferred_gradients(4, 0)
+    assert gradients.has_gradient(empty)
+    assert not gradients.has_gradient(fragment)
+    bucket = full(4, 1.0)
+    for is_last in (False, True, True):
+        # Also behind the backward that was announced as the last.
+        gradients.collect(fragment, bucket, is_owned=False, is_last=is_last)
+        bucket.fill_(2.0)
+        gradients.collect(empty, full(0, 1.0), is_owned=True, is_last=is_last)
+        assert gradients.has_gradient(empty)
+        assert gradients.has_gradient(fragment)
+        assert list(core.taken) == [0] * is_last
+    assert gradients.gradient(fragment).tolist() == [5.0] * 4
+    assert gradients.norm(float) == 10.0
+    gradients.add(fragment, full(4, 3.0), is_owned=False, is_total=True)
+    assert core.taken == {}
+    assert gradients.norm(float) == 6.0
+    assert list(core.taken) == [0]
+    gradients.release(5)
+    assert sorted(core.released) == [0, 5]
+    assert not gradients.has_gradient(fragment)
+    # Nothing of it is known to the next step.
+    assert gradients.norm(float) == 0.0
+    gradients.add(fragment, full(4, 1.0), is_owned=False)
+    assert list(core.taken) == [0]
+    gradients.release(5)
+    assert sorted(core.released) == [0, 5, 5]
+
+
+def test_deferred_gradients_that_are_dropped():
+    gradients, core, (fragment, other) = deferred_gradients(4, 4)
+    gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=True)
+    gradients.add(other, full(4, 1.0), is_owned=False)
+    gradients.drop()
+    assert core.taken == {}
+    assert gradients.norm(float) == 0.0
+    assert not gradients.has_gradient(fragment)
+    gradients.release(7)
+    assert core.released == [7]
+    with pytest.raises(ValueError, match="on its way to its deferred update"):
+        gradients.gradient(fragment)
+
+
+def test_norms_of_deferred_gradients_beyond_float32():
+    gradients, _, (fragment, other) = deferred_gradients(4, 1)
+    gradients.add(fragment, full(4, HUGE), is_owned=False)
+    gradients.add(other, full(1, HUGE), is_owned=False)
+    assert gradients.norm(float) == pytest.approx(HUGE * math.sqrt(5.0), rel=1e-7)
+    gradients.drop()
+    gradients.add(other, full(1, math.nan), is_owned=False)
+    assert gradients.norm(float) == math.inf
+
+
+def test_deferred_gradients_of_another_dtype_are_refused():
+    gradients, core, (fragment,) = deferred_gradients(4, dtype=FP32)
+    with pytest.raises(ValueError, match=r"a gradient is `torch.bfloat16`, expected"):
+        gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=True)
+    assert core.taken == {}
 
 
 # ---- memory ----
