@@ -580,6 +580,73 @@ def test_weights_of_inference_serve_training(fetching):
         world.forward(0, 1)
 
 
+# ---- several ranks, which gather alike ----
+
+
+def test_what_is_gathered_is_noted(fetching):
+    world = World(fetching, ahead=NUMEL)
+    noted = []
+    world.fetcher.gather_order = SimpleNamespace(note=lambda ids: noted.append(list(ids)))
+    world.forward(0, 1)
+    assert noted == []
+    world.lane.is_collective = True
+    world.forward(0, 1)
+    assert noted == world.lane.copied[2:] == [[0], [1]]
+
+
+@pytest.mark.parametrize("is_collective", [False, True])
+@pytest.mark.parametrize("is_behind_step", [False, True])
+def test_behind_a_step_ranks_gather_little_ahead(
+    fetching, is_behind_step, is_collective, monkeypatch
+):
+    monkeypatch.setattr(fetching, "_NUMEL_BEHIND_STEP", NUMEL)
+    world = World(fetching, ahead=3 * NUMEL)
+    assert not world.fetcher.is_behind_step
+    world.lane.is_collective = is_collective
+    world.forward(0, 1, 2, 3)
+    world.fetcher.is_behind_step = is_behind_step
+    world.fetcher.reset_step()
+    little = is_behind_step and is_collective
+    assert world.lane.copied[-1] == ([0] if little else [0, 1, 2])
+    # The smaller of both.
+    world = World(fetching, ahead=1)
+    world.lane.is_collective = True
+    monkeypatch.setattr(fetching, "_NUMEL_BEHIND_STEP", 3 * NUMEL)
+    world.forward(0, 1, 2, 3)
+    world.fetcher.is_behind_step = is_behind_step
+    world.fetcher.reset_step()
+    assert world.lane.copied[-1] == [0]
+
+
+def test_ranks_do_not_gather_by_how_far_each_is(fetching):
+    world = World(fetching, ahead=100, live=2 * NUMEL)
+    world.lane.is_collective = True
+    world.fetcher.has_step_ended = lambda: False
+    world.forward(0, 1)
+    world.params[1].ds_tensor.__class__ = Stepped
+    world.lane.copied.clear()
+    world.fetcher.reset_step()
+    # Neither by what the device still reads nor by a step that is running.
+    assert world.lane.copied == [[0, 1]]
+
+
+def test_an_order_that_ranks_have_parted_from_is_learnt_anew(fetching):
+    world = World(fetching, ahead=100, reuse=100)
+    world.forward(0, 1, 0)
+    world.fetcher.reset_step()
+    assert world.fetcher._live_numel == 2 * NUMEL
+    world.fetcher.forget_order()
+    assert world.fetcher._live_numel == 0
+    world.fetcher.reset_step()
+    assert len(world.lane.copied) == 4
+    world.forward(0, 1, 0)
+    world.fetcher.reset_step()
+    assert world.lane.copied[-1] == [0, 1]
+    world.enter(0)
+    world.leave(0)
+    assert world.there() == [0]
+
+
 # ---- backwards ----
 
 
