@@ -43,7 +43,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
 ///     numels: elements of each tensor, in forward order.
 ///     threads: workers that step; if None, one per allowed physical core but one, which launches
-///         work meanwhile, or, for steps that are deferred, but a quarter of them.
+///         work meanwhile; but one and an eighth where ranks share the host; or, for steps that are
+///         deferred, but a quarter of them.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
 ///     interval: for steps that are deferred, every how many of them a segment has its turn: 1 to
@@ -213,7 +214,7 @@ impl PyOffloadEngine {
         let engine = py.detach(|| {
             let threads = match threads {
                 Some(threads) => threads,
-                None => Pool::global()?.threads().saturating_sub(1).max(1),
+                None => Pool::global()?.threads_beside_launches(),
             };
             // In the background of a whole step workers meet the threads that launch it.
             let nice = if deferral.is_some() { BACKGROUND_NICE } else { 0 };

@@ -43,12 +43,14 @@ class Options:
     parameter of the rank's partition, and each gradient crosses the bus once per step.
     """
     fetch: str = "stepwell"
-    """What has the weights of ZeRO-3 with `offload_param` on the GPU while a module uses them.
+    """What has the weights of ZeRO-3 on the GPU while a module uses them.
 
-    "stepwell": on one rank, Stepwell's hooks, by DeepSpeed's settings; "deepspeed": DeepSpeed's.
+    "stepwell": Stepwell's hooks, by DeepSpeed's settings, with `offload_param` or on several ranks;
+    "deepspeed": DeepSpeed's.
     """
     threads: int | None = None
-    """Workers that step; None: one per physical core of this process, but one."""
+    """Workers that step; None: one per physical core of this process, but one;
+    but one and an eighth of them where ranks share the host."""
     host_bytes_max: int | None = None
     """The most host memory that may be taken; None: what is free, or with a volume three quarters
     of it."""

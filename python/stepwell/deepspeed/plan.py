@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def threads(self) -> int | None:
-        """Workers that step; None: one per physical core of this process, but one."""
+        """Workers that step; None: most physical cores of this process."""
         if self.options.threads is not None or self.zenflow is None:
             return self.options.threads
         return self.zenflow.threads

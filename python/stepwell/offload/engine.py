@@ -85,7 +85,7 @@ class Engine:
         params: the parameters, in the order in which the forward uses them. Where some are
             DTensors, steps learn the order from waits (`wait_order`).
         twins: their host sides, which are pinned.
-        threads: workers that step; None: one per physical core of this process but one.
+        threads: workers that step; None: as `OffloadEngine` has it.
         deferred: which updates are deferred; None: none is.
         swapped: the state that is on a volume; None: none is.
 

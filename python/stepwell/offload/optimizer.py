@@ -117,7 +117,7 @@ class OffloadAdamW(OffloadStateDicts):
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
         threads: workers that step; None: one per physical core of this process, but one, which
-            launches work on the device.
+            launches work on the device; but one and an eighth where ranks share the host.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights

@@ -83,7 +83,7 @@ class Partitions:
     Args:
         partitions: of all groups.
         device: where gradients are made, and weights that are not offloaded are.
-        threads: workers that step; None: one per physical core of this process, but one.
+        threads: workers that step; None: as `OffloadEngine` has it.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         is_pinned: whether the host side of gradients and weights is pinned.
         adds_on_host: whether gradients of several backwards are summed in host memory.
