@@ -71,22 +71,22 @@ def test_gradients_that_do_not_depend_on_weights_are_all_applied(
             param.grad, other.grad = grad.clone(), grad.clone()
         optimizer.step()
         exact.step()
-    assert optimizer._engine is not None and optimizer._engine.behind
+    assert optimizer._engine is not None and optimizer._engine.pending_params
     if moments == "fp32":
         for param, other in zip(model.parameters(), exact_model.parameters(), strict=True):
             assert torch.equal(param, other)
     counts = [int(state["step"]) for state in optimizer.state.values()]
     assert counts == [7] * len(counts)
-    assert not optimizer._engine.behind
+    assert not optimizer._engine.pending_params
 
 
 def test_forwards_in_training_do_not_wait_for_what_is_deferred() -> None:
     model = model_of()
     optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(4))
-    assert optimizer._engine is not None and optimizer._engine.behind
+    assert optimizer._engine is not None and optimizer._engine.pending_params
     loss_of(model, 4)
-    assert optimizer._engine.behind
+    assert optimizer._engine.pending_params
 
 
 LOOKS = ["eval", "no_grad", "state_dict", "access", "drain", "synchronize", "state", "copy"]
@@ -98,7 +98,7 @@ def test_every_look_sees_all_updates(how: str) -> None:
     optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     engine = optimizer._engine
-    assert engine is not None and engine.behind
+    assert engine is not None and engine.pending_params
     if how == "eval":
         model.eval()
         loss_of(model, 6)
@@ -118,7 +118,7 @@ def test_every_look_sees_all_updates(how: str) -> None:
         assert optimizer.state
     else:
         copy.deepcopy(model)
-    assert not engine.behind
+    assert not engine.pending_params
     for param in model.parameters():
         assert torch.equal(param.cpu(), optimizer._twins.weight(param))
 
@@ -139,9 +139,9 @@ def test_every_drain_applies_all_and_holds_nothing() -> None:
     for step in range(0, 12, 4):
         train(model, optimizer, range(step, step + 4))
         engine = optimizer._engine
-        assert engine is not None and engine.behind and engine.held
+        assert engine is not None and engine.pending_params and engine.held
         optimizer.drain()
-        assert not engine.behind and not engine.held
+        assert not engine.pending_params and not engine.held
 
 
 def test_a_capture_does_not_begin_with_late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_parameter_that_was_swapped_sees_all_updates() -> None:
     other.__class__ = type(under_way)
     # It has the class of what is under way, and no guard.
     assert torch.equal(other.cpu(), torch.zeros(other.shape, dtype=other.dtype))
-    assert optimizer._engine is not None and not optimizer._engine.behind
+    assert optimizer._engine is not None and not optimizer._engine.pending_params
 
 
 def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
@@ -178,9 +178,9 @@ def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
     train(model, optimizer, range(6))
     with torch.no_grad():
         loss_of(model, 6)
-    assert optimizer._engine is not None and optimizer._engine.behind
+    assert optimizer._engine is not None and optimizer._engine.pending_params
     model.state_dict()
-    assert not optimizer._engine.behind
+    assert not optimizer._engine.pending_params
 
 
 def test_resuming_has_the_bits_of_going_on_with_a_drain() -> None:
@@ -249,7 +249,7 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
     optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred)
     train(model, optimizer, range(3))
     first, engine = next(iter(model.parameters())), optimizer._engine
-    is_behind, is_written = [], []
+    has_pending, is_written = [], []
     assert engine is not None
     for step in range(3, 6 + 2 * deferred.turns):
         optimizer.zero_grad()
@@ -257,10 +257,10 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
         first.grad = None
         version = first._version
         optimizer.step()
-        is_behind.append(first in engine.behind)
+        has_pending.append(first in engine.pending_params)
         is_written.append(first._version > version)
-        assert (first in engine.held) == (first in engine.behind)
-    assert is_behind == [True] * (2 * deferred.turns) + [False] * 3
+        assert (first in engine.held) == (first in engine.pending_params)
+    assert has_pending == [True] * (2 * deferred.turns) + [False] * 3
     # The last of these has landed its own weight.
     assert is_written == [True] * (2 * deferred.turns + 1) + [False] * 2
     with as_plain([first]):
@@ -293,7 +293,7 @@ def test_gradients_that_an_engine_took_which_is_gone_are_taken_again(
 
 def pending_of(optimizer: OffloadAdamW) -> int:
     assert optimizer._engine is not None
-    return len(optimizer._engine.behind)
+    return len(optimizer._engine.pending_params)
 
 
 def test_an_optimizer_that_goes_leaves_weights_with_all_updates() -> None:
@@ -338,7 +338,7 @@ def test_a_look_at_a_parameter_without_gradient_sees_all_updates() -> None:
     train(model, optimizer, range(5))
     first.requires_grad_(False)
     train(model, optimizer, range(5, 6))
-    assert first in set(optimizer._engine.behind)  # type: ignore[union-attr]
+    assert first in set(optimizer._engine.pending_params)  # type: ignore[union-attr]
     seen = first.detach().clone()
     assert torch.equal(seen.cpu(), optimizer._twins.weight(first))
     assert not pending_of(optimizer)
@@ -415,9 +415,9 @@ def test_writes_through_data_to_frozen_parameters_count() -> None:
     first.requires_grad_(requires_grad=False)
     train(model, optimizer, range(4, 8))
     engine = optimizer._engine
-    assert engine is not None and first in engine.behind
+    assert engine is not None and first in engine.pending_params
     train(model, optimizer, range(8, 9))
-    assert engine.behind and first not in engine.behind
+    assert engine.pending_params and first not in engine.pending_params
     loss_of(model, 10)
     # What lay ahead along the momentum is the host's own weight by now.
     assert torch.equal(first.cpu(), optimizer._twins.weight(first))
@@ -442,7 +442,7 @@ def test_what_cannot_be_seen_is_not_deferred(caplog: pytest.LogCaptureFixture) -
             optimizer.step()
             optimizer.zero_grad()
     assert len([record for record in caplog.records if "not deferred" in record.message]) == 1
-    assert optimizer._engine is not None and not optimizer._engine.behind
+    assert optimizer._engine is not None and not optimizer._engine.pending_params
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:

@@ -16,7 +16,7 @@ class Owner:
 
     def __init__(self):
         self.calls = []
-        self.behind = False
+        self.pending_params = False
 
     def release(self):
         self.calls.append("release")
@@ -27,8 +27,8 @@ class Owner:
     def confirm(self):
         self.calls.append("confirm")
 
-    def is_behind(self):
-        return self.behind
+    def has_pending(self):
+        return self.pending_params
 
 
 class Noting(Landing):
@@ -54,7 +54,7 @@ class Gated:
         self.net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) if net is None else net
         self.params = list(self.net.parameters())
         self.owner = owner = Owner()
-        options = {"confirm": owner.confirm, "is_behind": owner.is_behind, **options}
+        options = {"confirm": owner.confirm, "has_pending": owner.has_pending, **options}
         uploads = Noting(owner.calls)
         self.gate = Gate(self.params, uploads, owner.release, owner.settle, **options)
         if shown:
@@ -263,17 +263,17 @@ def test_a_capture_waits_for_no_weight():
     with pytest.raises(ValueError, match="captured while new weights"):
         model.gate.capture()
     model.forward()
-    model.owner.behind = True
+    model.owner.pending_params = True
     with pytest.raises(ValueError, match="captured while new weights"):
         model.gate.capture()
     assert model.gate.is_open
-    model.owner.behind = False
+    model.owner.pending_params = False
     model.gate.capture()
     assert not model.gate.is_open
     # Where none is ever deferred, and where the optimizer is gone.
-    Gated(is_behind=None).gate.capture()
+    Gated(has_pending=None).gate.capture()
     model = Gated()
-    model.owner.behind, model.owner = True, None
+    model.owner.pending_params, model.owner = True, None
     model.gate.capture()
     assert not model.gate.is_open
 

@@ -111,10 +111,10 @@ def test_a_change_applies_everything_and_is_told(
     assert optimizer.deferral.interval == 5
     engine = optimizer._engine
     assert engine is not None and engine is not first
-    assert not engine.behind
+    assert not engine.pending_params
     assert "have interval=5 from now on, after 4" in caplog.text
     train(model, optimizer, range(40, 43))
-    assert optimizer._engine is engine and engine.behind
+    assert optimizer._engine is engine and engine.pending_params
     counts = {int(state["step"]) for state in optimizer.state.values()}
     assert counts == {WINDOW_STEPS + 5}
 
@@ -149,7 +149,7 @@ def test_the_interval_stays_where_there_is_no_memory(
     model, optimizer = auto(monkeypatch, SLOW, host_bytes_max=room)
     train(model, optimizer, range(2 * WINDOW_STEPS + 6))
     assert optimizer.deferral is not None and optimizer.deferral.interval == 4
-    assert optimizer._engine is not None and optimizer._engine.behind
+    assert optimizer._engine is not None and optimizer._engine.pending_params
     assert caplog.text.count("keep interval=4") == 1
 
 
@@ -213,7 +213,7 @@ def test_a_step_is_deferred_once_it_is_warm_seen_and_not_the_first() -> None:
     said: list[str] = []
     steps = DeferredSteps(Deferred(interval=2, warmup_steps=3), "fp32", said.append)
     assert steps.chosen_interval is None
-    assert steps.measure(1.0, {}, is_settled=False, is_behind=True) is None
+    assert steps.measure(1.0, {}, is_settled=False, has_pending=True) is None
     for step, is_deferred in ((1, False), (3, False), (4, True), (5, True)):
         assert steps.is_deferred(step, is_seen=True, is_settled=False) == is_deferred
         assert not steps.is_deferred(step, is_seen=True, is_settled=True)
@@ -237,9 +237,9 @@ def test_the_interval_of_steps_is_chosen_from_their_beginnings() -> None:
     timing = {"step": 0.25, "gradients": 0.05, "gate": 0.0}
     found = []
     for second in range(2 * WINDOW_STEPS):
-        is_settled, is_behind = second == 3, second > 3
+        is_settled, has_pending = second == 3, second > 3
         found.append(
-            steps.measure(100.0 + second, timing, is_settled=is_settled, is_behind=is_behind)
+            steps.measure(100.0 + second, timing, is_settled=is_settled, has_pending=has_pending)
         )
     # The steps after the fourth are measured.
     assert found.index(1) == 3 + WINDOW_STEPS
@@ -252,7 +252,7 @@ def test_the_interval_of_steps_is_chosen_from_their_beginnings() -> None:
     # There is no memory for what would be better.
     for expected in (5, None):
         found = [
-            steps.measure(200.0 + 3 * second, late, is_settled=second == 0, is_behind=True)
+            steps.measure(200.0 + 3 * second, late, is_settled=second == 0, has_pending=True)
             for second in range(WINDOW_STEPS + 1)
         ]
         assert found[-1] == expected

@@ -43,7 +43,7 @@ def test_all_gradients_are_applied_once_whoever_steps(
             step_with(*each, step)
         if step == 9:
             selected[1].drain()
-    assert selected[1]._engine is not None and selected[1]._engine.behind
+    assert selected[1]._engine is not None and selected[1]._engine.pending_params
     assert_same(selected, exact)
 
 
@@ -56,11 +56,11 @@ def test_a_selected_row_has_every_update_in_the_next_forward() -> None:
         step_with(model, optimizer, step)
         step_with(*exact, step)
     loss_of(model, 7)
-    assert optimizer._engine is not None and optimizer._engine.behind
+    assert optimizer._engine is not None and optimizer._engine.pending_params
     # A forward in training lets the parameter be read.
     now, expected = weight.detach(), exact[0].get_parameter("first.weight").detach()
     rows, columns = (int((now == expected).all(dim).sum()) for dim in (1, 0))
-    assert optimizer._engine.behind
+    assert optimizer._engine.pending_params
     assert (rows, columns) in {(8, 0), (0, 10)}
     bias = model.get_parameter("first.bias").detach()
     assert torch.equal(bias, exact[0].get_parameter("first.bias").detach())
@@ -119,7 +119,7 @@ def test_what_a_forward_reads_is_current_where_selected_and_bounded_elsewhere(
         step_with(*exact, step)
         # Neither waits: a forward in training has read them.
         loss_of(model, 0)
-        assert optimizer._engine is not None and optimizer._engine.behind
+        assert optimizer._engine is not None and optimizer._engine.pending_params
         for index, (param, newest) in enumerate(zip(params, expected, strict=True)):
             history[index].append(newest.detach().cpu().clone())
             weight = param.detach().cpu()
@@ -259,7 +259,7 @@ def test_every_look_sees_all_updates(how: str) -> None:
         assert optimizer.state
     else:
         copy.deepcopy(model)
-    assert optimizer._engine is not None and not optimizer._engine.behind
+    assert optimizer._engine is not None and not optimizer._engine.pending_params
     for param, expected in zip(model.parameters(), exact[0].parameters(), strict=True):
         assert torch.equal(param, expected)
     for step in range(12, 20):
@@ -377,7 +377,7 @@ def test_what_is_left_out_for_long_is_settled_only_where_it_was_written(
         engine = optimizer._engine
         assert engine is not None
         is_exact = step == 1 or (step == 13 and is_written)
-        assert bool(engine.behind) != is_exact, step
+        assert bool(engine.pending_params) != is_exact, step
     optimizer.drain()
     assert torch.equal(weight.float(), torch.full_like(weight.float(), 0.5)) == is_written
 

@@ -51,7 +51,7 @@ def test_coded_state_is_that_without_selected_channels(
         if step == 12:
             selected[1].drain()
             unselected[1].drain()
-    assert selected[1]._engine is not None and selected[1]._engine.behind
+    assert selected[1]._engine is not None and selected[1]._engine.pending_params
     assert selected[1].skipped_steps == 1
     assert_same(selected, unselected)
 
@@ -74,7 +74,7 @@ def test_coded_parameters_may_get_no_gradient_any_more(
         for each in (selected, unselected):
             step_with(*each, step, has_grad)
     assert optimizer._engine is not None
-    left = [param for param in model.parameters() if param not in optimizer._engine.behind]
+    left = [param for param in model.parameters() if param not in optimizer._engine.pending_params]
     assert 0 < len(left) < len(list(model.parameters()))
     weights = {param: param.detach().clone() for param in left}
     assert_same(selected, unselected)
@@ -131,7 +131,7 @@ def test_forwards_read_fp32_steps_of_the_state_that_was_coded(
             master.grad = drawn(param, step, index).float().cpu()
         in_fp32.step()
     loss_of(model, 0)
-    assert optimizer._engine is not None and optimizer._engine.behind
+    assert optimizer._engine is not None and optimizer._engine.pending_params
     expected = [rounded(master.detach(), dtype) for master in masters]
     for (name, param), weight in zip(model.named_parameters(), expected, strict=True):
         is_same = param.detach().cpu() == weight
@@ -140,7 +140,7 @@ def test_forwards_read_fp32_steps_of_the_state_that_was_coded(
         elif name == "first.weight":
             rows, columns = (int(is_same.all(dim).sum()) for dim in (1, 0))
             assert (rows, columns) in {(8, 0), (0, 10)}
-    assert optimizer._engine.behind
+    assert optimizer._engine.pending_params
     # The host's are others, and count.
     optimizer.drain()
     weights = [param.detach().cpu() for param in model.parameters()]

@@ -101,7 +101,7 @@ def test_a_step_that_selects_nothing_is_followed_by_one_that_shares_out(
         matrices = [one.segment for one in engine._core.selectable() if not one.nbytes]
         is_shared = any(any(engine.selector._counts.get(each, ())) for each in matrices)
         assert is_shared == (step not in (1, 5)), step
-        assert bool(engine.behind) == (step not in (1, 2, 5, 6)), step
+        assert bool(engine.pending_params) == (step not in (1, 2, 5, 6)), step
     assert_same(selected, exact)
 
 
@@ -130,7 +130,7 @@ def test_a_step_that_turns_out_to_be_exact_is_followed_by_one_that_shares_the_bu
     engine = optimizer._engine
     assert engine is not None and engine.selector is not None
     counts = engine.selector._counts
-    assert engine.behind and any(map(any, counts.values()))
+    assert engine.pending_params and any(map(any, counts.values()))
     x = torch.ones(2, 24, device=DEVICE, dtype=torch.bfloat16)
     model(x).float().sum().backward()
     last = model[3].weight
@@ -138,7 +138,7 @@ def test_a_step_that_turns_out_to_be_exact_is_followed_by_one_that_shares_the_bu
     held = last.data
     optimizer.step()
     optimizer.zero_grad()
-    assert not engine.behind
+    assert not engine.pending_params
     step_of(model, optimizer, gradients)
     assert sum(map(max, counts.values())) >= 24, held.shape
 

@@ -86,7 +86,7 @@ class DeferredSteps:
         return None if self._tuner is None else self._tuner.interval
 
     def measure(
-        self, began: float, timing: Mapping[str, float], *, is_settled: bool, is_behind: bool
+        self, began: float, timing: Mapping[str, float], *, is_settled: bool, has_pending: bool
     ) -> int | None:
         """The last step is over. Returns an interval that is better, if there is one.
 
@@ -94,13 +94,13 @@ class DeferredSteps:
             began: when the step that comes began, in seconds.
             timing: what the last one took, as `OffloadAdamW.timing` has it.
             is_settled: whether all updates were applied since.
-            is_behind: whether it has left updates pending.
+            has_pending: whether it has left updates pending.
         """
         if self._tuner is None:
             return None
         if is_settled:
             self._tuner.forget()
-        elif is_behind:
+        elif has_pending:
             self._tuner.note(StepTimes.of(began - self._step_began, timing))
         self._step_began = began
         return self._tuner.choice()

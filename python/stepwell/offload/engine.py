@@ -142,7 +142,7 @@ class Engine:
         """Whether nothing was submitted since `settle`, which may have found nothing to do."""
         # Those of which deferred steps have left updates pending, or weights to land; and for how
         # many deferred steps more, if no gradient comes.
-        self._behind: dict[torch.Tensor, int] = {}
+        self._pending_params: dict[torch.Tensor, int] = {}
         for buffer in self._buffers:
             self._core.pin(buffer)
         self._submit_stream = self._stream()
@@ -165,17 +165,17 @@ class Engine:
         return self._held[0]
 
     @property
-    def behind(self) -> Collection[torch.Tensor]:
+    def pending_params(self) -> Collection[torch.Tensor]:
         """The parameters of which the device may lack an update, or have a predicted weight.
 
         Deferred steps have stepped them, and no exact step has followed. Those that get no gradient
         any more have their own weight after `2 * interval + 1` deferred steps.
         """
-        return self._behind.keys()
+        return self._pending_params.keys()
 
-    def is_behind(self) -> bool:
-        """Whether there is any in `behind`."""
-        return bool(self._behind)
+    def has_pending(self) -> bool:
+        """Whether there is any in `pending_params`."""
+        return bool(self._pending_params)
 
     @property
     def busy(self) -> bool:
@@ -278,8 +278,8 @@ class Engine:
         }
         # Deferred steps hold them here, not with each job: the guard counts what refers to one.
         before = self._held[0]
-        behind = self._behind_after([update.param for update, _ in stepped], at_once)
-        still = {param: old for param, old in before.items() if param in behind}
+        pending = self._pending_after([update.param for update, _ in stepped], at_once)
+        still = {param: old for param, old in before.items() if param in pending}
         held = {} if at_once is None else {**still, **storages}
         owners_of_weights = [old for param, old in before.items() if old is not held.get(param)]
         deferral: dict[str, Any] = {}
@@ -315,7 +315,7 @@ class Engine:
         return [
             submit,
             partial(self._held.__setitem__, 0, held),
-            partial(setattr, self, "_behind", behind),
+            partial(setattr, self, "_pending_params", pending),
             partial(setattr, self, "is_settled", False),
             partial(setattr, self, "_step_stream", self._submit_stream),
         ]
@@ -332,17 +332,17 @@ class Engine:
         if self._step_stream is None:
             self._step_stream = self._submit_stream
 
-    def _behind_after(
+    def _pending_after(
         self, stepped: Iterable[torch.Tensor], at_once: Collection[torch.Tensor] | None
     ) -> dict[torch.Tensor, int]:
-        """`_behind` once a step of these parameters was submitted; `at_once` as there."""
+        """`_pending_params` once a step of these parameters was submitted; `at_once` as there."""
         if at_once is None:
             return {}
         assert self._deferred is not None
         # The turn of the last gradient, the landing of its predicted weight, and, at the turn after
         # that, of the weight itself (`submit` in `rust/offload/engine.rs`).
         num_steps = 2 * self._deferred.turns + 1
-        left = {param: count - 1 for param, count in self._behind.items() if count > 1}
+        left = {param: count - 1 for param, count in self._pending_params.items() if count > 1}
         left.update(dict.fromkeys(stepped, num_steps))
         return {param: count for param, count in left.items() if param not in at_once}
 
@@ -368,11 +368,11 @@ class Engine:
         self.is_settled = True
         if self.selector is not None:
             self.selector.reset()
-        if not self._behind:
+        if not self._pending_params:
             return
         self._wait_for_submit_stream()
         self.finish()
-        params = list(self._behind)
+        params = list(self._pending_params)
         with as_plain(params), torch.no_grad():
             written = self._twins.stale(params)
             torch.autograd.graph.increment_version(params)
@@ -387,7 +387,7 @@ class Engine:
                 # Its memory may be another than the one that the weight went to.
                 local(param).copy_(local(self._twins.weight(param)))
             self._twins.note(params)
-        self._behind = {}
+        self._pending_params = {}
         self._let_go()
         if written:
             raise ValueError(

@@ -95,7 +95,7 @@ class Gate:
             weakly. None: they may be written once a step was submitted.
         settle: as `WeightGuard` has it.
         confirm: likewise.
-        is_behind: a method that says whether updates are deferred that `settle` would apply; held
+        has_pending: a method that says whether updates are deferred that `settle` would apply; held
             weakly. None: none is.
         wait_bytes_max: of weights that one module waits for at once, before it begins, though only
             modules within it use them; 0: each module waits for its own.
@@ -109,7 +109,7 @@ class Gate:
         settle: Callable[[], None] | None = None,
         *,
         confirm: Callable[[], None] | None = None,
-        is_behind: Callable[[], bool] | None = None,
+        has_pending: Callable[[], bool] | None = None,
         wait_bytes_max: int = 0,
     ) -> None:
         self._params = set(params)
@@ -132,7 +132,7 @@ class Gate:
         self._parents: dict[int, list[int]] = {}
         self._owned: dict[int, list[torch.Tensor]] = {}
         self._nbytes: dict[int, int] = {}
-        self._is_behind = None if is_behind is None else weakref.WeakMethod(is_behind)
+        self._has_pending = None if has_pending is None else weakref.WeakMethod(has_pending)
         self._wait_bytes_max = wait_bytes_max
         modules = modules_alive()
         self.guard = (
@@ -264,8 +264,8 @@ class Gate:
             ValueError: weights are under way, or lack updates that are deferred, and a capture
                 cannot wait for them.
         """
-        is_behind = None if self._is_behind is None else self._is_behind()
-        if self.guard.any_under_way or (is_behind is not None and is_behind()):
+        has_pending = None if self._has_pending is None else self._has_pending()
+        if self.guard.any_under_way or (has_pending is not None and has_pending()):
             raise ValueError(
                 "a CUDA graph is captured while new weights are under way. "
                 "hint: optimizer.synchronize() before the capture"

@@ -349,7 +349,7 @@ class OffloadAdamW(OffloadStateDicts):
                     self._release,
                     engine.settle,
                     confirm=confirm,
-                    is_behind=engine.is_behind,
+                    has_pending=engine.has_pending,
                     wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
                 )
             self._engine, self._gate = engine, gate
@@ -577,7 +577,7 @@ class OffloadAdamW(OffloadStateDicts):
         if steps is None or steps.chosen_interval is None or engine is None:
             return
         interval = steps.measure(
-            begin, self.timing, is_settled=engine.is_settled, is_behind=engine.is_behind()
+            begin, self.timing, is_settled=engine.is_settled, has_pending=engine.has_pending()
         )
         if interval is not None:
             self._set_interval(interval)
@@ -767,7 +767,7 @@ class OffloadAdamW(OffloadStateDicts):
     def _refuse_lost_writes(self) -> None:
         """Raises ValueError where a parameter was written that updates are deferred of."""
         engine = self._engine
-        if engine is not None and self._twins.stale(engine.behind):
+        if engine is not None and self._twins.stale(engine.pending_params):
             engine.settle()
 
     def _at_once(
@@ -839,7 +839,7 @@ class OffloadAdamW(OffloadStateDicts):
         # Forwards wait by themselves once the step runs.
         #
         # Weights of deferred updates land with this step, also those of parameters without update.
-        others = list(set(engine.behind).difference(params))
+        others = list(set(engine.pending_params).difference(params))
         landing = [*params, *others]
         before = [
             partial(self._twins.mark_stale, self._left_out(landing)),

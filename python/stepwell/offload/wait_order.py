@@ -63,8 +63,8 @@ class WaitOrder:
         if waits == self._learned:
             return
         self._learned = waits
-        is_told = len(waits) < self._count or len(set(waits.values())) > 1
-        if not waits or not is_told:
+        has_order = len(waits) < self._count or len(set(waits.values())) > 1
+        if not waits or not has_order:
             return
         before, never = self._places or list(range(self._count)), self._num_waits + 1
         order = sorted(range(self._count), key=lambda at: (waits.get(at, never), before[at]))

@@ -192,7 +192,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
                 params,
                 _DeferredUploads(self._partitions, fragments),
                 settle=self._partitions.finish,
-                is_behind=self._partitions.is_behind,
+                has_pending=self._partitions.has_pending,
                 wait_bytes_max=LANDING_BYTES_MAX,
             )
         if not self._gate.is_open:

@@ -121,7 +121,7 @@ class DeferredPartitions:
         self.lock = threading.RLock()
         self._is_stepping = False
         self.is_settled = True
-        self._is_behind = False
+        self._has_pending = False
         # Of several ranks: whether masters have updates that no weight on the device has.
         self._is_ahead_of_device = False
         self._submit_stream = 0
@@ -248,7 +248,7 @@ class DeferredPartitions:
             submit,
             partial(setattr, self, "_step_stream", self._submit_stream),
             partial(setattr, self, "is_settled", False),
-            partial(setattr, self, "_is_behind", at_once is not None),
+            partial(setattr, self, "_has_pending", at_once is not None),
             partial(setattr, self, "_is_ahead_of_device", False),
         ]
 
@@ -336,7 +336,7 @@ class DeferredPartitions:
             if self._selector is not None:
                 self._selector.reset()
             self._finish_job()
-            if self._is_behind:
+            if self._has_pending:
                 self._apply_all()
 
     def _apply_all(self) -> None:
@@ -349,7 +349,7 @@ class DeferredPartitions:
                 other = stream_of(self._submit_stream, self.device)
                 torch.cuda.current_stream(self.device).wait_stream(other)
             self._core.settle(stream=self.stream())
-            self._is_behind = False
+            self._has_pending = False
             self._finish_job()
             for weight, before in zip(self._weights, kept, strict=False):
                 weight.copy_(before)
@@ -365,14 +365,14 @@ class DeferredPartitions:
                 weight.copy_(master.detach() if twin is None else twin)
         self._is_ahead_of_device = False
 
-    def is_behind(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether updates are deferred that no exact step has followed."""
-        return self._is_behind
+        return self._has_pending
 
     @property
     def is_landed(self) -> bool:
         """Whether the weights on the device lack no update."""
-        return not self._is_behind and not self._is_ahead_of_device
+        return not self._has_pending and not self._is_ahead_of_device
 
     def synchronize(self) -> None:
         """Waits until the last step is complete, and all copies have ended."""

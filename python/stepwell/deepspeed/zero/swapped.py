@@ -1,14 +1,14 @@
-"""Partitions whose state is on a volume: masters and moments that are away between steps.
+"""Partitions whose state is on a volume: masters and moments that are there between steps.
 
-A tensor of such state is *away*, or it is in memory. Away it has the class `Written`
-(`stepwell.offload.writes`) and lies at addresses that nothing is at. Its first use brings the state
-of its partition into memory; so DeepSpeed's accessors, checkpoints and loaders need not know of it.
-The next step goes on from that memory, writes it to the volume, and the tensors are away again. So
-what is written to them counts, and a view that was taken before a step is a snapshot after it.
+A tensor of such state is on the volume, or it is in memory. While it is on the volume it has the
+class `Written` (`stepwell.offload.writes`) and lies at addresses that nothing is at. Its first use
+brings the state of its partition into memory; so DeepSpeed's accessors, checkpoints and loaders
+need not know of it. The next step goes on from that memory and writes it to the volume. So what is
+written to such tensors counts, and a view that was taken before a step is a snapshot after it.
 
 A use of a fragment (`narrow` of a flat tensor, or a piece of the master) brings the chunks that it
-lies in, and no others. The partition counts as away, unless a fragment was written to by the time
-of the next step. Then the rest is brought, and the step goes on from memory.
+lies in, and no others. The partition counts as on the volume, unless a fragment was written to by
+the time of the next step. Then the rest is brought, and the step goes on from memory.
 
 The memory is mapped files in the folders of the volume, or in the folder for temporary files where
 it is on devices alone: an export takes no host memory that the kernel could not take back, and
@@ -66,7 +66,7 @@ class _Held(NamedTuple):
     tensors: dict[str, torch.Tensor]
     """What is on the volume, by name: moments, trailing bits, the master."""
     places: dict[str, torch.Tensor]
-    """Where each is while it is away."""
+    """Where each is while it is on the volume."""
     beside: dict[str, Any]
     """What of the state stays in memory, with a count of no updates."""
     shape: torch.Tensor
@@ -104,9 +104,9 @@ class SwappedPartitions:
         self._group_of: dict[int, int] = {}
         # Of pieces of masters: first element and number of elements.
         self._run_of: dict[int, tuple[int, int]] = {}
-        # What was brought of partitions that count as away.
+        # What was brought of partitions that count as on the volume.
         self._parts: dict[int, MappedState] = {}
-        self._away: set[int] = set()
+        self._on_volume: set[int] = set()
         self._stepped: set[int] = set()
         # A signal's handler may use state while it is brought.
         self._lock = threading.RLock()
@@ -321,12 +321,15 @@ class SwappedPartitions:
         return {"bytes_read": read, "bytes_written": written}
 
     def close(self) -> None:
-        """Ends the use of the volume, when no step is under way. What is away is empty then."""
+        """Ends the use of the volume, when no step is under way.
+
+        Tensors whose state is on it are empty then.
+        """
         with self._lock:
             self._letting_go()
             self._closing()
             self._held.clear()
-            self._away.clear()
+            self._on_volume.clear()
             self._parts.clear()
 
     # ---- state ----
@@ -338,7 +341,7 @@ class SwappedPartitions:
         return {**held.beside, **tensors}
 
     def known(self, group: int, known: _state.State | None) -> _state.State | None:
-        """State of a partition as the coming step takes it: wholly away, or wholly in memory.
+        """State of a partition as the coming step takes it: all on the volume, or all in memory.
 
         Args:
             group: the partition's number.
@@ -372,12 +375,12 @@ class SwappedPartitions:
             return [
                 tensor.untyped_storage()
                 for group in groups
-                if group in self._held and group not in self._away
+                if group in self._held and group not in self._on_volume
                 for tensor in self._held[group].tensors.values()
             ]
 
     def leaving(self, groups: Collection[int]) -> list[partial[Any]]:
-        """The calls after which the state of these partitions is away: of the step that comes.
+        """The calls of the coming step after which these partitions' state is on the volume.
 
         They are made one directly after the other.
         """
@@ -385,10 +388,9 @@ class SwappedPartitions:
         calls: list[partial[Any]] = [partial(self._stepped.update, stepped)]
         for group in stepped:
             held = self._held[group]
-            # Also what is away now: another thread may bring it, or a fragment of it, before these
-            # calls.
+            # Also what is on the volume now: a thread may bring it, or a part, before these calls.
             calls.append(partial(self._parts.pop, group, None))
-            calls.append(partial(self._away.add, group))
+            calls.append(partial(self._on_volume.add, group))
             for tensor, place in self._pairs(held, held.places):
                 # The class goes first: with the other one the data would be waited for.
                 calls.append(partial(setattr, tensor, "__class__", torch.Tensor))
@@ -430,11 +432,11 @@ class SwappedPartitions:
                 self._run_of[id(piece)] = begin, numel
                 remember([piece], self)
                 piece.data = master.narrow(0, begin, numel)
-                if group in self._away:
+                if group in self._on_volume:
                     piece.__class__ = Written
             return [piece for piece, _, _ in held.views]
 
-    # ---- what is away, and used ----
+    # ---- what is on the volume, and used ----
 
     def wait_for(self, tensors: Iterable[torch.Tensor]) -> None:
         """Brings what `tensors` are of into memory: pieces alone, or whole partitions."""
@@ -451,7 +453,7 @@ class SwappedPartitions:
             self._bring(group)
 
     def narrow(self, tensor: torch.Tensor, begin: int, numel: int) -> torch.Tensor | None:
-        """A part of a master or moment that is away, once it is in memory."""
+        """A part of a master or moment that is on the volume, once it is in memory."""
         group = self._group_of[id(tensor)]
         held = self._held[group]
         names = [name for name, each in held.tensors.items() if each is tensor]
@@ -459,14 +461,14 @@ class SwappedPartitions:
         if not names or held.places[names[0]].numel() != held.shape.numel():
             return None
         with self._lock:
-            if group not in self._away:
+            if group not in self._on_volume:
                 return None
             part = self._part(group, begin, begin + numel)
             return part.tensors[names[0]].narrow(0, begin, numel)
 
     def _bring_piece(self, group: int, piece: torch.Tensor, begin: int, numel: int) -> None:
         with self._lock:
-            if group not in self._away or type(piece) is not Written:
+            if group not in self._on_volume or type(piece) is not Written:
                 return
             there = self._part(group, begin, begin + numel).tensors[_MASTER]
             calls = [
@@ -477,7 +479,7 @@ class SwappedPartitions:
 
     def _bring(self, group: int) -> None:
         with self._lock:
-            if group not in self._away:
+            if group not in self._on_volume:
                 return
             held = self._held[group]
             memory = self._part(group, 0, held.shape.numel()).tensors
@@ -485,12 +487,12 @@ class SwappedPartitions:
             for tensor_of, there in self._pairs(held, memory):
                 calls.append(partial(setattr, tensor_of, "data", there))
                 calls.append(partial(setattr, tensor_of, "__class__", torch.Tensor))
-            calls.append(partial(self._away.discard, group))
+            calls.append(partial(self._on_volume.discard, group))
             calls.append(partial(self._parts.pop, group, None))
             _call_all(calls)
 
     def _part(self, group: int, begin: int, end: int) -> MappedState:
-        """Memory for a partition that is away, with what has elements from `begin` to `end`.
+        """Memory for a partition on the volume, with what has elements from `begin` to `end`.
 
         Raises:
             OSError: a drive fails, or has no room.
@@ -562,7 +564,7 @@ def _empty(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _let_go(groups: dict[int, _Held]) -> None:
-    """The optimizer is gone, and what is away stays there."""
+    """The optimizer is gone, and what is on the volume stays there."""
     with without_waiting():
         for held in groups.values():
             tensors = [*held.tensors.values(), *(piece for piece, _, _ in held.views)]
