@@ -11,7 +11,7 @@ from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES
 from stepwell import _core
 from stepwell.offload import collector, engine, gradients
-from stepwell.offload.checksums import checksum, differences, sums_of
+from stepwell.offload.checksums import are_whole_words, checksum, differences, sums_of
 from stepwell.offload.gradients import Gradients, may_change_after_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -82,13 +82,26 @@ def test_signs_of_patterns_are_seen(period):
     assert is_different(before, checksum(tensor))
 
 
-@given(count=st.sampled_from(SIZES), at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 31))
-def test_a_single_bit_is_seen(count, at, bit):
-    tensor = torch.linspace(-1, 1, count)
+@given(
+    count=st.sampled_from(SIZES),
+    offset=st.integers(0, 3),
+    at=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 31),
+)
+def test_a_single_bit_is_seen(count, offset, at, bit):
+    tensor = torch.linspace(-1, 1, count + offset)[offset:]
     before = checksum(tensor)
     word = tensor.view(torch.int32)[int(at * count)]
     word.bitwise_xor_(torch.tensor((1 << bit) - (1 << 32 if bit == 31 else 0)).int())
     assert is_different(before, checksum(tensor))
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"),
+    [(0, 2, True), (2, 8, True), (0, 0, False), (0, 3, False), (1, 3, False), (1, 2, False)],
+)
+def test_the_engine_sums_whole_words(begin, end, expected):
+    assert are_whole_words(torch.zeros(8)[begin:end]) == expected
 
 
 def test_each_pair_is_told_apart():
@@ -444,6 +457,20 @@ def test_backwards_are_counted_from_the_last_step(caplog):
                 optimizer.step()
     assert_equal(ours, theirs)
     assert "cross the bus again" not in caplog.text
+
+
+def test_a_backward_counts_once_for_a_parameter_that_went_and_came_back():
+    net, optimizer = pair(accumulation_steps=2)[0]
+    first, params = net[0].weight, optimizer.param_groups[0]["params"]
+    for members in (list(net.parameters())[1:], [*params[1:], first]):
+        train(net, optimizer, 1)
+        params[:] = members
+    train(net, optimizer, 1)
+    optimizer.zero_grad()
+    loss_of(net, 1).backward()
+    assert not optimizer._collector.copies.is_any_taken
+    loss_of(net, 2).backward()
+    assert optimizer._collector.copies.is_any_taken
 
 
 @pytest.mark.parametrize("batch_bytes", [0, 64 << 20], ids=["copied", "waiting"])

@@ -4,10 +4,12 @@ Its clipping and its logged norm, accumulation, bf16, and exact resumption.
 """
 
 import math
+import types
 
 import pytest
 import stepwell
 import torch
+from offload_cases import loss_of, pair
 from optim_cases import bits
 from stepwell.offload import fold_clipping
 
@@ -182,3 +184,41 @@ def test_other_optimizers_are_refused(tmp_path):
     trainer, _ = trainer_of(tmp_path, stepwell.AdamW)
     with pytest.raises(ValueError, match=r"`AdamW`, expected OffloadAdamW(.|\n)*hint"):
         fold_clipping(trainer)
+
+
+OTHERS = {
+    "norm": lambda params, accelerator: accelerator.clip_grad_norm_(params, 0.5, norm_type=1.0),
+    "parameters": lambda params, accelerator: accelerator.clip_grad_norm_(params[1:], 0.5),
+    "scaler": lambda params, accelerator: accelerator.clip_grad_norm_(params, 0.5),
+}
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_what_the_step_cannot_do_is_left_to_the_trainer(which):
+    net, optimizer = pair()[0]
+    clipped = []
+
+    def clip(parameters, max_norm, norm_type=2.0):
+        clipped.append((len(parameters), max_norm, norm_type))
+        return torch.tensor(7.0)
+
+    accelerator = types.SimpleNamespace(clip_grad_norm_=clip, scaler=None)
+    fold_clipping(types.SimpleNamespace(optimizer=optimizer, accelerator=accelerator))
+    params, norms = list(net.parameters()), []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        norms.append(accelerator.clip_grad_norm_(params, 0.5))
+        assert optimizer.clip_norm == 0.5 and norms[-1].isnan()
+        optimizer.step()
+        assert norms[-1].item() == pytest.approx(optimizer.grad_norm)
+    # That of the step before stays.
+    assert norms[0] != norms[1]
+    assert not clipped
+    loss_of(net, 2).backward()
+    if which == "scaler":
+        accelerator.scaler = object()
+    assert OTHERS[which](params, accelerator).item() == 7.0
+    expected = (len(params) - (which == "parameters"), 0.5, 1.0 if which == "norm" else 2.0)
+    assert clipped == [expected]
+    assert optimizer.clip_norm is None

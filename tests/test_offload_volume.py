@@ -646,6 +646,20 @@ def test_a_look_after_a_look_scans_nothing(tmp_path, monkeypatch):
     assert len(scanned) == len(params)
 
 
+def test_a_snapshot_has_its_own_counts_of_parameters_without_elements(tmp_path):
+    net = torch.nn.Linear(300, 300)
+    net.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+    optimizer = on_volume(net, tmp_path)
+    saved = []
+    for _ in range(2):
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        saved.append(optimizer.state_dict()["state"])
+    for count, states in enumerate(saved, 1):
+        assert [int(state["step"]) for state in states.values()] == [count] * 3
+
+
 def test_a_resumed_state_dict_has_the_keys_of_one_that_never_stopped(tmp_path):
     def net_with_nothing():
         torch.manual_seed(1)
@@ -765,6 +779,7 @@ def test_a_volume_is_laid_out_as_its_drives_were_measured(tmp_path, caplog):
     first, second = folders(tmp_path)
     volume = stepwell.Volume([first, second])
     assert shape_of(volume) == VolumeShape([], 1 << 20, 32)
+    assert not caplog.text
     tuned(first, 3000)
     assert shape_of(volume) == VolumeShape([], 1 << 20, 32)
     assert "1 of 2 folders of a volume were measured" in caplog.text
@@ -787,7 +802,9 @@ def test_a_measurement_that_is_none_is_refused(tmp_path):
     first, second = folders(tmp_path)
     tuned(first, 1)
     tuned(second, 1)
-    for text in ("{}", "[]", "x", '{"mb_per_second": 0}'):
+    whole = (second / TUNING_FILE).read_text()
+    half = whole.replace('"mb_per_second": 1', '"mb_per_second": 1.5')
+    for text in ("{}", "[]", "x", '{"mb_per_second": 0}', half):
         (second / TUNING_FILE).write_text(text)
         with pytest.raises(ValueError, match="is no measurement of a drive"):
             shape_of(stepwell.Volume([first, second]))
