@@ -5,6 +5,7 @@ A program that reads one on the device meets NaN or an error.
 
 import copy
 import os
+import pickle
 import re
 
 import pytest
@@ -192,6 +193,8 @@ def test_numpy_of_a_gradient_is_a_copy():
     loss_of(net, 1).backward()
     net[0].weight.grad.numpy().fill(0)
     assert net[0].weight.grad.isnan().all()
+    stored = pickle.loads(pickle.dumps(net[0].weight.grad))
+    assert type(stored) is torch.Tensor and stored.isnan().all()
     copied = copy.deepcopy(net[0].weight.grad)
     assert type(copied) is torch.Tensor
     assert copied.mul_(2).isnan().all()

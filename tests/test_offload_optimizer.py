@@ -624,6 +624,7 @@ def test_timing_and_bytes():
     (net, optimizer), _ = pair()
     assert optimizer.timing == {}
     assert optimizer.grad_norm is None
+    assert optimizer.committed_steps is None
     began = time.perf_counter()
     train(net, optimizer, 1)
     optimizer.synchronize()

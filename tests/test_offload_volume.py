@@ -337,6 +337,7 @@ def test_a_rank_adds_its_number_to_the_name_that_was_given(tmp_path, monkeypatch
 def test_a_resumed_volume_is_as_if_never_stopped(tmp_path, dtype, moments):
     options = {"moments": moments, "name": "run", "clip_norm": 1.0}
     (net, optimizer), theirs = pair(tmp_path, dtype, **options)
+    assert optimizer.committed_steps == 0
     train(net, optimizer, 3)
     train(*theirs, 3)
     optimizer.synchronize()
