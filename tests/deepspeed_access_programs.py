@@ -49,6 +49,7 @@ def program_access(result):
             "read, overflow": (read, configuration(dtype="fp16", precision=overflowing)),
             "set": (set_gradients, configuration(dtype="bf16")),
             "state": (set_state, configuration(dtype="bf16")),
+            "state, ours": (set_state, configuration(dtype="bf16", optimizer="StepwellAdamW")),
             "set early": (
                 set_early,
                 configuration(dtype="bf16", gradient_accumulation_steps=2),
@@ -85,9 +86,26 @@ def program_access(result):
                 run({**config, "stepwell": {**config.get("stepwell", {}), "engine": engine}})
                 for engine in (True, False)
             ]
+    result["too early"] = [too_early(stage) for stage in (2, 3)]
     result["pinned"] = [pinned(says) for says in (None, True, False)]
     result["timed"] = timed()
     result["claims ended"] = claims_ended()
+
+
+def too_early(stage):
+    """What reading a moment before the first step says."""
+    from deepspeed import utils
+
+    said = []
+    for is_engine in (True, False):
+        config = configuration(stage=stage, optimizer="StepwellAdamW")
+        engine = initialize(perceptron(), {**config, "stepwell": {"engine": is_engine}})
+        try:
+            utils.safe_get_full_optimizer_state(engine.module[0].weight, "exp_avg")
+        except ValueError as error:
+            said.append(str(error))
+        engine.destroy()
+    return said
 
 
 def weights(engine):

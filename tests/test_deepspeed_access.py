@@ -28,6 +28,8 @@ NAMES = (
     "set early, on the device, ZeRO-3",
     "state, ZeRO-2",
     "state, ZeRO-3",
+    "state, ours, ZeRO-2",
+    "state, ours, ZeRO-3",
     "unchecked, ZeRO-2",
     "unchecked, ZeRO-3",
     "unchecked, ours, ZeRO-2",
@@ -49,6 +51,11 @@ def test_as_on_deepspeeds_own_path(runs, name):
 
 def test_all_runs_are_looked_at(runs):
     assert {name for name in runs if "ZeRO" in name} == set(NAMES)
+
+
+def test_moments_are_there_from_the_first_step_on(runs):
+    hint = "there is no `exp_avg` yet. hint: optimizer state is made by the first step"
+    assert runs["too early"] == [[hint] * 2] * 2
 
 
 def test_what_the_json_says_of_gradients_that_are_not_finite_wins(runs):

@@ -418,6 +418,7 @@ def test_runs_are_taken_from_where_they_lie():
     assert gradients.norm(float) == pytest.approx(math.sqrt(sum(at**2 for at in range(12))))
     gradients.take_zeros()
     assert core.taken.keys() == {0, 1, 2}
+    assert gradients.gradient(fragment).tolist() == list(range(12))
     assert gradients.gradient(missing).tolist() == [0.0] * 6
     gradients.release(0)
     assert not gradients.has_gradient(fragment)
@@ -484,6 +485,15 @@ def test_norms_of_deferred_gradients_beyond_float32():
     gradients.drop()
     gradients.add(other, full(1, math.nan), is_owned=False)
     assert gradients.norm(float) == math.inf
+
+
+def test_deferred_gradients_are_read_and_not_set():
+    gradients, _, (fragment,) = deferred_gradients(4, dtype=FP32)
+    gradients.add(fragment, full(4, 1.0, FP32), is_owned=True)
+    gradients.gradient(fragment).zero_()
+    with pytest.raises(ValueError, match="a gradient is set, which deferred updates"):
+        gradients.set_gradient(fragment, full(4, 2.0, FP32))
+    assert gradients.gradient(fragment).tolist() == [1.0] * 4
 
 
 def test_deferred_gradients_of_another_dtype_are_refused():

@@ -246,6 +246,7 @@ def test_two_backwards():
         (accesses.set_early, {"dtype": "bf16", "gradient_accumulation_steps": 2}),
         (accesses.set_early, {"dtype": "bf16", **ON_DEVICE}),
         (accesses.set_state, {"dtype": "bf16"}),
+        (accesses.set_state, {"dtype": "bf16", "optimizer": "StepwellAdamW"}),
         (accesses.poisoned, {"dtype": "bf16", "precision": {"check_grad_overflow": False}}),
     ],
 )
@@ -608,6 +609,11 @@ def test_access():
     for name, test in vars(test_deepspeed_offload_access).items():
         if name.startswith("test_") and test.__code__.co_varnames[:1] == ("access",):
             test(result)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_too_early(stage):
+    assert all("made by the first step" in each for each in accesses.too_early(stage))
 
 
 def test_claims():
