@@ -129,6 +129,7 @@ def checkpointed(name, folder):
         found["refused"] = str(error)
         return found
     found["universal partitions"] = partitions(engine)
+    found["consolidated, universal"] = consolidated(engine)
     found["universal"] = train(engine, vectors(STEPS, first=STEPS), squared)
     found["universal partitions after"] = partitions(engine)
     engine.destroy()

@@ -63,6 +63,15 @@ def test_safe_get_full(runs, name):
             assert torch.equal(found, value[: len(found)].to(found.dtype))
 
 
+@pytest.mark.parametrize("name", deepspeed_checkpoint_programs.UNIVERSAL)
+def test_safe_get_full_behind_a_universal_checkpoint(runs, name):
+    expected = merged(runs[name]["universal partitions"], ("exp_avg", "exp_avg_sq"))
+    for found, value in zip(
+        flattened(runs[name]["consolidated, universal"]), expected, strict=True
+    ):
+        assert torch.equal(found, value[: len(found)].to(found.dtype))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_safe_get_full_grad(runs, name):
     run = runs[name]

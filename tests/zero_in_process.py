@@ -343,6 +343,7 @@ def test_saved_and_consolidated(name, tmp_path):
     test_deepspeed_checkpoints.test_setting_works_or_is_refused(run, name)
     if name in checkpoints.UNIVERSAL:
         test_deepspeed_checkpoints.test_universal_checkpoints(run, name)
+        test_deepspeed_checkpoints.test_safe_get_full_behind_a_universal_checkpoint(run, name)
     elif name in checkpoints.NOT_UNIVERSAL:
         check = (
             test_deepspeed_checkpoints.test_universal_checkpoints_without_fp32_masters_are_refused
