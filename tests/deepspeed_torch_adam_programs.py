@@ -128,6 +128,7 @@ def obstacles(result):
         "forced, off": (adamw, False),
         "forced, callable, off": (adamw, False),
         "forced, amsgrad": (makers["amsgrad"], True),
+        "forced, another": (makers["another"], True),
     }.items():
         model = perceptron()
         given = make if "callable" in name else make(model.parameters())

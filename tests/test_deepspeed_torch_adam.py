@@ -121,6 +121,8 @@ def test_deepspeed_forces_its_own_where_the_engine_does_not_step(runs):
         assert '"zero_force_ds_cpu_optimizer": false' in found[name]
     for name, reason in {"off": '"engine" is false', "amsgrad": "with amsgrad"}.items():
         assert reason in found[f"forced, {name}"]
+    # This one DeepSpeed refuses by itself.
+    assert found["forced, another"].startswith("ZeRORuntimeException: ")
 
 
 def test_options_that_are_set_later_are_refused(runs):
