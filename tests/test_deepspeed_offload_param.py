@@ -171,10 +171,12 @@ def test_weights_go_to_memory_that_the_pool_touches(monkeypatch):
             torch.empty(1 << 20, dtype=torch.bfloat16, device="meta"),
             torch.empty((1 << 10, 1 << 10), dtype=torch.bfloat16, device=device),
             torch.empty(1 << 20),
+            torch.ones(1 << 20, dtype=torch.bfloat16, device=device),
         ]
     assert sizes == [2 << 20]
     assert (weight.shape, weight.dtype, weight.device.type) == ((1 << 20,), torch.bfloat16, "cpu")
-    assert [each.numel() for each in others] == [1 << 10, 1 << 20, 1 << 20, 1 << 20]
+    assert [each.numel() for each in others] == [1 << 10, *[1 << 20] * 4]
+    assert others[-1].eq(1).all()
     # It lives as long as what is left of it.
     view = weight[-1:]
     del weight
