@@ -3,7 +3,9 @@
 Each model trains with them and with DeepSpeed's.
 """
 
+import functools
 import time
+from unittest import mock
 
 import torch
 from deepspeed_engines import initialize, vectors
@@ -32,6 +34,26 @@ class Model(torch.nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
+
+
+class Scaled(Model):
+    """Has weights of one element: one is its own, and one is of a layer."""
+
+    class Scale(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x * self.factor
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((1,), 1.5))
+        self.layers[1] = self.Scale()
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
 
 
 class Tied(Model):
@@ -420,6 +442,36 @@ def waits_after_a_step():
     return written, waits
 
 
+def compiled():
+    """What a forward calls of the fetcher, and what of it a compiler would look into."""
+    from stepwell.deepspeed.zero import module_hooks
+
+    engine = initialize(Model(), offloaded())
+    fetcher = engine.optimizer._get_param_coordinator()
+    calls, seen, hooks = [], [], []
+
+    def uncompiled(hook, *args):
+        hooks.append(hook)
+        found = hook(*args)
+        hooks.pop()
+        return found
+
+    def watched(name, method, *args):
+        (calls if hooks else seen).append(name)
+        return method(*args)
+
+    for name in ("reset_step", "enter", "leave"):
+        setattr(fetcher, name, functools.partial(watched, name, getattr(fetcher, name)))
+    with (
+        torch.no_grad(),
+        mock.patch.object(torch.compiler, "is_compiling", lambda: True),
+        mock.patch.object(module_hooks, "_uncompiled", uncompiled),
+    ):
+        engine.module(next(vectors(1)).to(torch.bfloat16))
+    engine.destroy()
+    return calls, seen
+
+
 def counted():
     """What the fetcher has on the device after a step, and how DeepSpeed's stack stands."""
     from deepspeed.runtime.zero import parameter_offload
@@ -471,7 +523,7 @@ def program_fetch(result):
     result["persistent"] = both(Model, persistent=100)
     result["accumulated"] = both(Tied, gradient_accumulation_steps=2)
     result["evaluated"] = both(Tied, between=evaluate, zero=TIGHT)
-    result["written"] = both(Model, between=write)
+    result["written"] = both(Scaled, between=write)
     result["unhooked"] = both(Model, between=unhook)
     result["failing"] = [failing(fetch) for fetch in ("stepwell", "deepspeed")]
     result["failing, inferred"] = [
@@ -484,4 +536,5 @@ def program_fetch(result):
             spoken(fetch, look, checkpoints=True, zero=TIGHT) for fetch in ("stepwell", "deepspeed")
         ]
     result["waits"] = waits_after_a_step()
+    result["compiled"] = compiled()
     result["counted"] = counted()

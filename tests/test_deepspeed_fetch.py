@@ -78,6 +78,12 @@ def test_behind_the_end_of_a_step_no_weight_waits_for_its_part_of_it(runs):
     assert waits == []
 
 
+def test_a_compiler_of_the_model_looks_into_no_fetch(runs):
+    calls, seen = runs["compiled"]
+    assert calls == ["reset_step", *["enter", "leave"] * 3]
+    assert seen == []
+
+
 def test_nothing_is_left_behind(runs):
     assert runs["counted"] == {
         "live": 0,
@@ -112,6 +118,12 @@ def test_several_ranks_gather_to_the_bits_of_deepspeeds_hooks(ranks, model):
         assert ours["most"] <= theirs["most"]
     # Each has batches of its own.
     assert ranks[0][model][0]["losses"] != ranks[1][model][0]["losses"]
+
+
+@pytest.mark.parametrize("name", ["written", "looked at"])
+def test_what_one_rank_has_or_does_alone_changes_no_gather(ranks, name):
+    for rank in ranks:
+        assert_same(*rank[name])
 
 
 def test_ranks_that_have_parted_step_nothing_and_go_on(ranks):

@@ -102,6 +102,8 @@ class _Call:
 class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has no types
     """See the module. Takes what its base class takes."""
 
+    fwd_pre_hook: Any
+
     def setup_zero_stage3_hooks(self) -> None:
         """Called by DeepSpeed's constructor."""
         device = torch.device(get_accelerator().current_device_name())
@@ -114,9 +116,12 @@ class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has 
         self._ids = itertools.count()
         # Forwards that have begun, the outermost first. One that raises leaves its module here.
         self._entered: list[_Entered] = []
+        # Before that which has the forward of the model itself begin.
+        start_hook = self.module.register_forward_pre_hook(self._start)
         super().setup_zero_stage3_hooks()
-        # Behind the start of a forward, where DeepSpeed's hook has begun a pass.
-        self.module.register_forward_pre_hook(self._forget_unended)
+        # DeepSpeed's would be compiled with the model.
+        self.fwd_pre_hook.remove()
+        self.fwd_pre_hook = start_hook
 
     def _lane(self, device: torch.device) -> WeightLane:
         # The group that parameters are partitioned over: with sequences in parts not the data's.
@@ -149,7 +154,18 @@ class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has 
             module.register_forward_hook(self._after),
         ]
 
-    def _forget_unended(self, *_: Any) -> None:
+    def _start(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            _uncompiled(self._begin_pass)
+        else:
+            self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        """A forward of the whole model begins. Forwards before it that have not ended have raised.
+
+        Activation checkpoints of the whole model have forwards in the backward.
+        """
+        self.param_coordinator.reset_step()
         if self._entered and not is_in_backward():
             del parameter_offload.FWD_MODULE_STACK[self._entered[0].depth :]
             self._entered.clear()
