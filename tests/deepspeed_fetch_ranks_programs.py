@@ -14,9 +14,11 @@ from deepspeed_fetch_programs import (
     Leafy,
     Model,
     Reaching,
+    Scaled,
     Tied,
     loss_of,
     offloaded,
+    write,
 )
 from deepspeed_offload_param_programs import weights
 
@@ -29,6 +31,20 @@ class Uneven(Model):
     def __init__(self):
         super().__init__()
         self.layers[1] = torch.nn.Sequential(torch.nn.Linear(32, 7), torch.nn.Linear(7, 32))
+
+
+class Normed(Model):
+    """Whose first weights are persistent, and whose layers are of several sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(32)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(*sizes) for sizes in ((32, 32), (32, 4), (4, 32)) * 3
+        )
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
 
 
 class Parting(Model):
@@ -51,6 +67,36 @@ def both(model, rank, *, is_on_device=False, **options):
             del config["zero_optimization"]["offload_param"]
         found.append(alone.trained(model, config, rank=rank))
     return found
+
+
+def written(rank):
+    """Weights are written that were gathered ahead, and of which this rank may have no element.
+
+    DeepSpeed's hooks refuse to partition what is gathered ahead: nothing is, with theirs.
+    """
+    ahead = TIGHT | {"stage3_max_live_parameters": 10_000}
+    found = []
+    for fetch, zero in (("stepwell", ahead), ("deepspeed", None)):
+        config = offloaded(stepwell={"fetch": fetch}, zero=zero)
+        run = alone.trained(Scaled, config, between=write, rank=rank)
+        # In the pieces, what is behind the last element is anything.
+        found.append(run | {"weights": run["weights"][len(run["weights"]) // 2 :]})
+    return found
+
+
+def looked_at(rank):
+    """With and without a look of one rank at what a persistent part of the model makes."""
+    config = offloaded(
+        persistent=100,
+        zero={"stage3_prefetch_bucket_size": 600, "stage3_max_reuse_distance": 0},
+    )
+
+    def look(engine, step):
+        if step in (1, 3) and rank == 0:
+            with torch.no_grad():
+                engine.module.norm(torch.ones(2, 32, dtype=torch.bfloat16))
+
+    return [alone.trained(Normed, config, between=each, rank=rank) for each in (look, None)]
 
 
 def parted(rank):
@@ -111,5 +157,7 @@ def program_fetch_ranks(result):
         result[model.__name__] = both(model, rank, zero=TIGHT)
     result["Tied"] = both(Tied, rank, gradient_accumulation_steps=2)
     result["Uneven, on the device"] = both(Uneven, rank, is_on_device=True, persistent=100)
+    result["written"] = written(rank)
+    result["looked at"] = looked_at(rank)
     result["parted"] = parted(rank)
     result["ahead"] = ahead(rank)

@@ -41,6 +41,7 @@ class Lane:
     """A device: what it is asked for, and points that it passes when it is waited for."""
 
     is_collective = False
+    num_ranks = 1
 
     def __init__(self):
         self.copied, self.waited, self.freed = [], [], []
@@ -98,6 +99,7 @@ class World:
             "ds_tensor": torch.full((NUMEL,), float(ds_id)),
             "ds_status": self.states.NOT_AVAILABLE,
             "ds_active_sub_modules": set(),
+            "partition_numel": lambda: -(-NUMEL // self.lane.num_ranks),
             "ds_persist": False,
             "is_external_param": False,
             "requires_grad": True,
@@ -405,6 +407,36 @@ def test_a_module_whose_weights_are_there_is_passed_over(fetching):
     world.fetcher._fetch(world.params[:1])
     world.fetcher.reset_step()
     assert world.lane.copied == [[0], [1]]
+
+
+def test_several_ranks_gather_nothing_ahead_of_which_one_has_no_elements(fetching):
+    world = World(fetching, ahead=100)
+    world.lane.is_collective, world.lane.num_ranks = True, 6
+    # 2 for each of five ranks.
+    assert world.params[0].partition_numel() == 2
+    world.params[1].ds_numel = NUMEL + 1
+    world.forward(0, 1)
+    assert world.forward(0, 1) == [[1], [0]]
+
+
+@pytest.mark.parametrize("is_collective", [False, True])
+def test_one_of_several_ranks_may_use_by_itself_what_never_leaves(fetching, is_collective):
+    world = World(fetching, ahead=1)
+    world.lane.is_collective = is_collective
+    world.params[3].ds_persist = True
+    for _ in range(2):
+        world.enter(3)
+        world.leave(3)
+        gathered = world.forward(0, 1, 2)
+    world.lane.copied.clear()
+    world.fetcher.reset_step()
+    assert world.lane.copied == [[0]]
+    world.enter(3)
+    assert world.lane.copied == [[0]]
+    world.leave(3)
+    world.enter(0)
+    # Where it is no other order, the next is gathered ahead.
+    assert world.lane.copied == (gathered[:2] if is_collective else [[0]])
 
 
 @pytest.mark.parametrize("change", ["written", "moved", "stepped"])

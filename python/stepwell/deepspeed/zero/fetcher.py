@@ -168,7 +168,10 @@ class Fetcher:
             token: what `leave` is called with.
         """
         with self._lock:
-            self._order.note(module, params)
+            # One rank may use by itself what never leaves.
+            is_expected = not self._lane.is_collective or not all(p.ds_persist for p in params)
+            if is_expected:
+                self._order.note(module, params)
             missing = []
             if is_in_backward() and token not in self._in_backward:
                 self._keep_for_backward(params)
@@ -180,7 +183,8 @@ class Fetcher:
                 self._fetch(missing)
             if self._arrivals:
                 self._wait_for(params)
-            self._prefetch()
+            if is_expected:
+                self._prefetch()
 
     def leave(self, module: torch.nn.Module, params: Sequence[Any], token: Hashable) -> None:
         """A use of a module ends: what is not used again soon is freed."""
@@ -298,6 +302,7 @@ class Fetcher:
                 if param.ds_status is ZeroParamStatus.NOT_AVAILABLE
                 and param.ds_id not in self._ahead
                 and param.ds_id not in ids
+                and (not is_collective or self._is_everywhere(param))
             ]
             more = sum(param.ds_numel for param in missing)
             if missing and (
@@ -318,6 +323,13 @@ class Fetcher:
                 self._ahead[param.ds_id] = _Ahead(weight, arrival, state)
                 self._ahead_numel += param.ds_numel
                 self._live_numel += param.ds_numel
+
+    def _is_everywhere(self, param: Any) -> bool:
+        """Whether each rank has elements of a parameter.
+
+        Who has none sees no write to it: there a copy made ahead would be used, and not elsewhere.
+        """
+        return bool(param.ds_numel > (self._lane.num_ranks - 1) * param.partition_numel())
 
     def _would_wait(self, params: Iterable[Any]) -> bool:
         return any(_state_of(param.ds_tensor) is None for param in params) and not (

@@ -66,6 +66,7 @@ class CudaGatherLane(CudaWeightLane):
     def __init__(self, device: torch.device, group: Any) -> None:
         super().__init__(device)
         self._group = group
+        self.num_ranks = group.size()
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """See `WeightLane`."""
@@ -89,6 +90,7 @@ class HostGatherLane(HostWeightLane):
 
     def __init__(self, group: Any) -> None:
         self._group = group
+        self.num_ranks = group.size()
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """See `WeightLane`."""

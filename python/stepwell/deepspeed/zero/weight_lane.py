@@ -23,6 +23,8 @@ class WeightLane(Protocol):
 
     is_collective: bool
     """Whether all ranks copy together. What is copied, and when, depends on no clock then."""
+    num_ranks: int
+    """How many there are."""
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """Copies the partitions of parameters, and returns them in the parameters' shapes.
@@ -54,6 +56,7 @@ class CudaWeightLane:
     """
 
     is_collective = False
+    num_ranks = 1
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -103,6 +106,7 @@ class HostWeightLane:
     """Where the device is the host: weights are the partitions themselves, as DeepSpeed has it."""
 
     is_collective = False
+    num_ranks = 1
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """See `WeightLane`."""
