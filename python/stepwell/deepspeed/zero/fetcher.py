@@ -327,7 +327,7 @@ class Fetcher:
     def _is_everywhere(self, param: Any) -> bool:
         """Whether each rank has elements of a parameter.
 
-        Who has none sees no write to it: there a copy made ahead would be used, and not elsewhere.
+        A rank that has none sees no write to it: it would use a copy made ahead, where others copy.
         """
         return bool(param.ds_numel > (self._lane.num_ranks - 1) * param.partition_numel())
 
