@@ -189,8 +189,8 @@ impl Pool {
         self.cpus.len()
     }
 
-    /// How many workers of as many leave room for what this process launches meanwhile: see
-    /// [`beside_launches`].
+    /// How many of its workers work where the threads of this process that launch on a device have
+    /// cores of their own: all but one; where ranks share the host, an eighth less.
     pub fn threads_beside_launches(&self) -> usize {
         beside_launches(self.threads(), self.num_ranks)
     }
