@@ -150,6 +150,7 @@ fn callers_take_turns_around_a_fork() {
             crew: Mutex::new(None),
             warned: AtomicBool::new(false),
             has_claimed_cpus: AtomicBool::new(false),
+            num_ranks: 1,
             has_more_ranks_than_cores: false,
         });
         let running = Arc::new(AtomicUsize::new(0));
