@@ -4,12 +4,14 @@ Partitions that come and go, state dicts that tools read.
 """
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import stepwell
 import torch
 from stepwell.deepspeed import StepwellAdam, StepwellAdamW
 from stepwell.deepspeed.state.decoding import DecodingState
+from stepwell.deepspeed.zero import optimizer_type
 
 NUMEL = 5000
 
@@ -110,3 +112,69 @@ def test_state_dicts_resume_to_the_bit_and_are_read_by_plain_names(moments):
         for name, value in optimizer.state[param].items():
             assert torch.equal(resumed.state[other][name], value), name
             assert type(resumed.state[other]) is dict
+
+
+# ---- which type a DeepSpeed JSON gets ----
+
+
+def engine(name, params=None, *, moments="q8", has_bf16_states=False):
+    """What is asked of a DeepSpeedEngine with an optimizer of this name."""
+    block = {} if moments is None else {"stepwell": {"moments": moments}}
+    return SimpleNamespace(
+        optimizer_name=lambda: name,
+        optimizer_params=lambda: params,
+        bf16_optimizer_states=lambda: has_bf16_states,
+        _config=SimpleNamespace(_param_dict=block),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "cls"),
+    [
+        ("adamw", None, StepwellAdamW),
+        ("adamw", {"adam_w_mode": False}, StepwellAdamW),
+        ("adam", None, StepwellAdamW),
+        ("adam", {"adam_w_mode": True}, StepwellAdamW),
+        ("adam", {"adam_w_mode": False}, StepwellAdam),
+        ("lamb", None, None),
+    ],
+)
+def test_coded_moments_keep_the_decay_that_the_json_asks_for(name, params, cls):
+    assert optimizer_type._type_with_moments(engine(name, params)) is cls
+    for plain in (None, "fp32"):
+        assert optimizer_type._type_with_moments(engine(name, params, moments=plain)) is None
+
+
+def test_keywords_are_those_of_the_json():
+    params = {"lr": 0.1, "adam_w_mode": False, "torch_adam": True, "foreach": True}
+    found = optimizer_type._keywords(engine("adam", params), "StepwellAdam")
+    assert found == {"lr": 0.1, "moments": "q8"}
+    assert params["adam_w_mode"] is False
+    assert optimizer_type._keywords(engine("adamw", None), "StepwellAdamW") == {"moments": "q8"}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "options", "said"),
+    [
+        ("stepwelladamw", {"max_grad_norm": 1.0}, {}, "hint: gradient_clipping"),
+        ("stepwelladamw", {"adam_w_mode": True}, {}, "`adam_w_mode` in the params"),
+        ("stepwelladamw", {"moments": "bf16"}, {}, "but `q8` in the block"),
+        (
+            "stepwelladamw",
+            {"moments": "fp32"},
+            {"moments": None, "has_bf16_states": True},
+            "bf16_optimizer_states is set",
+        ),
+    ],
+)
+def test_keywords_that_contradict_are_refused(name, params, options, said):
+    with pytest.raises(ValueError, match=said):
+        optimizer_type._keywords(engine(name, params, **options), "StepwellAdamW")
+
+
+@pytest.mark.parametrize(("params", "expected"), [({}, "bf16"), ({"moments": "q8"}, "q8")])
+def test_16_bit_states_are_asked_for_by_deepspeeds_key_too(params, expected):
+    asked = engine("stepwelladamw", params, moments=None, has_bf16_states=True)
+    assert optimizer_type._keywords(asked, "StepwellAdamW") == {"moments": expected}
+    without = engine("stepwelladamw", {"moments": "fp32"}, moments=None)
+    assert optimizer_type._keywords(without, "StepwellAdamW") == {"moments": "fp32"}
