@@ -40,7 +40,6 @@ class Stepped(torch.Tensor):
 class Lane:
     """A device: what it is asked for, and points that it passes when it is waited for."""
 
-    is_collective = False
     num_ranks = 1
 
     def __init__(self):
@@ -411,7 +410,7 @@ def test_a_module_whose_weights_are_there_is_passed_over(fetching):
 
 def test_several_ranks_gather_nothing_ahead_of_which_one_has_no_elements(fetching):
     world = World(fetching, ahead=100)
-    world.lane.is_collective, world.lane.num_ranks = True, 6
+    world.lane.num_ranks = 6
     # 2 for each of five ranks.
     assert world.params[0].partition_numel() == 2
     world.params[1].ds_numel = NUMEL + 1
@@ -422,7 +421,7 @@ def test_several_ranks_gather_nothing_ahead_of_which_one_has_no_elements(fetchin
 @pytest.mark.parametrize("is_collective", [False, True])
 def test_one_of_several_ranks_may_use_by_itself_what_never_leaves(fetching, is_collective):
     world = World(fetching, ahead=1)
-    world.lane.is_collective = is_collective
+    world.lane.num_ranks = 2 if is_collective else 1
     world.params[3].ds_persist = True
     for _ in range(2):
         world.enter(3)
@@ -621,7 +620,7 @@ def test_what_is_gathered_is_noted(fetching):
     world.fetcher.gather_order = SimpleNamespace(note=lambda ids: noted.append(list(ids)))
     world.forward(0, 1)
     assert noted == []
-    world.lane.is_collective = True
+    world.lane.num_ranks = 2
     world.forward(0, 1)
     assert noted == world.lane.copied[2:] == [[0], [1]]
 
@@ -634,7 +633,7 @@ def test_behind_a_step_ranks_gather_little_ahead(
     monkeypatch.setattr(fetching, "_NUMEL_BEHIND_STEP", NUMEL)
     world = World(fetching, ahead=3 * NUMEL)
     assert not world.fetcher.is_behind_step
-    world.lane.is_collective = is_collective
+    world.lane.num_ranks = 2 if is_collective else 1
     world.forward(0, 1, 2, 3)
     world.fetcher.is_behind_step = is_behind_step
     world.fetcher.reset_step()
@@ -642,7 +641,7 @@ def test_behind_a_step_ranks_gather_little_ahead(
     assert world.lane.copied[-1] == ([0] if little else [0, 1, 2])
     # The smaller of both.
     world = World(fetching, ahead=1)
-    world.lane.is_collective = True
+    world.lane.num_ranks = 2
     monkeypatch.setattr(fetching, "_NUMEL_BEHIND_STEP", 3 * NUMEL)
     world.forward(0, 1, 2, 3)
     world.fetcher.is_behind_step = is_behind_step
@@ -652,7 +651,7 @@ def test_behind_a_step_ranks_gather_little_ahead(
 
 def test_ranks_do_not_gather_by_how_far_each_is(fetching):
     world = World(fetching, ahead=100, live=2 * NUMEL)
-    world.lane.is_collective = True
+    world.lane.num_ranks = 2
     world.fetcher.has_step_ended = lambda: False
     world.forward(0, 1)
     world.params[1].ds_tensor.__class__ = Stepped

@@ -114,6 +114,11 @@ class Fetcher:
         # Hooks of one backward may be called on several threads.
         self._lock = threading.RLock()
 
+    @property
+    def _is_collective(self) -> bool:
+        """Whether all ranks fetch together."""
+        return self._lane.num_ranks > 1
+
     def is_invalid_trace(self) -> bool:
         """Whether there is nothing that changed hooks would make invalid: always."""
         return True
@@ -169,7 +174,7 @@ class Fetcher:
         """
         with self._lock:
             # One rank may use by itself what never leaves.
-            is_expected = not self._lane.is_collective or not all(p.ds_persist for p in params)
+            is_expected = not self._is_collective or not all(p.ds_persist for p in params)
             if is_expected:
                 self._order.note(module, params)
             missing = []
@@ -264,7 +269,7 @@ class Fetcher:
                 self._put(param, weight, arrival)
 
     def _copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
-        if self._lane.is_collective:
+        if self._is_collective:
             self.gather_order.note(param.ds_id for param in params)
         # A later forward in training may use what is copied in one that is not.
         with torch.inference_mode(mode=False):
@@ -289,7 +294,7 @@ class Fetcher:
         params: list[Any] = []
         ids: set[int] = set()
         numel, numel_max = 0, self._prefetch_numel_max
-        is_collective = self._lane.is_collective
+        is_collective = self._is_collective
         if is_collective and self.is_behind_step:
             numel_max = min(numel_max, _NUMEL_BEHIND_STEP)
         while self._ahead_numel + numel < numel_max:

@@ -61,8 +61,6 @@ class CudaGatherLane(CudaWeightLane):
         group: the process group whose ranks have the partitions.
     """
 
-    is_collective = True
-
     def __init__(self, device: torch.device, group: Any) -> None:
         super().__init__(device)
         self._group = group
@@ -85,8 +83,6 @@ class HostGatherLane(HostWeightLane):
     Args:
         group: the process group whose ranks have the partitions.
     """
-
-    is_collective = True
 
     def __init__(self, group: Any) -> None:
         self._group = group

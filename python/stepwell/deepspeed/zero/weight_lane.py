@@ -21,10 +21,9 @@ Arrival: TypeAlias = Any
 class WeightLane(Protocol):
     """What copies weights, and says when they have arrived."""
 
-    is_collective: bool
-    """Whether all ranks copy together. What is copied, and when, depends on no clock then."""
     num_ranks: int
-    """How many there are."""
+    """How many copy together. Where they are several, what is copied, and when, depends on no
+    clock."""
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """Copies the partitions of parameters, and returns them in the parameters' shapes.
@@ -55,7 +54,6 @@ class CudaWeightLane:
         device: where weights go.
     """
 
-    is_collective = False
     num_ranks = 1
 
     def __init__(self, device: torch.device) -> None:
@@ -105,7 +103,6 @@ class CudaWeightLane:
 class HostWeightLane:
     """Where the device is the host: weights are the partitions themselves, as DeepSpeed has it."""
 
-    is_collective = False
     num_ranks = 1
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
