@@ -67,6 +67,7 @@ SUITES = {
             "test_deepspeed_fetcher.py",
             "test_deepspeed_operands.py",
             "test_deepspeed_optimizer.py",
+            "test_deepspeed_order.py",
             "test_deepspeed_partitions.py",
             "test_deepspeed_parts.py",
             "test_offload_late_copies.py",
