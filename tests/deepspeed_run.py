@@ -40,6 +40,7 @@ MODULES = (
     "deepspeed_zenflow_programs",
     "deepspeed_nvme_programs",
     "deepspeed_async_io_programs",
+    "deepspeed_stage_programs",
 )
 
 

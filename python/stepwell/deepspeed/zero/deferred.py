@@ -67,10 +67,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
                     # It lies in the partitions of other ranks.
                     continue
                 fragment = self._fragment(param)
-                first = self.grad_position[self.get_param_id(param)][1]
-                is_matrix = param.dim() > 1 and param.numel() > 0
-                row_len = param.numel() // param.shape[0] if is_matrix else 0
                 if fragment.numel:
+                    first = self.grad_position[self.get_param_id(param)][1]
+                    row_len = param.numel() // param.shape[0] if param.dim() > 1 else 0
                     sources[fragment] = Source(first, row_len)
         options = self._plan.options
         return DeferredPartitions(

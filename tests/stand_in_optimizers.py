@@ -1,0 +1,67 @@
+"""What stands in the place of ZeRO's optimizers, and around them: for `zero_*_stand_ins.py`.
+
+Importing this imports DeepSpeed.
+"""
+
+import os
+from types import SimpleNamespace
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+
+def optimizer_of(cls, fields):
+    """An optimizer that has these fields and no others."""
+    optimizer = object.__new__(cls)
+    vars(optimizer).update(fields)
+    return optimizer
+
+
+def noted(calls, name, returned=None):
+    """A function that notes its name and returns `returned`."""
+
+    def note(*_, **__):
+        calls.append(name)
+        return returned
+
+    return note
+
+
+class Timers:
+    """DeepSpeed's: none may be started twice, nor stopped before."""
+
+    def __init__(self):
+        self.running, self.ended, self.logged = [], [], []
+
+    def __call__(self, name):
+        return SimpleNamespace(start=lambda: self.start(name), stop=lambda: self.stop(name))
+
+    def start(self, name):
+        assert name not in self.running
+        self.running.append(name)
+
+    def stop(self, name):
+        self.running.remove(name)
+        self.ended.append(name)
+
+    def log(self, names):
+        assert not self.running
+        self.logged.append(names)
+
+
+def several(monkeypatch, dist, *, world_size=2, rank=1):
+    """Puts ranks in the place of `dist`'s.
+
+    Sums within the group `ranks` are of as many like this one.
+    """
+
+    def all_reduce(tensor, op, group):
+        assert op == dist.ReduceOp.SUM
+        assert group == "ranks"
+        tensor.mul_(world_size)
+
+    for name, function in {
+        "get_rank": lambda group=None: rank,
+        "get_world_size": lambda group=None: world_size,
+        "all_reduce": all_reduce,
+    }.items():
+        monkeypatch.setattr(dist, name, function)
