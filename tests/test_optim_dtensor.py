@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -277,8 +277,6 @@ def placements(placement, moments):
 def partial_gradient_is_summed():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     param = torch.nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Replicate()]))
-    from torch.distributed.tensor import Partial
-
     # As tensor parallelism leaves it: the sum over the ranks is 1, each rank alone has another
     # sign.
     mine = torch.full((3,), 2.0 if dist.get_rank() == 0 else -1.0)
@@ -420,6 +418,12 @@ def test_state_that_is_placed_otherwise_is_refused(mesh):
     with pytest.raises(ValueError, match=r"is placed as .*, expected as the parameter is"):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
+
+
+def test_a_parameter_that_is_a_partial_sum_is_refused(mesh):
+    part = DTensor.from_local(torch.ones(4), mesh, [Partial("sum")], run_check=False)
+    with pytest.raises(ValueError, match=r"is placed as `P.*`, expected Shard or Replicate"):
+        stepwell.AdamW([torch.nn.Parameter(part)])
 
 
 def test_only_one_of_parameter_and_gradient_is_a_dtensor(mesh):

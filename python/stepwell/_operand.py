@@ -139,12 +139,10 @@ def _signature(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
     None: it is no tensor for the core.
     """
-    if type(tensor) not in PLAIN and (tensor.layout != torch.strided or tensor.is_nested):
-        return None
     try:
         return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_neg()
     except RuntimeError:
-        # A plain tensor that is not dense has no address, or no strides.
+        # What is not dense has no address, or no strides.
         return None
 
 
@@ -153,12 +151,13 @@ def _placed_as(param: torch.Tensor, grad: torch.Tensor, label: Callable[[], str]
 
     Tensor parallelism leaves gradients of replicated parameters as partial sums.
     """
-    if is_dtensor(param) != is_dtensor(grad):
+    if is_dtensor(param) and is_dtensor(grad):
+        is_placed = grad.placements == param.placements
+        return grad if is_placed else grad.redistribute(param.device_mesh, param.placements)
+    if is_dtensor(param) or is_dtensor(grad):
         raise ValueError(
             f"only one of {label()} and its gradient is a DTensor. hint: distribute both alike"
         )
-    if is_dtensor(param) and is_dtensor(grad) and grad.placements != param.placements:
-        return grad.redistribute(param.device_mesh, param.placements)
     return grad
 
 
@@ -178,7 +177,7 @@ def prepare(
     # Of two plain tensors there is nothing to place, and most are.
     is_plain = type(param) in PLAIN and type(grad) in PLAIN
     signature = _signature(param if is_plain else local(param))
-    is_moved = last is None or signature is None or signature != last.param_signature
+    is_moved = last is None or signature != last.param_signature
     if is_moved:
         check_param(param, label())
         signature = _signature(local(param))
@@ -188,7 +187,7 @@ def prepare(
         grad = _placed_as(param, grad, label)
         piece = local(grad)
     grad_signature = _signature(piece)
-    is_grad_moved = last is None or grad_signature is None or grad_signature != last.grad_signature
+    is_grad_moved = last is None or grad_signature != last.grad_signature
     if is_moved or is_grad_moved:
         check_grad(param, grad, label())
     assert grad_signature is not None

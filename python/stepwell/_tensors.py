@@ -86,7 +86,7 @@ def view(tensor: torch.Tensor, numel: int | None = None) -> _core.TensorView:
     """
     return _core.TensorView(
         address=tensor.data_ptr(),
-        dtype=_NAMES[tensor.dtype],
+        dtype=name_of(tensor.dtype),
         numel=tensor.numel() if numel is None else numel,
     )
 
@@ -142,6 +142,11 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
             "parameters on an "
             "accelerator; this one takes model.cpu(), or FSDP2's CPUOffloadPolicy"
         )
+    if piece.numel() > 0 and piece.data_ptr() == 0:
+        raise ValueError(
+            f"{label} has no memory of its own (`{type(param).__name__}`), expected a plain "
+            "tensor. hint: unwrap it"
+        )
     if on_device and not is_run(piece):
         raise ValueError(
             f"{label} is not contiguous (strides `{piece.stride()}`), expected rows one after the "
@@ -156,11 +161,6 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
         raise ValueError(
             f"{label} is `{piece.dtype}`, expected float32, bfloat16 or float16. hint: "
             "parameter.to(torch.float32)"
-        )
-    if piece.numel() > 0 and piece.data_ptr() == 0:
-        raise ValueError(
-            f"{label} has no memory of its own (`{type(param).__name__}`), expected a plain "
-            "tensor. hint: unwrap it"
         )
     if _overlaps_itself(piece):
         raise ValueError(
@@ -241,9 +241,9 @@ def _share_an_element(first: torch.Tensor, second: torch.Tensor) -> bool:
 
     Takes a byte of memory per byte of the spans.
     """
-    begin = min(_span(first)[0], _span(second)[0])
-    end = max(_span(first)[1], _span(second)[1])
-    marked = torch.zeros(end - begin, dtype=torch.uint8, device="cpu")
+    begins, ends = zip(_span(first), _span(second), strict=True)
+    begin = min(begins)
+    marked = torch.zeros(max(ends) - begin, dtype=torch.uint8, device="cpu")
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
         shape = [*tensor.shape, tensor.itemsize]
@@ -270,10 +270,8 @@ class Written:
             begin, _, label, tensor = span
             still_open = [other for other in still_open if other[1] > begin]
             for _, _, other_label, other in still_open:
-                # Dense tensors whose spans overlap share memory; columns of one matrix may not.
-                if (tensor.is_contiguous() and other.is_contiguous()) or _share_an_element(
-                    tensor, other
-                ):
+                # This one begins within the other, which may have gaps (columns of a matrix).
+                if other.is_contiguous() or _share_an_element(tensor, other):
                     raise ValueError(
                         f"{label} shares memory with {other_label}. "
                         "hint: give each its own memory (.clone()), or pass a tied parameter once; "
