@@ -168,7 +168,6 @@ class SwappedPartitions:
         make = partial(self._make, partitions, nbytes, host_bytes, threads)
         self._core = core = make(None) if self._rank is None else open_together(WholeWorld(), make)
         if core is None:
-            self._held.clear()
             return
         self._finish = weakref.WeakMethod(finish)
         self._closing = weakref.finalize(self, core.close)
@@ -301,7 +300,7 @@ class SwappedPartitions:
         self._weights[group] = weight
         assert self._core is not None
         number, counts = self._held[group].number, self._core.counts
-        if counts is None or not counts[number]:
+        if counts is None:
             return 0
         self._stepped.add(group)
         self._core.read_weights(number, view(weight))
@@ -310,8 +309,9 @@ class SwappedPartitions:
     @property
     def committed_steps(self) -> int | None:
         """How many steps the volume has committed; None: it commits none."""
-        if self._core is None or self._volume.durability == "none":
+        if self._volume.durability == "none":
             return None
+        assert self._core is not None
         return self._core.step or 0
 
     def bytes_moved(self) -> dict[str, int]:
@@ -329,7 +329,6 @@ class SwappedPartitions:
             self._letting_go()
             self._closing()
             self._held.clear()
-            self._on_volume.clear()
             self._parts.clear()
 
     # ---- state ----
@@ -468,7 +467,7 @@ class SwappedPartitions:
 
     def _bring_piece(self, group: int, piece: torch.Tensor, begin: int, numel: int) -> None:
         with self._lock:
-            if group not in self._on_volume or type(piece) is not Written:
+            if group not in self._on_volume:
                 return
             there = self._part(group, begin, begin + numel).tensors[_MASTER]
             calls = [
