@@ -213,7 +213,7 @@ class DeferredPartitions:
         self._seconds = {"gate": 0.0, "background": time.perf_counter() - begin}
         self.gradients.take_zeros()
         order = {group: place for place, group in enumerate(operands)}
-        fragments = sorted(self._runs, key=lambda each: order.get(each.group, 0))
+        fragments = sorted(self._runs, key=lambda each: order[each.group])
         runs = [(each, run) for each in fragments for run in self._runs[each]]
         hypers = {group: one.hyper.core(grad_scale) for group, one in operands.items()}
         now: set[Run] = set()
