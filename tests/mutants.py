@@ -67,6 +67,7 @@ SUITES = {
             "zero_*_stand_ins.py",
             "test_deepspeed_deferred_partitions.py",
             "test_deepspeed_fetcher.py",
+            "test_deepspeed_homes.py",
             "test_deepspeed_operands.py",
             "test_deepspeed_optimizer.py",
             "test_deepspeed_order.py",
