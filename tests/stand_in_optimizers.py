@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import torch
+
 
 def optimizer_of(cls, fields):
     """An optimizer that has these fields and no others."""
@@ -24,6 +26,15 @@ def noted(calls, name, returned=None):
         return returned
 
     return note
+
+
+def parameter(ds_id, *, numel=4, world_size=1):
+    """A parameter as ZeRO-3 has it, of which each rank has a piece."""
+    param = torch.nn.Parameter(torch.zeros(numel))
+    param.ds_id, param.ds_numel, param.ds_shape = ds_id, numel, (numel,)
+    piece = -(-numel // world_size)
+    param.partition_numel = lambda: piece
+    return param
 
 
 class Timers:

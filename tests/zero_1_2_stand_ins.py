@@ -63,6 +63,7 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(monkeypatch, 
     else:
         assert (optimizer._gathers, opened) == (None, [])
     assert optimizer._operands._rank == 1
+    optimizer._backward.check()
     assert len(optimizer._known_holders) == 1
 
 

@@ -106,7 +106,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._failure: str | None = None
         # Whether this rank has not taken a step on which all ranks have decided.
         self._has_left = False
-        self._num_left = 0.0
+        self._num_left: float
         # Whether ranks have gathered other weights since the last step.
         self._has_parted = False
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
@@ -293,7 +293,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """What is stepped of a sub-group in host memory: nothing of one that is on the device."""
         dtype = self.gradient_accumulation_dtype
         if group in self._share:
-            return Partition(without_data(master), weight.narrow(0, 0, 0), dtype, 0)
+            return Partition(without_data(master), weight[:0], dtype, 0)
         moments_bytes = self._operands.moments_bytes(weight.to("meta", master.dtype))
         return Partition(master, weight, dtype, moments_bytes, is_offloaded=self.offload_param)
 

@@ -1,0 +1,243 @@
+"""Methods of ZeRO-3's optimizer, each by itself: backwards and gradients.
+
+As `zero_1_2_stand_ins.py`.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from stand_in_optimizers import noted, optimizer_of, parameter
+from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def made(**fields):
+    return optimizer_of(OffloadZeroOptimizerStage3, fields)
+
+
+# ---- backwards ----
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("scale_if_loss", ["loss"], ["announce", "theirs"]),
+        ("clear_backward_seen_flag", [], ["note_forward", "theirs"]),
+        ("backward_prologue", [], ["begin", "let_go", "theirs"]),
+        ("reduce_ready_partitions_and_remove_grads", ["param"], ["note_gradient", "theirs"]),
+        ("backward_epilogue", [], ["theirs", "end"]),
+    ],
+)
+def test_what_a_backward_tells(monkeypatch, name, arguments, expected):
+    calls = []
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, noted(calls, "theirs", "returned"))
+    backward = SimpleNamespace(
+        **{
+            each: noted(calls, each)
+            for each in ("announce", "note_forward", "begin", "note_gradient", "end")
+        }
+    )
+    fetcher = SimpleNamespace(is_behind_step=True)
+    optimizer = made(
+        _backward=backward,
+        _partitions=SimpleNamespace(let_go=noted(calls, "let_go")),
+        _fetcher=fetcher,
+        _is_after_step=True,
+    )
+    returned = getattr(optimizer, name)(*arguments)
+    assert calls == expected
+    assert returned == ("returned" if name == "scale_if_loss" else None)
+    is_behind = name != "backward_prologue"
+    assert optimizer._is_after_step is fetcher.is_behind_step is is_behind
+
+
+@pytest.mark.parametrize("is_unended", [False, True])
+def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
+    calls = []
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer_Stage3,
+        "zero_grad",
+        lambda _, set_to_none: calls.append(set_to_none),
+    )
+    optimizer = made(
+        _backward=SimpleNamespace(is_unended=is_unended),
+        _drop_gradients=noted(calls, "all"),
+        _partitions=SimpleNamespace(gradients=SimpleNamespace(drop_sums=noted(calls, "sums"))),
+        _share=SimpleNamespace(drop=noted(calls, "share")),
+    )
+    for set_to_none in (False, True):
+        optimizer.zero_grad(set_to_none)
+        first = ["all"] if is_unended else []
+        assert calls == [*first, "sums", "share", set_to_none or is_unended]
+        calls.clear()
+    optimizer.zero_grad()
+    assert calls[-1] is True
+
+
+@pytest.mark.parametrize("resolves", [False, True])
+def test_nothing_is_left_of_gradients_that_are_dropped(monkeypatch, resolves):
+    calls = []
+    monkeypatch.setattr(get_accelerator(), "resolves_data_dependency", lambda: resolves)
+    param = parameter(0)
+    param.grad = torch.ones(4)
+    optimizer = made(
+        _partitions=SimpleNamespace(drop=noted(calls, "dropped")),
+        _share=SimpleNamespace(drop=noted(calls, "share")),
+        reduce_and_partition_stream=SimpleNamespace(synchronize=noted(calls, "reduced")),
+        ipg_buckets={BF16: SimpleNamespace(clear_params=noted(calls, "bucket"))},
+        fp16_groups=[[param]],
+        params_already_reduced={0: True, 1: False, 2: True},
+        _offload_boundary_param_ids={0},
+        parameter_offload=SimpleNamespace(release_backward_leftovers=noted(calls, "leftovers")),
+        _partition_all_parameters=noted(calls, "released"),
+        _backward=SimpleNamespace(reset=noted(calls, "reset")),
+        _backward_hook_state=SimpleNamespace(backward_active_depth=2),
+    )
+    optimizer._drop_gradients()
+    waits = [] if resolves else ["reduced"]
+    assert calls == ["dropped", "share", *waits, "bucket", "leftovers", "released", "reset"]
+    assert param.grad is None
+    assert optimizer.params_already_reduced == dict.fromkeys(range(3), False)
+    assert optimizer._offload_boundary_param_ids == set()
+    assert optimizer._backward_active_depth == 0
+
+
+# ---- gradients ----
+
+
+class Held:
+    """What holds gradients: notes what it is given."""
+
+    def __init__(self, groups=(), numel=2):
+        self.groups, self.numel, self.calls = groups, numel, []
+
+    def __contains__(self, group):
+        return group in self.groups
+
+    def collect(self, fragment, piece, *, is_owned, is_last):
+        self.calls.append((fragment, piece.tolist(), is_owned, is_last))
+
+    def add(self, fragment, piece):
+        self.calls.append((fragment, piece.tolist()))
+
+    def gradient(self, fragment):
+        return torch.full((self.numel,), float(fragment.begin), dtype=BF16)
+
+    def set_gradient(self, fragment, value):
+        self.calls.append((fragment, value.tolist()))
+
+
+def holding(rank=0, world_size=2):
+    """Two parameters of three elements, of which each rank has two; the first is in the share."""
+    params = [parameter(0, numel=3, world_size=world_size) for _ in range(2)]
+    params[1].ds_id = 1
+    share, gradients = Held({0}), Held()
+    optimizer = made(
+        grad_position={0: [0, 8, 2], 1: [1, 6, 2]},
+        fp16_groups=[[params[0]], [params[1]]],
+        _share=share,
+        _partitions=SimpleNamespace(gradients=gradients),
+        _get_param_partition_rank=lambda param: rank,
+        _offload_boundary_param_ids=set(),
+        gradient_accumulation_dtype=FP32,
+        is_gradient_accumulation_boundary=lambda: True,
+    )
+    return optimizer, params, share, gradients
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_reduced_pieces_are_collected(is_last):
+    optimizer, params, share, gradients = holding()
+    optimizer.is_gradient_accumulation_boundary = lambda: is_last
+    for param in params:
+        param.grad = torch.ones(3)
+    pieces = [torch.ones(2), torch.ones(2)]
+    optimizer.partition_grads(params, pieces)
+    assert share.calls == [(Fragment(0, 8, 2), [1, 1])]
+    # They lie in a bucket, which is written again.
+    assert gradients.calls == [(Fragment(1, 6, 2), [1, 1], False, is_last)]
+    assert [param.grad for param in params] == [None, None]
+    assert optimizer._offload_boundary_param_ids == {0, 1}
+
+
+@pytest.mark.parametrize("piece", [torch.ones(2, dtype=BF16), torch.ones(1)])
+def test_pieces_that_are_copied_here_may_be_kept(piece):
+    optimizer, params, _, gradients = holding(rank=1)
+    optimizer.partition_grads(params[1:], [piece])
+    # The last piece of a parameter may be shorter.
+    assert gradients.calls == [
+        (Fragment(1, 6, 2), [1, 1] if piece.numel() == 2 else [1, 0], True, True)
+    ]
+
+
+@pytest.mark.parametrize(("rank", "count"), [(1, 1), (2, 0)])
+def test_beyond_the_end_of_a_parameter_there_is_no_gradient(rank, count):
+    optimizer, params, _, gradients = holding(rank=rank)
+    # Of three ranks the second has the last two of four elements.
+    params[1].ds_numel = 4
+    params[1].grad = torch.ones(3)
+    optimizer.partition_grads(params[1:], [torch.ones(2)])
+    assert len(gradients.calls) == len(optimizer._offload_boundary_param_ids) == count
+    assert params[1].grad is None
+
+
+@pytest.mark.parametrize("is_synchronized", [False, True])
+def test_gradients_are_not_freed_before_their_reduction(monkeypatch, is_synchronized):
+    recorded = []
+    optimizer, params, _, _ = holding()
+    monkeypatch.setattr(get_accelerator(), "is_synchronized_device", lambda: is_synchronized)
+    monkeypatch.setattr(get_accelerator(), "current_stream", lambda: "stream")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: recorded.append(stream))
+    params[0].grad = torch.ones(3)
+    optimizer.partition_grads(params, [torch.ones(2), torch.ones(2)])
+    assert recorded == ([] if is_synchronized else ["stream"])
+
+
+def test_gradients_are_those_of_what_holds_them():
+    optimizer, params, share, gradients = holding()
+    assert optimizer._holder(Fragment(0, 0, 1)) is share
+    assert optimizer._holder(Fragment(1, 0, 1)) is gradients
+    grad, group = optimizer._get_fp32_grad_state_partition(params[0], release_swap_buffers=False)
+    assert (grad.tolist(), group) == ([8, 8], 0)
+    found = optimizer.get_fp32_grad_partitions()
+    assert {group: list(grads) for group, grads in found.items()} == {0: [0], 1: [0]}
+    assert (found[1][0].tolist(), found[1][0].dtype) == ([6, 6], FP32)
+
+
+@pytest.mark.parametrize(("rank", "piece"), [(0, [1, 2]), (1, [3, 0])])
+def test_a_rank_sets_its_piece_of_a_gradient(rank, piece):
+    optimizer, params, share, gradients = holding(rank=rank)
+    value = torch.tensor([[1.0], [2.0], [3.0]])
+    for param in params:
+        optimizer.set_fp32_grad_for_param(value, param)
+    assert share.calls == [(Fragment(0, 8, 2), piece)]
+    assert gradients.calls == [(Fragment(1, 6, 2), piece)]
+    params[0].requires_grad = False
+    optimizer.set_fp32_grad_for_param(value, params[0])
+    assert len(share.calls) == 1
+
+
+def test_a_piece_is_set_as_a_whole():
+    optimizer, params, share, gradients = holding()
+    optimizer.set_local_grad_for_param(torch.tensor([[1.0], [2.0]]), params[1])
+    assert gradients.calls == [(Fragment(1, 6, 2), [1, 2])]
+    with pytest.raises(ValueError, match=r"`value` has `3` elements, expected 2: .* hint: "):
+        optimizer.set_local_grad_for_param(torch.zeros(3), params[1])
+    params[0].requires_grad = False
+    optimizer.set_local_grad_for_param(torch.zeros(3), params[0])
+    assert share.calls == []
+
+
+def test_gradients_are_set_by_what_they_are():
+    optimizer, params, share, gradients = holding()
+    optimizer.get_fp32_grad_for_param = lambda param: torch.full((3,), float(param.ds_id))
+    params[0].requires_grad = False
+    optimizer.update_fp32_grad_for_param_vectorized(
+        lambda grad, param: grad + 10 * param.ds_id, params
+    )
+    assert (share.calls, gradients.calls) == ([], [(Fragment(1, 6, 2), [11, 11])])
