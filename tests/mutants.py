@@ -135,9 +135,9 @@ def alternatives(node):
     elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
         yield "constant", changed(node, value=node.value + 1)
     elif isinstance(node, ast.Return) and ast.unparse(node) not in NOTHING_RETURNED:
-        yield "returned", changed(node, value=ast.Constant(None))
+        yield "returned", changed(node, value=none_for(node))
     if may_go(node):
-        yield "statement gone", ast.Pass()
+        yield "statement gone", ast.Expr(none_for(node))
     if isinstance(node, (ast.If, ast.While, ast.IfExp)) and not isinstance(
         node.test, (ast.Compare, ast.BoolOp, ast.UnaryOp)
     ):
@@ -151,6 +151,14 @@ def may_go(node):
     if isinstance(node, ast.Assign):
         return isinstance(node.targets[0], (ast.Attribute, ast.Subscript))
     return isinstance(node, (ast.Raise, ast.Continue, ast.Break, ast.Delete, ast.AugAssign))
+
+
+def none_for(node):
+    """None; also where a function without `super()` would have other free variables."""
+    none = ast.Constant(None)
+    if "super()" not in ast.unparse(node):
+        return none
+    return ast.BoolOp(ast.And(), [ast.Name("__class__", ast.Load()), none])
 
 
 def changed(node, **fields):

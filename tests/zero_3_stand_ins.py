@@ -210,11 +210,12 @@ def test_persistent_parameters_are_gathered_in_a_common_order(monkeypatch):
 @pytest.mark.parametrize(("partial_offload", "count"), [(1.0, 0), (0.5, 1), (0.4, 1), (0.0, 3)])
 def test_masters_in_host_memory_are_made_without_data(partial_offload, count):
     optimizer = made(partial_offload=partial_offload, fp16_partitioned_groups_flat=[None] * 3)
+    in_host_memory = dict.fromkeys(range(count, 3), "meta")
     optimizer.subgroup_to_device = {0: "cpu"}
+    assert optimizer.subgroup_to_device == {0: "cpu"} | in_host_memory
     for group in range(3):
         optimizer.subgroup_to_device[group] = f"device {group}"
     on_device = {group: f"device {group}" for group in range(count)}
-    in_host_memory = dict.fromkeys(range(count, 3), "meta")
     assert optimizer.subgroup_to_device == on_device | in_host_memory
 
 
