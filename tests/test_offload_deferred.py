@@ -133,6 +133,17 @@ def test_autograd_sees_that_a_drain_has_written_weights() -> None:
         loss.backward()
 
 
+def test_weights_that_are_reread_have_all_updates() -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), deferred=Deferred(interval=3, warmup_steps=1))
+    train(model, optimizer, range(4))
+    assert pending_of(optimizer)
+    optimizer.reread_parameters()
+    assert not pending_of(optimizer)
+    # Nothing was written while updates were pending.
+    train(model, optimizer, range(4, 8))
+
+
 def test_every_drain_applies_all_and_holds_nothing() -> None:
     model = model_of()
     optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))

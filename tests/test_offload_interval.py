@@ -175,7 +175,9 @@ def test_metrics_of_a_step() -> None:
     assert 0.25 < metrics.captured_share <= 1
     assert metrics.selected_bytes == optimizer.timing["selected_bytes"] > 0
     assert metrics.background_seconds > 0 and metrics.waited_seconds >= 0
-    exact = OffloadAdamW(model_of().parameters(), lr=1e-2)
+    model = model_of()
+    exact = OffloadAdamW(model.parameters(), lr=1e-2)
+    train(model, exact, range(1))
     assert exact.deferral is None
 
 

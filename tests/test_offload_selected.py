@@ -395,6 +395,35 @@ def test_a_write_after_a_later_forward_is_refused() -> None:
     train(model, optimizer, range(6, 12))
 
 
+def test_a_step_that_updates_a_weight_at_once_ends_its_selection() -> None:
+    """It waits for what is held by others, too, and selects anew in the next turn of the weight."""
+    deferred = Deferred(interval=2, fraction=0.25, reselect=100)
+    (model, optimizer), exact = pair(deferred)
+    weight = model.get_parameter("first.weight")
+    for step in range(1, 12):
+        # A forward in training lets the parameter be read.
+        loss_of(model, step)
+        kept = weight.detach() if step == 4 else None
+        step_with(model, optimizer, step)
+        step_with(*exact, step)
+        assert optimizer._engine is not None
+        assert (weight in optimizer._engine.pending_params) == (step not in {1, 4})
+        del kept
+    loss_of(model, 12)
+    now, expected = weight.detach(), exact[0].get_parameter("first.weight").detach()
+    rows, columns = (int((now == expected).all(dim).sum()) for dim in (1, 0))
+    assert (rows, columns) in {(8, 0), (0, 10)}
+
+
+def test_a_step_without_gradients_selects_nothing() -> None:
+    selected, exact = pair(Deferred(interval=2, fraction=0.3))
+    for step in range(1, 8):
+        for model, optimizer in (selected, exact):
+            optimizer.step()
+            step_with(model, optimizer, step)
+    assert_same(selected, exact)
+
+
 def test_gradients_of_several_backwards_are_summed() -> None:
     selected, exact = pair(Deferred(interval=2, fraction=0.3, reselect=2), accumulation_steps=2)
     for step in range(1, 9):

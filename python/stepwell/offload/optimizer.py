@@ -92,7 +92,7 @@ class OffloadAdamW(OffloadStateDicts):
         eps: added to the root of the second moment.
         weight_decay: `lr * weight_decay * parameter` is taken off the parameter.
         clip_norm: the norm of all gradients is clipped to it, as by torch.nn.utils.clip_grad_norm_
-            but without a pass over the gradients. None: no clipping.
+            but without a pass over the gradients. A norm of NaN clips nothing. None: no clipping.
         moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4)
             or "q8" (2.1).
         gate: what waits for the new weights: "module", the forward of each module for its own;
@@ -354,15 +354,6 @@ class OffloadAdamW(OffloadStateDicts):
                 )
             self._engine, self._gate = engine, gate
         return self._engine
-
-    def _see_forwards(self) -> None:
-        """Has the next forward seen, where updates are deferred.
-
-        A first step whose forward was not has a second one exact behind it, where channels are
-        selected. A run that is resumed would have other bits than the one that went on.
-        """
-        if self._deferred is not None and len(self._twins):
-            self._opened_engine()
 
     def _idle_engine(self) -> Engine:
         """The engine, which does not work on a step, or takes gradients meanwhile."""
@@ -691,9 +682,8 @@ class OffloadAdamW(OffloadStateDicts):
         if not has_error and not found_inf:
             with awaited(self._sharding):
                 self._refuse_lost_writes()
-                is_written = self._is_selection_written(params)
+                self._score(params, grads, updates)
                 self._host.reread(params, self.state)
-                self._score(params, grads, updates, is_written=is_written)
                 collector = self._collector
                 norm = gradient_norm(params, grads, collector.place, read=collector.read)
                 norm *= inverse_scale
@@ -715,8 +705,9 @@ class OffloadAdamW(OffloadStateDicts):
         with self._opened_engine().decided():
             # After the norm, which would come down behind them; the step begins with the first that
             # is there.
-            self._collector.take_missing(params, grads, self._opened_engine())
-            selects = self._engine is not None and self._engine.selector is not None
+            engine = self._opened_engine()
+            self._collector.take_missing(params, grads, engine)
+            selects = engine.selector is not None
             on_device = dict(zip(params, grads, strict=True)) if selects else None
             self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
         return True
@@ -726,43 +717,36 @@ class OffloadAdamW(OffloadStateDicts):
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         updates: Sequence[Update],
-        *,
-        is_written: bool,
     ) -> None:
         """Scores channels of which some may be selected; the norm that comes next is waited for.
+
+        Before parameters that were written are read again: it looks for these.
 
         Args:
             params: the parameters of the step.
             grads: their gradients.
             updates: their updates.
-            is_written: whether other code has written one of which channels are selected.
         """
         steps = self._deferred_steps
-        if steps is None or not steps.deferred.selects or not updates:
+        if steps is None or not updates:
             return
         engine = self._opened_engine()
-        if engine.selector is None:
+        selector = engine.selector
+        if selector is None:
             return
-        if engine.selector.needs_exact or is_written:
+        # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
+        is_written = any(
+            selector.holds([one]) and self._twins.differs(one) for one in self._twins.stale(params)
+        )
+        if selector.needs_exact or is_written:
             # Of what was written the device has copies. An exact step drops them.
             engine.is_settled = True
-        if self._is_deferred(updates):
-            engine.selector.score(params, grads, engine.next_group())
+        if self._is_deferred(engine, updates):
+            selector.score(params, grads, engine.next_group())
         elif steps.is_followed_by_deferred(_number_of(updates), is_seen=self._is_seen()):
-            engine.selector.score(params, grads, None)
+            selector.score(params, grads, None)
         else:
-            engine.selector.score([], [], None)
-
-    def _is_selection_written(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether other code has written one of `params` of which channels are selected.
-
-        By the bits: what is marked stale depends on what was seen, which a resumed run has not.
-        """
-        engine = self._engine
-        if engine is None or engine.selector is None:
-            return False
-        stale = self._twins.stale(params)
-        return any(engine.selector.holds([one]) and self._twins.differs(one) for one in stale)
+            selector.score([], [], None)
 
     def _refuse_lost_writes(self) -> None:
         """Raises ValueError where a parameter was written that updates are deferred of."""
@@ -771,14 +755,14 @@ class OffloadAdamW(OffloadStateDicts):
             engine.settle()
 
     def _at_once(
-        self, updates: Sequence[Update], exposed: Collection[torch.Tensor]
+        self, engine: Engine, updates: Sequence[Update], exposed: Collection[torch.Tensor]
     ) -> set[torch.Tensor] | None:
         """The parameters that a deferred step updates at once; None: the step is exact."""
-        steps, engine, gate = self._deferred_steps, self._engine, self._gate
-        if steps is None or engine is None or gate is None or not updates:
+        steps, gate = self._deferred_steps, self._gate
+        if steps is None or gate is None:
             return None
         steps.note(_number_of(updates), is_seen=self._is_seen(), is_settled=engine.is_settled)
-        if not self._is_deferred(updates):
+        if not self._is_deferred(engine, updates):
             return None
         # The step waits for the weights of these, since no forward is known to.
         return set(gate.not_covered([update.param for update in updates], exposed))
@@ -788,17 +772,10 @@ class OffloadAdamW(OffloadStateDicts):
         gate = self._gate
         return gate is not None and gate.is_open and not gate.guard.was_compiled
 
-    def _is_deferred(self, updates: Sequence[Update]) -> bool:
+    def _is_deferred(self, engine: Engine, updates: Sequence[Update]) -> bool:
         """Whether the step with these updates is deferred."""
-        steps, engine = self._deferred_steps, self._engine
-        return (
-            steps is not None
-            and len(updates) > 0
-            and steps.is_deferred(
-                _number_of(updates),
-                is_seen=self._is_seen(),
-                is_settled=engine is None or engine.is_settled,
-            )
+        return self._deferred_steps is not None and self._deferred_steps.is_deferred(
+            _number_of(updates), is_seen=self._is_seen(), is_settled=engine.is_settled
         )
 
     def _stepped(self) -> list[torch.Tensor]:
@@ -815,8 +792,9 @@ class OffloadAdamW(OffloadStateDicts):
         return [param for param, _ in params]
 
     def _clip_coefficient(self, norm: float) -> float:
-        if self.clip_norm is None or not math.isfinite(norm):
+        if self.clip_norm is None:
             return 1.0
+        # In this order NaN gives 1: the core takes no scale that is not finite.
         return min(1.0, self.clip_norm / (norm + CLIP_EPS))
 
     def _apply(
@@ -850,7 +828,7 @@ class OffloadAdamW(OffloadStateDicts):
         if gate is not None:
             shared.update(self._exposed(gate, landing))
             before.append(partial(gate.open, landing, shared))
-        at_once = None if shared.intersection(others) else self._at_once(updates, shared)
+        at_once = None if shared.intersection(others) else self._at_once(engine, updates, shared)
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)

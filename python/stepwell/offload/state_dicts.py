@@ -43,10 +43,6 @@ class OffloadStateDicts(OffloadState):
         """Makes ready for what has come since groups were added."""
 
     @abc.abstractmethod
-    def _see_forwards(self) -> None:
-        """Has the next forward seen, where updates are deferred."""
-
-    @abc.abstractmethod
     def _set_interval(self, interval: int) -> None:
         """Has updates deferred by so many steps from now on."""
 
@@ -153,7 +149,6 @@ class OffloadStateDicts(OffloadState):
         intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
         if self._chosen_interval is not None and intervals and intervals[0] is not None:
             self._set_interval(int(intervals[0]))
-        self._see_forwards()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -1,0 +1,142 @@
+"""One step beside a device: how it clips, which state it goes on with, and what it lets go of."""
+
+import math
+
+import pytest
+import stepwell
+import torch
+from late_engine import LateEngine
+from offload_cases import loss_of, small, train
+from optim_cases import bits
+
+
+def parameters_with(*grads):
+    params = [torch.nn.Parameter(torch.ones_like(grad)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.clone()
+    return params
+
+
+# ---- clipping ----
+
+
+@pytest.mark.parametrize("norm", [1e-6, 1e-3, 1.0, 1e3])
+def test_clipping_has_the_coefficient_of_torch(norm):
+    grad = torch.full((4,), norm / 2)
+    (ours,), (theirs,) = parameters_with(grad), parameters_with(grad)
+    optimizer = stepwell.OffloadAdamW([ours], clip_norm=norm)
+    reference = torch.optim.AdamW([theirs])
+    optimizer.step()
+    torch.nn.utils.clip_grad_norm_([theirs], norm)
+    reference.step()
+    found, expected = optimizer.state[ours]["exp_avg"], reference.state[theirs]["exp_avg"]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_an_infinite_norm_that_propagates_clips_as_in_torch():
+    grads = torch.tensor([1.0, math.inf]), torch.full((2,), 100.0)
+    ours, theirs = parameters_with(*grads), parameters_with(*grads)
+    optimizer = stepwell.OffloadAdamW(ours, clip_norm=1.0, nonfinite="propagate")
+    optimizer.step()
+    torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+    torch.optim.AdamW(theirs).step()
+    optimizer.synchronize()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    assert not optimizer.state[ours[1]]["exp_avg"].any()
+
+
+def test_a_norm_of_nan_that_propagates_clips_nothing():
+    ours = parameters_with(torch.tensor([1.0, math.nan]), torch.full((2,), 100.0))
+    optimizer = stepwell.OffloadAdamW(ours, clip_norm=1.0, nonfinite="propagate")
+    optimizer.step()
+    assert ours[0].isnan().tolist() == [False, True]
+    assert optimizer.state[ours[1]]["exp_avg"] == pytest.approx(10.0)
+
+
+# ---- state ----
+
+
+@pytest.mark.parametrize("norm", [0.0, 1.0])
+def test_a_first_step_at_lr_0_makes_state_where_all_gradients_are_zero(norm):
+    """As torch.distributed.checkpoint asks for it."""
+    (param,) = parameters_with(torch.tensor([norm]))
+    optimizer = stepwell.OffloadAdamW([param], lr=0.0)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == norm
+    assert param == 1
+
+
+def test_state_that_was_deleted_begins_anew():
+    (ours,), (theirs,) = (parameters_with(torch.tensor([1.0, -2.0])) for _ in range(2))
+    optimizer, reference = stepwell.OffloadAdamW([ours]), torch.optim.AdamW([theirs])
+    for each, param in ((optimizer, ours), (reference, theirs)):
+        each.step()
+        del each.state[param]
+        each.step()
+    assert optimizer.state[ours]["step"] == 1
+    for name, value in reference.state[theirs].items():
+        torch.testing.assert_close(optimizer.state[ours][name], value)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_moments_that_are_strided_are_stepped():
+    grad = torch.randn(3, 5)
+    (ours,), (theirs,) = parameters_with(grad), parameters_with(grad)
+    optimizer, reference = (stepwell.OffloadAdamW([param]) for param in (ours, theirs))
+    for _ in range(3):
+        optimizer.step()
+        reference.step()
+        state = optimizer.state[ours]
+        state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+    assert torch.equal(bits(ours), bits(theirs))
+    found, expected = (
+        each.state[param] for each, param in ((optimizer, ours), (reference, theirs))
+    )
+    assert torch.equal(bits(found["exp_avg"]), bits(expected["exp_avg"]))
+
+
+def test_memory_of_state_is_counted_once():
+    """Of 16 bytes per element: what was set aside for a first step is state from then on."""
+    params = parameters_with(torch.ones(1000))
+    optimizer = stepwell.OffloadAdamW(params, host_bytes_max=33_000)
+    optimizer.step()
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1000))]})
+
+
+# ---- what follows a step ----
+
+
+def test_nothing_is_under_way_after_synchronize():
+    net = small()
+    optimizer = stepwell.OffloadAdamW(net.parameters())
+    for step in range(2):
+        loss_of(net, step).backward()
+        optimizer.step()
+    assert optimizer._gate.guard.any_under_way
+    optimizer.synchronize()
+    assert not optimizer._gate.guard.any_under_way
+
+
+def test_a_weight_whose_memory_others_hold_is_there_after_the_step():
+    net = small()
+    weight = net[0].weight
+    optimizer = stepwell.OffloadAdamW(net.parameters(), lr=1e-2)
+    train(net, optimizer, 2)
+    optimizer.synchronize()
+    optimizer._engine._core = LateEngine(optimizer._engine._core)
+    kept = weight.detach()
+    before = kept.clone()
+    loss_of(net, 2).backward()
+    optimizer.step()
+    assert not torch.equal(kept, before)
+
+
+def test_a_parameter_that_has_left_its_group_takes_no_memory():
+    params = parameters_with(torch.ones(3), torch.ones(3))
+    optimizer = stepwell.OffloadAdamW(params)
+    optimizer.step()
+    gone = optimizer.param_groups[0]["params"].pop()
+    optimizer.step()
+    assert gone not in optimizer._twins
+    assert params[0] in optimizer._twins
