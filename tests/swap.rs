@@ -7,7 +7,7 @@ mod on_device;
 
 use std::{
     sync::{Arc, atomic::AtomicBool},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use battery::{Held, Layout, MomentsKind, ParamKind, Spread, pool_of, widest};
@@ -264,6 +264,20 @@ fn with_the_fewest_buffers_every_step_ends() {
             rig.assert_as_expected(&swap, "four steps");
         }
     }
+}
+
+/// A look whether another thread has failed would end each of these waits as well, after .1 s.
+#[test]
+fn a_worker_that_waits_for_buffers_is_woken_when_it_has_them() {
+    let mut rig = Rig::of_split(Durability::Commit);
+    rig.config.buffers_nbytes_max = 0;
+    rig.config.workers = 4;
+    rig.config.ram_nbytes = 0;
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    let begin = Instant::now();
+    (0..80).for_each(|_| rig.step(&engine));
+    assert!(begin.elapsed() < SOON, "80 steps took {:?}", begin.elapsed());
 }
 
 #[test]

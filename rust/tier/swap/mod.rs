@@ -117,7 +117,7 @@ pub struct Swap {
     /// The state of the chunks that are in host memory.
     ram: Buffer,
     pipeline: Mutex<Pipeline>,
-    /// A chunk was stored, or something has failed.
+    /// A chunk was stored or was given its buffers, or something has failed.
     changed: Condvar,
     io_timeout: Duration,
     isa: Isa,
@@ -244,12 +244,14 @@ impl Swap {
         }
         let pumped = self.pump(&mut pipeline);
         drop(pipeline);
-        self.or_fail(pumped)
+        self.or_fail(pumped.map(|_| ()))
     }
 
     /// Gives buffers to the next chunks, and begins to read them, as far as buffers are free.
-    fn pump(&self, pipeline: &mut Pipeline) -> Result<()> {
+    /// Whether it has given any: a worker may wait for one of them.
+    fn pump(&self, pipeline: &mut Pipeline) -> Result<bool> {
         pipeline.check()?;
+        let mut is_any_given = false;
         while let Some(ticket) = pipeline.pop_written() {
             // It is over: its buffer is free when it is dropped.
             self.end_of(ticket)?;
@@ -257,11 +259,13 @@ impl Swap {
         while let Some((number, is_read)) = pipeline.next() {
             let needed = 1 + usize::from(self.chunks.weight_record(number).is_some());
             while pipeline.spare.len() < needed {
-                let Some(buffer) = self.volume.buffer(Duration::ZERO) else { return Ok(()) };
+                let Some(buffer) = self.volume.buffer(Duration::ZERO) else {
+                    return Ok(is_any_given);
+                };
                 pipeline.spare.push(buffer);
             }
             let weight = if needed == 2 { pipeline.spare.pop() } else { None };
-            let Some(state) = pipeline.spare.pop() else { return Ok(()) };
+            let Some(state) = pipeline.spare.pop() else { return Ok(is_any_given) };
             let record =
                 self.chunks.record(number).unwrap_or_else(|| unreachable!("it is planned"));
             if is_read {
@@ -269,8 +273,9 @@ impl Swap {
             } else {
                 pipeline.given(number, state, weight);
             }
+            is_any_given = true;
         }
-        Ok(())
+        Ok(is_any_given)
     }
 
     fn fetch(&self, held: &Held, tensor: &AdamTensor, chunk: Chunk) -> Result<AdamTensor<Route>> {
@@ -310,7 +315,9 @@ impl Swap {
     fn wait_for_buffer(&self, number: usize) -> Result<usize> {
         let mut pipeline = self.pipeline();
         loop {
-            self.pump(&mut pipeline)?;
+            if self.pump(&mut pipeline)? {
+                self.changed.notify_all();
+            }
             if let Some(ticket) = pipeline.take_reading(number) {
                 drop(pipeline);
                 let buffer = self.end_of(ticket)?;
