@@ -466,6 +466,11 @@ def test_a_full_drive_is_an_error_at_the_beginning(tmp_path):
         ),
         ({"paths": ["/tmp"], "resume": True}, "`name` is not"),
         ({"paths": ["/tmp"], "weights": [1, 2]}, "one for each"),
+        ({"paths": ["/tmp"], "weights": [-1]}, r"`weights` is `\[-1\]`, expected integers"),
+        ({"paths": ["/tmp"], "weights": [1.5]}, r"`weights` is `\[1.5\]`, expected integers"),
+        ({"paths": ["/tmp"], "queue_depth": 1.5}, "`queue_depth` is `1.5`, expected an integer"),
+        ({"paths": ["/tmp"], "io_timeout": 0}, "`io_timeout` is `0`, expected seconds above 0"),
+        ({"paths": ["/tmp"], "io_timeout": float("nan")}, "`io_timeout` is `nan`"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message):
@@ -503,6 +508,8 @@ def test_options_of_a_volume_are_taken(tmp_path, monkeypatch):
 
 
 def test_what_does_not_go_with_a_volume_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`tier` is `\['/tmp'\]`, expected a stepwell.Volume"):
+        stepwell.OffloadAdamW(net_of().named_parameters(), tier=["/tmp"])
     with pytest.raises(ValueError, match="`deferred` and `tier`"):
         on_volume(net_of(), tmp_path, deferred=stepwell.Deferred())
     with pytest.raises(ValueError, match="buffers of a volume"):

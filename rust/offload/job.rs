@@ -167,7 +167,7 @@ impl State {
         match &self.failure {
             Some(failure) => Err(Error::os(
                 "a step failed half-way, so parameters and state are not those of any step; \
-                 hint: go on from a checkpoint",
+                 hint: go on from a checkpoint, or from the last step that a volume has committed",
                 std::io::Error::other(failure.as_str()),
             )),
             None => Ok(()),

@@ -30,6 +30,7 @@ from stepwell.offload.rank_engine import RankEngine
 from stepwell.offload.sharding import Shard, Sharding, awaited, open_sharding
 from stepwell.offload.state_dicts import OffloadStateDicts
 from stepwell.offload.swapped import Swapped
+from stepwell.offload.volume import Volume
 from stepwell.optim import Moments
 
 if TYPE_CHECKING:
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
-    from stepwell.offload.volume import Volume
 
 __all__ = ["OffloadAdamW"]
 
@@ -191,6 +191,11 @@ class OffloadAdamW(OffloadStateDicts):
             raise ValueError(
                 "`deferred` is given and `accumulate` is `host`, expected device. "
                 "hint: no_sync() or accumulation_steps"
+            )
+        if tier is not None and not isinstance(tier, Volume):
+            raise ValueError(
+                f"`tier` is `{tier!r}`, expected a stepwell.Volume or None. "
+                "hint: tier=stepwell.Volume([FOLDER, ...])"
             )
         if deferred is not None and tier is not None:
             raise ValueError(

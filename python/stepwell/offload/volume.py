@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -94,12 +95,19 @@ class Volume:
             raise ValueError("`resume` is given and `name` is not, expected which volume it is")
         for name in ("stripe_bytes", "queue_depth"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is `{value}`, expected at least 1")
+            if value is not None and not _is_count(value):
+                raise ValueError(f"`{name}` is `{value}`, expected an integer of at least 1")
+        if not self.io_timeout > 0:
+            raise ValueError(f"`io_timeout` is `{self.io_timeout}`, expected seconds above 0")
         if self.weights and len(self.weights) != len(self.paths):
             raise ValueError(
                 f"`weights` has `{len(self.weights)}` entries, expected one for each of "
                 f"{len(self.paths)} paths"
+            )
+        if not all(_is_count(weight) for weight in self.weights or ()):
+            raise ValueError(
+                f"`weights` is `{list(self.weights or ())}`, expected integers of at least 1. "
+                "hint: the MB/s of each drive"
             )
 
     @property
@@ -108,3 +116,7 @@ class Volume:
         if self.durability == "none":
             return False
         return self.name is not None if self.keep is None else self.keep
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, Integral) and int(value) >= 1

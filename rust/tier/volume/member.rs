@@ -164,7 +164,9 @@ impl Member {
         }
         let refused = |error: io::Error| {
             let hint = match error.kind() {
-                io::ErrorKind::NotFound => "it is missing: name the drives that it was made with",
+                io::ErrorKind::NotFound => {
+                    "it is missing: name the drives that it was made with, in their order"
+                }
                 _ => "it has to be a file that this process may read and write",
             };
             Error::os(format!("cannot open {named}; hint: {hint}"), error)
