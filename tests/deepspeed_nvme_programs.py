@@ -120,6 +120,19 @@ def paths(result, folder):
     result["fp32"] = both(fp32, folder / "fp32", host_bytes_max=host_bytes(8))
 
 
+def several_drives(folder):
+    """A run with its state on two folders, one in host memory, and the files that are left."""
+    drives = [folder / name for name in "ab"]
+    for drive in drives:
+        drive.mkdir(parents=True)
+    config = bf16(3)
+    swapped = on_volume(config, drives[0], name="run")
+    swapped["stepwell"]["nvme_paths"] = list(map(str, drives))
+    runs = [run(swapped), run(config)]
+    files = [path for drive in drives for path in drive.iterdir()]
+    return runs, {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
 def bf16(stage, **more):
     return configuration(stage=stage, dtype="bf16", **more)
 
@@ -423,6 +436,7 @@ def program_nvme(result, *, folder):
         resumed(result.setdefault(("resumed", stage), {}), folder, stage)
     full_drive(result.setdefault("full drive", {}), folder / "full")
     result["ignored keys"] = ignored_keys(folder / "ignored")
+    result["several drives"] = several_drives(folder / "several")
 
 
 def program_nvme_ranks(result, *, folder):

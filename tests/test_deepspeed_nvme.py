@@ -4,7 +4,7 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions, assert_same_values
-from deepspeed_nvme_programs import STAGES
+from deepspeed_nvme_programs import NUMEL, STAGES
 
 PROGRAM_TIMEOUT = 240
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -55,6 +55,14 @@ def test_the_volume_has_the_bits_of_host_memory(runs, name):
     assert bytes_written > 0
     assert bytes_read > 0 or name == "q8"
     assert swapped["left"] == []
+
+
+def test_several_drives_have_their_share(runs):
+    (swapped, in_memory), files = runs["several drives"]
+    assert_same_run(swapped, in_memory)
+    assert sorted(files) == ["a/run.0.stepwell", "b/run.1.stepwell"]
+    # Two slots of 12 bytes for each element, of which either has a half or so.
+    assert min(files.values()) > 8 * NUMEL
 
 
 @pytest.mark.parametrize("stage", STAGES)
