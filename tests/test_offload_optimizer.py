@@ -722,6 +722,7 @@ def test_memory_is_announced_and_bounded(caplog):
     ("options", "message"),
     [
         ({"gate": "layer"}, "`gate` is `layer`"),
+        ({"accumulate": "disk"}, "`accumulate` is `disk`"),
         ({"accumulation_steps": 0}, "`accumulation_steps` is `0`"),
         ({"moments": "int4"}, "`moments` is `int4`"),
         ({"clip_norm": 0.0}, "`clip_norm` is `0.0`"),

@@ -165,8 +165,13 @@ def differences_are_errors():
     net.up.bias.grad[0] = torch.inf
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    # A write on one rank.
+    # As a GradScaler does that has found an infinity on one rank.
     net.up.bias.grad[0] = 1
+    optimizer.found_inf = torch.tensor(float(rank))
+    optimizer.step()
+    assert optimizer.skipped_steps == 2
+    optimizer.found_inf = None
+    # A write on one rank.
     if rank:
         with torch.no_grad():
             net.down.weight[0, 0] += 1
@@ -196,6 +201,22 @@ def differences_are_errors():
 def test_differences_are_errors_on_all_ranks_and_change_nothing(two):
     first, second = two.run(differences_are_errors)
     assert first == second
+
+
+def gradient_of_a_frozen_parameter():
+    rank = dist.get_rank()
+    net = make()
+    net.up.bias.requires_grad_(False)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param) if rank or param.requires_grad else None
+    told = r"`up.bias`.*frozen" if rank else "another rank could not step"
+    with pytest.raises(ValueError, match=told):
+        optimizer.step()
+
+
+def test_a_gradient_of_a_frozen_parameter_is_an_error_on_all_ranks(two):
+    two.run(gradient_of_a_frozen_parameter)
 
 
 def accesses():

@@ -161,6 +161,22 @@ def test_memory_is_taken_by_small_state_and_by_the_first(tmp_path):
     assert opened(whole, durability="none").core is None
 
 
+@pytest.mark.parametrize(
+    ("durability", "host_bytes", "committed", "has_moved"),
+    [("commit", 3 << 20, 2, True), ("none", 3 << 20, None, True), ("none", 64 << 20, None, False)],
+    ids=["commits", "none", "unused"],
+)
+def test_a_volume_tells_what_it_has_committed_and_moved(
+    tmp_path, durability, host_bytes, committed, has_moved
+):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, durability=durability, host_bytes=host_bytes)
+    train(net, optimizer, 2)
+    optimizer.synchronize()
+    assert optimizer.committed_steps == committed
+    assert ("bytes_written" in optimizer.timing) == has_moved
+
+
 def test_a_state_dict_is_a_snapshot_and_resumes_exactly(tmp_path):
     (net, optimizer), (twin, reference) = pair(tmp_path, torch.bfloat16, moments="q8")
     train(net, optimizer, 3)
