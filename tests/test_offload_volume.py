@@ -326,6 +326,22 @@ def test_two_optimizers_and_the_files_of_each(tmp_path):
     assert not files(tmp_path)
 
 
+def test_the_working_directory_may_change(tmp_path, monkeypatch):
+    folders(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    net = net_of()
+    optimizer = stepwell.OffloadAdamW(
+        net.named_parameters(), tier=stepwell.Volume(["drive0", "drive1"])
+    )
+    monkeypatch.chdir("/")
+    train(net, optimizer, 1)
+    optimizer.synchronize()
+    assert len(files(tmp_path)) == 2
+    del optimizer
+    gc.collect()
+    assert not files(tmp_path)
+
+
 def test_torch_may_ask_for_state_before_the_first_step(tmp_path):
     net = net_of()
     optimizer = on_volume(net, tmp_path)

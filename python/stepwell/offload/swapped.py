@@ -18,6 +18,7 @@ import os
 import weakref
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -566,7 +567,8 @@ def make_swap(
     """
     shape = shape_of(volume)
     return _core.Swap(
-        [os.fspath(path) for path in volume.paths],
+        # The program may have another working directory when they are removed.
+        [str(Path(path).absolute()) for path in volume.paths],
         list(tensors),
         addresses=addresses,
         name=name,
