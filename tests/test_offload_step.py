@@ -1,6 +1,7 @@
 """One step beside a device: how it clips, which state it goes on with, and what it lets go of."""
 
 import math
+import time
 
 import pytest
 import stepwell
@@ -130,6 +131,52 @@ def test_a_weight_whose_memory_others_hold_is_there_after_the_step():
     loss_of(net, 2).backward()
     optimizer.step()
     assert not torch.equal(kept, before)
+
+
+@pytest.mark.parametrize("gate", ["module", "step"])
+def test_a_step_waits_for_weights_where_no_forward_does(gate):
+    net = small()
+    optimizer = stepwell.OffloadAdamW(net.parameters(), gate=gate)
+    train(net, optimizer, 2)
+    optimizer.synchronize()
+    optimizer._engine._core = late = LateEngine(optimizer._engine._core)
+    loss_of(net, 2).backward()
+    optimizer.step()
+    assert late.is_late == (gate == "module")
+
+
+@pytest.mark.parametrize("accumulate", ["device", "host"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_cleared_as_in_torch(accumulate, set_to_none):
+    net = small()
+    optimizer = stepwell.OffloadAdamW(net.parameters(), accumulate=accumulate)
+    loss_of(net, 0).backward()
+    optimizer.zero_grad(set_to_none)
+    for param in net.parameters():
+        assert (param.grad is None) == set_to_none
+        assert set_to_none or not param.grad.any()
+
+
+def test_a_step_that_has_failed_is_told_where_a_group_is_added(monkeypatch):
+    net = small()
+    optimizer = stepwell.OffloadAdamW(net.parameters())
+    train(net, optimizer, 1)
+    error = OSError("the device has failed")
+    monkeypatch.setattr(optimizer._engine, "synchronize", lambda: (_ for _ in ()).throw(error))
+    with pytest.raises(OSError, match="the device has failed"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+def test_the_parts_of_a_step_take_no_longer_than_it():
+    net = small()
+    optimizer = stepwell.OffloadAdamW(net.parameters())
+    for step in range(2):
+        loss_of(net, step).backward()
+        began = time.perf_counter()
+        optimizer.step()
+        elapsed = time.perf_counter() - began
+        parts = ("background", "norm", "prepare", "release")
+        assert sum(optimizer.timing[part] for part in parts) <= elapsed
 
 
 def test_a_parameter_that_has_left_its_group_takes_no_memory():

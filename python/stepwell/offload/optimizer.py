@@ -383,7 +383,7 @@ class OffloadAdamW(OffloadStateDicts):
             # Ctrl-C may have ended the step before it did.
             self._release()
         self._forget_gradients()
-        if set_to_none and self._accumulate == "device":
+        if set_to_none:
             clear_grads(param for group in self.param_groups for param in group["params"])
         else:
             super().zero_grad(set_to_none)
