@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WARMUP_STEPS = 2
 # Of a parameter: what is not state (weight and gradient), and room for the buffers of drives.
-PINNED_BYTES, BUFFERS_BYTES = 4, 96 << 20
+TWIN_BYTES, BUFFERS_BYTES = 4, 96 << 20
 
 
 def measure(moments: Moments, durability: Durability, args: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def measure(moments: Moments, durability: Durability, args: argparse.Namespace) 
         clip_norm=1.0,
         moments=moments,
         tier=Volume(args.folders, durability=durability),
-        host_bytes_max=PINNED_BYTES * numel + BUFFERS_BYTES,
+        host_bytes_max=TWIN_BYTES * numel + BUFFERS_BYTES,
     )
     for param in params:
         param.grad = 1e-3 * torch.randn_like(param)

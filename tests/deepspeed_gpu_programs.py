@@ -50,3 +50,18 @@ def program_gpu(result):
         result[name] = [
             run({**config, "stepwell": {"engine": is_engine}}) for is_engine in (True, False)
         ]
+
+
+def program_gpu_volume(result, drive):
+    """The same configurations with their state on a volume, and in host memory."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    for name, config in {
+        "ZeRO-2": configuration(dtype="bf16"),
+        "ZeRO-2, accumulated": configuration(dtype="bf16", gradient_accumulation_steps=3),
+        "ZeRO-3": configuration(dtype="bf16", stage=3, zero={"sub_group_size": 50_000}),
+    }.items():
+        on_drive = {"device": "nvme", "nvme_path": drive}
+        zero = {**config["zero_optimization"], "offload_optimizer": on_drive}
+        result[name] = [run({**config, "zero_optimization": zero}), run(config)]

@@ -70,6 +70,7 @@ def run(config, *, steps=STEPS, rank=0, before_step=None, **more):
     result = {
         "losses": losses,
         "norms": norms,
+        "pinned": engine.optimizer._partitions._engine.pinned_nbytes / NUMEL,
         "moved": (timing.get("bytes_read", 0), timing.get("bytes_written", 0)),
         "partitions": partitions(engine),
         "class": type(engine.optimizer).__name__,

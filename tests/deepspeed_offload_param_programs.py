@@ -259,7 +259,7 @@ def memory(result):
         *(each[name] for each in state for name in ("exp_avg", "exp_avg_sq")),
     ]
     result["memory"] = {
-        "announced": [each["state"] + each["pinned"] for each in announced],
+        "announced": [each["state"] + each["crossing"] for each in announced],
         "held": sum(tensor.nbytes for tensor in held),
         "numel": sum(flat.numel() for flat in zero.fp32_partitioned_groups_flat),
         "flat buffer": zero.grad_partitions_flat_buffer.nbytes,

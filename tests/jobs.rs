@@ -178,7 +178,9 @@ fn what_is_pinned_is_unpinned_when_the_engine_ends() {
         unsafe { engine.pin(address, 4096) }.expect("a device that works");
     }
     assert_eq!(*device.pinned.lock().expect("no panic"), addresses);
+    assert_eq!(engine.pinned_nbytes(), 2 * 4096);
     engine.end();
+    assert_eq!(engine.pinned_nbytes(), 0);
     assert!(device.pinned.lock().expect("no panic").is_empty());
 }
 

@@ -56,6 +56,24 @@ def test_a_gpu_trains_as_on_deepspeeds_path(runs, name):
             torch.testing.assert_close(state[key], other_state[key], **tolerance)
 
 
+def test_a_volume_has_the_bits_of_host_memory_on_a_gpu(tmp_path):
+    """There gradients come down to memory that is not pinned."""
+    found = deepspeed_run.run(
+        "gpu_volume",
+        tmp_path,
+        timeout=PROGRAM_TIMEOUT,
+        environment={"DS_ACCELERATOR": "cuda"},
+        drive=str(tmp_path),
+    )
+    assert len(found) == 3
+    for on_volume, in_memory in found.values():
+        assert (on_volume["losses"], on_volume["norms"]) == (
+            in_memory["losses"],
+            in_memory["norms"],
+        )
+        assert_same_partitions(on_volume["partitions"], in_memory["partitions"])
+
+
 def test_deferred_updates_of_a_gpu_are_all_applied(tmp_path):
     """Gradients do not depend on how late weights are; selected channels are stepped on the GPU."""
     names = ["ZeRO-2", "ZeRO-1, fp32", "fp16", "accumulated"]

@@ -65,6 +65,25 @@ def test_several_drives_have_their_share(runs):
     assert min(files.values()) > 8 * NUMEL
 
 
+@pytest.mark.parametrize(
+    ("name", "beside_volume", "in_memory"),
+    [
+        # Weights that go up and gradients that come down, 16 bits each.
+        ("stage 1", 0, 4),
+        ("stage 2", 0, 4),
+        ("stage 3", 0, 4),
+        # Sums come up and go down again in each backward; forwards fetch weights.
+        ("accumulated", 2, 4),
+        ("offload_param", 2, 4),
+    ],
+)
+def test_what_a_step_alone_copies_is_not_pinned_beside_a_volume(
+    runs, name, beside_volume, in_memory
+):
+    found = [run["pinned"] for run in runs["paths"][name]]
+    assert found == [beside_volume, in_memory]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_accessors_get_and_set_what_is_on_the_volume(runs, stage):
     swapped, in_memory = runs["accesses", stage]

@@ -528,15 +528,23 @@ def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, 
     made[2] = made[2]._replace(master=there)
     partitions = opened(*made, is_pinned=is_pinned)
     ((numel, said),) = announced
-    pinned = [*partitions.gradients.grads, *(each for each in partitions.twins if each is not None)]
+    crossing = [
+        *partitions.gradients.grads,
+        *(each for each in partitions.twins if each is not None),
+    ]
+    # The weights of the program itself are others' to pin.
+    own = [each for each in crossing if not any(each is one.weight for one in made)]
     masters = [each.master for each in made]
     if weight == FP32:
         # What is uploaded is the master; or the weights, which are copies of it.
-        pinned += [each.weight for each in made] if offloaded else masters
-    taken = {id(each): each.nbytes for each in [*pinned, *masters]}
+        crossing += [each.weight for each in made] if offloaded else masters
+        own += [] if offloaded else masters
+    taken = {id(each): each.nbytes for each in [*crossing, *masters]}
     assert numel == 96
-    assert said["state"] + said["pinned"] == 96 + sum(taken.values())
-    assert said["pinned"] == (sum(each.nbytes for each in pinned) if is_pinned else 0)
+    assert said["state"] + said["crossing"] == 96 + sum(taken.values())
+    assert said["crossing"] == sum(each.nbytes for each in crossing)
+    pinned = sum(each.nbytes for each in own) if is_pinned else 0
+    assert partitions._engine.pinned_nbytes == pinned
     # Weights that are offloaded are there already.
     weights = sum(each.weight.nbytes for each in made) if offloaded else 0
     assert said["held"] == weights + 32 * 4
@@ -571,9 +579,9 @@ def test_what_deferred_partitions_announce(weight, monkeypatch):
     masters = sum(each.master.nbytes for each in made)
     twins = sum(each.nbytes for each in partitions.twins if each is not None)
     # What is uploaded is pinned; where that is the master it is no more state.
-    pinned = twins or masters
+    crossing = twins or masters
     assert numel == 96
-    assert said["pinned"] == memory.pinned + pinned
+    assert said["crossing"] == memory.pinned + crossing == partitions._core.pinned_nbytes
     assert said["state"] == 96 + (masters if twins else 0)
     assert said["held"] == 0
 

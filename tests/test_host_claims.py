@@ -51,16 +51,16 @@ def test_what_another_process_has_claimed_is_refused_with_its_name_until_it_is_k
     with another(CLAIM) as process:
         assert _core.free_memory_bytes() == 0
         with pytest.raises(ValueError, match=rf"processes `\[{process.pid}\]` .* have claimed"):
-            announce(1000, state=10_000, pinned=2_000, limit=None)
+            announce(1000, state=10_000, crossing=2_000, limit=None)
         # What is held already is no more, and a limit asks for no free memory.
-        announce(1000, state=10_000, pinned=2_000, limit=None, held=12_000)
-        announce(1000, state=10_000, pinned=2_000, limit=12_000)
+        announce(1000, state=10_000, crossing=2_000, limit=None, held=12_000)
+        announce(1000, state=10_000, crossing=2_000, limit=12_000)
         info = _core.system_info()
         assert info["claimants"] == [process.pid]
         assert info["claimed_memory_bytes"] > info["free_memory_bytes"] > 0
         process.send_signal(signal.SIGKILL)
         process.wait(30)
-        announce(1000, state=10_000, pinned=2_000, limit=None)
+        announce(1000, state=10_000, crossing=2_000, limit=None)
     assert _core.free_memory_bytes() > 0
 
 

@@ -85,6 +85,35 @@ def test_every_mode_gives_the_bits_of_waiting(mode, dtype, moments, monkeypatch)
     assert all(torch.equal(param, other) for param, other in zip(params, expected[1], strict=True))
 
 
+# A device of the host has no memory that is pinned.
+@pytest.mark.gpu
+@pytest.mark.parametrize("durability", ["none", "commit"])
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+@pytest.mark.parametrize(
+    "mode",
+    [{"accumulation_steps": 2}, {"accumulate": "host", "clip_norm": None}],
+    ids=["told", "accumulate=host"],
+)
+def test_a_volume_gives_the_bits_of_host_memory(tmp_path, mode, moments, durability):
+    """What waits for drives is copied from and to memory that is not pinned."""
+    options = {"lr": 1e-3, "moments": moments, "clip_norm": 0.05, **mode}
+    model = net(torch.bfloat16)
+    expected = train(model, stepwell.OffloadAdamW(model.named_parameters(), **options))
+    model = net(torch.bfloat16)
+    twins = 2 * sum(-(-param.nbytes // 4096) * 4096 for param in model.parameters())
+    optimizer = stepwell.OffloadAdamW(
+        model.named_parameters(),
+        **options,
+        threads=2,
+        host_bytes_max=twins + (2 << 20),
+        tier=stepwell.Volume([tmp_path], durability=durability),
+    )
+    losses, params = train(model, optimizer)
+    assert optimizer.timing["bytes_written"] > 0
+    assert losses == expected[0]
+    assert all(torch.equal(param, other) for param, other in zip(params, expected[1], strict=True))
+
+
 def test_follows_torch_on_the_device():
     model, other = net(torch.float32), net(torch.float32)
     optimizer = stepwell.OffloadAdamW(model.named_parameters(), lr=1e-4, clip_norm=0.05)

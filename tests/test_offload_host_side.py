@@ -55,12 +55,12 @@ def test_a_parameter_that_comes_with_state_is_verified(host):
 def test_what_cannot_be_admitted_leaves_nothing(host, monkeypatch):
     first, second = parameter(), parameter()
     host.admit([first], {})
-    nbytes = host.twins.pinned_bytes
+    nbytes = host.twins.total_nbytes
     monkeypatch.setattr(_state, "new", lambda *_: (_ for _ in ()).throw(OSError("no memory")))
     with pytest.raises(OSError, match="no memory"):
         host.admit([second], {})
     assert second not in host.twins
-    assert host.twins.pinned_bytes == nbytes
+    assert host.twins.total_nbytes == nbytes
     assert host.fresh_state(first) is not None
 
 
@@ -76,7 +76,7 @@ def test_what_has_gone_leaves_its_state_as_good_as_it_was(host):
     assert other in host.twins
     host.let_go([other], {})
     assert host.fresh_state(other) is None
-    assert host.twins.pinned_bytes == 0
+    assert host.twins.total_nbytes == 0
 
 
 def test_what_has_gone_is_forgotten(host):
@@ -132,7 +132,7 @@ def test_loaded_state_is_verified_and_not_set_aside(host):
 
 def taken(param):
     """Bytes that a parameter takes, its state among them."""
-    return _state.nbytes(param, "fp32") + 2 * 640
+    return _state.nbytes(param, "fp32") + 2 * 4096
 
 
 def announce(bytes_max, *, held=(), states=None):

@@ -26,6 +26,7 @@ from stepwell import _core
 from stepwell.offload import host_side, sharded_volume
 from stepwell.offload.shares import Shares
 from stepwell.offload.swapped import Swapped
+from stepwell.offload.twins import Twins
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -113,8 +114,7 @@ def pinned_bytes(net):
     """Of this rank's rows: weights and gradients."""
     shares = Shares(dist.get_rank(), dist.get_world_size())
     shares.add(net.parameters())
-    spans = [(shares.elements(param), param.itemsize) for param in net.parameters()]
-    return 2 * sum(-(-(end - begin) * size // 64) * 64 for (begin, end), size in spans)
+    return Twins(shares=shares).nbytes(net.parameters())
 
 
 # Buffers and a part of the state have room, and the rest has not.

@@ -27,9 +27,9 @@ def made(**options):
 def test_each_has_memory_of_its_own(have_gradients):
     params, twins = made(have_gradients=have_gradients)
     assert (list(twins), len(twins)) == (params, len(params))
-    # 64 bytes where they fit, and none of nothing.
-    nbytes = 64 + 64 + 64 + 64 + 0 + 0 + 320 + 192
-    assert twins.nbytes(params) == twins.pinned_bytes == nbytes * (2 if have_gradients else 1)
+    # A page each, and none of nothing.
+    nbytes = 6 * 4096
+    assert twins.nbytes(params) == twins.total_nbytes == nbytes * (2 if have_gradients else 1)
     taken = set()
     for param in params:
         weight, grad = twins.weight(param), twins.grad(param)
@@ -40,7 +40,7 @@ def test_each_has_memory_of_its_own(have_gradients):
         assert (grad.shape, grad.dtype) == (param.shape, param.dtype)
         assert twins.weight_numel(param) == param.numel()
         for each in (weight, grad) if have_gradients else (weight,):
-            assert each.data_ptr() % 64 == 0
+            assert each.data_ptr() % (4096 if each.numel() else 1) == 0
             addresses = set(range(each.data_ptr(), each.data_ptr() + each.nbytes))
             assert not addresses & taken
             taken |= addresses
@@ -60,7 +60,7 @@ def test_memory_is_freed_with_the_last_that_was_added_with_it():
     assert len(twins.buffers) == 2
     twins.remove(params[:1])
     assert twins.buffers == []
-    assert twins.pinned_bytes == 0
+    assert twins.total_nbytes == 0
 
 
 def seen(twins, params):
@@ -133,3 +133,18 @@ def test_a_rank_has_the_rows_that_it_steps():
         param.view(-1)[(1 - rank) * param.numel() // 2] -= 1
         twins.refresh([param])
     assert len(found[0]) == len(found[1]) == rows // 2
+
+
+@torch.no_grad()
+def test_the_memory_of_some_is_whole_pages():
+    params = [Parameter(torch.randn(numel)) for numel in (1024, 1025, 0, 3)]
+    twins = Twins()
+    twins.add(params[:3])
+    twins.add(params[3:])
+    weights, grads = twins[params[0]].buffers
+    others = twins[params[3]].buffers
+    assert twins.spans(params, "weight") == [(weights, 0, 3 * 4096), (others[0], 0, 4096)]
+    assert twins.spans(params[1:], "grad") == [(grads, 4096, 3 * 4096), (others[1], 0, 4096)]
+    # What is between them belongs to neither.
+    assert twins.spans(params[::3], "grad") == [(grads, 0, 4096), (others[1], 0, 4096)]
+    assert Twins(have_gradients=False).spans([], "grad") == []

@@ -21,6 +21,7 @@ from optim_cases import LAYOUT_IDS, LAYOUTS, bits
 from stepwell import _core, _state
 from stepwell.offload.swapped import StateInMemory, Swapped
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
+from stepwell.offload.twins import Twins
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 # Chunks have 65,536 elements: these are some, and a part of one.
@@ -34,7 +35,7 @@ def net_of(dtype=torch.float32, seed=1):
 
 
 def pinned_bytes(net):
-    return 2 * sum(-(-param.nbytes // 64) * 64 for param in net.parameters() if param.requires_grad)
+    return Twins().nbytes(param for param in net.parameters() if param.requires_grad)
 
 
 def folders(tmp_path, num=2):
@@ -175,6 +176,22 @@ def test_a_volume_tells_what_it_has_committed_and_moved(
     optimizer.synchronize()
     assert optimizer.committed_steps == committed
     assert ("bytes_written" in optimizer.timing) == has_moved
+
+
+@pytest.mark.parametrize("accumulate", ["device", "host"])
+def test_what_waits_for_drives_is_not_pinned(tmp_path, accumulate):
+    net, twins = net_of(), Twins()
+    optimizer = on_volume(net, tmp_path, durability="none", accumulate=accumulate)
+    swapped = optimizer._host.swapped
+    everything = twins.nbytes(net.parameters()) // 2
+    in_memory = twins.nbytes(param for param in net.parameters() if param not in swapped) // 2
+    assert 0 < in_memory < everything
+    # Of these two, weights and gradients. Sums come up and go down again in each backward.
+    grads = everything if accumulate == "host" else in_memory
+    assert optimizer._opened_engine()._core.pinned_nbytes == in_memory + grads
+    # All of it is on the volume.
+    commits = on_volume(net, tmp_path, accumulate=accumulate)._opened_engine()
+    assert commits._core.pinned_nbytes == (everything if accumulate == "host" else 0)
 
 
 def test_a_state_dict_is_a_snapshot_and_resumes_exactly(tmp_path):

@@ -430,12 +430,22 @@ class OffloadEngine:
         The group of segments whose turn comes with the next deferred step. Waits for a step that
         runs.
         """
-    def pin(self, /, buffer: Buffer) -> None:
+    def pin(self, /, buffer: Buffer, begin: int = 0, end: int | None = None) -> None:
         """
-        Pins `buffer` for the device, and keeps it alive as long as the engine.
+        Pins bytes `begin` to `end` of `buffer` for the device, and keeps it alive as long as the
+        engine. No copy may be of bytes that are pinned and of others.
+
+        Args:
+            end: None: all from `begin` on.
 
         Raises:
+            ValueError: for bytes that the buffer does not have.
             OSError: where the device refuses.
+        """
+    @property
+    def pinned_nbytes(self, /) -> int:
+        """
+        Bytes of host memory that are pinned for copies.
         """
     def release(self, /, *, stream: int = 0) -> None:
         """

@@ -57,8 +57,8 @@ pub struct Engine {
     pub(super) shared: Arc<Shared>,
     next: Mutex<Next>,
     threads: Mutex<Threads>,
-    /// Addresses of what is pinned.
-    pinned: Mutex<Vec<usize>>,
+    /// Addresses and bytes of what is pinned.
+    pinned: Mutex<Vec<(usize, usize)>>,
     /// The process that has the threads.
     process: u32,
 }
@@ -302,8 +302,15 @@ impl Engine {
         let _attached = Attached::to(&*self.shared.device)?;
         // SAFETY: passed on from the caller.
         unsafe { self.shared.device.pin(address, nbytes) }?;
-        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push(address);
+        self.pinned.lock().unwrap_or_else(PoisonError::into_inner).push((address, nbytes));
         Ok(())
+    }
+
+    /// Bytes of what is pinned.
+    #[must_use]
+    pub fn pinned_nbytes(&self) -> usize {
+        let pinned = self.pinned.lock().unwrap_or_else(PoisonError::into_inner);
+        pinned.iter().map(|(_, nbytes)| nbytes).sum()
     }
 
     /// Ends the engine: waits for the step that runs and for all copies, and unpins. What was lent
@@ -329,7 +336,7 @@ impl Engine {
         if let Ok(_attached) = Attached::to(&*self.shared.device) {
             // What was lent is dropped next. A failed device copies no more.
             let _ = self.shared.device.drain();
-            for address in pinned {
+            for (address, _) in pinned {
                 self.shared.device.unpin(address);
             }
         }

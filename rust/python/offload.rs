@@ -228,19 +228,39 @@ impl PyOffloadEngine {
         let engine =
             Self { engine, _selection_owner: owner, buffers: Mutex::default(), _swap: swap };
         for buffer in gradients.into_iter().chain(predicted).chain(staging) {
-            engine.pin(py, buffer)?;
+            engine.pin(py, buffer, 0, None)?;
         }
         Ok(engine)
     }
 
-    /// Pins `buffer` for the device, and keeps it alive as long as the engine.
+    /// Pins bytes `begin` to `end` of `buffer` for the device, and keeps it alive as long as the
+    /// engine. No copy may be of bytes that are pinned and of others.
+    ///
+    /// Args:
+    ///     end: None: all from `begin` on.
     ///
     /// Raises:
+    ///     ValueError: for bytes that the buffer does not have.
     ///     OSError: where the device refuses.
-    fn pin(&self, py: Python<'_>, buffer: Py<PyBuffer>) -> Result<()> {
+    #[pyo3(signature = (buffer, begin = 0, end = None))]
+    fn pin(
+        &self,
+        py: Python<'_>,
+        buffer: Py<PyBuffer>,
+        begin: usize,
+        end: Option<usize>,
+    ) -> Result<()> {
         let (address, nbytes) = (buffer.get().address(), buffer.get().nbytes());
-        // SAFETY: the buffer is kept until the engine is dropped.
-        py.detach(|| unsafe { self.engine.pin(address, nbytes) })?;
+        let end = end.unwrap_or(nbytes);
+        if begin > end || end > nbytes {
+            return Err(Error::value(format!(
+                "bytes `{begin}` to `{end}` of a buffer of `{nbytes}`, expected some that it has"
+            )));
+        }
+        if begin < end {
+            // SAFETY: the buffer is kept until the engine is dropped.
+            py.detach(|| unsafe { self.engine.pin(address + begin, end - begin) })?;
+        }
         self.buffers.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
         Ok(())
     }
@@ -569,6 +589,12 @@ impl PyOffloadEngine {
         let drained = wait_interruptibly(py, || self.engine.drain(SIGNAL_INTERVAL));
         self.drop_returned(py);
         drained
+    }
+
+    /// Bytes of host memory that are pinned for copies.
+    #[getter]
+    fn pinned_nbytes(&self) -> usize {
+        self.engine.pinned_nbytes()
     }
 
     /// Whether a step is running on the host.

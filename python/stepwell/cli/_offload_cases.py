@@ -185,13 +185,14 @@ def _stepwell(
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
         from stepwell.offload import Deferred, Volume
+        from stepwell.offload.twins import Twins
 
         tier = host_bytes_max = None
         if durability is not None:
             tier = Volume(workload.drives, durability=durability)
-            pinned = 2 * sum(-(-param.nbytes // 64) * 64 for param in model.parameters())
+            twins = Twins().nbytes(model.parameters())
             # No state fits in beside the buffers, or little.
-            host_bytes_max = pinned + _BUFFERS_BYTES
+            host_bytes_max = twins + _BUFFERS_BYTES
         return stepwell_run(
             workload,
             model,
@@ -544,13 +545,13 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
     moved = run.breakdown()
     if "bytes_read" in moved:
-        from stepwell.offload.budget import announced_pinned_bytes
+        from stepwell.offload.budget import pinned_bytes
 
         updates = (workload.steps + workload.warm_up_steps) * numel
         result["drive_bytes_per_param"] = [
             moved[key] / updates for key in ("bytes_read", "bytes_written")
         ]
-        result |= {"pinned_bytes": announced_pinned_bytes(), "registered_bytes": _kernel_pinned()}
+        result |= {"pinned_bytes": pinned_bytes(), "registered_bytes": _kernel_pinned()}
     return result | {
         "num_params": numel,
         "prepare_seconds": prepared,

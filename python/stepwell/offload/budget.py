@@ -7,11 +7,12 @@ What was claimed counts as used for other processes of this host until it is tak
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 from stepwell import _core
 
-__all__ = ["GIB", "announce", "announced_pinned_bytes", "share_of_free_bytes"]
+__all__ = ["GIB", "announce", "note_pinned", "pinned_bytes", "share_of_free_bytes"]
 
 GIB = 1 << 30
 
@@ -20,19 +21,19 @@ _LOGGER = logging.getLogger(__name__)
 # Other parts of the program need memory too.
 _FREE_SHARE = 0.75
 
-# Of all optimizers of this process, also of those that are gone.
-_ANNOUNCED_PINNED: list[int] = []
+# For each engine of this process, how many bytes it has pinned.
+_PINNED: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def announce(
-    numel: int, *, state: int, pinned: int, limit: int | None, held: int = 0
+    numel: int, *, state: int, crossing: int, limit: int | None, held: int = 0
 ) -> _core.MemoryClaim:
     """Logs and claims what an optimizer over `numel` parameters takes, in bytes.
 
     Args:
         numel: elements of all parameters.
         state: bytes of their state.
-        pinned: bytes of pinned memory.
+        crossing: bytes of what crosses the bus: weights and gradients.
         limit: the most that may be taken; None: what is free.
         held: bytes of these that are taken already, by what will be moved.
 
@@ -42,7 +43,7 @@ def announce(
     Raises:
         ValueError: it is more than that.
     """
-    nbytes = pinned + state
+    nbytes = crossing + state
     if limit is not None and nbytes > limit:
         raise _refused(numel, nbytes, f"`{limit}` are left of `host_bytes_max`")
     claim = _core.MemoryClaim(nbytes, held_nbytes=held, is_checked=limit is None)
@@ -55,14 +56,13 @@ def announce(
             )
         raise _refused(numel, nbytes, what)
     _LOGGER.info(
-        "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB pinned for "
-        "gradients and weights",
-        (pinned + state) / GIB,
+        "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB for gradients and "
+        "weights",
+        nbytes / GIB,
         numel,
         state / GIB,
-        pinned / GIB,
+        crossing / GIB,
     )
-    _ANNOUNCED_PINNED.append(pinned)
     return claim
 
 
@@ -83,6 +83,12 @@ def share_of_free_bytes() -> int:
     return int((_core.free_memory_bytes() or 0) * _FREE_SHARE) // ranks_on_host
 
 
-def announced_pinned_bytes() -> int:
-    """Bytes of pinned memory that optimizers of this process have announced."""
-    return sum(_ANNOUNCED_PINNED)
+def note_pinned(engine: object, nbytes: int) -> None:
+    """Says in the log that `engine` has pinned `nbytes`."""
+    _LOGGER.info("%.2f GiB of host memory pinned", nbytes / GIB)
+    _PINNED[engine] = nbytes
+
+
+def pinned_bytes() -> int:
+    """Bytes that the engines of this process have pinned."""
+    return sum(_PINNED.values())

@@ -22,6 +22,7 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, local
+from stepwell.offload.budget import note_pinned
 from stepwell.offload.checksums import are_whole_words, checksum, sums_of
 from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
@@ -84,10 +85,12 @@ class Engine:
         device: where the parameters are.
         params: the parameters, in the order in which the forward uses them. Where some are
             DTensors, steps learn the order from waits (`wait_order`).
-        twins: their host sides, which are pinned.
+        twins: their host sides, which are pinned, but for those whose state is on a volume.
         threads: workers that step; None: as `OffloadEngine` has it.
         deferred: which updates are deferred; None: none is.
         swapped: the state that is on a volume; None: none is.
+        sums_on_host: whether gradients of several backwards are summed in host memory. Then the
+            host sides of all gradients are pinned.
 
     Raises:
         OSError: the device cannot be had, or refuses to pin.
@@ -101,6 +104,8 @@ class Engine:
         threads: int | None,
         deferred: Deferred | None = None,
         swapped: Swapped | None = None,
+        *,
+        sums_on_host: bool = False,
     ) -> None:
         self._device = device
         self._twins = twins
@@ -143,8 +148,14 @@ class Engine:
         # Those of which deferred steps have left updates pending, or weights to land; and for how
         # many deferred steps more, if no gradient comes.
         self._pending_params: dict[torch.Tensor, int] = {}
-        for buffer in self._buffers:
-            self._core.pin(buffer)
+        # What waits for a drive waits little longer for a copy. Sums come up and go down again in
+        # each backward.
+        pinned = [param for param in self._indices if swapped is None or param not in swapped]
+        for span in twins.spans(pinned, "weight"):
+            self._core.pin(*span)
+        for span in twins.spans(self._indices if sums_on_host else pinned, "grad"):
+            self._core.pin(*span)
+        note_pinned(self, self._core.pinned_nbytes)
         self._submit_stream = self._stream()
         # None while a step is being submitted: weights that are waited for then are old ones.
         self._step_stream: int | None = self._submit_stream

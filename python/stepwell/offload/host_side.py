@@ -123,7 +123,7 @@ class HostSide:
                 for param in params
                 if self._is_open and not states.get(param)
             ),
-            pinned=self.twins.nbytes(params) + deferral.pinned,
+            crossing=self.twins.nbytes(params) + deferral.pinned,
             limit=self._bytes_left(states),
         )
 
@@ -131,7 +131,7 @@ class HostSide:
         """What is left of `bytes_max` beside weights and state; None: what is free."""
         if self._bytes_max is None:
             return None
-        held = self.twins.pinned_bytes
+        held = self.twins.total_nbytes
         for param, state in chain(states.items(), self._fresh.items()):
             # What is read from a volume, or loaded over what is there, goes with the next step.
             if self.swapped is None or param not in self.swapped:
@@ -151,7 +151,7 @@ class HostSide:
         announce(
             sum(local(param).numel() for param in self.twins),
             state=0,
-            pinned=after.pinned,
+            crossing=after.pinned,
             limit=self._bytes_left(states),
             held=before.pinned,
         ).end()  # The engine takes it when it is made.
@@ -211,7 +211,7 @@ class HostSide:
         if swapped is None:
             return
         weights = {param: self.twins.weight(param) for param in self.twins}
-        limit = None if self._bytes_max is None else self._bytes_max - self.twins.pinned_bytes
+        limit = None if self._bytes_max is None else self._bytes_max - self.twins.total_nbytes
         in_memory = swapped.open(owner, weights, limit, names)
         self._is_open = True
         self._fresh.update(

@@ -338,7 +338,15 @@ class OffloadAdamW(OffloadStateDicts):
             engine: Engine
             confirm = None
             if self._sharding is None:
-                engine = Engine(device, twins, twins, self._threads, self._deferred, swapped)
+                engine = Engine(
+                    device,
+                    twins,
+                    twins,
+                    self._threads,
+                    self._deferred,
+                    swapped,
+                    sums_on_host=self._accumulate == "host",
+                )
             else:
                 engine = ranked = RankEngine(
                     self._sharding, device, twins, twins, self._threads, swapped

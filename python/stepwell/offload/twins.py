@@ -1,14 +1,14 @@
 """The host sides of parameters on a device.
 
-A weight and a gradient each, in pinned memory of exactly their size. All parameters that are added
-at once share two buffers, which are freed when none of these parameters has a twin any more, and no
-engine has them pinned.
+A weight and a gradient each. All parameters that are added at once share two buffers, which are
+freed when none of these parameters has a twin any more, and no engine has them. Each twin begins a
+page, so that the memory of some can be pinned, and that of others not.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     from stepwell.offload.shares import Shares
 
-__all__ = ["Twin", "Twins"]
+__all__ = ["ALIGN_BYTES", "Twin", "Twins"]
 
-# Of every tensor in a buffer: what the widest vectors and the device's copies like.
-_ALIGN_BYTES = 64
+# Of every tensor in a buffer: a page, the unit that is pinned.
+ALIGN_BYTES = 4096
 
 # What is compared at a time.
 _PART_BYTES = 16 << 20
@@ -35,7 +35,7 @@ _NO_VERSION = (-1, -1, -1, -1)
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +54,8 @@ class Twin:
     """Of what this rank has of the parameter on the device."""
     buffers: tuple[_core.Buffer, ...]
     """The memory of `weight` and `grad`, and of others that were added with them."""
+    span: tuple[int, int]
+    """Which bytes of each of them: whole pages."""
     version: tuple[int, int, int, int] | None
     """Of the parameter, when its weight was the same on both sides last; None: it never was."""
     is_marked_stale: bool
@@ -80,7 +82,7 @@ class Twins:
         self._num_buffers = 2 if have_gradients else 1
 
     def nbytes(self, params: Iterable[torch.Tensor]) -> int:
-        """Bytes of pinned memory that `add` takes."""
+        """Bytes of host memory that `add` takes."""
         return self._num_buffers * sum(_aligned(self.piece(param).nbytes) for param in params)
 
     def piece(self, param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,9 +100,27 @@ class Twins:
         return list(found.values())
 
     @property
-    def pinned_bytes(self) -> int:
+    def total_nbytes(self) -> int:
         """Bytes of their memory."""
         return sum(buffer.nbytes for buffer in self.buffers)
+
+    def spans(
+        self, params: Iterable[torch.Tensor], side: Literal["weight", "grad"]
+    ) -> list[tuple[_core.Buffer, int, int]]:
+        """The memory of weights or gradients of `params`: a buffer, and which bytes of it.
+
+        Neighbours are one. `params`: in the order in which they were added.
+        """
+        found: list[tuple[_core.Buffer, int, int]] = []
+        index = ("weight", "grad").index(side)
+        for param in params:
+            twin = self._twins[param]
+            for buffer in twin.buffers[index : index + 1]:
+                begin, end = twin.span
+                if found and found[-1][0] is buffer and found[-1][2] == begin:
+                    begin = found.pop()[1]
+                found.append((buffer, begin, end))
+        return found
 
     def add(self, params: Sequence[torch.Tensor]) -> None:
         """Makes the twins of `params`, and copies their weights.
@@ -128,7 +148,8 @@ class Twins:
             if len(memories) == 1:
                 places.append(untouched[: piece.nbytes])
             weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
-            begin += _aligned(piece.nbytes)
+            span = begin, begin + _aligned(piece.nbytes)
+            begin = span[1]
             self._twins[param] = Twin(
                 weight=like(param, weight),
                 grad=like(param, grad),
@@ -136,6 +157,7 @@ class Twins:
                 dtype=piece.dtype,
                 shape=local(param).shape,
                 buffers=buffers,
+                span=span,
                 version=None,
                 is_marked_stale=False,
                 storage=None,

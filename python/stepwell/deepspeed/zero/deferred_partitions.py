@@ -29,7 +29,7 @@ from stepwell._tensors import name_of, view
 from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, runs_of
 from stepwell.deepspeed.zero.partition import Partition
 from stepwell.deepspeed.zero.partitions import host_memory
-from stepwell.offload.budget import GIB, announce
+from stepwell.offload.budget import GIB, announce, note_pinned
 from stepwell.offload.deferred import Extents, deferred_core, memory_of
 from stepwell.offload.engine import current_stream, device_name, stream_of
 from stepwell.offload.selection import Selector
@@ -110,6 +110,7 @@ class DeferredPartitions:
         self.twins: list[torch.Tensor | None] = []
         for partition in partitions:
             self.twins.append(self._twin_of(partition))
+        note_pinned(self, self._core.pinned_nbytes)
         self.gradients = DeferredGradients(
             self._core, self._runs, [weight.dtype for weight in self._weights], device
         )
@@ -400,18 +401,18 @@ def _announce(
     host_bytes_max: int | None,
 ) -> _core.MemoryClaim:
     memory = memory_of(extents, deferred)
-    state, pinned, held = 0, memory.pinned, 0
+    state, crossing, held = 0, memory.pinned, 0
     for master, weight, _, moments_bytes, _ in partitions:
         is_same = weight.dtype == master.dtype
         state += moments_bytes + (0 if is_same else weight.numel() * master.dtype.itemsize)
-        pinned += weight.nbytes
+        crossing += weight.nbytes
         held += master.nbytes
     if memory.selected:
         _LOGGER.info("%.2f GiB of device memory for selected channels", memory.selected / GIB)
     return announce(
         sum(partition.weight.numel() for partition in partitions),
         state=state,
-        pinned=pinned,
+        crossing=crossing,
         limit=host_bytes_max,
         held=held,
     )

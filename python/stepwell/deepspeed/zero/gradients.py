@@ -360,7 +360,7 @@ class Gradients:
             return self._widened[group]
         numel, dtype = self.grads[group].numel(), self._master_dtypes[group]
         state = numel * dtype.itemsize
-        with announce(numel, state=state, pinned=0, limit=self._host_bytes_left):
+        with announce(numel, state=state, crossing=0, limit=self._host_bytes_left):
             return tensor_on(_core.Buffer(state)).view(dtype)
 
     @property

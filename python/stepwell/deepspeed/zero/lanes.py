@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -12,11 +15,14 @@ from stepwell.offload.reads import Reads
 if TYPE_CHECKING:
     from stepwell import _core
 
-__all__ = ["CudaLane", "EngineLane", "Lane"]
+__all__ = ["CudaLane", "EngineLane", "Lane", "ThreadLane"]
+
+# Gradients that a `ThreadLane` has not copied yet.
+_UNDER_WAY_BYTES_MAX = 256 << 20
 
 
 class CudaLane:
-    """Copies on a stream of torch's.
+    """Copies to pinned memory, on a stream of torch's.
 
     So torch's allocator knows when the memory of a gradient is free again.
     """
@@ -51,6 +57,65 @@ class CudaLane:
         )
 
 
+class ThreadLane:
+    """Copies to memory that is not pinned, by a thread.
+
+    The driver holds up the thread that asks for such a copy until it has ended. What is copied is
+    freed then. No more than 256 MiB wait: a backward that makes gradients faster waits for them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._thread = ThreadPoolExecutor(1, "stepwell-gradients")
+        self._copies: deque[tuple[Future[None], int]] = deque()
+        self._nbytes = 0
+        # Backwards copy on autograd's thread, forwards let go on others.
+        self._lock = threading.RLock()
+
+    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
+        """Copies `piece` to `target`, in the background.
+
+        Raises:
+            RuntimeError: an earlier copy has failed.
+        """
+        made = torch.cuda.current_stream(self._device).record_event()
+        with self._lock:
+            self._bound(_UNDER_WAY_BYTES_MAX)
+            self._nbytes += piece.nbytes
+            copied = self._thread.submit(self._copy, piece, target, made)
+            self._copies.append((copied, piece.nbytes))
+
+    def _copy(self, piece: torch.Tensor, target: torch.Tensor, made: torch.cuda.Event) -> None:
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(made)
+            target.copy_(piece)
+
+    def _bound(self, nbytes_max: int) -> None:
+        """Waits until no more than `nbytes_max` are under way."""
+        while self._copies and self._nbytes > nbytes_max:
+            copied, nbytes = self._copies[0]
+            copied.result()
+            self._copies.popleft()
+            self._nbytes -= nbytes
+
+    def let_go(self) -> None:
+        """What is copied is freed by itself."""
+
+    def wait(self) -> None:
+        """Waits until all is copied.
+
+        Raises:
+            RuntimeError: a copy has failed.
+        """
+        with self._lock:
+            self._bound(0)
+
+    def order(self, engine: _core.OffloadEngine) -> None:
+        """The next step of `engine` begins after all copies: the thread waits for them."""
+        self.wait()
+
+
 class EngineLane:
     """Copies by the engine, which sees to their order, and holds what is copied."""
 
@@ -78,4 +143,4 @@ class EngineLane:
         """The engine knows its own copies."""
 
 
-Lane: TypeAlias = CudaLane | EngineLane
+Lane: TypeAlias = CudaLane | ThreadLane | EngineLane

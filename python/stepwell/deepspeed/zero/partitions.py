@@ -25,8 +25,8 @@ from stepwell import _core
 from stepwell._tensors import tensor_on
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
-from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane
-from stepwell.offload.budget import announce
+from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
+from stepwell.offload.budget import announce, note_pinned
 from stepwell.offload.engine import current_stream, device_name
 from stepwell.offload.gathering import Gatherer
 from stepwell.offload.guard import exposed
@@ -85,8 +85,11 @@ class Partitions:
         device: where gradients are made, and weights that are not offloaded are.
         threads: workers that step; None: as `OffloadEngine` has it.
         host_bytes_max: the most host memory that may be taken; None: what is free.
-        is_pinned: whether the host side of gradients and weights is pinned.
+        is_pinned: whether the host side of gradients and weights is pinned where no state is on a
+            volume. What waits for a drive waits little longer for other copies.
         adds_on_host: whether gradients of several backwards are summed in host memory.
+        accumulation_steps: the backwards of a step. Sums of several, which come up and go down
+            again in each, are pinned beside a volume too.
         swapped: makes a volume for state that does not fit into host memory; None: all is there.
 
     Raises:
@@ -103,6 +106,7 @@ class Partitions:
         host_bytes_max: int | None = None,
         is_pinned: bool = True,
         adds_on_host: bool = False,
+        accumulation_steps: int = 1,
         swapped: SwappedPartitions | None = None,
     ) -> None:
         self.device = device
@@ -113,9 +117,10 @@ class Partitions:
             swapped.open(partitions, limit, beside=beside, threads=threads, finish=self.finish)
             swapped = None if swapped.core is None else swapped
         # Moments are taken later.
-        self.claim, host_bytes_left = _announce(
-            partitions, host_bytes_max, swapped, is_pinned=is_pinned
-        )
+        self.claim, host_bytes_left = _announce(partitions, host_bytes_max, swapped)
+        pins_sums = is_pinned and adds_on_host and accumulation_steps > 1
+        is_pinned = is_pinned and swapped is None
+        pins_grads = is_pinned or pins_sums
         self._swapped = swapped
         self._engine = _core.OffloadEngine(
             device_name(self.device),
@@ -132,7 +137,7 @@ class Partitions:
             grads,
             [partition.master.dtype for partition in partitions],
             device=self.device,
-            lane=CudaLane(self.device) if self.device.type == "cuda" else EngineLane(self._engine),
+            lane=self._lane(is_pinned=pins_grads),
             is_summed_on_host=adds_on_host,
             host_bytes_left=host_bytes_left,
             end_last_step=self._end_last_step,
@@ -158,7 +163,7 @@ class Partitions:
                 )
                 self._begin(group, host_side, weight)
                 self.twins.append(host_side)
-                grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=is_pinned))
+                grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=pins_grads))
                 continue
             moved = host_memory(
                 self._engine,
@@ -184,7 +189,8 @@ class Partitions:
             if swapped is not None and group in swapped:
                 self._begin(group, master.detach(), weight)
             self.twins.append(twin)
-            grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=is_pinned))
+            grads.append(host_memory(self._engine, numel, grad_dtype, is_pinned=pins_grads))
+        note_pinned(self, self._engine.pinned_nbytes)
         self._is_offloaded = [partition.is_offloaded for partition in partitions]
         # Of the step before.
         self._bytes_downloaded = 0
@@ -199,6 +205,12 @@ class Partitions:
         # Of several ranks.
         self._gatherer: Gatherer | None = None
 
+    def _lane(self, *, is_pinned: bool) -> Lane:
+        """The way down of gradients, to host memory that is pinned or not."""
+        if self.device.type != "cuda":
+            return EngineLane(self._engine)
+        return CudaLane(self.device) if is_pinned else ThreadLane(self.device)
+
     def _begin(self, group: int, host_side: torch.Tensor, weight: torch.Tensor) -> None:
         """The volume is told of the host side of a partition's weights.
 
@@ -212,6 +224,7 @@ class Partitions:
     def pin(self, buffer: _core.Buffer) -> None:
         """Pins the memory of weights that are offloaded, as long as this object can step."""
         self._engine.pin(buffer)
+        note_pinned(self, self._engine.pinned_nbytes)
 
     def arrive(self) -> None:
         """Waits until all gradients that were sent or added on the host are there."""
@@ -559,19 +572,17 @@ def _announce(
     partitions: Sequence[Partition],
     host_bytes_max: int | None,
     swapped: SwappedPartitions | None,
-    *,
-    is_pinned: bool,
 ) -> tuple[_core.MemoryClaim, int | None]:
     """Announces what partitions take.
 
     Returns the claim of it, which lasts until all is taken, and what is left of `host_bytes_max`.
     """
-    state = pinned = held = 0
+    state = crossing = held = 0
     for group, (master, weight, grad_dtype, moments_bytes, is_offloaded) in enumerate(partitions):
         numel, is_same = weight.numel(), weight.dtype == master.dtype
         # Then the master itself is what is uploaded.
         is_upload = is_same and not is_offloaded
-        pinned += weight.nbytes + numel * grad_dtype.itemsize
+        crossing += weight.nbytes + numel * grad_dtype.itemsize
         held += weight.nbytes if is_offloaded else 0
         if swapped is None or group not in swapped:
             state += moments_bytes
@@ -581,16 +592,14 @@ def _announce(
     if swapped is not None:
         state += swapped.memory_bytes
         held += swapped.memory_bytes
-    if not is_pinned:
-        state, pinned = state + pinned, 0
     claim = announce(
         sum(partition.weight.numel() for partition in partitions),
         state=state,
-        pinned=pinned,
+        crossing=crossing,
         limit=host_bytes_max,
         held=held,
     )
-    return claim, None if host_bytes_max is None else host_bytes_max - state - pinned
+    return claim, None if host_bytes_max is None else host_bytes_max - state - crossing
 
 
 def _drain(engine: _core.OffloadEngine, gradients: Gradients) -> None:

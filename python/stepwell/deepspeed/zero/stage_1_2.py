@@ -205,6 +205,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             # Under ZeRO-1 gradients are summed where autograd has them. Sums in fp32 are
             # DeepSpeed's.
             adds_on_host=self.partition_gradients and options.accumulate == "host",
+            accumulation_steps=self.gradient_accumulation_steps,
         )
 
     @property

@@ -263,6 +263,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             host_bytes_max=options.host_bytes_max,
             is_pinned=self._plan.is_pinned,
             adds_on_host=options.accumulate == "host",
+            accumulation_steps=self.gradient_accumulation_steps,
         )
         # DeepSpeed gathers on a stream of its own.
         self._partitions.are_weights_read_elsewhere = not self.offload_param
