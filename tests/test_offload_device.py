@@ -105,7 +105,7 @@ def test_a_volume_gives_the_bits_of_host_memory(tmp_path, mode, moments, durabil
         model.named_parameters(),
         **options,
         threads=2,
-        host_bytes_max=twins + (2 << 20),
+        host_bytes_max=twins + (32 << 20),
         tier=stepwell.Volume([tmp_path], durability=durability),
     )
     losses, params = train(model, optimizer)

@@ -547,9 +547,11 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     if "bytes_read" in moved:
         from stepwell.offload.budget import pinned_bytes
 
-        updates = (workload.steps + workload.warm_up_steps) * numel
+        steps = workload.steps + workload.warm_up_steps
+        # The first step makes its state, and reads none.
         result["drive_bytes_per_param"] = [
-            moved[key] / updates for key in ("bytes_read", "bytes_written")
+            moved["bytes_read"] / (max(steps - 1, 1) * numel),
+            moved["bytes_written"] / (steps * numel),
         ]
         result |= {"pinned_bytes": pinned_bytes(), "registered_bytes": _kernel_pinned()}
     return result | {
