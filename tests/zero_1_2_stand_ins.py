@@ -244,6 +244,7 @@ def test_partitions_have_the_options_of_the_plan(monkeypatch, partition_gradient
         _plan=SimpleNamespace(options=options, is_pinned=False),
         _operands=SimpleNamespace(swapped="volume"),
         partition_gradients=partition_gradients,
+        gradient_accumulation_steps=5,
     )
     partitions = [SimpleNamespace(weight=torch.zeros(1)), SimpleNamespace(weight=None)]
     assert optimizer._open_partitions(partitions) == (
@@ -255,6 +256,7 @@ def test_partitions_have_the_options_of_the_plan(monkeypatch, partition_gradient
             "host_bytes_max": 1000,
             "is_pinned": False,
             "adds_on_host": partition_gradients and accumulate == "host",
+            "accumulation_steps": 5,
         },
     )
 

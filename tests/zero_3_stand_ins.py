@@ -289,6 +289,7 @@ def test_sub_groups_in_host_memory_are_partitions(monkeypatch, accumulate, offlo
         fp16_partitioned_groups_flat=weights,
         partial_offload=0.5,
         gradient_accumulation_dtype=FP32,
+        gradient_accumulation_steps=5,
         offload_param=offload_param,
         param_names={params[0]: "first", params[1]: "second"},
         fp16_groups=[[params[0]], [params[1]]],
@@ -308,6 +309,7 @@ def test_sub_groups_in_host_memory_are_partitions(monkeypatch, accumulate, offlo
         "host_bytes_max": 1000,
         "is_pinned": "pinned",
         "adds_on_host": accumulate == "host",
+        "accumulation_steps": 5,
     }
     # Nothing of a sub-group on the device.
     assert [first.master.numel(), first.weight.numel(), first.moments_bytes] == [0, 0, 0]
