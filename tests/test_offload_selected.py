@@ -415,6 +415,24 @@ def test_a_step_that_updates_a_weight_at_once_ends_its_selection() -> None:
     assert (rows, columns) in {(8, 0), (0, 10)}
 
 
+def test_an_exact_step_that_was_not_scored_is_followed_by_another() -> None:
+    """What is held gets no gradient, and lacks updates: all are applied, which no score foresaw."""
+    deferred = Deferred(interval=2, fraction=0.25, reselect=100)
+    (model, optimizer), exact = pair(deferred)
+    weight = model.get_parameter("first.weight")
+    found = []
+    for step in range(1, 8):
+        loss_of(model, step)
+        kept = weight.detach() if step == 4 else None
+        for each in ((model, optimizer), exact):
+            step_with(*each, step, lambda step, index: step != 4 or index > 0)
+        assert optimizer._engine is not None
+        found.append(bool(optimizer._engine.pending_params))
+        del kept
+    assert found == [False, True, True, False, False, True, True]
+    assert_same((model, optimizer), exact)
+
+
 def test_a_step_without_gradients_selects_nothing() -> None:
     selected, exact = pair(Deferred(interval=2, fraction=0.3))
     for step in range(1, 8):

@@ -133,16 +133,20 @@ def test_a_weight_whose_memory_others_hold_is_there_after_the_step():
     assert not torch.equal(kept, before)
 
 
-@pytest.mark.parametrize("gate", ["module", "step"])
-def test_a_step_waits_for_weights_where_no_forward_does(gate):
+@pytest.mark.parametrize("seen", ["forwards", "asked not to", "in no module"])
+def test_a_step_waits_for_weights_where_no_forward_does(seen):
     net = small()
-    optimizer = stepwell.OffloadAdamW(net.parameters(), gate=gate)
+    params = list(net.parameters())
+    if seen == "in no module":
+        params.append(torch.nn.Parameter(torch.ones(3)))
+    gate = "step" if seen == "asked not to" else "module"
+    optimizer = stepwell.OffloadAdamW(params, gate=gate)
     train(net, optimizer, 2)
     optimizer.synchronize()
     optimizer._engine._core = late = LateEngine(optimizer._engine._core)
     loss_of(net, 2).backward()
     optimizer.step()
-    assert late.is_late == (gate == "module")
+    assert late.is_late == (seen == "forwards")
 
 
 @pytest.mark.parametrize("accumulate", ["device", "host"])
