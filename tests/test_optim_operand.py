@@ -163,3 +163,15 @@ def test_one_element_is_stepped_as_many_are():
     stepwell.AdamW([one, many]).step()
     assert torch.equal(one, many[:1])
     assert one < 1
+
+
+class OtherParameter(torch.nn.Parameter):
+    pass
+
+
+def test_a_parameter_of_another_class_is_stepped_as_any():
+    ours, theirs = OtherParameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
+    for param in (ours, theirs):
+        param.grad = torch.tensor([1.0, -2.0, 0.0])
+        stepwell.AdamW([param]).step()
+    assert torch.equal(bits(ours), bits(theirs))
