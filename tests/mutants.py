@@ -73,7 +73,7 @@ SUITES = {
             "test_deepspeed_order.py",
             "test_deepspeed_partitions.py",
             "test_deepspeed_parts.py",
-            "test_deepspeed_swapped.py",
+            "test_deepspeed_swapped*.py",
             "test_offload_late_copies.py",
         ],
     ),

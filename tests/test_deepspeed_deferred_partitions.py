@@ -339,6 +339,33 @@ def test_seconds_that_were_waited():
         assert 0 < run.partitions.timing()["gate"] < time.perf_counter() - began
 
 
+@pytest.mark.parametrize("weight", [BF16, FP32])
+def test_what_deferred_partitions_announce(weight, monkeypatch):
+    calls = {"announce": [], "memory_of": []}
+
+    def noted(name):
+        call = getattr(deferred_partitions, name)
+
+        def note(*args, **named):
+            calls[name].append((args, named, call(*args, **named)))
+            return calls[name][-1][2]
+
+        monkeypatch.setattr(deferred_partitions, name, note)
+
+    noted("announce")
+    noted("memory_of")
+    run = Run(weight)
+    (((numel,), said, _),), ((_, _, memory),) = calls.values()
+    masters = sum(each.nbytes for each in run.masters)
+    twins = sum(each.nbytes for each in run.partitions.twins if each is not None)
+    # What is uploaded is pinned; where that is the master it is no more state.
+    pinned = twins or masters
+    assert numel == 96
+    assert said["pinned"] == memory.pinned + pinned
+    assert said["state"] == 8 * 96 + (masters if twins else 0)
+    assert said["held"] == 0
+
+
 def test_memory_is_claimed_until_the_first_step():
     class Claim:
         ends = 0

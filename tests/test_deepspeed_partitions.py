@@ -12,7 +12,6 @@ import stepwell
 import torch
 from late_engine import LateEngine
 from stepwell import _core
-from stepwell.deepspeed.zero import deferred_partitions
 from stepwell.deepspeed.zero import partitions as partitions_module
 from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, Source, runs_of
 from stepwell.deepspeed.zero.fragment import Fragment
@@ -548,42 +547,6 @@ def test_what_is_announced_is_what_is_taken(grad, weight, offloaded, is_pinned, 
     # Weights that are offloaded are there already.
     weights = sum(each.weight.nbytes for each in made) if offloaded else 0
     assert said["held"] == weights + 32 * 4
-
-
-@pytest.mark.parametrize("weight", [BF16, FP32])
-def test_what_deferred_partitions_announce(weight, monkeypatch):
-    calls = {"announce": [], "memory_of": []}
-
-    def noted(name):
-        call = getattr(deferred_partitions, name)
-
-        def note(*args, **named):
-            calls[name].append((args, named, call(*args, **named)))
-            return calls[name][-1][2]
-
-        monkeypatch.setattr(deferred_partitions, name, note)
-
-    noted("announce")
-    noted("memory_of")
-    made = [partition(numel, weight=weight, moments_bytes=numel) for numel in (64, 32)]
-    partitions = deferred_partitions.DeferredPartitions(
-        made,
-        {Fragment(0, 0, 64): Source(0, 8), Fragment(1, 0, 32): Source(0, 0)},
-        [each.weight for each in made],
-        stepwell.Deferred(interval=3),
-        device=torch.device("cpu"),
-        is_alone=True,
-        threads=1,
-    )
-    (((numel,), said, _),), ((_, _, memory),) = calls.values()
-    masters = sum(each.master.nbytes for each in made)
-    twins = sum(each.nbytes for each in partitions.twins if each is not None)
-    # What is uploaded is pinned; where that is the master it is no more state.
-    crossing = twins or masters
-    assert numel == 96
-    assert said["crossing"] == memory.pinned + crossing == partitions._core.pinned_nbytes
-    assert said["state"] == 96 + (masters if twins else 0)
-    assert said["held"] == 0
 
 
 def test_host_memory_is_bounded_also_for_gradients_that_are_set():
