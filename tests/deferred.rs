@@ -377,6 +377,36 @@ fn few_landings_are_with_the_device_at_once() {
     assert_stepped(&mut all, &mut expected, "settled");
 }
 
+#[test]
+fn the_next_turn_is_known_when_the_step_before_has_its_own() {
+    let mut all = small_tensors();
+    all.truncate(3);
+    let mut expected = copies(&all);
+    let gated = Arc::new(Gated::with_events(256));
+    let device = Arc::clone(&gated) as Arc<dyn Device>;
+    let deferred = deferred_on(|_| device, &mut all, 3);
+    let engine = &deferred.engine;
+    let _resumed = Resumed(&gated.host);
+    gated.streams_wait.store(false, Ordering::Relaxed);
+    for count in 1..=3 {
+        draw(&mut all, &mut expected, count);
+        take(engine, &all, |_| true).expect("gradients");
+        let updates = updates(&mut all, |_| count, hyper_of(count), |_| true);
+        // The weights of the first turn land with the second step. The third one, which has been
+        // submitted, does not begin before they have.
+        gated.host.pause(Lane::Upload, count > 1);
+        submit(engine, &updates, Some(0.0)).expect("a step");
+        if count < 3 {
+            let next = engine.next_group(SOON).expect("a step that works");
+            assert_eq!(next, Some(count as usize));
+        }
+    }
+    assert_eq!(engine.next_group(WATCHED).expect("a step that works"), None);
+    gated.host.pause(Lane::Upload, false);
+    assert_eq!(engine.next_group(SOON).expect("a step that works"), Some(0));
+    finish(engine);
+}
+
 /// The weight of the last tensor is not with the device yet, and nothing stands for it.
 fn assert_last_is_late(engine: &Engine, all: &[OnDevice]) {
     let last = all.len() - 1;

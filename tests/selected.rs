@@ -308,7 +308,7 @@ fn any_run(seed: u64, interval: usize, scope: Scope) {
         if (4..4 + interval as u64 + 1).contains(&step) {
             has[0] = None;
         }
-        let group = engine.next_group();
+        let group = engine.next_group(SOON).expect("a step that works").expect("it is over");
         let may_change = |one: &&Selectable| {
             has[one.tensor].is_some()
                 && (is_whole || one.group == group && has[one.tensor] == Some(false))
@@ -472,7 +472,7 @@ fn coded_run(
                 *one = Some(false);
             }
         }
-        let group = with.engine.next_group();
+        let group = with.engine.next_group(SOON).expect("a step that works").expect("it is over");
         let may_change = |one: &&Selectable| {
             has[one.tensor].is_some()
                 && (is_whole || one.group == group && has[one.tensor] == Some(false))
@@ -800,7 +800,7 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     assert!(refused(good.clone(), &without).contains("are selected"));
     submit(engine, &mut all, None, (1, hyper_of(1)), all_have, vec![good.clone()]).expect("a step");
     finish(engine);
-    let group = engine.next_group();
+    let group = engine.next_group(SOON).expect("a step that works").expect("it is over");
     // Its turn, and its tensor is stepped at once.
     let next = selectable.iter().find(|one| one.group == group).expect("two groups");
     let change = change_of(&mut draw_of, next);

@@ -429,6 +429,9 @@ class OffloadEngine:
         """
         The group of segments whose turn comes with the next deferred step. Waits for a step that
         runs.
+
+        Raises:
+            OSError: where the step or the device has failed.
         """
     def pin(self, /, buffer: Buffer, begin: int = 0, end: int | None = None) -> None:
         """

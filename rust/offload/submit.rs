@@ -1,5 +1,7 @@
 //! Steps at the engine's door: what callers submit, and what they settle.
 
+use std::time::Duration;
+
 use super::{
     checks::{check_kind, check_taken, check_targets},
     engine::Engine,
@@ -204,11 +206,20 @@ impl Engine {
     }
 
     /// The group of segments whose turn comes with the next deferred step; 0 where none is. Waits
-    /// for a step that runs.
-    #[must_use]
-    pub fn next_group(&self) -> usize {
+    /// on this thread, no longer than `timeout`, until the step before is done on the host; None:
+    /// that was not reached.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the step or the device has failed.
+    ///
+    /// [`Error::Os`]: crate::error::Error::Os
+    pub fn next_group(&self, timeout: Duration) -> Result<Option<usize>> {
+        // One that was submitted may not have begun, and so not have taken its turn.
+        if !self.shared.jobs.wait_until_idle(timeout)? {
+            return Ok(None);
+        }
         let groups = self.shared.ring.as_ref().map_or(1, |ring| ring.groups.count());
-        self.shared.pending().turn() % groups
+        Ok(Some(self.shared.pending().turn() % groups))
     }
 
     /// Has what waits for weights wait for those that land with the job that comes next.

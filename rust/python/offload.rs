@@ -466,8 +466,17 @@ impl PyOffloadEngine {
 
     /// The group of segments whose turn comes with the next deferred step. Waits for a step that
     /// runs.
-    fn next_group(&self, py: Python<'_>) -> usize {
-        py.detach(|| self.engine.next_group())
+    ///
+    /// Raises:
+    ///     OSError: where the step or the device has failed.
+    fn next_group(&self, py: Python<'_>) -> PyResult<usize> {
+        let mut group = 0;
+        wait_interruptibly(py, || {
+            let next = self.engine.next_group(SIGNAL_INTERVAL)?;
+            group = next.unwrap_or(group);
+            Ok(next.is_some())
+        })?;
+        Ok(group)
     }
 
     /// Starts a step of all that deferred steps have left pending, after what `stream` holds now,
