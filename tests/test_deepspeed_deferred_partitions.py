@@ -360,9 +360,9 @@ def test_what_deferred_partitions_announce(weight, is_there, monkeypatch):
     masters = sum(each.nbytes for each in run.masters)
     twins = sum(each.nbytes for each in run.partitions.twins if each is not None)
     # What is uploaded is pinned; where that is the master it is no more state.
-    pinned = twins or masters
+    crossing = twins or masters
     assert numel == 96
-    assert said["pinned"] == memory.pinned + pinned
+    assert said["crossing"] == memory.pinned + crossing == run.partitions._core.pinned_nbytes
     assert said["state"] == 8 * 96 + (masters if twins else 0)
     # Masters that are there are moved.
     assert said["held"] == (masters if is_there else 0)
