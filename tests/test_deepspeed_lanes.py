@@ -1,6 +1,8 @@
 """The thread that copies gradients to memory that is not pinned: on a stand-in for a GPU."""
 
 import contextlib
+import os
+import signal
 import threading
 import weakref
 from concurrent.futures import Future
@@ -8,7 +10,10 @@ from concurrent.futures import Future
 import pytest
 import torch
 from stepwell.deepspeed.zero import lanes
+from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.lanes import ThreadLane
+from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.partitions import Partitions
 
 PATIENCE = 30.0
 
@@ -115,3 +120,93 @@ def test_a_copy_that_fails_is_an_error_of_every_wait(training):
             lane.wait()
     with pytest.raises(RuntimeError, match="size"):
         lane.order(engine=None)
+
+
+def test_a_gradient_with_a_graph_is_copied_without_it(training):
+    lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
+    lane.copy(torch.ones(4, requires_grad=True) * 2, target)
+    make(training)
+    lane.wait()
+    assert target.tolist() == [2.0] * 4
+    assert not target.requires_grad
+
+
+def test_a_copy_that_fails_is_forgotten_with_its_gradient(training):
+    lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
+    lane.copy(torch.ones(4), torch.zeros(3))
+    make(training)
+    lane.drop()
+    lane.wait()
+    lane.copy(torch.ones(4), target)
+    make(training)
+    lane.wait()
+    assert target.tolist() == [1.0] * 4
+
+
+@pytest.fixture
+def partitions(training):
+    """Of one parameter of 4 elements whose gradient comes down by a thread."""
+    held = torch.empty(0, requires_grad=True)
+    weight = torch.ones(4, dtype=torch.bfloat16)
+    made = Partitions(
+        [Partition(held, weight, torch.bfloat16, 0, False)], device=torch.device("cpu"), threads=1
+    )
+    made.gradients._lane = ThreadLane(torch.device("cpu"))
+    return made
+
+
+def send(partitions):
+    fragment = Fragment(0, 0, 4)
+    partitions.gradients.add(fragment, torch.ones(4, dtype=torch.bfloat16), is_owned=True)
+    partitions.gradients.send(fragment)
+
+
+def test_a_failed_copy_refuses_the_step_and_not_those_behind_it(partitions, training, monkeypatch):
+    def fail(self, event):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stream, "wait_event", fail)
+        send(partitions)
+        with pytest.raises(RuntimeError, match="no memory"):
+            partitions.prepare([], [], [], grad_scale=1.0)
+    # As the optimizers do behind a step that has raised.
+    partitions.settle()
+    partitions.drop()
+    send(partitions)
+    make(training)
+    partitions.arrive()
+    assert partitions.gradients.grads[0].tolist() == [1.0] * 4
+
+
+def test_an_end_on_the_thread_that_copies_has_an_end(partitions, training, monkeypatch):
+    """Garbage is collected on any thread, so there too."""
+    ended = threading.Event()
+    finalizer = partitions._finalizer
+
+    def collect(self, event):
+        finalizer()
+        ended.set()
+
+    monkeypatch.setattr(Stream, "wait_event", collect)
+    send(partitions)
+    assert ended.wait(PATIENCE)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_is_refused_and_ends(partitions, training):
+    send(partitions)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(PATIENCE))
+        try:
+            for call in (partitions.arrive, partitions.drop, lambda: send(partitions)):
+                with pytest.raises(ValueError, match="a thread of process"):
+                    call()
+            partitions._finalizer()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    make(training)
+    partitions.arrive()

@@ -300,12 +300,12 @@ class Gradients:
 
     def arrive(self) -> None:
         """Waits until all gradients that were sent or added on the host are in `grads`."""
-        self.wait_for_copies()
+        self._lane.wait()
         self.wait_for_sums()
 
-    def wait_for_copies(self) -> None:
-        """Waits until all gradients that were sent are in `grads`."""
-        self._lane.wait()
+    def drain_copies(self) -> None:
+        """Waits until no copy writes to memory that is pinned."""
+        self._lane.drain()
 
     def wait_for_sums(self) -> None:
         """Waits until all additions on the host are in `grads`."""
@@ -323,8 +323,9 @@ class Gradients:
         self._on_host.clear()
 
     def drop(self) -> None:
-        """Forgets all gradients since the last step."""
-        self.arrive()
+        """Forgets all gradients since the last step, and what has failed on their way."""
+        self._lane.drop()
+        self.wait_for_sums()
         self._sums.clear()
         self._on_host.clear()
         self._norms.clear()

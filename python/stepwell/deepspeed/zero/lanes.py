@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -50,6 +51,14 @@ class CudaLane:
         self._stream.synchronize()
         self._reads.let_go()
 
+    def drain(self) -> None:
+        """The memory that is copied to is unpinned next."""
+        self.wait()
+
+    def drop(self) -> None:
+        """Waits until all is copied: no step takes it."""
+        self.wait()
+
     def order(self, engine: _core.OffloadEngine) -> None:
         """The next step of `engine` begins after all copies."""
         engine.take_part(
@@ -70,15 +79,18 @@ class ThreadLane:
         self._thread = ThreadPoolExecutor(1, "stepwell-gradients")
         self._copies: deque[tuple[Future[None], int]] = deque()
         self._nbytes = 0
-        # Backwards copy on autograd's thread, forwards let go on others.
+        # Backwards copy on autograd's thread, steps wait on others.
         self._lock = threading.RLock()
+        self._pid = os.getpid()
 
     def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
         """Copies `piece` to `target`, in the background.
 
         Raises:
             RuntimeError: an earlier copy has failed.
+            ValueError: this is a forked child.
         """
+        self._check_process()
         made = torch.cuda.current_stream(self._device).record_event()
         with self._lock:
             self._bound(_UNDER_WAY_BYTES_MAX)
@@ -86,6 +98,7 @@ class ThreadLane:
             copied = self._thread.submit(self._copy, piece, target, made)
             self._copies.append((copied, piece.nbytes))
 
+    @torch.no_grad()  # As its caller has it, which is on another thread.
     def _copy(self, piece: torch.Tensor, target: torch.Tensor, made: torch.cuda.Event) -> None:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(made)
@@ -107,13 +120,40 @@ class ThreadLane:
 
         Raises:
             RuntimeError: a copy has failed.
+            ValueError: this is a forked child.
         """
+        self._check_process()
         with self._lock:
             self._bound(0)
+
+    def drain(self) -> None:
+        """Nothing is unpinned, and the thread holds what it copies.
+
+        A wait might have no end: in a forked child, or where this thread collects garbage.
+        """
+
+    def drop(self) -> None:
+        """Waits until all is copied, or has failed: no step takes it.
+
+        Raises:
+            ValueError: this is a forked child.
+        """
+        self._check_process()
+        with self._lock:
+            while self._copies:
+                self._copies[0][0].exception()
+                self._nbytes -= self._copies.popleft()[1]
 
     def order(self, engine: _core.OffloadEngine) -> None:
         """The next step of `engine` begins after all copies: the thread waits for them."""
         self.wait()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise ValueError(
+                f"gradients are copied by a thread of process `{self._pid}`, this is "
+                f"`{os.getpid()}`. hint: train in the process that made the optimizer"
+            )
 
 
 class EngineLane:
@@ -138,6 +178,14 @@ class EngineLane:
     def wait(self) -> None:
         """Waits until all is copied."""
         self._engine.synchronize(stream=0)
+
+    def drain(self) -> None:
+        """The memory that is copied to is unpinned next."""
+        self.wait()
+
+    def drop(self) -> None:
+        """Waits until all is copied: no step takes it."""
+        self.wait()
 
     def order(self, engine: _core.OffloadEngine) -> None:
         """The engine knows its own copies."""

@@ -369,8 +369,10 @@ class Partitions:
 
         When it returns, the step is complete, or there was none.
         """
-        with contextlib.suppress(OSError):
+        # A gradient that has not come down stops a step before the submit.
+        with contextlib.suppress(OSError, RuntimeError):
             self.arrive()
+        with contextlib.suppress(OSError):
             if self._step_stream is None:
                 # None was submitted: waits are for the last one again, and end it.
                 self._step_stream = self._submit_stream
@@ -606,7 +608,7 @@ def _drain(engine: _core.OffloadEngine, gradients: Gradients) -> None:
     # In a forked child there is nothing to wait for, and what a device that has failed says was
     # said before.
     waits: list[Callable[[], object]] = [
-        gradients.wait_for_copies,
+        gradients.drain_copies,
         partial(engine.synchronize, stream=0),
         gradients.wait_for_sums,
     ]
