@@ -199,14 +199,15 @@ def test_a_forked_child_is_refused_and_ends(partitions, training):
     child = os.fork()
     if child == 0:
         signal.alarm(int(PATIENCE))
+        code = 1
         try:
             for call in (partitions.arrive, partitions.drop, lambda: send(partitions)):
                 with pytest.raises(ValueError, match="a thread of process"):
                     call()
             partitions._finalizer()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+            code = 0
+        finally:
+            os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     make(training)
     partitions.arrive()

@@ -46,6 +46,8 @@ class LateLane:
             target.copy_(piece)
         self.pending.clear()
 
+    drain = drop = wait
+
     def order(self, engine):
         """The engine is asked for nothing."""
 

@@ -7,6 +7,7 @@ page, so that the memory of some can be pinned, and that of others not.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["ALIGN_BYTES", "Twin", "Twins"]
 
 # Of every tensor in a buffer: a page, the unit that is pinned.
-ALIGN_BYTES = 4096
+ALIGN_BYTES = mmap.PAGESIZE
 
 # What is compared at a time.
 _PART_BYTES = 16 << 20
