@@ -191,3 +191,17 @@ def test_a_parameter_that_has_left_its_group_takes_no_memory():
     optimizer.step()
     assert gone not in optimizer._twins
     assert params[0] in optimizer._twins
+
+
+def test_steps_are_exact_once_an_access_was_compiled():
+    """No wait is seen from then on, so nothing may be pending."""
+    model = small()
+    optimizer = stepwell.OffloadAdamW(
+        model.named_parameters(), deferred=stepwell.Deferred(interval=2)
+    )
+    train(model, optimizer, 4)
+    assert optimizer._engine.has_pending()
+    optimizer._gate.guard.was_compiled = True
+    train(model, optimizer, 1)
+    assert not optimizer._gate.is_open
+    assert not optimizer._engine.has_pending()
