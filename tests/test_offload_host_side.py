@@ -132,7 +132,7 @@ def test_loaded_state_is_verified_and_not_set_aside(host):
 
 def taken(param):
     """Bytes that a parameter takes, its state among them."""
-    return _state.nbytes(param, "fp32") + 2 * 4096
+    return _state.nbytes(param, "fp32") + 2 * 640
 
 
 def announce(bytes_max, *, held=(), states=None):

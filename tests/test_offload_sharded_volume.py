@@ -114,7 +114,7 @@ def pinned_bytes(net):
     """Of this rank's rows: weights and gradients."""
     shares = Shares(dist.get_rank(), dist.get_world_size())
     shares.add(net.parameters())
-    return Twins(shares=shares).nbytes(net.parameters())
+    return Twins(shares=shares, is_paged=True).nbytes(net.parameters())
 
 
 # Buffers and a part of the state have room, and the rest has not.

@@ -35,7 +35,7 @@ def net_of(dtype=torch.float32, seed=1):
 
 
 def pinned_bytes(net):
-    return Twins().nbytes(param for param in net.parameters() if param.requires_grad)
+    return Twins(is_paged=True).nbytes(param for param in net.parameters() if param.requires_grad)
 
 
 def folders(tmp_path, num=2):
@@ -180,7 +180,7 @@ def test_a_volume_tells_what_it_has_committed_and_moved(
 
 @pytest.mark.parametrize("accumulate", ["device", "host"])
 def test_what_waits_for_drives_is_not_pinned(tmp_path, accumulate):
-    net, twins = net_of(), Twins()
+    net, twins = net_of(), Twins(is_paged=True)
     optimizer = on_volume(net, tmp_path, durability="none", accumulate=accumulate)
     swapped = optimizer._host.swapped
     everything = twins.nbytes(net.parameters()) // 2

@@ -190,7 +190,7 @@ def _stepwell(
         tier = host_bytes_max = None
         if durability is not None:
             tier = Volume(workload.drives, durability=durability)
-            twins = Twins().nbytes(model.parameters())
+            twins = Twins(is_paged=True).nbytes(model.parameters())
             # No state fits in beside the buffers, or little.
             host_bytes_max = twins + _BUFFERS_BYTES
         return stepwell_run(

@@ -148,13 +148,17 @@ class Engine:
         # Those of which deferred steps have left updates pending, or weights to land; and for how
         # many deferred steps more, if no gradient comes.
         self._pending_params: dict[torch.Tensor, int] = {}
-        # What waits for a drive waits little longer for a copy. Sums come up and go down again in
-        # each backward.
-        pinned = [param for param in self._indices if swapped is None or param not in swapped]
-        for span in twins.spans(pinned, "weight"):
-            self._core.pin(*span)
-        for span in twins.spans(self._indices if sums_on_host else pinned, "grad"):
-            self._core.pin(*span)
+        if swapped is None:
+            for buffer in self._buffers:
+                self._core.pin(buffer)
+        else:
+            # What waits for a drive waits little longer for a copy. Sums come up and go down again
+            # in each backward.
+            pinned = [param for param in self._indices if param not in swapped]
+            for span in twins.spans(pinned, "weight"):
+                self._core.pin(*span)
+            for span in twins.spans(self._indices if sums_on_host else pinned, "grad"):
+                self._core.pin(*span)
         note_pinned(self, self._core.pinned_nbytes)
         self._submit_stream = self._stream()
         # None while a step is being submitted: weights that are waited for then are old ones.

@@ -55,7 +55,10 @@ class HostSide:
         swapped: Swapped | None = None,
         shares: Shares | None = None,
     ) -> None:
-        self.twins = Twins(have_gradients=deferred is None, shares=shares)
+        # Beside a volume some of it is pinned, and some is not.
+        self.twins = Twins(
+            have_gradients=deferred is None, shares=shares, is_paged=swapped is not None
+        )
         self._deferred = deferred
         self.device = torch.device("cpu")
         """Where the parameters are."""

@@ -1,8 +1,8 @@
 """The host sides of parameters on a device.
 
 A weight and a gradient each. All parameters that are added at once share two buffers, which are
-freed when none of these parameters has a twin any more, and no engine has them. Each twin begins a
-page, so that the memory of some can be pinned, and that of others not.
+freed when none of these parameters has a twin any more, and no engine has them. Where they are
+paged each twin begins a page, so that the memory of some can be pinned, and that of others not.
 """
 
 from __future__ import annotations
@@ -23,20 +23,16 @@ if TYPE_CHECKING:
 
     from stepwell.offload.shares import Shares
 
-__all__ = ["ALIGN_BYTES", "Twin", "Twins"]
+__all__ = ["Twin", "Twins"]
 
-# Of every tensor in a buffer: a page, the unit that is pinned.
-ALIGN_BYTES = mmap.PAGESIZE
+# Of every tensor in a buffer: what the widest vectors and the device's copies like.
+_ALIGN_BYTES = 64
 
 # What is compared at a time.
 _PART_BYTES = 16 << 20
 
 # Of no parameter.
 _NO_VERSION = (-1, -1, -1, -1)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +52,7 @@ class Twin:
     buffers: tuple[_core.Buffer, ...]
     """The memory of `weight` and `grad`, and of others that were added with them."""
     span: tuple[int, int]
-    """Which bytes of each of them: whole pages."""
+    """Which bytes of each of them."""
     version: tuple[int, int, int, int] | None
     """Of the parameter, when its weight was the same on both sides last; None: it never was."""
     is_marked_stale: bool
@@ -75,16 +71,28 @@ class Twins:
     Args:
         have_gradients: whether they have memory for gradients.
         shares: the rows of each parameter that this rank steps; None: all of what it has.
+        is_paged: whether each has whole pages, the unit that is pinned.
     """
 
-    def __init__(self, *, have_gradients: bool = True, shares: Shares | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        have_gradients: bool = True,
+        shares: Shares | None = None,
+        is_paged: bool = False,
+    ) -> None:
         self._shares = shares
+        self._align_bytes = mmap.PAGESIZE if is_paged else _ALIGN_BYTES
         self._twins: dict[torch.Tensor, Twin] = {}
         self._num_buffers = 2 if have_gradients else 1
 
     def nbytes(self, params: Iterable[torch.Tensor]) -> int:
         """Bytes of host memory that `add` takes."""
-        return self._num_buffers * sum(_aligned(self.piece(param).nbytes) for param in params)
+        pieces = (self.piece(param).nbytes for param in params)
+        return self._num_buffers * sum(map(self._aligned, pieces))
+
+    def _aligned(self, nbytes: int) -> int:
+        return -(-nbytes // self._align_bytes) * self._align_bytes
 
     def piece(self, param: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """What this rank steps of `param`, or of `tensor`, which is shaped and placed as it is.
@@ -149,7 +157,7 @@ class Twins:
             if len(memories) == 1:
                 places.append(untouched[: piece.nbytes])
             weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
-            span = begin, begin + _aligned(piece.nbytes)
+            span = begin, begin + self._aligned(piece.nbytes)
             begin = span[1]
             self._twins[param] = Twin(
                 weight=like(param, weight),
