@@ -3,6 +3,7 @@
 Importing this imports DeepSpeed.
 """
 
+import contextlib
 import os
 from types import SimpleNamespace
 
@@ -35,6 +36,25 @@ def parameter(ds_id, *, numel=4, world_size=1):
     piece = -(-numel // world_size)
     param.partition_numel = lambda: piece
     return param
+
+
+def backward_of(calls):
+    """A `Backward` that notes what it is told."""
+    names = ("announce", "note_forward", "begin", "note_gradient", "end")
+    return SimpleNamespace(**{each: noted(calls, each) for each in names})
+
+
+class Gathers:
+    """What several ranks gather with."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    @contextlib.contextmanager
+    def decided(self):
+        self.calls.append("decided")
+        yield
+        self.calls.append("told")
 
 
 class Timers:

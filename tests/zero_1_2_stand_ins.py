@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from stand_in_optimizers import Timers, noted, optimizer_of, several
+from stand_in_optimizers import Timers, backward_of, noted, optimizer_of, several
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
@@ -277,13 +277,9 @@ def test_partitions_have_the_options_of_the_plan(monkeypatch, partition_gradient
 def test_what_a_backward_tells(monkeypatch, name, arguments, expected):
     calls = []
     monkeypatch.setattr(DeepSpeedZeroOptimizer, name, noted(calls, "theirs", "returned"))
-    backward = SimpleNamespace(
-        **{
-            each: noted(calls, each)
-            for each in ("announce", "note_forward", "begin", "note_gradient", "end")
-        }
+    optimizer = made(
+        _backward=backward_of(calls), _partitions=SimpleNamespace(let_go=noted(calls, "let_go"))
     )
-    optimizer = made(_backward=backward, _partitions=SimpleNamespace(let_go=noted(calls, "let_go")))
     returned = getattr(optimizer, name)(*arguments)
     assert calls == expected
     assert returned == ("returned" if name == "scale_if_loss" else None)

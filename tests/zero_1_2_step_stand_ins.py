@@ -3,7 +3,6 @@
 As `zero_1_2_stand_ins.py`.
 """
 
-import contextlib
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +11,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from stand_in_optimizers import Timers, noted, optimizer_of
+from stand_in_optimizers import Gathers, Timers, noted, optimizer_of
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.operands import Operand
@@ -26,19 +25,6 @@ def made(**fields):
 
 
 # ---- steps ----
-
-
-class Gathers:
-    """What several ranks gather with."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    @contextlib.contextmanager
-    def decided(self):
-        self.calls.append("decided")
-        yield
-        self.calls.append("told")
 
 
 def stepping(norm=3.0, *, gathers=False, **more):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from stand_in_optimizers import noted, optimizer_of, parameter
+from stand_in_optimizers import backward_of, noted, optimizer_of, parameter
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
 
@@ -36,15 +36,9 @@ def made(**fields):
 def test_what_a_backward_tells(monkeypatch, name, arguments, expected):
     calls = []
     monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, noted(calls, "theirs", "returned"))
-    backward = SimpleNamespace(
-        **{
-            each: noted(calls, each)
-            for each in ("announce", "note_forward", "begin", "note_gradient", "end")
-        }
-    )
     fetcher = SimpleNamespace(is_behind_step=True)
     optimizer = made(
-        _backward=backward,
+        _backward=backward_of(calls),
         _partitions=SimpleNamespace(let_go=noted(calls, "let_go")),
         _fetcher=fetcher,
         _is_after_step=True,

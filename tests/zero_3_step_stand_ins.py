@@ -3,14 +3,13 @@
 As `zero_1_2_stand_ins.py`.
 """
 
-import contextlib
 import math
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from stand_in_optimizers import Timers, noted, optimizer_of, several
+from stand_in_optimizers import Gathers, Timers, noted, optimizer_of, several
 from stepwell.deepspeed.zero import stage_3
 from stepwell.deepspeed.zero.operands import Operand
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
@@ -23,19 +22,6 @@ def made(**fields):
 
 
 # ---- steps ----
-
-
-class Gathers:
-    """What several ranks gather with."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    @contextlib.contextmanager
-    def decided(self):
-        self.calls.append("decided")
-        yield
-        self.calls.append("told")
 
 
 def stepping(monkeypatch, norm=3.0, *, world_size=1, swapped=None, gathers=False, **more):
