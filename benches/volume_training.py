@@ -15,16 +15,14 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
-import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from stepwell.cli._drive_rates import Fio, check_folders
 from stepwell.cli._offload_cases import CASES, Workload
+from stepwell.cli.bench_offload import run_case
 
-CASE_SECONDS_MAX = 580
 FIO_FILE_BYTES, FIO_CALLS_AT_ONCE = 2_000_000_000, 32
 GIB = 1 << 30
 DEFAULT_CASES = (
@@ -34,26 +32,11 @@ DEFAULT_CASES = (
 )
 
 
-def run(name: str, workload: Workload) -> dict[str, Any]:
-    """What a case measured; it has `error` where it has failed."""
-    asked = json.dumps({"name": name, "plan": asdict(workload)})
-    ended = subprocess.run(
-        [sys.executable, "-m", "stepwell.cli._offload_cases", asked],
-        capture_output=True,
-        text=True,
-        timeout=CASE_SECONDS_MAX,
-        check=False,
-    )
-    if ended.returncode:
-        return {"error": ended.stderr.strip().splitlines()[-1:]}
-    found: dict[str, Any] = json.loads(ended.stdout.strip().splitlines()[-1])
-    return found
-
-
-def row(name: str, found: dict[str, Any], fio_bytes_per_second: float | None) -> str:
+def row(found: dict[str, Any], fio_bytes_per_second: float | None) -> str:
     """One line of the table."""
-    if "error" in found:
-        return f"{name:46} failed: {found['error']}"
+    name = found["name"]
+    if "failure" in found:
+        return f"{name:46} failed: {found['failure']}"
     seconds = found["seconds"]
     every = ", ".join(f"{each:.2f}" for each in found["all_seconds"])
     line = f"{name:46} {seconds:6.2f} ({every})"
@@ -110,18 +93,19 @@ def main() -> None:
         drives=tuple(str(folder.resolve()) for folder in args.folders),
     )
     print("case, s/step: median (all), bytes moved, of fio's, pinned: for copies + for reads")
+    console = Console(stderr=True)
     report: list[dict[str, Any]] = []
     before = fio_rate(args.folders, args.seconds)
     for _ in range(args.rounds):
         for name in args.cases or DEFAULT_CASES:
-            found = run(name, workload)
+            found = run_case(console, name, workload)
             # DeepSpeed's swapper leaves its files.
             for folder in args.folders:
                 shutil.rmtree(folder / "zero_stage_3", ignore_errors=True)
             after = fio_rate(args.folders, args.seconds)
             fio = None if before is None or after is None else statistics.mean([before, after])
-            print(row(name, found, fio), flush=True)
-            report.append({"case": name, "fio_bytes_per_second": [before, after], **found})
+            print(row(found, fio), flush=True)
+            report.append({"fio_bytes_per_second": [before, after], **found})
             (args.out / "volume_training.json").write_text(json.dumps(report, indent=1))
             before = after
     rates = [each["fio_bytes_per_second"][1] for each in report]

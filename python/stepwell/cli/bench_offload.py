@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from stepwell.cli._offload_cases import Workload
 
-__all__ = ["bench_offload"]
+__all__ = ["bench_offload", "run_case"]
 
 CASES = (
     "torch",
@@ -232,12 +232,12 @@ def bench_offload(
             console, out, "bench_offload_ranks", report, lambda figure: draw_ranks(figure, report)
         )
         return
-    report["forward_backward_seconds"] = alone = _run(
+    report["forward_backward_seconds"] = alone = run_case(
         console, "forward and backward", workload
     ).get("seconds")
     report["cases"] = cases = []
     for name in names:
-        result = _run(console, name, workload)
+        result = run_case(console, name, workload)
         if "seconds" in result:
             # Of a share that is on the GPU, and of what is hidden, no bound is known.
             is_whole = "ratio" not in name and "deferred" not in name
@@ -315,7 +315,7 @@ def _host_bytes_per_param(name: str) -> float | None:
     return round(state + torch.bfloat16.itemsize + weight_out, 2)
 
 
-def _run(console: Console, name: str, workload: Workload) -> dict[str, Any]:
+def run_case(console: Console, name: str, workload: Workload) -> dict[str, Any]:
     """Runs a case in a process of its own."""
     console.print(f"running: {name}", style="dim", highlight=False)
     command = [
