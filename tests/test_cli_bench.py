@@ -8,7 +8,7 @@ from pathlib import Path
 import fork_server
 import pytest
 import torch
-from stepwell.cli import _pairs, app
+from stepwell.cli import _pairs, _rank_runs, app
 from stepwell.cli._adam_cases import Memory, Run, Streams, cases
 from stepwell.cli._report import write
 from stepwell.cli.bench_adam import _check
@@ -249,6 +249,40 @@ def test_offload_on_two_ranks(tmp_path):
     assert ours["breakdown"]["bytes_gathered"] + ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
     assert ours["norms_agree"]
     assert ours["losses"][-1] < ours["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reduction"),
+    [
+        ("ddp, shard", "ddp"),
+        ("deepspeed on stepwell, stage=2", "zero-2"),
+        ("deepspeed on stepwell, stage=3", "fsdp2"),
+    ],
+)
+def test_cases_are_held_against_forwards_that_reduce_as_theirs(monkeypatch, name, reduction):
+    """Ranks are left out: DeepSpeed without Stepwell compiles an op for messages of CPUs."""
+    alone = {"ddp": 0.1, "fsdp2": 0.2, "deepspeed, stage=2, all on the devices": 0.4}
+
+    def run(console, name, workload, num_ranks):
+        return {
+            "name": name,
+            "seconds": 1.0,
+            "num_params": 10**9,
+            "forward_backward_seconds": alone.get(name),
+        }
+
+    monkeypatch.setattr(_rank_runs, "_run", run)
+    moved = {"stepwell": 26.0, "deepspeed": None, "deepspeed on stepwell": 28.0}
+    report = _rank_runs.measure_ranks(
+        None, [*alone, name], None, 2, memory_gb_per_second=100.0, bytes_per_param=moved
+    )
+    assert report["forward_backward_seconds"] == {"ddp": 0.1, "fsdp2": 0.2, "zero-2": 0.4}
+    *others, ours = report["cases"]
+    nbytes = 26.0 if reduction == "ddp" else 28.0
+    before = report["forward_backward_seconds"][reduction]
+    assert ours["bound_seconds"] == pytest.approx(before + nbytes / 100)
+    # Nothing of it is stepped on the host.
+    assert "bound_seconds" not in others[2]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ __all__ = [
     "ZERO_2",
     "Run",
     "Workload",
+    "bare_run",
     "deepspeed_run",
     "forward_backward",
     "host_bytes",
@@ -308,6 +309,7 @@ def deepspeed_run(
     zero: Mapping[str, object] = ZERO_2,
     block: Mapping[str, object] | None = None,
     more: Mapping[str, object] | None = None,
+    params: Mapping[str, object] | None = None,
     is_alone: bool = True,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     """A run of DeepSpeed's engine.
@@ -317,6 +319,7 @@ def deepspeed_run(
         zero: what is particular of `zero_optimization`.
         block: the JSON's `stepwell`.
         more: other blocks of the JSON.
+        params: more of its optimizer's.
         is_alone: whether there is no other rank, and no launcher has said so.
     """
 
@@ -356,7 +359,7 @@ def deepspeed_run(
                         "offload_optimizer": _ON_CPU,
                         **zero,
                     },
-                    "optimizer": {"type": "AdamW", "params": adam},
+                    "optimizer": {"type": "AdamW", "params": {**adam, **(params or {})}},
                     "steps_per_print": 10**9,
                     "stepwell": block or {},
                     **(more or {}),
@@ -504,19 +507,25 @@ def train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]:
     }
 
 
-def forward_backward(workload: Workload, model: torch.nn.Module, device: torch.device) -> float:
-    """Seconds of the forwards and backwards of a step, alone on the device."""
-    loss_of, backward = _loss_of(model), _backward_of(workload)
+def bare_run(workload: Workload, model: torch.nn.Module) -> Run:
+    """A run without an optimizer: its step clears the gradients."""
+    return Run(_loss_of(model), _backward_of(workload), model.zero_grad)
+
+
+def forward_backward(workload: Workload, device: torch.device, run: Run) -> float:
+    """Seconds of the forwards and backwards of a step, whose end is not timed."""
     batches = list(islice(workload.batches(device), workload.accumulation))
     seconds = []
     for _ in range(workload.warm_up_steps + max(workload.steps // 2, 3)):
         sync(device)
         begin = time.perf_counter()
-        for batch in batches:
-            backward(loss_of(batch))
+        for number, batch in enumerate(batches):
+            if number and run.steps_itself:
+                run.step()
+            run.backward(run.forward(batch))
         sync(device)
         seconds.append(time.perf_counter() - begin)
-        model.zero_grad()
+        run.step()
     return statistics.median(seconds[workload.warm_up_steps :])
 
 
@@ -532,7 +541,8 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     device = _device()
     result: dict[str, Any] = {"name": name, "plan": asdict(workload)}
     if name == "forward and backward":
-        return result | {"seconds": forward_backward(workload, workload.model(device), device)}
+        run = bare_run(workload, workload.model(device))
+        return result | {"seconds": forward_backward(workload, device, run)}
     model = workload.model(device)
     sync(device)
     before = host_bytes()

@@ -63,6 +63,9 @@ def _deepspeed(stage: int, *, register: bool) -> Callable[[Workload, torch.nn.Mo
     return alone.deepspeed_run(register=register, zero=_STAGES[stage], is_alone=False)
 
 
+# What reduces gradients into buckets, as ZeRO-2 does where its state is offloaded.
+_ON_DEVICES = "deepspeed, stage=2, all on the devices"
+
 # How the model is made that OffloadAdamW steps. Its forward and backward are timed alone as well.
 _MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
 
@@ -70,6 +73,13 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "ddp": alone.stepwell_run,
     "ddp, shard": partial(alone.stepwell_run, shard=True),
     "fsdp2": _sharded_run,
+    _ON_DEVICES: alone.deepspeed_run(
+        register=False,
+        zero={**_STAGES[2], "offload_optimizer": {"device": "none"}},
+        # Its own op would be compiled.
+        params={"torch_adam": True},
+        is_alone=False,
+    ),
     "deepspeed, stage=2": _deepspeed(2, register=False),
     "deepspeed on stepwell, stage=2": _deepspeed(2, register=True),
     "deepspeed, stage=3": _deepspeed(3, register=False),
@@ -100,7 +110,8 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     forward_backward = None
     if name in _MODELS:
         model = _MODELS[name](model)
-        forward_backward = max(_over_ranks(alone.forward_backward(own, model, device)))
+        bare = alone.bare_run(own, model)
+        forward_backward = max(_over_ranks(alone.forward_backward(own, device, bare)))
     alone.sync(device)
     before = alone.host_bytes()
     begin = time.perf_counter()
@@ -109,6 +120,8 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     alone.sync(device)
     prepared = time.perf_counter() - begin
     result = alone.train(own, device, run)
+    if name == _ON_DEVICES:
+        forward_backward = max(_over_ranks(alone.forward_backward(own, device, run)))
     # `torch.cuda.max_memory_allocated` is not there without a GPU.
     device_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     ranks = _over_ranks(

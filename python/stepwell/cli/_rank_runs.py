@@ -27,6 +27,7 @@ RANK_CASES = (
     "ddp",
     "ddp, shard",
     "fsdp2",
+    "deepspeed, stage=2, all on the devices",
     "deepspeed, stage=2",
     "deepspeed on stepwell, stage=2",
     "deepspeed, stage=3",
@@ -41,6 +42,16 @@ _POLL_SECONDS = 0.1
 def _is_cut(name: str) -> bool:
     """Whether no rank has all weights between the steps."""
     return name == "fsdp2" or name.endswith("stage=3")
+
+
+def _reduction(name: str) -> str:
+    """What reduces a case's gradients, and has the time of forward and backward alone.
+
+    ZeRO-3 is held against FSDP2, which cuts the model likewise.
+    """
+    if _is_cut(name):
+        return "fsdp2"
+    return "zero-2" if "stage=2" in name else "ddp"
 
 
 def _received_bytes_per_param(name: str, num_ranks: int) -> float:
@@ -77,9 +88,8 @@ def measure_ranks(
     """
     cases = [_run(console, name, workload, num_ranks) for name in names]
     done = [result for result in cases if "seconds" in result]
-    # DeepSpeed's are held against those of the model that is cut as theirs is.
     alone = {
-        "fsdp2" if _is_cut(result["name"]) else "ddp": result["forward_backward_seconds"]
+        _reduction(result["name"]): result["forward_backward_seconds"]
         for result in done
         if result["forward_backward_seconds"]
     }
@@ -87,7 +97,7 @@ def measure_ranks(
         name = result["name"]
         result["received_bytes_per_param"] = _received_bytes_per_param(name, num_ranks)
         own = name.split(",")[0] if name.startswith("deepspeed") else "stepwell"
-        moved, before = bytes_per_param[own], alone.get("fsdp2" if _is_cut(name) else "ddp")
+        moved, before = bytes_per_param[own], alone.get(_reduction(name))
         if moved is not None and before:
             # All that the ranks of this host move together.
             moved *= num_ranks if name == "ddp" else 1
