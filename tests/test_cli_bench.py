@@ -1,5 +1,6 @@
 """`stepwell bench`: at sizes where nothing is learned about speed."""
 
+import io
 import json
 import sys
 from dataclasses import replace
@@ -8,7 +9,8 @@ from pathlib import Path
 import fork_server
 import pytest
 import torch
-from stepwell.cli import _pairs, _rank_runs, app
+from rich.console import Console
+from stepwell.cli import _pairs, _rank_runs, app, bench_offload
 from stepwell.cli._adam_cases import Memory, Run, Streams, cases
 from stepwell.cli._report import write
 from stepwell.cli.bench_adam import _check
@@ -273,16 +275,24 @@ def test_cases_are_held_against_forwards_that_reduce_as_theirs(monkeypatch, name
 
     monkeypatch.setattr(_rank_runs, "_run", run)
     moved = {"stepwell": 26.0, "deepspeed": None, "deepspeed on stepwell": 28.0}
-    report = _rank_runs.measure_ranks(
-        None, [*alone, name], None, 2, memory_gb_per_second=100.0, bytes_per_param=moved
-    )
+    report = _rank_runs.measure_ranks(None, [*alone, name], None, 2, bytes_per_param=moved)
     assert report["forward_backward_seconds"] == {"ddp": 0.1, "fsdp2": 0.2, "zero-2": 0.4}
     *others, ours = report["cases"]
-    nbytes = 26.0 if reduction == "ddp" else 28.0
-    before = report["forward_backward_seconds"][reduction]
-    assert ours["bound_seconds"] == pytest.approx(before + nbytes / 100)
+    assert ours["alone_seconds"] == report["forward_backward_seconds"][reduction]
+    assert ours["bytes_per_param"] == (26.0 if reduction == "ddp" else 28.0)
     # Nothing of it is stepped on the host.
-    assert "bound_seconds" not in others[2]
+    assert "alone_seconds" not in others[2]
+
+
+def test_the_bound_takes_the_faster_memory(monkeypatch):
+    monkeypatch.setattr(bench_offload, "_memory_gb_per_second", lambda: 200.0)
+    cases = [{"alone_seconds": 0.1, "bytes_per_param": 26.0, "num_params": 10**9}, {"failure": "x"}]
+    report = {"memory_gb_per_second": 100.0, "cases": cases}
+    bench_offload._measure_memory_again(Console(file=io.StringIO()), report)
+    assert report["memory_gb_per_second_measured"] == (100.0, 200.0)
+    bench_offload._add_bounds(cases, report["memory_gb_per_second"])
+    assert cases[0]["bound_seconds"] == pytest.approx(0.1 + 26 / 200)
+    assert "bound_seconds" not in cases[1]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,6 @@ def measure_ranks(
     workload: Workload,
     num_ranks: int,
     *,
-    memory_gb_per_second: float,
     bytes_per_param: dict[str, float | None],
 ) -> dict[str, Any]:
     """Runs the cases on `num_ranks` ranks of this host.
@@ -80,7 +79,6 @@ def measure_ranks(
         names: of `RANK_CASES`.
         workload: what is trained; each rank has samples of its own.
         num_ranks: processes, each on a GPU of its own where there are GPUs.
-        memory_gb_per_second: of host memory, which all ranks share.
         bytes_per_param: what a step moves in host memory, by the optimizer's case without ranks.
 
     Returns:
@@ -101,8 +99,7 @@ def measure_ranks(
         if moved is not None and before:
             # All that the ranks of this host move together.
             moved *= num_ranks if name == "ddp" else 1
-            step = moved * result["num_params"] / memory_gb_per_second / 1e9
-            result |= {"bound_seconds": before + step, "bytes_per_param": moved}
+            result |= {"alone_seconds": before, "bytes_per_param": moved}
     return {"ranks": num_ranks, "forward_backward_seconds": alone, "cases": cases}
 
 
