@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import weakref
+from collections import deque
 from concurrent.futures import Future
 
 import pytest
@@ -143,6 +144,36 @@ def test_a_copy_that_fails_is_forgotten_with_its_gradient(training):
     assert target.tolist() == [1.0] * 4
 
 
+class InterruptedDeque(deque):
+    """Ctrl-C comes where a copy that has begun is noted."""
+
+    def append(self, item):
+        raise KeyboardInterrupt
+
+
+class WaitingThread:
+    """As a thread pool's: a call is made when it, or one behind it, is waited for."""
+
+    def __init__(self, *args):
+        self._calls = deque()
+
+    def submit(self, call, *args):
+        self._calls.append(lambda: call(*args))
+        number, waited = len(self._calls), Future()
+        waited.result = lambda: [self._calls.popleft()() for _ in range(number)]
+        return waited
+
+
+def test_ctrl_c_leaves_no_copy_that_nothing_waits_for(training, monkeypatch):
+    monkeypatch.setattr(lanes, "ThreadPoolExecutor", WaitingThread)
+    monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
+    lane._copies = InterruptedDeque()
+    with pytest.raises(KeyboardInterrupt):
+        lane.copy(torch.ones(4), target)
+    assert target.tolist() == [1.0] * 4
+
+
 @pytest.fixture
 def partitions(training):
     """Of one parameter of 4 elements whose gradient comes down by a thread."""
@@ -177,6 +208,16 @@ def test_a_failed_copy_refuses_the_step_and_not_those_behind_it(partitions, trai
     make(training)
     partitions.arrive()
     assert partitions.gradients.grads[0].tolist() == [1.0] * 4
+
+
+def test_a_failed_copy_holds_up_no_end(partitions, monkeypatch):
+    def fail(self, event):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Stream, "wait_event", fail)
+    send(partitions)
+    partitions.end()
+    assert not partitions._finalizer.alive
 
 
 def test_an_end_on_the_thread_that_copies_has_an_end(partitions, training, monkeypatch):

@@ -166,7 +166,7 @@ impl State {
     fn check(&self) -> Result<()> {
         match &self.failure {
             Some(failure) => Err(Error::os(
-                "a step failed half-way, so parameters and state are not those of any step; \
+                "a step failed half-way, so parameters and state may be those of no step; \
                  hint: go on from a checkpoint, or from the last step that a volume has committed",
                 std::io::Error::other(failure.as_str()),
             )),

@@ -78,7 +78,6 @@ class ThreadLane:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._thread = ThreadPoolExecutor(1, "stepwell-gradients")
         self._copies: deque[tuple[Future[None], int]] = deque()
-        self._nbytes = 0
         # Backwards copy on autograd's thread, steps wait on others.
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -94,9 +93,13 @@ class ThreadLane:
         made = torch.cuda.current_stream(self._device).record_event()
         with self._lock:
             self._bound(_UNDER_WAY_BYTES_MAX)
-            self._nbytes += piece.nbytes
-            copied = self._thread.submit(self._copy, piece, target, made)
-            self._copies.append((copied, piece.nbytes))
+            try:
+                copied = self._thread.submit(self._copy, piece, target, made)
+                self._copies.append((copied, piece.nbytes))
+            except BaseException:
+                # After Ctrl-C between the two no other wait would see the copy.
+                self._thread.submit(lambda: None).result()
+                raise
 
     @torch.no_grad()  # As its caller has it, which is on another thread.
     def _copy(self, piece: torch.Tensor, target: torch.Tensor, made: torch.cuda.Event) -> None:
@@ -106,11 +109,9 @@ class ThreadLane:
 
     def _bound(self, nbytes_max: int) -> None:
         """Waits until no more than `nbytes_max` are under way."""
-        while self._copies and self._nbytes > nbytes_max:
-            copied, nbytes = self._copies[0]
-            copied.result()
+        while self._copies and sum(nbytes for _, nbytes in self._copies) > nbytes_max:
+            self._copies[0][0].result()
             self._copies.popleft()
-            self._nbytes -= nbytes
 
     def let_go(self) -> None:
         """What is copied is freed by itself."""
@@ -142,7 +143,7 @@ class ThreadLane:
         with self._lock:
             while self._copies:
                 self._copies[0][0].exception()
-                self._nbytes -= self._copies.popleft()[1]
+                self._copies.popleft()
 
     def order(self, engine: _core.OffloadEngine) -> None:
         """The next step of `engine` begins after all copies: the thread waits for them."""

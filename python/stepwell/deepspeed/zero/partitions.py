@@ -450,12 +450,13 @@ class Partitions:
         """Waits as `synchronize`, and frees gradients and `twins`.
 
         Masters stay where they are in memory, and waiting for them is possible; nothing else is
-        from now on.
+        from now on. Whether gradients have come makes no difference: no step takes them.
         """
         if not self._finalizer.alive:
             return
         self.finish()
-        self.synchronize()
+        self.drop()
+        self._engine.synchronize(stream=self.stream())
         # Without a step it lasts until now.
         self.claim.end()
         self._finalizer.detach()

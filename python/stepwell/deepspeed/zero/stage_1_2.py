@@ -585,8 +585,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def destroy(self) -> None:
         """Ends the use of the device, and of a volume."""
         if self._is_made():
-            # Copies first: these are waited for also where a step has failed.
-            self._partitions.arrive()
+            # Copies first: these are waited for also where a step has failed. No step takes them.
+            self._partitions.drop()
             self.synchronize()
             if self._operands.swapped is None:
                 self._partitions.synchronize()
