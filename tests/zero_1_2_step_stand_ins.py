@@ -437,7 +437,7 @@ def test_an_end_waits_for_copies_first(monkeypatch, swapped):
         _gathers="gathers",
         _operands=SimpleNamespace(swapped=swapped),
         _partitions=SimpleNamespace(
-            arrive=noted(calls, "arrived"),
+            drop=noted(calls, "dropped"),
             synchronize=noted(calls, "streams"),
             end=noted(calls, "ended"),
             claim=SimpleNamespace(end=noted(calls, "claim")),
@@ -446,5 +446,5 @@ def test_an_end_waits_for_copies_first(monkeypatch, swapped):
     optimizer.synchronize = noted(calls, "synchronized")
     optimizer.destroy()
     last = ["streams", "claim"] if swapped is None else ["ended"]
-    assert calls[1:] == ["arrived", "synchronized", *last, "theirs"]
+    assert calls[1:] == ["dropped", "synchronized", *last, "theirs"]
     assert optimizer._gate is optimizer._gathers is None
