@@ -52,6 +52,27 @@ def program_gpu(result):
         ]
 
 
+def program_two_gpus(result):
+    """Gradients that are reduced in buckets, some of which are smaller than a parameter."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    small = {"overlap_comm": True, "reduce_bucket_size": 20_000}
+    cases = {
+        "overlap_comm": configuration(dtype="bf16", zero={"overlap_comm": True}),
+        "overlap_comm, small buckets": configuration(dtype="bf16", zero=small),
+        "overlap_comm, accumulated": configuration(
+            dtype="bf16", zero=small, gradient_accumulation_steps=3
+        ),
+        "ZeRO-1, overlap_comm": configuration(dtype="bf16", stage=1, zero=small),
+        "no overlap_comm": configuration(dtype="bf16", zero={"overlap_comm": False}),
+    }
+    for name, config in cases.items():
+        result[name] = [
+            run({**config, "stepwell": {"engine": is_engine}}) for is_engine in (True, False)
+        ]
+
+
 def program_gpu_volume(result, drive):
     """The same configurations with their state on a volume, and in host memory."""
     import stepwell.deepspeed

@@ -56,6 +56,20 @@ def test_a_gpu_trains_as_on_deepspeeds_path(runs, name):
             torch.testing.assert_close(state[key], other_state[key], **tolerance)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_train_as_on_deepspeeds_path(tmp_path):
+    environment = {"DS_ACCELERATOR": "cuda"}
+    ranks = deepspeed_run.run(
+        "two_gpus", tmp_path, timeout=PROGRAM_TIMEOUT, ranks=2, environment=environment
+    )
+    for runs in ranks:
+        for name, (ours, theirs) in runs.items():
+            assert ours["class"].startswith("Offload"), name
+            assert not theirs["class"].startswith("Offload"), name
+            assert ours["losses"] == theirs["losses"], name
+            assert_same_partitions(ours["partitions"], theirs["partitions"])
+
+
 def test_a_volume_has_the_bits_of_host_memory_on_a_gpu(tmp_path):
     """There gradients come down to memory that is not pinned."""
     found = deepspeed_run.run(

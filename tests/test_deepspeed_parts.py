@@ -1,5 +1,6 @@
 """Small parts of ZeRO on the offload engine, each by itself, without DeepSpeed."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,7 @@ class Gathered:
     def __init__(self):
         self.noted = []
         self.step_stream = 3
+        self.seconds_waited = 0.5
 
     def gather(self, peers):
         self.noted.append(peers)
@@ -198,7 +200,9 @@ def peers_of(world_size, rank):
     return SimpleNamespace(world_size=world_size, rank=rank)
 
 
-def test_weights_of_several_ranks_are_waited_for():
+def test_weights_of_several_ranks_are_waited_for(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(gathers.time, "perf_counter", lambda: float(next(clock)))
     partitions, peers = Gathered(), peers_of(2, 1)
     found = GatheredPersistents(partitions, peers)
     weights = [torch.zeros(1), torch.zeros(1)]
@@ -206,6 +210,7 @@ def test_weights_of_several_ranks_are_waited_for():
     assert partitions.noted == [peers, ([id(each) for each in weights], {1, 3})]
     partitions.step_stream = None
     assert found.wait([]) is False
+    assert partitions.seconds_waited == 0.5 + 2
     partitions.noted.clear()
     found.confirm()
     assert found.decided() == "decided"

@@ -340,6 +340,36 @@ def test_a_gradient_that_is_not_reduced_is_copied_once_it_is_ready(monkeypatch):
     assert len(copied) == 2
 
 
+@pytest.mark.parametrize(("overlap_comm", "kind"), [(True, "cuda"), (True, "cpu"), (False, "cuda")])
+def test_the_end_of_a_backward_waits_for_reductions_on_the_device_alone(
+    monkeypatch, overlap_comm, kind
+):
+    calls = []
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer, "independent_gradient_partition_epilogue", noted(calls, "theirs")
+    )
+    stream = SimpleNamespace(wait_stream=lambda other: calls.append(f"waits for {other}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    names = ("reduce_ipg_grads", "_clear_previous_reduced_grads", "_release_ipg_buffers")
+    optimizer = made(
+        overlap_comm=overlap_comm,
+        reduction_stream="reductions",
+        params_already_reduced=[True, False, True],
+        _backward_hook_state=SimpleNamespace(epilogue_ran_this_backward=False),
+        _partitions=SimpleNamespace(device=torch.device(kind)),
+        _clear_param_grad_only=noted(calls, "grads"),
+        **{name: noted(calls, name) for name in names},
+    )
+    optimizer.independent_gradient_partition_epilogue()
+    if not overlap_comm or kind == "cpu":
+        assert calls == ["theirs"]
+        return
+    # Memory is freed behind the wait.
+    assert calls == [names[0], "waits for reductions", *names[1:], "grads"]
+    assert optimizer.params_already_reduced == [False] * 3
+    assert optimizer._backward_hook_state.epilogue_ran_this_backward
+
+
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("is_unreduced", [False, True])
 def test_the_part_of_this_rank_is_collected(is_last, is_unreduced):

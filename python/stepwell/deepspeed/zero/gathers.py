@@ -8,6 +8,7 @@ of all ranks at once, since all are stepped at once.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 from stepwell.offload.gathering import Gatherer, Piece, bytes_of
@@ -48,8 +49,9 @@ class GatheredUploads:
         Returns whether these are the weights of the last step; not so while one is being submitted.
         """
         # Read before the wait: a step may be submitted on another thread meanwhile.
-        step_stream = self._partitions.step_stream
+        started, step_stream = time.perf_counter(), self._partitions.step_stream
         self._gatherer.wait(map(id, params), self._partitions.streams(step_stream))
+        self._partitions.seconds_waited += time.perf_counter() - started
         return step_stream is not None
 
     def confirm(self) -> None:

@@ -194,7 +194,8 @@ class Partitions:
         self._is_offloaded = [partition.is_offloaded for partition in partitions]
         # Of the step before.
         self._bytes_downloaded = 0
-        self._seconds_waited = 0.0
+        self.seconds_waited = 0.0
+        """Of threads, for weights of the last step."""
         self._writes: Writes[Sequence[Fragment]] = Writes(
             self._wait_for_parts, partial(self._engine.synchronize, stream=0)
         )
@@ -296,7 +297,7 @@ class Partitions:
             in_use = [*in_use, self._swapped.in_use(groups)]
             leaving = self._swapped.leaving(groups)
         self._bytes_downloaded, self.gradients.bytes_sent = self.gradients.bytes_sent, 0
-        self._seconds_waited = 0.0
+        self.seconds_waited = 0.0
         self._submit_stream, self._step_stream = self.stream(), None
         submit = partial(
             self._engine.submit,
@@ -390,7 +391,7 @@ class Partitions:
         for group, begin, numel in fragments:
             for stream in streams:
                 self._engine.wait(group, begin, begin + numel, stream=stream)
-        self._seconds_waited += time.perf_counter() - started
+        self.seconds_waited += time.perf_counter() - started
         return step_stream is not None
 
     def _end_last_step(self) -> None:
@@ -481,7 +482,7 @@ class Partitions:
         """
         return {
             **self._engine.timing(),
-            "gate": self._seconds_waited,
+            "gate": self.seconds_waited,
             **({} if self._gatherer is None else {"bytes_gathered": self._gatherer.bytes_received}),
             "bytes_downloaded": self._bytes_downloaded,
             **({} if self._swapped is None else self._swapped.bytes_moved()),

@@ -13,6 +13,7 @@ the host's waits for every parameter's norm and overflow.
 - On several, reductions are DeepSpeed's. Weights are gathered behind the step, bucket by bucket
   (`zero.gathers`): by all ranks, whether a rank waits for them in a forward, at an access or in
   `step()`.
+- With `overlap_comm` a backward ends when it is launched, and its gradients go on crossing the bus.
 - A step is skipped as a whole, or taken as a whole. Gradients are unscaled by the scale that they
   were made with.
 """
@@ -285,6 +286,25 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Reduces what is in buckets."""
         if not self._is_unreduced:
             super().reduce_ipg_grads(comm_dtype=comm_dtype)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """The end of a backward: reduces what is left in buckets, and frees these.
+
+        With `overlap_comm` DeepSpeed waits for the whole device here. Gradients that cross the bus
+        would be waited for too, and the step could not begin with those that have come. So the
+        current stream waits for the reductions, and the program for nothing.
+        """
+        if not self.overlap_comm or self._partitions.device.type != "cuda":
+            super().independent_gradient_partition_epilogue()
+            return
+        self.reduce_ipg_grads()
+        self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
+        # What is freed below is used again behind the current stream.
+        torch.cuda.current_stream(self._partitions.device).wait_stream(self.reduction_stream)
+        self._clear_previous_reduced_grads()
+        self._release_ipg_buffers()
+        self._clear_param_grad_only()
+        self._epilogue_ran_this_backward = True
 
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
         """The gradient of a parameter that this rank steps, or of a part of it, is reduced."""
