@@ -1,6 +1,5 @@
 """`stepwell bench`: at sizes where nothing is learned about speed."""
 
-import io
 import json
 import sys
 from dataclasses import replace
@@ -9,9 +8,9 @@ from pathlib import Path
 import fork_server
 import pytest
 import torch
-from rich.console import Console
-from stepwell.cli import _pairs, _rank_runs, app, bench_offload
+from stepwell.cli import _memory_rate, _pairs, _rank_runs, app
 from stepwell.cli._adam_cases import Memory, Run, Streams, cases
+from stepwell.cli._memory_rate import MemoryRate, bound
 from stepwell.cli._report import write
 from stepwell.cli.bench_adam import _check
 from typer.testing import CliRunner
@@ -212,7 +211,7 @@ def test_offload_is_held_against_the_bound(tmp_path):
     ours, torch_alone = report["cases"]
     assert ours["num_params"] == 4983040
     assert ours["bound_seconds"] == pytest.approx(
-        alone + 26 * 4983040 / report["memory_gb_per_second"] / 1e9
+        alone + 26 * 4983040 / ours["memory_gb_per_second"] / 1e9
     )
     assert (
         ours["breakdown"]["bytes_downloaded"] == ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
@@ -245,7 +244,7 @@ def test_offload_on_two_ranks(tmp_path):
     assert ours["bytes_per_param"] == 26
     assert ours["bound_seconds"] == pytest.approx(
         report["forward_backward_seconds"]["ddp"]
-        + 26 * 4983040 / report["memory_gb_per_second"] / 1e9
+        + 26 * 4983040 / ours["memory_gb_per_second"] / 1e9
     )
     assert ours["breakdown"]["bytes_downloaded"] < 2 * 4983040
     assert ours["breakdown"]["bytes_gathered"] + ours["breakdown"]["bytes_uploaded"] == 2 * 4983040
@@ -275,24 +274,29 @@ def test_cases_are_held_against_forwards_that_reduce_as_theirs(monkeypatch, name
 
     monkeypatch.setattr(_rank_runs, "_run", run)
     moved = {"stepwell": 26.0, "deepspeed": None, "deepspeed on stepwell": 28.0}
-    report = _rank_runs.measure_ranks(None, [*alone, name], None, 2, bytes_per_param=moved)
+    monkeypatch.setattr(_memory_rate, "_measure", lambda: 100.0)
+    report = _rank_runs.measure_ranks(
+        None, [*alone, name], None, 2, memory=MemoryRate(), bytes_per_param=moved
+    )
     assert report["forward_backward_seconds"] == {"ddp": 0.1, "fsdp2": 0.2, "zero-2": 0.4}
     *others, ours = report["cases"]
-    assert ours["alone_seconds"] == report["forward_backward_seconds"][reduction]
+    before = report["forward_backward_seconds"][reduction]
+    assert ours["bound_seconds"] == pytest.approx(before + ours["bytes_per_param"] / 100)
     assert ours["bytes_per_param"] == (26.0 if reduction == "ddp" else 28.0)
     # Nothing of it is stepped on the host.
-    assert "alone_seconds" not in others[2]
+    assert "bound_seconds" not in others[2]
 
 
 def test_the_bound_takes_the_faster_memory(monkeypatch):
-    monkeypatch.setattr(bench_offload, "_memory_gb_per_second", lambda: 200.0)
-    cases = [{"alone_seconds": 0.1, "bytes_per_param": 26.0, "num_params": 10**9}, {"failure": "x"}]
-    report = {"memory_gb_per_second": 100.0, "cases": cases}
-    bench_offload._measure_memory_again(Console(file=io.StringIO()), report)
-    assert report["memory_gb_per_second_measured"] == (100.0, 200.0)
-    bench_offload._add_bounds(cases, report["memory_gb_per_second"])
-    assert cases[0]["bound_seconds"] == pytest.approx(0.1 + 26 / 200)
-    assert "bound_seconds" not in cases[1]
+    rates = iter([100.0, 50.0, 200.0])
+    monkeypatch.setattr(_memory_rate, "_measure", lambda: next(rates))
+    memory, case = MemoryRate(), {"num_params": 10**9}
+    first, second = (memory.beside(lambda: case) for _ in range(2))
+    assert [each["memory_gb_per_second"] for each in (first, second)] == [100.0, 200.0]
+    assert bound(second, 0.1, 26.0) == {
+        "bound_seconds": pytest.approx(0.1 + 26 / 200),
+        "bytes_per_param": 26.0,
+    }
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,18 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepwell.cli._memory_rate import bound
 from stepwell.cli._report import case_table, failed_case
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
+    from stepwell.cli._memory_rate import MemoryRate
     from stepwell.cli._offload_cases import Workload
 
 __all__ = ["RANK_CASES", "draw_ranks", "measure_ranks", "print_ranks"]
@@ -70,6 +73,7 @@ def measure_ranks(
     workload: Workload,
     num_ranks: int,
     *,
+    memory: MemoryRate,
     bytes_per_param: dict[str, float | None],
 ) -> dict[str, Any]:
     """Runs the cases on `num_ranks` ranks of this host.
@@ -79,12 +83,13 @@ def measure_ranks(
         names: of `RANK_CASES`.
         workload: what is trained; each rank has samples of its own.
         num_ranks: processes, each on a GPU of its own where there are GPUs.
+        memory: the rate of host memory, which all ranks share.
         bytes_per_param: what a step moves in host memory, by the optimizer's case without ranks.
 
     Returns:
         for a report: seconds of forward and backward, and `cases`.
     """
-    cases = [_run(console, name, workload, num_ranks) for name in names]
+    cases = [memory.beside(partial(_run, console, name, workload, num_ranks)) for name in names]
     done = [result for result in cases if "seconds" in result]
     alone = {
         _reduction(result["name"]): result["forward_backward_seconds"]
@@ -99,7 +104,7 @@ def measure_ranks(
         if moved is not None and before:
             # All that the ranks of this host move together.
             moved *= num_ranks if name == "ddp" else 1
-            result |= {"alone_seconds": before, "bytes_per_param": moved}
+            result |= bound(result, before, moved)
     return {"ranks": num_ranks, "forward_backward_seconds": alone, "cases": cases}
 
 
@@ -184,6 +189,7 @@ def print_ranks(console: Console, report: dict[str, Any]) -> None:
     columns = (
         "s/step",
         "slowest",
+        "R GB/s",
         "L + bytes/R",
         "of it",
         "of DeepSpeed's",
@@ -199,15 +205,16 @@ def print_ranks(console: Console, report: dict[str, Any]) -> None:
         table.add_row(f"L: forward, backward, {kind}", f"{seconds:.3f}")
     by_name = {case["name"]: case["seconds"] for case in done}
     for case in done:
-        bound = case.get("bound_seconds")
+        least = case.get("bound_seconds")
         peer = by_name.get(case["name"].replace(" on stepwell", ""))
         is_ours = " on stepwell" in case["name"]
         table.add_row(
             case["name"],
             f"{case['seconds']:.3f}",
             f"{case['slowest_seconds']:.3f}",
-            f"{bound:.3f}" if bound else "",
-            f"{case['seconds'] / bound:.2f}" if bound else "",
+            f"{case['memory_gb_per_second']:.0f}",
+            f"{least:.3f}" if least else "",
+            f"{case['seconds'] / least:.2f}" if least else "",
             f"{case['seconds'] / peer:.2f}" if is_ours and peer else "",
             f"{case['start_seconds']:.1f}",
             f"{case['host_bytes_per_param']:.1f}",

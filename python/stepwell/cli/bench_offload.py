@@ -11,12 +11,13 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepwell import _core
+from stepwell.cli._memory_rate import MemoryRate, bound
 from stepwell.cli._rank_runs import RANK_CASES, draw_ranks, measure_ranks, print_ranks
 from stepwell.cli._report import case_table, failed_case
 
@@ -65,7 +66,6 @@ CASES = (
 
 _CASE_SECONDS_MAX = 1800
 _WIDTH_PIPED = 170
-_CEILING_NUMEL_MAX = 256 << 20
 _BUS_BYTES = 1 << 30
 _PEER = "deepspeed"
 
@@ -172,8 +172,8 @@ def bench_offload(
 
     Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
     forward and backward alone: with --ranks those of DDP, of FSDP2, and for ZeRO-2 those of the
-    case that has all on the devices. R is the rate at which this host's memory is read and written,
-    the larger one of before the cases and behind them.
+    case that has all on the devices. R is the rate at which this host's memory is read and written:
+    the larger one of directly before and behind a case.
     """
     from rich.console import Console
 
@@ -209,10 +209,11 @@ def bench_offload(
         text=str(text.resolve()) if text else None,
         drives=tuple(str(drive.resolve()) for drive in drives or ()),
     )
+    memory = MemoryRate()
     report: dict[str, Any] = {
         **circumstances(),
         "plan": asdict(workload),
-        "memory_gb_per_second": _memory_gb_per_second(),
+        "memory_gb_per_second": memory.gb_per_second,
         "bus_gb_per_second": _bus_gb_per_second(),
     }
     console.print(
@@ -229,13 +230,12 @@ def bench_offload(
             names,
             workload,
             ranks,
+            memory=memory,
             bytes_per_param={
                 name: _host_bytes_per_param(name)
                 for name in ("stepwell", "deepspeed", "deepspeed on stepwell")
             },
         )
-        _measure_memory_again(console, report)
-        _add_bounds(report["cases"], report["memory_gb_per_second"])
         print_ranks(console, report)
         write(
             console, out, "bench_offload_ranks", report, lambda figure: draw_ranks(figure, report)
@@ -246,20 +246,17 @@ def bench_offload(
     ).get("seconds")
     report["cases"] = cases = []
     for name in names:
-        result = run_case(console, name, workload)
+        result = memory.beside(partial(run_case, console, name, workload))
         if "seconds" in result:
             # Of a share that is on the GPU, and of what is hidden, no bound is known.
             is_whole = "ratio" not in name and "deferred" not in name
             bytes_per_param = _host_bytes_per_param(name.split(",")[0]) if is_whole else None
             if bytes_per_param and alone:
-                result |= {"alone_seconds": alone, "bytes_per_param": bytes_per_param}
+                result |= bound(result, alone, bytes_per_param)
             console.print(f"    {result['mean_seconds']:.3f} s per step", style="dim")
         cases.append(result)
         # A run that is stopped has what came before.
-        _add_bounds(cases, report["memory_gb_per_second"])
         write_json(out, "bench_offload", report)
-    _measure_memory_again(console, report)
-    _add_bounds(cases, report["memory_gb_per_second"])
     _print(console, report)
     write(console, out, "bench_offload", report, lambda figure: _draw(figure, report))
 
@@ -274,35 +271,6 @@ def _check_gpus(ranks: int) -> None:
             f"--ranks is `{ranks}`, expected `{num_gpus}` at most, one for each GPU. "
             "hint: CUDA_VISIBLE_DEVICES= for the CPU"
         )
-
-
-def _memory_gb_per_second() -> float:
-    """R: the rate at which all cores read and write 4-byte words in place."""
-    import torch
-
-    numel = _CEILING_NUMEL_MAX if torch.cuda.is_available() else _CEILING_NUMEL_MAX // 16
-    seconds = _core.stream_ceiling(
-        numel=numel, read_write_bytes=[4], read_bytes=[], write_bytes=[], passes=9
-    )
-    return 8 * numel / seconds / 1e9
-
-
-def _measure_memory_again(console: Console, report: dict[str, Any]) -> None:
-    """R is the larger rate of that before the cases and that behind them.
-
-    On a shared host it moves by tens of per cent within minutes.
-    """
-    found = (report["memory_gb_per_second"], _memory_gb_per_second())
-    report |= {"memory_gb_per_second_measured": found, "memory_gb_per_second": max(found)}
-    console.print("R before and behind: {:.0f}, {:.0f} GB/s".format(*found), highlight=False)
-
-
-def _add_bounds(cases: list[dict[str, Any]], memory_gb_per_second: float) -> None:
-    """Adds L + bytes / R to those cases of which L and the bytes are known."""
-    for case in cases:
-        if "alone_seconds" in case:
-            step = case["bytes_per_param"] * case["num_params"] / memory_gb_per_second / 1e9
-            case["bound_seconds"] = case["alone_seconds"] + step
 
 
 def _bus_gb_per_second() -> dict[str, float]:
@@ -411,7 +379,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     if report["forward_backward_seconds"]:
         table.add_row("L: forward, backward", f"{report['forward_backward_seconds']:.3f}")
     for case in done:
-        bound, known = case.get("bound_seconds"), case["breakdown"]
+        least, known = case.get("bound_seconds"), case["breakdown"]
         _, comma, kind = case["name"].partition(",")
         own_peer = _PEER + comma + kind
         peer_name = own_peer if own_peer in CASES else _PEER
@@ -422,8 +390,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
             f"{case['seconds']:.3f}",
             f"{case['mean_seconds']:.3f}",
             f"{case['slowest_seconds']:.3f}",
-            f"{bound:.3f}" if bound else "",
-            f"{case['seconds'] / bound:.2f}" if bound else "",
+            f"{least:.3f}" if least else "",
+            f"{case['seconds'] / least:.2f}" if least else "",
             f"{case['seconds'] / peer:.2f}" if peer and case["name"] != peer_name else "",
             f"{known['step']:.3f}" if "step" in known else "",
             f"{known.get('gate', 0.0):.3f}" if "step" in known else "",
