@@ -1,0 +1,57 @@
+"""Parameters that `OffloadAdamW` takes on and lets go of, and the engine that has them."""
+
+import pytest
+import stepwell
+import torch
+from late_engine import LateEngine
+
+
+def param_of(*shape):
+    return torch.nn.Parameter(torch.ones(*shape))
+
+
+def stepped(optimizer, *params):
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.synchronize()
+
+
+def test_a_new_parameter_that_shares_memory_is_refused_and_changes_nothing():
+    first = param_of(4)
+    optimizer = stepwell.OffloadAdamW([("first", first)], threads=1)
+    shared = torch.nn.Parameter(first.data[1:3])
+    with pytest.raises(ValueError, match="shares memory with"):
+        optimizer.add_param_group({"params": [("shared", shared)]})
+    assert [id(param) for param in optimizer._twins] == [id(first)]
+    stepped(optimizer, first)
+    assert optimizer.state[first]["step"].item() == 1
+
+
+def test_a_parameter_that_has_gone_is_in_no_engine():
+    """Its memory would be freed under an engine that has pinned it."""
+    stays, goes = param_of(4), param_of(5)
+    optimizer = stepwell.OffloadAdamW([("stays", stays), ("goes", goes)], threads=1)
+    stepped(optimizer, stays, goes)
+    engine = optimizer._engine
+    assert {id(param) for param in engine._indices} == {id(stays), id(goes)}
+    del optimizer.param_groups[0]["params"][1]
+    stepped(optimizer, stays)
+    assert optimizer._engine is not engine
+    assert [id(param) for param in optimizer._engine._indices] == [id(stays)]
+    # What the last step has used of it is not kept.
+    assert [id(param) for param in optimizer._bound] == [id(stays)]
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_gradient_is_taken_by_an_engine_without_a_step_unless_that_is_deferred(is_deferred):
+    deferred = stepwell.Deferred(interval=2) if is_deferred else None
+    param = param_of(4)
+    optimizer = stepwell.OffloadAdamW([("param", param)], deferred=deferred, threads=1)
+    stepped(optimizer, param)
+    engine = optimizer._engine
+    engine._core = late = LateEngine(engine._core)
+    late.keep_busy = True
+    late.waits.clear()
+    assert optimizer._idle_engine() is engine
+    assert bool(late.waits) is not is_deferred
