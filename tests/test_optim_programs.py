@@ -380,11 +380,12 @@ class Programs(RuleBasedStateMachine):
             seen = then and then(self.offload)
             coefficient = 1.0
             norm = offload.grad_norm
-            if offload.clip_norm is not None and norm is not None and math.isfinite(norm):
+            if offload.clip_norm is not None and norm is not None and not math.isnan(norm):
                 # On purpose: clip_norm multiplies in fp32 what torch.nn.utils.clip_grad_norm_
-                # rounds to the gradients' dtype.
+                # rounds to the gradients' dtype. An infinite norm leaves 0 and NaN.
                 coefficient = min(1.0, offload.clip_norm / (norm + 1e-6))
-            divisor = (scale or 1.0) / coefficient
+            # GradScaler has no infinite scale; of this one nothing is left in fp32 either.
+            divisor = (scale or 1.0) / coefficient if coefficient else 1e300
             if divisor != 1.0:
                 host.grad_scale = torch.tensor(divisor, dtype=torch.float64)
             other = attempt(lambda run: host.step(closure and (lambda: closure(run))), self.host)
