@@ -1,6 +1,8 @@
 """OffloadAdamW(shard=True): two gloo ranks that share the step of a replicated model."""
 
+import gc
 import io
+import weakref
 from functools import partial
 
 import pytest
@@ -91,6 +93,31 @@ def test_each_rank_has_state_of_its_rows_only(two):
     assert [a[0] + b[0] for a, b in zip(first, second, strict=True)] == [w[0] for w in whole]
     # Chunks of 2048 rows: one, and a short one.
     assert sorted((first[1][0], second[1][0])) == [52, 2048]
+
+
+def parameters_that_leave_are_freed():
+    """A parameter taken out of the groups is freed; those that stay step as if it had never come."""
+    stays, alone = (torch.nn.Parameter(torch.ones(4096, 3)) for _ in range(2))
+    leaves = torch.nn.Parameter(torch.ones(2100, 96))
+    ours = stepwell.OffloadAdamW([stays, leaves], lr=1e-2, shard=True)
+    theirs = stepwell.OffloadAdamW([alone], lr=1e-2)
+    for step in range(3):
+        for param in (stays, alone, leaves):
+            if param is not None:
+                param.grad = torch.full_like(param, 0.1 * (step + 1))
+        ours.step()
+        theirs.step()
+        if step == 0:
+            last = weakref.ref(leaves)
+            del ours.param_groups[0]["params"][1], ours.state[leaves]
+            leaves = param = None
+    gc.collect()
+    assert last() is None
+    return torch.equal(stays, alone)
+
+
+def test_a_parameter_that_leaves_goes_with_its_share(two):
+    assert two.run(parameters_that_leave_are_freed) == [True, True]
 
 
 def test_ranks_need_a_process_group():
