@@ -96,7 +96,7 @@ def test_each_rank_has_state_of_its_rows_only(two):
 
 
 def parameters_that_leave_are_freed():
-    """A parameter taken out of the groups is freed; those that stay step as if it had never come."""
+    """A parameter taken out of the groups is freed; the others step as if it had never come."""
     stays, alone = (torch.nn.Parameter(torch.ones(4096, 3)) for _ in range(2))
     leaves = torch.nn.Parameter(torch.ones(2100, 96))
     ours = stepwell.OffloadAdamW([stays, leaves], lr=1e-2, shard=True)
