@@ -98,19 +98,19 @@ def test_each_rank_has_state_of_its_rows_only(two):
 def parameters_that_leave_are_freed():
     """A parameter taken out of the groups is freed; the others step as if it had never come."""
     stays, alone = (torch.nn.Parameter(torch.ones(4096, 3)) for _ in range(2))
-    leaves = torch.nn.Parameter(torch.ones(2100, 96))
-    ours = stepwell.OffloadAdamW([stays, leaves], lr=1e-2, shard=True)
-    theirs = stepwell.OffloadAdamW([alone], lr=1e-2)
+    ours = stepwell.OffloadAdamW([stays, torch.nn.Parameter(torch.ones(2100, 96))], shard=True)
+    theirs = stepwell.OffloadAdamW([alone])
+    params = ours.param_groups[0]["params"]
     for step in range(3):
-        for param in (stays, alone, leaves):
-            if param is not None:
-                param.grad = torch.full_like(param, 0.1 * (step + 1))
+        for param in (*params, alone):
+            param.grad = torch.full_like(param, 0.1 * (step + 1))
         ours.step()
         theirs.step()
         if step == 0:
+            leaves = params.pop()
+            del ours.state[leaves]
             last = weakref.ref(leaves)
-            del ours.param_groups[0]["params"][1], ours.state[leaves]
-            leaves = param = None
+            del leaves
     gc.collect()
     assert last() is None
     return torch.equal(stays, alone)
