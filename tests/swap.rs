@@ -6,7 +6,10 @@ mod drives;
 mod on_device;
 
 use std::{
-    sync::{Arc, atomic::AtomicBool},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -462,6 +465,35 @@ fn a_drive_that_does_not_answer_is_given_up() {
     let (error, _) = failed_step(&mut rig, &device, &engine);
     assert!(error.to_string().contains("have not answered for"), "{error}");
     drives.release();
+}
+
+/// Its reads still have all buffers when the next call wants one.
+#[test]
+fn state_can_be_read_after_a_read_that_was_interrupted_while_drives_were_slow() {
+    let (mut rig, drives) = Rig::faulty(Durability::None);
+    rig.config.buffers_nbytes_max = 0;
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    (0..2).for_each(|member| drives.fault(member, Call::Read, 0, Effect::Hangs));
+    let to = rig.all[0].held.tensor();
+    let all = 0..to.layout().numel();
+    let is_interrupted = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // SAFETY: the tensor is held, and no step runs.
+        let read = || unsafe { swap.read(0, &to, all.clone(), &is_interrupted) };
+        let interrupted = scope.spawn(read);
+        assert!(drives.hangs(SOON));
+        is_interrupted.store(true, Ordering::Relaxed);
+        let is_whole = interrupted.join().expect("no panic").expect("nothing failed");
+        assert!(!is_whole, "it is interrupted while the drives hang");
+        assert!(drives.hangs(Duration::ZERO));
+        is_interrupted.store(false, Ordering::Relaxed);
+        let next = scope.spawn(read);
+        drives.release();
+        assert!(next.join().expect("no panic").expect("state"));
+    });
+    rig.assert_as_expected(&swap, "a step");
 }
 
 #[test]

@@ -19,7 +19,7 @@ import torch
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
 from stepwell import _core, _state
-from stepwell.offload.swapped import StateInMemory, Swapped
+from stepwell.offload.swapped import Place, StateInMemory, Swapped
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
 from stepwell.offload.twins import Twins
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -270,6 +270,39 @@ def test_loaded_state_that_no_commit_has_is_told(tmp_path, caplog):
         caplog.clear()
         train(net, optimizer, 2, first=2)
         assert not caplog.text
+
+
+def assert_places_print(addresses):
+    """Every tensor at these addresses, as the frames above have them, prints without a look."""
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    begin, end = addresses.address, addresses.address + addresses.nbytes
+    places = [each for each in tensors if begin <= each.data_ptr() < end]
+    assert places and all(type(each) is Place and "on a volume" in repr(each) for each in places)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+def test_what_stands_for_state_on_a_volume_can_be_printed(tmp_path, monkeypatch, moments):
+    """A traceback with the arguments of calls, as pytest prints it, would end the process."""
+    net = net_of(torch.bfloat16)
+    optimizer = on_volume(net, tmp_path, host_bytes=4 << 20, moments=moments)
+    looks = set()
+
+    def looking(function):
+        def call(*args, **options):
+            if function not in looks:
+                looks.add(function)
+                assert_places_print(optimizer._host.swapped._addresses)
+            return function(*args, **options)
+
+        return call
+
+    train(net, optimizer, 2)
+    swapped = optimizer._host.swapped
+    monkeypatch.setattr(optimizer, "_commit", looking(optimizer._commit))
+    monkeypatch.setattr(swapped, "_tensor", looking(swapped._tensor))
+    train(net, optimizer, 1, first=2)
+    optimizer.state_dict()
+    assert len(looks) == 2
 
 
 def test_a_step_that_is_skipped_leaves_the_volume_alone(tmp_path):

@@ -1,10 +1,10 @@
 """State that is on a volume: which parameters' it is, what stands for it, and how it is read.
 
 In the optimizer's state a tensor that is on the volume is a *place*: a tensor at addresses that
-nothing is at, which only names what the core has. No code outside of a step meets one: a program
-that asks for `state` gets tensors in memory, with copies of what the volume has (`Swapped.read`).
-The step after that goes on from those tensors, and the places stand for the state again. So a state
-dict is a snapshot, and what is written to `state`, or loaded, counts.
+nothing is at, which only names what the core has (`Place`). No code outside of a step meets one: a
+program that asks for `state` gets tensors in memory, with copies of what the volume has
+(`Swapped.read`). The step after that goes on from those tensors, and the places stand for the state
+again. So a state dict is a snapshot, and what is written to `state`, or loaded, counts.
 
 Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memory.
 """
@@ -51,6 +51,29 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
+class Place(torch.Tensor):
+    """A tensor at addresses that nothing is at: only what does not read it may be called.
+
+    Programs print the arguments of a call that has failed (pytest and debuggers do): it prints.
+    """
+
+    # Nothing is looked up in Python, and all but `view` gives a torch.Tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """`tensor` as a place, and as no view of it."""
+        place: Place = cls._make_subclass(cls, tensor)
+        return place
+
+    def view(self, *shape: Any) -> Place:
+        """As torch.Tensor's."""
+        return Place.of(super().view(*shape))
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch has no types for it
+        return f"<state on a volume, shape={tuple(self.shape)}, dtype={self.dtype}>"
+
+
 class Places:
     """Addresses for the state of parameters, given out one after the other."""
 
@@ -59,11 +82,11 @@ class Places:
         self._memory = tensor_on(self.addresses)
         self._begin = 0
 
-    def __call__(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def __call__(self, numel: int, dtype: torch.dtype) -> Place:
         """The next ones, for so many elements, as a 1-D tensor."""
         begin, end = self._begin, self._begin + numel * dtype.itemsize
         self._begin = _aligned(end)
-        return self._memory[begin:end].view(dtype)
+        return Place.of(self._memory[begin:end].view(dtype))
 
 
 class StateInMemory(defaultdict[torch.Tensor, _state.State]):

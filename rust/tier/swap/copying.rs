@@ -28,7 +28,7 @@ const IN_FLIGHT: usize = 32;
 impl Swap {
     /// Copies the state of a tensor to the memory that `to` names, as it is after the last step: of
     /// the chunks that have some of `elements`. Ends early, with `false`, when `is_interrupted` is
-    /// set.
+    /// set, also while drives do not answer: the next call waits for what they still have.
     ///
     /// # Safety
     /// The memory of the parts of `to`, but for its fingerprints, is alive, and nothing else uses
@@ -92,12 +92,13 @@ impl Swap {
         copy: impl Fn(usize, Option<usize>),
     ) -> Result<bool> {
         let mut reads: VecDeque<(usize, Ticket)> = VecDeque::new();
-        let end_first = |reads: &mut VecDeque<(usize, Ticket)>| -> Result<()> {
-            if let Some((number, ticket)) = reads.pop_front() {
-                let buffer = self.end_of(ticket)?;
+        let end_first = |reads: &mut VecDeque<(usize, Ticket)>| -> Result<bool> {
+            let Some((number, mut ticket)) = reads.pop_front() else { return Ok(true) };
+            let buffer = self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?;
+            if let Some(buffer) = &buffer {
                 copy(number, Some(buffer.as_ptr().expose_provenance()));
             }
-            Ok(())
+            Ok(buffer.is_some())
         };
         for number in numbers {
             if is_interrupted.load(Ordering::Relaxed) {
@@ -118,15 +119,24 @@ impl Swap {
                     break buffer;
                 }
                 if reads.is_empty() {
-                    return Err(Error::value("all buffers of a volume are in use between steps"));
+                    // Reads that an interrupted call has left still have the buffers.
+                    let free = |timeout| Ok(self.volume.buffer(timeout));
+                    match self.wait_for(is_interrupted, free)? {
+                        Some(buffer) => break buffer,
+                        None => return Ok(false),
+                    }
                 }
-                end_first(&mut reads)?;
+                if !end_first(&mut reads)? {
+                    return Ok(false);
+                }
             };
             let record = self.chunks.record(number).unwrap_or_else(|| unreachable!("not in RAM"));
             reads.push_back((number, self.volume.read(record, buffer)?));
         }
         while !reads.is_empty() {
-            end_first(&mut reads)?;
+            if !end_first(&mut reads)? {
+                return Ok(false);
+            }
         }
         Ok(true)
     }

@@ -47,7 +47,10 @@ mod pipeline;
 
 use std::{
     fmt,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -71,7 +74,7 @@ use crate::{
     stream::{cursor::publish, view::Route},
 };
 
-/// How long a wait lasts before it looks whether another thread has failed.
+/// How long a wait lasts before it looks whether another thread has failed, or was interrupted.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Bytes that each drive has in flight, each way: what keeps a fast one busy while the workers
@@ -211,16 +214,29 @@ impl Swap {
 
     /// Waits for a read or write to end.
     fn end_of(&self, mut ticket: Ticket) -> Result<RecordBuffer> {
+        let never = AtomicBool::new(false);
+        let buffer = self.wait_for(&never, |timeout| ticket.wait(timeout))?;
+        Ok(buffer.unwrap_or_else(|| unreachable!("nothing interrupts it")))
+    }
+
+    /// What `wait` gives, which is called with a timeout until it does. Nothing, where
+    /// `is_interrupted` is set meanwhile.
+    fn wait_for<T>(
+        &self,
+        is_interrupted: &AtomicBool,
+        mut wait: impl FnMut(Duration) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
         let mut waited = Duration::ZERO;
-        loop {
-            if let Some(buffer) = ticket.wait(LOOK_INTERVAL)? {
-                return Ok(buffer);
+        while !is_interrupted.load(Ordering::Relaxed) {
+            if let Some(found) = wait(LOOK_INTERVAL)? {
+                return Ok(Some(found));
             }
             waited += LOOK_INTERVAL;
             if waited >= self.io_timeout {
                 return Err(self.volume.no_answer());
             }
         }
+        Ok(None)
     }
 
     // ---- a step ----
