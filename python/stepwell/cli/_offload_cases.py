@@ -186,21 +186,25 @@ def _stepwell(
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
         from stepwell.offload import Deferred, Volume
+        from stepwell.offload.deferred import Extents, memory_of
         from stepwell.offload.twins import Twins
 
+        deferred = None if interval is None else Deferred(interval=interval, fraction=fraction)
         tier = host_bytes_max = None
         if durability is not None:
             tier = Volume(workload.drives, durability=durability)
-            twins = Twins(is_paged=True).nbytes(model.parameters())
             # No state fits in beside the buffers, or little.
-            host_bytes_max = twins + _BUFFERS_BYTES
+            twins = Twins(have_gradients=deferred is None, is_paged=True)
+            host_bytes_max = twins.nbytes(model.parameters()) + _BUFFERS_BYTES
+            if deferred is not None:
+                host_bytes_max += memory_of(Extents.of(model.parameters()), deferred).pinned
         return stepwell_run(
             workload,
             model,
             moments=moments,
             gate=gate,
             accumulation_steps=workload.accumulation if announces_steps else None,
-            deferred=None if interval is None else Deferred(interval=interval, fraction=fraction),
+            deferred=deferred,
             tier=tier,
             host_bytes_max=host_bytes_max,
         )
@@ -413,6 +417,12 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell volume q8": _stepwell("q8", durability="commit"),
     "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
     "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
+    "stepwell volume, durability=none, deferred=4": _stepwell(
+        "fp32", interval=4, durability="none"
+    ),
+    "stepwell volume q8, durability=none, deferred=4": _stepwell(
+        "q8", interval=4, durability="none"
+    ),
     "deepspeed": deepspeed_run(register=False),
     "deepspeed on stepwell": deepspeed_run(register=True),
     "deepspeed on stepwell, accumulate=device": deepspeed_run(
@@ -490,7 +500,15 @@ def train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]:
     drain_seconds = time.perf_counter() - marks[-1]
     seconds = [end - begin for begin, end in pairwise(marks)][workload.warm_up_steps :]
     known = breakdowns[workload.warm_up_steps :]
-    return {
+    moved: dict[str, list[float]] = {}
+    if "bytes_read" in known[0]:
+        # Neither those of the first step, which reads no state, nor those of what is applied at the
+        # end.
+        moved["drive_bytes_per_step"] = [
+            (known[-1][name] - known[0][name]) / (len(known) - 1)
+            for name in ("bytes_read", "bytes_written")
+        ]
+    return moved | {
         "seconds": statistics.median(seconds),
         "mean_seconds": statistics.mean(seconds),
         "slowest_seconds": max(seconds),
@@ -553,16 +571,10 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     result |= train(workload, device, run)
     # ZeRO-3 leaves nothing in a parameter itself.
     numel = sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
-    moved = run.breakdown()
-    if "bytes_read" in moved:
+    if "drive_bytes_per_step" in result:
         from stepwell.offload.budget import pinned_bytes
 
-        steps = workload.steps + workload.warm_up_steps
-        # The first step makes its state, and reads none.
-        result["drive_bytes_per_param"] = [
-            moved["bytes_read"] / (max(steps - 1, 1) * numel),
-            moved["bytes_written"] / (steps * numel),
-        ]
+        result["drive_bytes_per_param"] = [each / numel for each in result["drive_bytes_per_step"]]
         result |= {"pinned_bytes": pinned_bytes(), "registered_bytes": _kernel_pinned()}
     return result | {
         "num_params": numel,

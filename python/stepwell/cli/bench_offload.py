@@ -48,6 +48,8 @@ CASES = (
     "stepwell volume q8",
     "stepwell volume, durability=none",
     "stepwell volume q8, durability=none",
+    "stepwell volume, durability=none, deferred=4",
+    "stepwell volume q8, durability=none, deferred=4",
     "deepspeed",
     "deepspeed on stepwell",
     "deepspeed on stepwell, accumulate=device",
@@ -148,7 +150,8 @@ def bench_offload(
       chosen as training goes. `fraction=0.1`: a tenth of the rows or columns is stepped at once, on
       the GPU.
     - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
-      host memory as can be; `durability=none`: without commits. q8 moments likewise.
+      host memory as can be; `durability=none`: without commits, and with deferred updates. q8
+      moments likewise.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
