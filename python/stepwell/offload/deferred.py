@@ -24,7 +24,7 @@ from stepwell._sharding import local
 from stepwell._tensors import name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 __all__ = [
     "INTERVAL_MAX",
@@ -221,6 +221,7 @@ def deferred_core(
     extents: Extents,
     deferred: Deferred,
     threads: int | None,
+    tier: Mapping[str, Any] | None = None,
 ) -> tuple[_core.OffloadEngine, int]:
     """An engine of the core whose steps may be deferred, with the memory for it.
 
@@ -230,6 +231,7 @@ def deferred_core(
         extents: the tensors.
         deferred: which updates are deferred.
         threads: workers that step; None: one per physical core of this process but one.
+        tier: what has the state of some tensors, as the core is told it; None: nothing has.
 
     Returns:
         It, and the bytes of device memory for the state of selected channels; 0: none is selected.
@@ -257,5 +259,6 @@ def deferred_core(
         gradients=_core.Buffer(memory.gradients),
         predicted=_core.Buffer(memory.predicted) if deferred.predict else None,
         **selection,
+        **(tier or {}),
     )
     return core, memory.selected

@@ -78,6 +78,20 @@ def _close(core: _core.OffloadEngine, held: list[dict[torch.Tensor, torch.Untype
     held[0] = {}
 
 
+class _Owners(list[object]):
+    """What a step holds. Of a storage torch prints each byte, also where nothing is (`Place`)."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} owners of memory>"
+
+
+class _Storages(dict[torch.Tensor, torch.UntypedStorage]):
+    """Storages by parameter, which print likewise."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} storages>"
+
+
 class Engine:
     """Steps `params`, whose host sides are `twins`, beside `device`.
 
@@ -120,18 +134,16 @@ class Engine:
         """Chooses the channels that are stepped on the device; None: none is."""
         self.selected_bytes = 0
         """Device memory for their state."""
+        tier: dict[str, Any] = {}
+        if swapped is not None and swapped.core is not None:
+            tier = {"swap": swapped.core, "swapped": swapped.indices(self._indices)}
         if deferred is None:
-            swap = None if swapped is None else swapped.core
             self._core = _core.OffloadEngine(
-                device_name(device),
-                self._numels,
-                threads=threads,
-                swap=swap,
-                swapped=None if swapped is None or swap is None else swapped.indices(self._indices),
+                device_name(device), self._numels, threads=threads, **tier
             )
         else:
             self._core, self.selected_bytes = deferred_core(
-                device, device_name(device), Extents.of(self._indices), deferred, threads
+                device, device_name(device), Extents.of(self._indices), deferred, threads, tier
             )
             if self.selected_bytes:
                 segments, params = self._core.selectable(), list(self._indices)
@@ -295,7 +307,7 @@ class Engine:
         before = self._held[0]
         pending = self._pending_after([update.param for update, _ in stepped], at_once)
         still = {param: old for param, old in before.items() if param in pending}
-        held = {} if at_once is None else {**still, **storages}
+        held = _Storages() if at_once is None else _Storages({**still, **storages})
         owners_of_weights = [old for param, old in before.items() if old is not held.get(param)]
         deferral: dict[str, Any] = {}
         if at_once is None:
@@ -317,13 +329,15 @@ class Engine:
             steps=[update.step for update, _ in stepped],
             hypers=[hypers[id(update.hyper)] for update, _ in stepped],
             # Storages: a tensor may be given other memory.
-            owners=[
-                *self._buffers,
-                *owners_of_weights,
-                *[part.piece.untyped_storage() for _, bound in stepped for part in bound.parts],
-                # Copies of what is not dense.
-                *[bound.write_backs for _, bound in stepped if bound.write_backs],
-            ],
+            owners=_Owners(
+                [
+                    *self._buffers,
+                    *owners_of_weights,
+                    *[part.piece.untyped_storage() for _, bound in stepped for part in bound.parts],
+                    # Copies of what is not dense.
+                    *[bound.write_backs for _, bound in stepped if bound.write_backs],
+                ]
+            ),
             stream=self._submit_stream,
             **deferral,
         )

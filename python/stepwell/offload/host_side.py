@@ -17,7 +17,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._sharding import local
 from stepwell._tensors import Written, check_param
-from stepwell.offload.budget import GIB, announce
+from stepwell.offload.budget import GIB, announce, share_of_free_bytes
 from stepwell.offload.deferred import Extents, Memory, memory_of
 from stepwell.offload.fingerprints import FingerprintStatus
 from stepwell.offload.sharded_volume import fetch_rows
@@ -215,6 +215,9 @@ class HostSide:
             return
         weights = {param: self.twins.weight(param) for param in self.twins}
         limit = None if self._bytes_max is None else self._bytes_max - self.twins.total_nbytes
+        if pinned := self._deferral(()).pinned:
+            # The engine takes it when it is made, which is later.
+            limit = max((share_of_free_bytes() if limit is None else limit) - pinned, 0)
         in_memory = swapped.open(owner, weights, limit, names)
         self._is_open = True
         self._fresh.update(

@@ -126,9 +126,10 @@ class OffloadAdamW(OffloadStateDicts):
             forwards that can be seen (`gate="module"`, neither torch.compile nor DTensor): without,
             a warning says so and steps are exact.
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
-            memory. Not with `deferred`. With `shard` making the optimizer is a call of all ranks
-            that waits for the others. `state` and state dicts are then read from the drives into
-            memory, as a snapshot. Parameters that are added later have their state in host memory.
+            memory. With `deferred` it has durability "none", and no channels are selected. With
+            `shard` making the optimizer is a call of all ranks that waits for the others. `state`
+            and state dicts are then read from the drives into memory, as a snapshot. Parameters
+            that are added later have their state in host memory.
         shard: whether ranks that hold the same parameters (DistributedDataParallel) share the step:
             True, or the process group of these ranks. Each keeps the state of its rows of every
             parameter and steps those, and gets the new weights of the others, with the same bits as
@@ -198,10 +199,7 @@ class OffloadAdamW(OffloadStateDicts):
                 "hint: tier=stepwell.Volume([FOLDER, ...])"
             )
         if deferred is not None and tier is not None:
-            raise ValueError(
-                "`deferred` and `tier` are both given, expected one: deferred updates of state on "
-                "a volume are not there yet"
-            )
+            _check_deferred_on_volume(deferred, tier)
         self._sharding: Sharding | None = open_sharding(
             shard,
             deferred=deferred is not None,
@@ -842,6 +840,9 @@ class OffloadAdamW(OffloadStateDicts):
             shared.update(self._exposed(gate, landing))
             before.append(partial(gate.open, landing, shared))
         at_once = None if shared.intersection(others) else self._at_once(engine, updates, shared)
+        if at_once is not None:
+            # What they name in memory is on the volume after this step, and so is what comes next.
+            at_once.update(param for param, _, _ in swapping)
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
@@ -878,6 +879,22 @@ class OffloadAdamW(OffloadStateDicts):
             engine.synchronize()
             found = gate.exposed(params, engine.held)
         return found
+
+
+def _check_deferred_on_volume(deferred: Deferred, tier: Volume) -> None:
+    """Raises ValueError where updates of state on this volume cannot be deferred this way."""
+    if tier.durability == "commit":
+        raise ValueError(
+            "`deferred` is given and `tier` has durability `commit`, expected none: gradients that "
+            "wait in host memory are in no commit. hint: Volume(..., durability='none'), and "
+            "checkpoints of state_dict()"
+        )
+    if deferred.selects:
+        raise ValueError(
+            f"`tier` is given and `deferred` has `fraction={deferred.fraction}` and "
+            f"`budget_bytes={deferred.budget_bytes}`, expected no selected channels: their state "
+            "has to be in host memory. hint: Deferred(fraction=0)"
+        )
 
 
 def _calls_hooks(param: torch.Tensor) -> bool:

@@ -1,0 +1,251 @@
+"""Deferred updates of state on a volume: the same bits as of state in host memory."""
+
+import copy
+import gc
+import math
+import os
+from pathlib import Path
+
+import pytest
+import stepwell
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from offload_cases import assert_equal, loss_of, train
+from optim_cases import bits
+from stepwell import _state
+from stepwell.offload.deferred import Extents, memory_of
+from stepwell.offload.interval import WINDOW_STEPS, StepTimes
+from test_offload_volume import folders, net_of, pinned_bytes
+
+STEPS = 9
+
+
+def pair(tmp_path, deferred, *, dtype=torch.bfloat16, host_bytes=2 << 20, **options):
+    """A model with its state on a volume, and the same with it in host memory."""
+    net = net_of(dtype)
+    twin = copy.deepcopy(net)
+    optimizer = stepwell.OffloadAdamW(
+        net.named_parameters(),
+        lr=1e-2,
+        threads=2,
+        deferred=deferred,
+        host_bytes_max=pinned_bytes(net) // 2
+        + memory_of(Extents.of(net.parameters()), deferred).pinned
+        + host_bytes,
+        tier=stepwell.Volume(folders(tmp_path), durability="none"),
+        **options,
+    )
+    reference = stepwell.OffloadAdamW(
+        twin.named_parameters(), lr=1e-2, threads=2, deferred=deferred, **options
+    )
+    assert optimizer._host.swapped.core is not None
+    return (net, optimizer), (twin, reference)
+
+
+def assert_same_forwards(one, other, steps=STEPS, first=0):
+    """Each forward reads weights that lack the same updates."""
+    assert train(*one, steps, first) == train(*other, steps, first)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "q8"])
+@pytest.mark.parametrize("predict", [False, True])
+@pytest.mark.parametrize("interval", [1, 2, 4])
+def test_a_volume_has_the_bits_of_host_memory(tmp_path, interval, predict, moments):
+    deferred = stepwell.Deferred(interval=interval, predict=predict)
+    one, other = pair(tmp_path, deferred, moments=moments)
+    assert_same_forwards(one, other)
+    assert one[1]._engine.has_pending()
+    assert_equal(one, other)
+    # The look has read state into memory: steps go on from there.
+    assert_same_forwards(one, other, first=STEPS)
+    assert_equal(one, other)
+
+
+def test_state_in_memory_of_a_parameter_without_gradient_is_stepped_later(tmp_path):
+    """The step after a look does not write it back, and one that is deferred does."""
+    one, other = pair(tmp_path, stepwell.Deferred(interval=2))
+    for net, optimizer in (one, other):
+        train(net, optimizer, 5)
+        optimizer.state_dict()
+        for step in range(5, 12):
+            optimizer.zero_grad()
+            loss_of(net, step).backward()
+            if step < 8:
+                net[2].weight.grad = None
+            optimizer.step()
+    net, optimizer = one
+    state = optimizer.state_dict()["state"]
+    assert [each["step"].item() for each in state.values()].count(9) == 1
+    assert all(torch.isfinite(param).all() for param in net.parameters())
+
+
+def test_what_is_pending_is_applied_when_the_optimizer_goes(tmp_path):
+    one, other = pair(tmp_path, stepwell.Deferred(interval=4))
+    assert_same_forwards(one, other, 7)
+    nets = one[0], other[0]
+    del one, other
+    for param, expected in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(bits(param), bits(expected))
+
+
+def test_a_cycle_that_is_collected_applies_what_is_pending(tmp_path):
+    """Finalizers of the volume and of the engine come in no order that could be relied on."""
+    one, other = pair(tmp_path, stepwell.Deferred(interval=4))
+    assert_same_forwards(one, other, 7)
+    nets = one[0], other[0]
+    one[1].itself, other[1].itself = one[1], other[1]
+    del one, other
+    gc.collect()
+    for param, expected in zip(*(net.parameters() for net in nets), strict=True):
+        assert torch.equal(bits(param), bits(expected))
+    assert not list(tmp_path.glob("drive*/*"))
+
+
+STEP = st.tuples(
+    st.just("step"),
+    st.sets(st.integers(0, 7), max_size=3),  # Parameters without a gradient.
+    st.sampled_from([1.0, 1.0, 1.0, math.nan]),
+)
+LOOK = st.sampled_from(["drain", "state_dict", "state", "weights", "save", "load", "lr", "freeze"])
+
+
+@given(program=st.lists(STEP | STEP | LOOK.map(lambda look: (look,)), min_size=4, max_size=24))
+@pytest.mark.parametrize("interval", [1, 3, "auto"])
+def test_every_gradient_is_applied_once_whatever_happens_between(
+    tmp_path_factory, interval, program
+):
+    """Gradients do not depend on weights: exact steps in memory have the same bits."""
+    tmp_path = tmp_path_factory.mktemp("run")
+    net = net_of(torch.bfloat16)
+    twin = copy.deepcopy(net)
+    deferred = stepwell.Deferred(interval=interval)
+    memory = memory_of(Extents.of(net.parameters()), deferred).pinned
+    optimizer = stepwell.OffloadAdamW(
+        net.named_parameters(),
+        threads=2,
+        deferred=deferred,
+        host_bytes_max=pinned_bytes(net) // 2 + memory + (2 << 20),
+        tier=stepwell.Volume(folders(tmp_path), durability="none"),
+    )
+    assert optimizer._host.swapped.core is not None
+    reference = stepwell.AdamW(twin.named_parameters(), nonfinite="skip")
+    both = (net, optimizer), (twin, reference)
+    saved = None
+    for number, (what, *details) in enumerate(program):
+        if what == "step":
+            without, scale = details
+            loss_of(net, number).backward()
+            for index, pair_of in enumerate(zip(net.parameters(), twin.parameters(), strict=True)):
+                generator = torch.Generator().manual_seed(100 * number + index)
+                grad = scale * torch.randn(pair_of[0].shape, generator=generator)
+                for param in pair_of:
+                    has_grad = index not in without and param.requires_grad
+                    param.grad = grad.to(param.dtype) if has_grad else None
+            optimizer.step()
+            reference.step()
+        elif what == "drain":
+            optimizer.drain()
+        elif what == "state_dict":
+            optimizer.state_dict()
+        elif what == "state":
+            assert all("step" in state for state in optimizer.state.values())
+        elif what == "weights":
+            for param, expected in zip(net.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(bits(param), bits(expected))
+        elif what == "save":
+            saved = [copy.deepcopy((n.state_dict(), o.state_dict())) for n, o in both]
+        elif what == "load" and saved is not None:
+            for (each, its), (weights, state) in zip(both, saved, strict=True):
+                each.load_state_dict(weights)
+                its.load_state_dict(state)
+        elif what == "lr":
+            for _, its in both:
+                its.param_groups[0]["lr"] *= 0.5
+        elif what == "freeze":
+            for each, _ in both:
+                weight = each[2].weight
+                weight.requires_grad_(not weight.requires_grad)
+    assert_equal(*both)
+
+
+def test_a_turn_reads_and_writes_its_part_of_the_volume(tmp_path):
+    moved = {}
+    for interval in (1, 4):
+        deferred = stepwell.Deferred(interval=interval)
+        path = tmp_path / str(interval)
+        path.mkdir()
+        (net, optimizer), _ = pair(path, deferred)
+        train(net, optimizer, 9)
+        before = optimizer._host.swapped.core.bytes_moved
+        train(net, optimizer, 8, first=9)
+        optimizer._engine._core.finish(stream=0)
+        after = optimizer._host.swapped.core.bytes_moved
+        moved[interval] = [end - begin for begin, end in zip(before, after, strict=True)]
+    for each, quarter in zip(moved[1], moved[4], strict=True):
+        assert 0 < quarter <= each / 3
+
+
+def test_a_drive_that_fails_ends_the_optimizer_and_what_is_pending_is_not_forgotten(tmp_path):
+    (net, optimizer), _ = pair(tmp_path, stepwell.Deferred(interval=4))
+    train(net, optimizer, 7)
+    optimizer._engine._core.finish(stream=0)
+    # Its files have no name any more.
+    for path in Path("/proc/self/fd").iterdir():
+        if path.is_symlink() and str(tmp_path / "drive1") in str(path.readlink()):
+            os.truncate(path, 1 << 13)
+    for look in (stepwell.OffloadAdamW.drain, lambda one: one.state, lambda one: one.step()):
+        with pytest.raises(OSError, match=r"(?s)member `1`.*drive1"):
+            look(optimizer)
+
+
+def test_an_interval_that_is_chosen_anew_changes_nothing_but_turns(tmp_path, monkeypatch):
+    slow = StepTimes(step=1.2, waited=0.2, turn=1.05)
+    monkeypatch.setattr(StepTimes, "of", lambda *_: slow)
+    one, other = pair(tmp_path, stepwell.Deferred(interval="auto"), host_bytes=3 << 20)
+    # The memory for more gradients comes from what the volume has left.
+    one[1]._host._bytes_max *= 2
+    assert_same_forwards(one, other, WINDOW_STEPS + 6)
+    assert one[1].deferral.interval == other[1].deferral.interval == 5
+    assert one[1]._engine.has_pending()
+    assert_equal(one, other)
+
+
+def test_sums_of_several_backwards_are_deferred_as_in_memory(tmp_path):
+    deferred = stepwell.Deferred(interval=3)
+    both = pair(tmp_path, deferred, accumulation_steps=2, clip_norm=0.5)
+    for number in range(10):
+        for net, optimizer in both:
+            optimizer.zero_grad()
+            for micro in range(2):
+                loss_of(net, 2 * number + micro).backward()
+            optimizer.step()
+    assert both[0][1]._engine.has_pending()
+    assert_equal(*both)
+
+
+def test_memory_for_gradients_that_wait_is_not_given_to_state(tmp_path):
+    """`host_bytes_max` is the most that all of it takes."""
+    deferred = stepwell.Deferred(interval=4)
+    (net, optimizer), _ = pair(tmp_path, deferred)
+    train(net, optimizer, 3)
+    twins, swapped = optimizer._twins, optimizer._host.swapped
+    fitting = [
+        state for param, state in optimizer._states.items() if not swapped.is_place(param, state)
+    ]
+    in_memory = sum(_state.nbytes_of(state) for state in fitting)
+    waiting = memory_of(Extents.of(net.parameters()), deferred).pinned
+    taken = twins.total_nbytes + swapped.memory_bytes + in_memory + waiting
+    assert taken <= optimizer._host._bytes_max
+
+
+def test_what_does_not_go_together_is_refused(tmp_path):
+    net = net_of()
+    named = list(net.named_parameters())
+    volume = stepwell.Volume(folders(tmp_path), durability="commit")
+    with pytest.raises(ValueError, match=r"durability `commit`.*\n?.*durability='none'"):
+        stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(), tier=volume)
+    volume = stepwell.Volume(folders(tmp_path), durability="none")
+    for selecting in ({"fraction": 0.1}, {"scope": "global", "budget_bytes": 1 << 20}):
+        with pytest.raises(ValueError, match="no selected channels"):
+            stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(**selecting), tier=volume)
