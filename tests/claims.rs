@@ -103,6 +103,29 @@ fn claims_go_to_the_table_that_is_there_after_one_was_removed() {
 }
 
 #[test]
+fn an_entry_that_was_cut_short_hides_no_other() {
+    on_a_host(|| {
+        let (_mine, _) = announce(64 * MIB, 0, true);
+        in_forked_child(|| {
+            let (_claim, _) = announce(32 * MIB, 0, true);
+            let folder = env::var_os(FOLDER_VARIABLE).expect("set");
+            let table = fs::read_dir(folder).expect("a folder").next().expect("one");
+            let path = table.expect("an entry").path();
+            in_forked_child(|| {
+                assert_eq!(others(), (96, 2));
+                let file = fs::File::options().write(true).open(&path).expect("the table");
+                // Behind the place without an entry, those of three processes.
+                let entry_nbytes = file.metadata().expect("its size").len() / 4;
+                file.set_len(3 * entry_nbytes - 1).expect("cut");
+                assert_eq!(others(), (64, 1));
+                true
+            });
+            true
+        });
+    });
+}
+
+#[test]
 fn a_killed_process_leaves_nothing_though_its_child_lives() {
     on_a_host(|| {
         let (mut ends, mut said) = ([0; 2], [0; 2]);

@@ -154,8 +154,12 @@ impl Table {
         for index in (1..num_entries.min(ENTRIES_MAX)).filter(|&index| index != self.index) {
             if is_locked(&self.file, index)? {
                 let mut bytes = [0; ENTRY_BYTES];
-                self.file.read_exact_at(&mut bytes, index * ENTRY_BYTES as u64)?;
-                found.push(Entry::of_bytes(&bytes));
+                match self.file.read_exact_at(&mut bytes, index * ENTRY_BYTES as u64) {
+                    Ok(()) => found.push(Entry::of_bytes(&bytes)),
+                    // Its process had no room to write it. The others count.
+                    Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {}
+                    Err(error) => return Err(error),
+                }
             }
         }
         Ok(found)
