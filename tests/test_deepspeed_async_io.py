@@ -4,7 +4,6 @@ import ctypes
 import errno
 import gc
 import os
-import signal
 import subprocess
 import threading
 import weakref
@@ -12,6 +11,7 @@ import weakref
 import deepspeed_run
 import pytest
 import torch
+from interrupts import handler_runs_after
 from stepwell.deepspeed.native import async_io, byte_views, locked_memory, pin_memory
 
 PROGRAM_TIMEOUT = 150
@@ -229,15 +229,8 @@ def test_a_wait_can_be_interrupted_and_gone_on_with(handle, tmp_path, fifo):
     found = torch.zeros(1000)
     handle.async_pread(found, path)
     handle.async_pwrite(torch.ones(10), tmp_path / "other")
-    # Workers of pytest ignore Ctrl-C.
-    kept = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
-        with pytest.raises(KeyboardInterrupt):
-            handle.wait()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, kept)
+    with pytest.raises(KeyboardInterrupt), handler_runs_after(0.2):
+        handle.wait()
     os.write(far, bytes_of(torch.ones(1000)))
     assert handle.wait() == 2
     assert torch.equal(found, torch.ones(1000))
@@ -256,13 +249,8 @@ def test_a_signal_s_handler_that_uses_a_handle_that_waits_is_refused(handle, tmp
             refused.append(error.value.errno)
         os.write(far, bytes_of(torch.ones(1000)))
 
-    kept = signal.signal(signal.SIGALRM, on_signal)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with handler_runs_after(0.2, on_signal):
         assert handle.wait() == 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, kept)
     assert refused == [errno.EDEADLK] * 2
     assert torch.equal(found, torch.ones(1000))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed_tensors import HYPER, OPTIMIZER, assert_unchanged, tensors, update
+from interrupts import handler_runs_after
 from stepwell.deepspeed import spawn
 from stepwell.deepspeed.native import adam, cpu_adam, zenflow
 
@@ -147,14 +148,8 @@ def test_zenflow_wait_ends_in_time_and_by_a_signal():
     began = time.monotonic()
     assert not zenflow.zenflow_adam_wait(control.data_ptr(), 0.05)
     assert time.monotonic() - began >= 0.05
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
-    kept = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, kept)
+    with pytest.raises(KeyboardInterrupt), handler_runs_after(0.05):
+        zenflow.zenflow_adam_wait(control.data_ptr(), PROCESS_TIMEOUT)
 
 
 def spawn_zenflow_and_wait(pid):

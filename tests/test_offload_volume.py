@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import stepwell
 import torch
+from interrupts import handler_runs_after
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
 from stepwell import _core, _state
@@ -607,20 +608,14 @@ def test_ctrl_c_ends_a_look_at_the_state_and_harms_nothing(tmp_path):
     optimizer = ours[1]
     optimizer.synchronize()
     interrupted = 0
-    handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for attempt in range(1, 40):
-            # All of it is read again each time.
-            states = dict(optimizer._states)
-            try:
-                signal.setitimer(signal.ITIMER_REAL, attempt * 1e-4)
+    for attempt in range(1, 40):
+        # All of it is read again each time.
+        states = dict(optimizer._states)
+        try:
+            with handler_runs_after(attempt * 1e-4):
                 optimizer._host.swapped.read(states)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                interrupted += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        except KeyboardInterrupt:
+            interrupted += 1
     assert interrupted
     assert_equal(ours, theirs)
     assert train(*ours, 1, first=1) == train(*theirs, 1, first=1)
