@@ -99,7 +99,6 @@ def test_a_cycle_that_is_collected_applies_what_is_pending(tmp_path):
     gc.collect()
     for param, expected in zip(*(net.parameters() for net in nets), strict=True):
         assert torch.equal(bits(param), bits(expected))
-    assert not list(tmp_path.glob("drive*/*"))
 
 
 STEP = st.tuples(
