@@ -21,26 +21,36 @@ from test_offload_volume import folders, net_of, pinned_bytes
 STEPS = 9
 
 
-def pair(tmp_path, deferred, *, dtype=torch.bfloat16, host_bytes=2 << 20, **options):
-    """A model with its state on a volume, and the same with it in host memory."""
-    net = net_of(dtype)
-    twin = copy.deepcopy(net)
+def on_volume(net, tmp_path, deferred, *, host_bytes=2 << 20, **options):
+    """An optimizer whose state is on a volume, but for `host_bytes`, buffers included."""
+    waiting = memory_of(Extents.of(net.parameters()), deferred).pinned
     optimizer = stepwell.OffloadAdamW(
         net.named_parameters(),
-        lr=1e-2,
         threads=2,
         deferred=deferred,
-        host_bytes_max=pinned_bytes(net) // 2
-        + memory_of(Extents.of(net.parameters()), deferred).pinned
-        + host_bytes,
+        # Half of what is pinned without deferral: gradients have memory of their own.
+        host_bytes_max=pinned_bytes(net) // 2 + waiting + host_bytes,
         tier=stepwell.Volume(folders(tmp_path), durability="none"),
         **options,
     )
+    assert optimizer._host.swapped.core is not None
+    return optimizer
+
+
+def pair(tmp_path, deferred, *, host_bytes=2 << 20, **options):
+    """A model with its state on a volume, and the same with it in host memory."""
+    net = net_of(torch.bfloat16)
+    twin = copy.deepcopy(net)
+    optimizer = on_volume(net, tmp_path, deferred, host_bytes=host_bytes, lr=1e-2, **options)
     reference = stepwell.OffloadAdamW(
         twin.named_parameters(), lr=1e-2, threads=2, deferred=deferred, **options
     )
-    assert optimizer._host.swapped.core is not None
     return (net, optimizer), (twin, reference)
+
+
+def assert_same_weights(net, twin):
+    for param, expected in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(bits(param), bits(expected))
 
 
 def assert_same_forwards(one, other, steps=STEPS, first=0):
@@ -64,17 +74,16 @@ def test_a_volume_has_the_bits_of_host_memory(tmp_path, interval, predict, momen
 
 def test_state_in_memory_of_a_parameter_without_gradient_is_stepped_later(tmp_path):
     """The step after a look does not write it back, and one that is deferred does."""
-    one, other = pair(tmp_path, stepwell.Deferred(interval=2))
-    for net, optimizer in (one, other):
-        train(net, optimizer, 5)
-        optimizer.state_dict()
-        for step in range(5, 12):
-            optimizer.zero_grad()
-            loss_of(net, step).backward()
-            if step < 8:
-                net[2].weight.grad = None
-            optimizer.step()
-    net, optimizer = one
+    net = net_of(torch.bfloat16)
+    optimizer = on_volume(net, tmp_path, stepwell.Deferred(interval=2), lr=1e-2)
+    train(net, optimizer, 5)
+    optimizer.state_dict()
+    for step in range(5, 12):
+        optimizer.zero_grad()
+        loss_of(net, step).backward()
+        if step < 8:
+            net[2].weight.grad = None
+        optimizer.step()
     state = optimizer.state_dict()["state"]
     assert [each["step"].item() for each in state.values()].count(9) == 1
     assert all(torch.isfinite(param).all() for param in net.parameters())
@@ -85,8 +94,7 @@ def test_what_is_pending_is_applied_when_the_optimizer_goes(tmp_path):
     assert_same_forwards(one, other, 7)
     nets = one[0], other[0]
     del one, other
-    for param, expected in zip(*(net.parameters() for net in nets), strict=True):
-        assert torch.equal(bits(param), bits(expected))
+    assert_same_weights(*nets)
 
 
 def test_a_cycle_that_is_collected_applies_what_is_pending(tmp_path):
@@ -97,8 +105,7 @@ def test_a_cycle_that_is_collected_applies_what_is_pending(tmp_path):
     one[1].itself, other[1].itself = one[1], other[1]
     del one, other
     gc.collect()
-    for param, expected in zip(*(net.parameters() for net in nets), strict=True):
-        assert torch.equal(bits(param), bits(expected))
+    assert_same_weights(*nets)
 
 
 STEP = st.tuples(
@@ -121,16 +128,7 @@ def test_every_gradient_is_applied_once_whatever_happens_between(
     tmp_path = tmp_path_factory.mktemp("run")
     net = net_of(torch.bfloat16)
     twin = copy.deepcopy(net)
-    deferred = stepwell.Deferred(interval=interval)
-    memory = memory_of(Extents.of(net.parameters()), deferred).pinned
-    optimizer = stepwell.OffloadAdamW(
-        net.named_parameters(),
-        threads=2,
-        deferred=deferred,
-        host_bytes_max=pinned_bytes(net) // 2 + memory + (2 << 20),
-        tier=stepwell.Volume(folders(tmp_path), durability="none"),
-    )
-    assert optimizer._host.swapped.core is not None
+    optimizer = on_volume(net, tmp_path, stepwell.Deferred(interval=interval))
     reference = stepwell.AdamW(twin.named_parameters(), nonfinite="skip")
     both = (net, optimizer), (twin, reference)
     saved = None
@@ -153,8 +151,7 @@ def test_every_gradient_is_applied_once_whatever_happens_between(
         elif what == "state":
             assert all("step" in state for state in optimizer.state.values())
         elif what == "weights":
-            for param, expected in zip(net.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(bits(param), bits(expected))
+            assert_same_weights(net, twin)
         elif what == "save":
             saved = [copy.deepcopy((n.state_dict(), o.state_dict())) for n, o in both]
         elif what == "load" and saved is not None:

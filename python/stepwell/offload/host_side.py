@@ -214,11 +214,13 @@ class HostSide:
         if swapped is None:
             return
         weights = {param: self.twins.weight(param) for param in self.twins}
-        limit = None if self._bytes_max is None else self._bytes_max - self.twins.total_nbytes
-        if pinned := self._deferral(()).pinned:
-            # The engine takes it when it is made, which is later.
-            limit = max((share_of_free_bytes() if limit is None else limit) - pinned, 0)
-        in_memory = swapped.open(owner, weights, limit, names)
+        if self._bytes_max is None:
+            left = share_of_free_bytes()
+        else:
+            left = self._bytes_max - self.twins.total_nbytes
+        # The engine takes what deferral takes when it is made, which is later.
+        left = max(left - self._deferral(()).pinned, 0)
+        in_memory = swapped.open(owner, weights, left, names)
         self._is_open = True
         self._fresh.update(
             {param: _state.new(weights[param], self._moments) for param in in_memory}

@@ -26,7 +26,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import tensor_on, view
-from stepwell.offload.budget import GIB, share_of_free_bytes
+from stepwell.offload.budget import GIB
 from stepwell.offload.sharded_volume import agree_on_counts, close, open_together
 from stepwell.offload.sharding import awaited
 from stepwell.offload.tuning import shape_of
@@ -249,7 +249,7 @@ class Swapped:
         self,
         owner: object,
         weights: Mapping[torch.Tensor, torch.Tensor],
-        host_bytes: int | None,
+        host_bytes: int,
         names: Mapping[torch.Tensor, str],
     ) -> list[torch.Tensor]:
         """Makes the volume, or finds it again, for as much state as does not fit into memory.
@@ -258,7 +258,7 @@ class Swapped:
             owner: with it, or with the program, the volume ends.
             weights: of all parameters, in the order in which the forward uses them, their host
                 sides.
-            host_bytes: for state and buffers; None: `share_of_free_bytes`.
+            host_bytes: for state and buffers.
             names: of parameters that have one: a volume of other names or shapes is not resumed.
 
         Returns:
@@ -281,7 +281,7 @@ class Swapped:
     def _open(
         self,
         weights: Mapping[torch.Tensor, torch.Tensor],
-        host_bytes: int | None,
+        host_bytes: int,
         names: Mapping[torch.Tensor, str],
         step: int | None,
     ) -> _core.Swap | None:
@@ -293,8 +293,6 @@ class Swapped:
                 "`tier` is given with DTensor parameters, expected plain ones. hint: DeepSpeed's "
                 "ZeRO or FSDP2 with the state in host memory"
             )
-        if host_bytes is None:
-            host_bytes = share_of_free_bytes()
         sizes = {param: _state.nbytes(weights[param], self._moments) for param in params}
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
