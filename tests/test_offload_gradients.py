@@ -658,7 +658,7 @@ def test_gradients_of_a_step_that_was_not_made_are_not_stepped(abandon, options)
 
 
 def expected_sums(tensor):
-    """By Python's integers, as `Device::checksum` says."""
+    """By Python's integers, as `Device::checksums` says."""
     words = tensor.view(-1).view(torch.uint8).view(torch.int64).tolist()
     sums = [0] * _core.CHECKSUM_SUMS
     for at, word in enumerate(words):
@@ -678,7 +678,23 @@ def sums(engine, *tensors):
     return sums_of(engine, tensors, stream)
 
 
-@pytest.mark.parametrize("count", [4, 1024, 100_000, 3 * 256 * 256 * 4 + 1028])
+# A thread of the GPU's kernel adds four words at a time, 256 * 256 apart, and what is left singly.
+FOUR_WORDS = 4 * 256 * 256 * 4
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        4,
+        1024,
+        100_000,
+        FOUR_WORDS * 3 // 4 + 1028,
+        FOUR_WORDS - 4,
+        FOUR_WORDS,
+        FOUR_WORDS + 4,
+        3 * FOUR_WORDS + 100_000,
+    ],
+)
 def test_the_engine_sums_words_by_their_places(engine, count):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     first = torch.randn(count).bfloat16()
@@ -686,6 +702,14 @@ def test_the_engine_sums_words_by_their_places(engine, count):
     second[0] = -1
     found = sums(engine, first.to(device), second.to(device))
     assert [each.tolist() for each in found] == [expected_sums(first), expected_sums(second)]
+
+
+def test_many_tensors_have_their_own_sums(engine):
+    """More than one launch of the GPU's kernel takes."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensors = [torch.randn(4 * (1 + 37 * at % 600)).bfloat16().to(device) for at in range(300)]
+    found = sums(engine, *tensors)
+    assert [each.tolist() for each in found] == [expected_sums(each.cpu()) for each in tensors]
 
 
 def test_changes_and_swaps_change_the_engines_sums(engine):

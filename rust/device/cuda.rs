@@ -27,7 +27,7 @@ use cudarc::driver::{
     sys,
 };
 
-use super::{Attached, CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream};
+use super::{Attached, CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream, Words};
 use crate::{
     adam::{Step, selected::WeightKind},
     error::{Error, Result},
@@ -38,6 +38,9 @@ const CHANNELS_PTX: &CStr = text(concat!(include_str!("channels.ptx"), "\0"));
 
 /// The kernel of checksums, likewise.
 const CHECKSUMS_PTX: &CStr = text(concat!(include_str!("checksums.ptx"), "\0"));
+
+/// Places of its first parameter, which is 2 KiB.
+const CHECKSUMS_PER_LAUNCH: usize = 128;
 
 const fn text(with_nul: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(with_nul.as_bytes()) {
@@ -59,7 +62,7 @@ pub struct CudaDevice {
     events: Vec<Handle<sys::CUevent>>,
     marks: Mutex<Marks>,
     kernels: OnceLock<Kernels>,
-    checksum: Mutex<Option<Checksum>>,
+    checksums: Mutex<Option<Checksums>>,
 }
 
 /// The kernels of a text, compiled.
@@ -85,16 +88,16 @@ impl Module {
 
 /// The kernel of `checksums.ptx`.
 #[derive(Clone, Copy)]
-struct Checksum {
+struct Checksums {
     module: Module,
     function: Handle<sys::CUfunction>,
 }
 
-impl Checksum {
+impl Checksums {
     /// Compiles it, in the current context.
     fn load() -> Result<Self> {
         let module = Module::load(CHECKSUMS_PTX, "the kernel of checksums")?;
-        Ok(Self { module, function: module.function(c"checksum")? })
+        Ok(Self { module, function: module.function(c"checksums")? })
     }
 }
 
@@ -241,7 +244,7 @@ impl CudaDevice {
             events: Vec::with_capacity(events),
             marks: Mutex::default(),
             kernels: OnceLock::new(),
-            checksum: Mutex::default(),
+            checksums: Mutex::default(),
         };
         made.fill(events)?;
         Ok(made)
@@ -276,11 +279,11 @@ impl CudaDevice {
         })
     }
 
-    fn checksum(&self) -> Result<Checksum> {
-        let mut loaded = self.checksum.lock().unwrap_or_else(PoisonError::into_inner);
+    fn loaded_checksums(&self) -> Result<Checksums> {
+        let mut loaded = self.checksums.lock().unwrap_or_else(PoisonError::into_inner);
         match *loaded {
             Some(known) => Ok(known),
-            None => Ok(*loaded.insert(Checksum::load()?)),
+            None => Ok(*loaded.insert(Checksums::load()?)),
         }
     }
 
@@ -459,30 +462,32 @@ unsafe impl Device for CudaDevice {
         unsafe { Kernels::launch(kernels.restore, channels.shape.numel(), stream, &mut params) }
     }
 
-    unsafe fn checksum(
-        &self,
-        stream: Stream,
-        words: u64,
-        num_words: usize,
-        sums: u64,
-    ) -> Result<()> {
-        let Checksum { function, .. } = self.checksum()?;
-        let (mut words, mut num_words, mut sums) = (words, num_words as u64, sums);
-        let mut params = [param(&mut words), param(&mut num_words), param(&mut sums)];
+    unsafe fn checksums(&self, stream: Stream, memory: &[Words], sums: u64) -> Result<()> {
+        let Checksums { function, .. } = self.loaded_checksums()?;
         let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
-        // SAFETY: these are the parameters of `checksum` in `checksums.ptx`, in its order, and its
-        // grid; the caller vouches for the memory, and the maker of the stream that it is alive.
-        unsafe {
-            result::launch_kernel(
-                function.0,
-                (CHECKSUM_SUMS as u32, 1, 1),
-                (CHECKSUM_RUN as u32, 1, 1),
-                0,
-                stream,
-                &mut params,
-            )
+        let mut sums = sums;
+        for memory in memory.chunks(CHECKSUMS_PER_LAUNCH) {
+            let mut pieces = [Words::default(); CHECKSUMS_PER_LAUNCH];
+            pieces[..memory.len()].copy_from_slice(memory);
+            let mut params = [param(&mut pieces), param(&mut sums)];
+            let grid = (CHECKSUM_SUMS as u32, memory.len() as u32, 1);
+            // SAFETY: these are the parameters of `checksums` in `checksums.ptx`, in its order, and
+            // its grid; the caller vouches for the memory, and the maker of the stream that it is
+            // alive.
+            unsafe {
+                result::launch_kernel(
+                    function.0,
+                    grid,
+                    (CHECKSUM_RUN as u32, 1, 1),
+                    0,
+                    stream,
+                    &mut params,
+                )
+            }
+            .map_err(failed("launch the kernel of checksums"))?;
+            sums += (memory.len() * CHECKSUM_SUMS * size_of::<u64>()) as u64;
         }
-        .map_err(failed("launch the kernel of checksums"))
+        Ok(())
     }
 
     unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<()> {
@@ -506,8 +511,8 @@ impl Drop for CudaDevice {
         let events = self.events.drain(..).chain(marks.events.drain(..)).collect::<Vec<_>>();
         let lanes = std::mem::take(&mut self.lanes);
         let kernels = self.kernels.take().map(|kernels| kernels.module);
-        let checksum = self.checksum.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let modules = kernels.into_iter().chain(checksum.map(|checksum| checksum.module));
+        let checksums = self.checksums.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let modules = kernels.into_iter().chain(checksums.map(|checksums| checksums.module));
         if let Ok(_attached) = Attached::to(self) {
             // SAFETY: nothing else has them; each is destroyed once. Failures mean that the context
             // is gone already.

@@ -11,7 +11,7 @@ use std::{
     thread::{self, JoinHandle},
 };
 
-use super::{CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream};
+use super::{CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream, Words};
 use crate::{
     adam::{
         Step,
@@ -136,26 +136,15 @@ unsafe impl Device for HostDevice {
         Ok(())
     }
 
-    unsafe fn checksum(
-        &self,
-        _stream: Stream,
-        words: u64,
-        num_words: usize,
-        sums: u64,
-    ) -> Result<()> {
-        let words: *const u64 = std::ptr::with_exposed_provenance(words as usize);
+    unsafe fn checksums(&self, _stream: Stream, memory: &[Words], sums: u64) -> Result<()> {
         let sums: *mut [u64; CHECKSUM_SUMS] = std::ptr::with_exposed_provenance_mut(sums as usize);
-        // SAFETY: the caller vouches that both are alive, aligned, and not written otherwise.
-        let (words, sums) = unsafe { (std::slice::from_raw_parts(words, num_words), &mut *sums) };
-        sums.fill(0);
-        for (run, words) in words.chunks(CHECKSUM_RUN).enumerate() {
-            let odd = (0..).map(|at: u64| 2 * ((run * CHECKSUM_RUN) as u64 + at) + 1);
-            let sum = words.iter().zip(odd).fold(0u64, |sum, (word, odd)| {
-                let product = word.wrapping_mul(odd);
-                sum.wrapping_add(product ^ (product >> 32))
-            });
-            let total = &mut sums[run % CHECKSUM_SUMS];
-            *total = total.wrapping_add(sum);
+        // SAFETY: the caller vouches that it is alive, aligned, and not used otherwise.
+        let sums = unsafe { std::slice::from_raw_parts_mut(sums, memory.len()) };
+        for (memory, sums) in memory.iter().zip(sums) {
+            let words: *const u64 = std::ptr::with_exposed_provenance(memory.address as usize);
+            // SAFETY: the caller vouches that it is alive, aligned, and not written.
+            let words = unsafe { std::slice::from_raw_parts(words, memory.count as usize) };
+            *sums = checksum(words);
         }
         Ok(())
     }
@@ -165,6 +154,21 @@ unsafe impl Device for HostDevice {
     }
 
     fn unpin(&self, _address: usize) {}
+}
+
+/// The checksum of words ([`Device::checksums`]).
+fn checksum(words: &[u64]) -> [u64; CHECKSUM_SUMS] {
+    let mut sums = [0u64; CHECKSUM_SUMS];
+    for (run, words) in words.chunks(CHECKSUM_RUN).enumerate() {
+        let odd = (0..).map(|at: u64| 2 * ((run * CHECKSUM_RUN) as u64 + at) + 1);
+        let sum = words.iter().zip(odd).fold(0u64, |sum, (word, odd)| {
+            let product = word.wrapping_mul(odd);
+            sum.wrapping_add(product ^ (product >> 32))
+        });
+        let total = &mut sums[run % CHECKSUM_SUMS];
+        *total = total.wrapping_add(sum);
+    }
+    sums
 }
 
 /// Channels as views of this machine's memory.

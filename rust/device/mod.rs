@@ -70,6 +70,16 @@ impl Stream {
 #[derive(Debug)]
 pub struct Mark(usize);
 
+/// Memory of 64-bit words on a device.
+#[derive(Clone, Copy, Debug, Default)]
+#[repr(C)]
+pub struct Words {
+    /// Where it begins, a multiple of 8.
+    pub address: u64,
+    /// How many words it has.
+    pub count: u64,
+}
+
 /// Selected channels of a block, in device memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Channels {
@@ -187,8 +197,8 @@ pub unsafe trait Device: Send + Sync {
         Err(no_channels())
     }
 
-    /// Writes the checksum of `num_words` 64-bit words at `words`, in the order of `stream`:
-    /// [`CHECKSUM_SUMS`] sums of 64 bits at `sums`. Of the word at `i`, x = word * (2 i + 1), and
+    /// Writes the checksums of memory, in the order of `stream`: [`CHECKSUM_SUMS`] sums of 64 bits
+    /// each, one after the other at `sums`. Of the word at `i`, x = word * (2 i + 1), and
     /// x ^ (x >> 32) is added to the sum `i / CHECKSUM_RUN % CHECKSUM_SUMS`; all modulo 2^64. A
     /// word that changes changes its sum. Words that change places nearly always do, and so do
     /// signs that change: without the shift an even number of uppermost bits would add up to
@@ -200,13 +210,7 @@ pub unsafe trait Device: Send + Sync {
     ///
     /// # Errors
     /// [`Error::Os`] where the device cannot.
-    unsafe fn checksum(
-        &self,
-        _stream: Stream,
-        _words: u64,
-        _num_words: usize,
-        _sums: u64,
-    ) -> Result<()> {
+    unsafe fn checksums(&self, _stream: Stream, _memory: &[Words], _sums: u64) -> Result<()> {
         Err(Error::os("no checksums", std::io::ErrorKind::Unsupported))
     }
 

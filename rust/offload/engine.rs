@@ -19,7 +19,7 @@ use super::{
     uploads::Uploads,
 };
 use crate::{
-    device::{Attached, CHECKSUM_SUMS, Device, Stream},
+    device::{Attached, Device, Stream, Words},
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
@@ -156,11 +156,11 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Writes the checksums of memory of the device, of [`CHECKSUM_SUMS`] 64-bit sums each, one
-    /// after the other to `sums`, in the order of `stream`; see [`Device::checksum`].
+    /// Writes the checksums of memory of the device, one after the other to `sums`, in the order of
+    /// `stream`; see [`Device::checksums`].
     ///
     /// # Safety
-    /// As [`Device::checksum`] asks of each.
+    /// As [`Device::checksums`] asks.
     ///
     /// # Errors
     /// [`Error::Value`] for memory that is not of whole words; [`Error::Os`] where the device
@@ -172,20 +172,19 @@ impl Engine {
         stream: Stream,
     ) -> Result<()> {
         self.check_process()?;
-        let device = &*self.shared.device;
-        let _attached = Attached::to(device)?;
-        let words = size_of::<u64>();
-        for (place, &(address, nbytes)) in sources.iter().enumerate() {
-            if address % words as u64 != 0 || nbytes % words != 0 {
-                return Err(Error::value(format!(
-                    "a checksum of `{nbytes}` bytes at `{address:#x}`, expected whole words of 8"
-                )));
+        let word = size_of::<u64>() as u64;
+        let words = |&(address, nbytes): &(u64, usize)| {
+            if address % word == 0 && nbytes as u64 % word == 0 {
+                return Ok(Words { address, count: nbytes as u64 / word });
             }
-            let sums = sums + (place * CHECKSUM_SUMS * words) as u64;
-            // SAFETY: passed on from the caller.
-            unsafe { device.checksum(stream, address, nbytes / words, sums) }?;
-        }
-        Ok(())
+            Err(Error::value(format!(
+                "a checksum of `{nbytes}` bytes at `{address:#x}`, expected whole words of 8"
+            )))
+        };
+        let memory = sources.iter().map(words).collect::<Result<Vec<_>>>()?;
+        let _attached = Attached::to(&*self.shared.device)?;
+        // SAFETY: passed on from the caller.
+        unsafe { self.shared.device.checksums(stream, &memory, sums) }
     }
 
     /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a

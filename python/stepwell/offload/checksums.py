@@ -1,7 +1,7 @@
 """Checksums of tensors on their device: whether a gradient is still what it was, without its copy.
 
 Of whole 64-bit words: `_core.CHECKSUM_SUMS` sums of words, each mixed with its place, by a kernel
-of the engine (`Device::checksum` has the formula). Of other tensors: 1024 sums, each over a run,
+of the engine (`Device::checksums` has the formula). Of other tensors: 1024 sums, each over a run,
 and the bytes that are left over; of small ones the bytes themselves. Bits are summed, so there is
 no rounding, and a NaN equals itself. Only a change that is made for it leaves every sum as it was.
 
