@@ -63,7 +63,7 @@ pub(crate) enum Effect {
 pub(crate) struct Drives {
     state: Mutex<State>,
     released: Condvar,
-    /// A call hangs.
+    /// A call hangs, or a flush has failed.
     began: Condvar,
 }
 
@@ -72,6 +72,7 @@ struct State {
     /// Member, call, how many such calls are let through before, what then happens each time.
     faults: Vec<(usize, Call, usize, Effect)>,
     hanging: usize,
+    failed_flushes: usize,
     is_released: bool,
 }
 
@@ -102,6 +103,14 @@ impl Drives {
         let state = lock(&self.state);
         let state = self.began.wait_timeout_while(state, timeout, |state| state.hanging == 0);
         state.unwrap_or_else(PoisonError::into_inner).0.hanging > 0
+    }
+
+    /// Whether a flush has failed, at latest after `timeout`.
+    pub(crate) fn has_failed_flush(&self, timeout: Duration) -> bool {
+        let state = lock(&self.state);
+        let state =
+            self.began.wait_timeout_while(state, timeout, |state| state.failed_flushes == 0);
+        state.unwrap_or_else(PoisonError::into_inner).0.failed_flushes > 0
     }
 
     pub(crate) fn release(&self) {
@@ -189,7 +198,11 @@ impl Disk for Faulty {
 
     fn sync(&self) -> io::Result<()> {
         match self.drives.effect(self.member, Call::Sync) {
-            Some(Effect::Fails(errno)) => Err(errno.into()),
+            Some(Effect::Fails(errno)) => {
+                lock(&self.drives.state).failed_flushes += 1;
+                self.drives.began.notify_all();
+                Err(errno.into())
+            }
             Some(Effect::Hangs) => {
                 self.drives.hang();
                 Ok(())

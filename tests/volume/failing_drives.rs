@@ -162,6 +162,27 @@ fn after_a_flush_that_failed_nothing_is_done_any_more() {
     }
 }
 
+/// FLU-1: the system says so once, to a flush that nobody waits for while the step goes on.
+#[test]
+fn a_flush_that_fails_while_a_step_writes_fails_its_commit() {
+    let place = Place::new(2);
+    let drives = Drives::new();
+    let options = Options { between: drives.between(), flush_bytes: 1, ..kept() };
+    let volume = place.create(&SIZES, &options).expect("made");
+    write_all(&volume, 1).expect("written");
+    volume.commit(1).expect("committed");
+    drives.fault(1, Call::Sync, 0, Effect::Fails(Errno::IO));
+    write_all(&volume, 2).expect("written");
+    assert!(drives.has_failed_flush(SOON));
+    drives.repair();
+    let error = volume.commit(2).expect_err("what was written may be lost");
+    assert_says(&error, &["sync", "volume `v`", "member `1`", "step `2`"]);
+    assert_eq!(errno(&error), Some(Errno::IO));
+    assert_says(&volume.commit(2).expect_err("broken"), &["not used any more", "open it again"]);
+    drop(volume);
+    assert_is_step(&place.open().expect("opened"), 1);
+}
+
 #[test]
 fn a_drive_that_hangs_holds_nobody_up_for_ever() {
     // The flush of the records, and the write of the index.

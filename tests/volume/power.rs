@@ -3,9 +3,9 @@
 use super::*;
 
 /// What a program does with a volume until the power goes.
-fn train_until_cut(place: &Place, power: &std::sync::Arc<Power>) -> Option<u64> {
+fn train_until_cut(place: &Place, power: &std::sync::Arc<Power>, flush_bytes: u64) -> Option<u64> {
     let between = power.between(|member| member_path(&place.location, member.min(1)));
-    let options = Options { between, ..kept() };
+    let options = Options { between, flush_bytes, ..kept() };
     let volume = place.open_with(&options).ok()?;
     let mut committed = volume.step();
     for step in committed? + 1.. {
@@ -31,13 +31,14 @@ proptest! {
     #[test]
     fn a_power_cut_leaves_a_committed_step(
         cuts in prop::collection::vec((0_usize..70, any::<u64>()), 1..4),
+        flush_bytes in prop::sample::select(vec![1, 100_000, u64::MAX]),
     ) {
         let place = Place::in_memory(2);
         left_at_step_1(&place);
         let mut acknowledged = 1;
         for (calls, seed) in cuts {
             let power = Power::new(calls);
-            acknowledged = train_until_cut(&place, &power).unwrap_or(acknowledged);
+            acknowledged = train_until_cut(&place, &power, flush_bytes).unwrap_or(acknowledged);
             prop_assert!(power.is_cut());
             let mut random = seed;
             power.leave_behind(|num| {

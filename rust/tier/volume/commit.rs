@@ -26,6 +26,8 @@
 //!   or `g + 1`. Who goes back has to know that no write was begun. Where one was, its record has
 //!   another generation than its entry, and a read of it fails (VOL-2).
 //!
+//! Line 2 has little to do: members are flushed while the step writes, too (`flushes.rs`).
+//!
 //! Cost of a commit: two indices (64 B and 32 B per record, each rounded up to a block), and three
 //! times the latency of a flush.
 

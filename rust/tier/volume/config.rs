@@ -13,6 +13,10 @@ pub const STRIPE_BYTES: usize = 1 << 20;
 /// Operations that each drive is given at once, unless the user says more or fewer.
 pub const QUEUE_DEPTH: usize = 32;
 
+/// Bytes written to a member after which it is flushed, unless the user says more or less: a tenth
+/// of a second of a fast drive.
+pub const FLUSH_BYTES: u64 = 256 << 20;
+
 /// What a step is after a crash.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
@@ -69,6 +73,9 @@ pub struct Options {
     pub num_buffers: usize,
     /// Whether the files stay when the volume is closed or dropped.
     pub keep: bool,
+    /// Bytes written to a member after which it is flushed while the step goes on, so that the
+    /// commit has less to wait for.
+    pub flush_bytes: u64,
     /// How long a drive may take to answer where the volume waits by itself: in a commit, at the
     /// end.
     pub io_timeout: Duration,
@@ -90,6 +97,7 @@ impl Default for Options {
             queue_depth: QUEUE_DEPTH,
             num_buffers: 16,
             keep: false,
+            flush_bytes: FLUSH_BYTES,
             io_timeout: Duration::from_secs(60),
             lock_timeout: Duration::from_secs(60),
             step: None,

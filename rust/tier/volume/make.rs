@@ -14,6 +14,7 @@ use super::{
     bytes_of,
     commit::Image,
     config::random,
+    flushes::Flushes,
     format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NAME_BYTES_MAX, NoHeader},
     geometry::{Geometry, MEMBERS_MAX, STRIPE_BYTES_MAX},
     ledger::Ledger,
@@ -169,8 +170,13 @@ impl Volume {
                 .map(|(begin, nbytes)| (begin.expose_provenance(), nbytes))
                 .collect::<Vec<_>>(),
             options.queue_depth,
-            options.num_buffers * pieces.unwrap_or(0) + 1,
+            // A flush of a step, and one of a commit.
+            options.num_buffers * pieces.unwrap_or(0) + 2,
         )?;
+        let flushes = match durability {
+            Durability::Commit => Some(Flushes::new(members.len(), options.flush_bytes)),
+            Durability::None => None,
+        };
         Ok(Self {
             about: Arc::new(about),
             durability,
@@ -179,6 +185,7 @@ impl Volume {
             buffers,
             engine,
             image: Arc::new(Mutex::new(image)),
+            flushes,
             keep: options.keep.into(),
             io_timeout: options.io_timeout,
             pid: std::process::id(),

@@ -45,6 +45,7 @@ pub mod block_device;
 mod buffers;
 mod commit;
 mod config;
+mod flushes;
 mod format;
 pub mod found;
 pub mod geometry;
@@ -72,6 +73,7 @@ use rustix::io::Errno;
 
 use self::{
     buffers::Buffers,
+    flushes::Flushes,
     format::{Entry, Head},
     geometry::STRIPE_BYTES_MAX,
     ledger::Ledger,
@@ -104,6 +106,8 @@ pub struct Volume {
     engine: Engine,
     /// Memory for one copy of the index.
     image: Arc<Mutex<Buffer>>,
+    /// With [`Durability::Commit`].
+    flushes: Option<Flushes>,
     keep: AtomicBool,
     io_timeout: Duration,
     /// The process that may use it.
@@ -264,6 +268,9 @@ impl Volume {
         for (number, member) in self.members.iter().enumerate() {
             member.check_name(&self.about.name, number)?;
         }
+        for flush in self.flushes.iter().flat_map(Flushes::take) {
+            self.end_of(&flush, "sync", head)?;
+        }
         self.sync(0..self.members.len(), head)?;
         let (memory, nbytes) = {
             let mut image = lock(&self.image);
@@ -298,6 +305,10 @@ impl Volume {
 
     /// Makes durable what was written to these members.
     fn sync(&self, members: Range<usize>, head: Head) -> Result<()> {
+        self.end_of(&self.begin_sync(members), "sync", head)
+    }
+
+    fn begin_sync(&self, members: Range<usize>) -> Arc<Request> {
         let request = Request::new(Purpose::Sync, members.len(), None, Arc::clone(&self.ledger));
         for member in members {
             self.engine.queues[member].push(Operation {
@@ -311,7 +322,7 @@ impl Volume {
                 request: Arc::clone(&request) as _,
             });
         }
-        self.end_of(&request, "sync", head)
+        request
     }
 
     fn end_of(&self, request: &Request, what: &str, head: Head) -> Result<()> {
@@ -469,6 +480,11 @@ impl Volume {
                 request: Arc::clone(&request) as _,
             });
             done += piece.nbytes as usize;
+            if let (Kind::Write, Some(flushes)) = (kind, &self.flushes) {
+                flushes.note_write(member, u64::from(piece.nbytes), || {
+                    self.begin_sync(member..member + 1)
+                });
+            }
         }
         Ticket { about: Arc::clone(&self.about), request: Some(request) }
     }
