@@ -155,6 +155,8 @@ class DeviceCollector(Collector):
         super().__init__(host)
         self.copies = Gradients(accumulation_steps)
         self._has_warned = False
+        # Of plain parameters, asked once per step; None: not yet.
+        self._may_change: bool | None = None
 
     @property
     @override
@@ -169,33 +171,60 @@ class DeviceCollector(Collector):
 
     @override
     def is_replaced(self, param: torch.Tensor) -> bool:
-        return param.grad is not None and self.copies.is_replaced(param, param.grad)
+        copies = self.copies
+        return (
+            copies.has_counted(param)
+            and param.grad is not None
+            and copies.is_replaced(param, param.grad)
+        )
 
     @override
     def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
+        # Autograd's thread launches the backward, and is late with it. So what can be left to the
+        # batch is left to it: there it takes a third of the time.
         grad, copies = param.grad, self.copies
-        is_last = copies.count(param)
-        if not is_last or grad is None or may_change_after_backward(param):
+        if not copies.count(param) or grad is None or grad.layout != torch.strided:
             return
-        if is_dtensor(param) and not _is_placed_alike(param, grad):
+        if is_dtensor(param):
+            if not _is_placed_alike(param, grad):
+                return
+        elif self._may_change_after_backward():
             return
-        piece, twin, device = piece_of(grad), self._host.twins.get(param), self._host.device
-        if (
-            piece.layout != torch.strided
-            or not is_run(piece)
-            or twin is None
-            or (piece.dtype, piece.shape, piece.device) != (twin.dtype, twin.shape, device)
-        ):
-            # `gradients` says what is wrong with it, if anything. Of a model that was moved the
-            # copy would read beyond it.
-            return
-        if copies.is_outdated(param, grad):
-            self._warn_of_outdated(1)
-        if batch := copies.add(param, grad, current_stream(device)):
+        if batch := copies.add(param, grad, current_stream(self._host.device)):
             with torch.no_grad():
-                engine = idle_engine()
-                engine.take(list(batch), list(batch.values()))
-                copies.mark_copied(batch, engine.checksums)
+                self._copy(batch, idle_engine)
+
+    def _may_change_after_backward(self) -> bool:
+        if self._may_change is None:
+            self._may_change = may_change_after_backward()
+        return self._may_change
+
+    def _copy(self, batch: Mapping[torch.Tensor, torch.Tensor], idle_engine: IdleEngine) -> None:
+        """Copies gradients; those that cannot be are left to the step, which says why."""
+        copied = {param: grad for param, grad in batch.items() if self._is_copyable(param, grad)}
+        if not copied:
+            return
+        if outdated := sum(self.copies.is_outdated(*pair) for pair in copied.items()):
+            self._warn_of_outdated(outdated)
+        engine = idle_engine()
+        # First: the driver takes launches while it is given no copies, and what is copied behind a
+        # checksum is no older than it.
+        sums = engine.checksums(list(map(piece_of, copied.values())))
+        engine.take(list(copied), list(copied.values()))
+        self.copies.mark_copied(copied, sums, engine.checksums)
+
+    def _is_copyable(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether `grad` is as the host side of `param`: a copy reads no more than it has."""
+        piece, twin = piece_of(grad), self._host.twins.get(param)
+        return (
+            twin is not None
+            and piece.layout == torch.strided
+            and is_run(piece)
+            and piece.dtype == twin.dtype
+            and piece.shape == twin.shape
+            # The model may have been moved.
+            and piece.device == self._host.device
+        )
 
     @override
     def gradients(
@@ -244,6 +273,7 @@ class DeviceCollector(Collector):
     def reset(self) -> bool:
         is_any_taken = self.copies.is_any_taken
         self.copies.reset()
+        self._may_change = None
         return is_any_taken
 
 
@@ -281,7 +311,7 @@ class HostCollector(Collector):
     @override
     @torch.no_grad()
     def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
-        if may_change_after_backward(param):
+        if not is_dtensor(param) and may_change_after_backward():
             raise ValueError(
                 "`accumulate` is `host`, but other ranks have a part in the gradients. "
                 "hint: accumulate='device'"

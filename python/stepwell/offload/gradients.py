@@ -23,7 +23,7 @@ from stepwell.offload.checksums import differences
 from stepwell.offload.marker import GradMarker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from stepwell.offload.twins import Twin
 
@@ -86,6 +86,10 @@ class Gradients:
         count = self._backwards[param] = self._backwards.get(param, 0) + 1
         return self.knows_last and self._is_last and count >= self._accumulation_steps
 
+    def has_counted(self, param: torch.Tensor) -> bool:
+        """Whether a backward since the last step has reached `param`."""
+        return param in self._backwards
+
     def add(
         self, param: torch.Tensor, grad: torch.Tensor, stream: int
     ) -> dict[torch.Tensor, torch.Tensor]:
@@ -115,13 +119,22 @@ class Gradients:
         self._waiting[param] = grad
         return batch
 
-    def mark_copied(self, batch: Mapping[torch.Tensor, torch.Tensor], checksums: Checksums) -> None:
-        """These gradients are copied as they are now, in the order of the current stream."""
+    def mark_copied(
+        self,
+        batch: Mapping[torch.Tensor, torch.Tensor],
+        sums: Iterable[torch.Tensor],
+        checksums: Checksums,
+    ) -> None:
+        """These gradients are copied as they are now, in the order of the current stream.
+
+        Args:
+            batch: the gradients by parameter.
+            sums: their checksums, of now.
+            checksums: gives those of a later time.
+        """
         self._checksums = checksums
-        pieces = list(map(piece_of, batch.values()))
-        for (param, grad), piece, found in zip(
-            batch.items(), pieces, checksums(pieces), strict=True
-        ):
+        for (param, grad), found in zip(batch.items(), sums, strict=True):
+            piece = piece_of(grad)
             memory = piece.shape, piece.device, piece.data_ptr()
             self._copied[param] = _Copied(grad, piece, piece._version, memory, found)
 
@@ -226,14 +239,12 @@ class OnGrad:
             method(param)
 
 
-def may_change_after_backward(param: torch.Tensor) -> bool:
-    """Whether other ranks may still add to the gradient of a plain `param` after autograd (DDP).
+def may_change_after_backward() -> bool:
+    """Whether other ranks may still add to the gradient of a plain parameter after autograd (DDP).
 
     Hooks of a DTensor are called where FSDP2 has reduced its gradient.
     """
     distributed = torch.distributed
-    if is_dtensor(param):
-        return False
     return (
         distributed.is_available()
         and distributed.is_initialized()

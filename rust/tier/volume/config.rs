@@ -15,7 +15,7 @@ pub const QUEUE_DEPTH: usize = 32;
 
 /// Bytes written to a member after which it is flushed, unless the user says more or less: a tenth
 /// of a second of a fast drive.
-pub const FLUSH_BYTES: u64 = 256 << 20;
+const FLUSH_BYTES: u64 = 256 << 20;
 
 /// What a step is after a crash.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
