@@ -3,7 +3,7 @@
 //! ```text
 //! cargo bench --bench volume -- FOLDER... [--weights 400,400,200] [--record-kib 644]
 //!     [--records 512] [--buffers 32] [--depth 32] [--stripe-kib 1024] [--seconds 5]
-//!     [--engine auto|io_uring|positional] [--durability none|commit]
+//!     [--engine auto|io_uring|positional] [--durability none|commit] [--flush-mib 256]
 //! ```
 //!
 //! Each folder is a member. Without drives, a few records move in a temporary one: then it is only
@@ -39,6 +39,7 @@ struct Arguments {
     seconds: f64,
     engine: EngineKind,
     durability: Durability,
+    flush_bytes: u64,
 }
 
 impl Arguments {
@@ -54,6 +55,7 @@ impl Arguments {
             seconds: 5.0,
             engine: EngineKind::Auto,
             durability: Durability::None,
+            flush_bytes: Options::default().flush_bytes,
         };
         while let Some(word) = words.next() {
             let mut value = || words.next().ok_or(format!("`{word}` without a value"));
@@ -72,6 +74,7 @@ impl Arguments {
                 "--buffers" => found.buffers = value()?.parse()?,
                 "--depth" => found.depth = value()?.parse()?,
                 "--stripe-kib" => found.stripe_kib = value()?.parse()?,
+                "--flush-mib" => found.flush_bytes = value()?.parse::<u64>()? << 20,
                 "--seconds" => found.seconds = value()?.parse()?,
                 "--engine" => {
                     found.engine = match value()?.as_str() {
@@ -119,6 +122,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         engine: arguments.engine,
         queue_depth: arguments.depth,
         num_buffers: arguments.buffers,
+        flush_bytes: arguments.flush_bytes,
         ..Options::default()
     };
     let pool = Pool::new(&PoolConfig::default())?;
@@ -141,6 +145,7 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         [("write", Pattern::Write), ("read", Pattern::Read), ("swap", Pattern::Swap)]
     {
         let (read, written) = run.volume().bytes_moved();
+        let committing = run.committing();
         let mut passes = 0;
         let begin = Instant::now();
         loop {
@@ -155,9 +160,11 @@ fn main() -> std::result::Result<(), Box<dyn Error>> {
         let rate = |nbytes: u64| nbytes as f64 / 1e6 / seconds;
         writeln!(
             out,
-            "{row:5} read {:8.1} MB/s, written {:8.1} MB/s; {passes} passes in {seconds:.2} s",
+            "{row:5} read {:8.1} MB/s, written {:8.1} MB/s; {passes} passes in {seconds:.2} s, of \
+             which {:.2} s in commits",
             rate(after.0 - read),
-            rate(after.1 - written)
+            rate(after.1 - written),
+            (run.committing() - committing).as_secs_f64()
         )?;
     }
     Ok(())

@@ -4,7 +4,7 @@
 use std::{
     collections::VecDeque,
     sync::atomic::{AtomicBool, Ordering::Relaxed},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::io::Errno;
@@ -30,6 +30,7 @@ pub struct Passes {
     tickets: VecDeque<Ticket>,
     step: u64,
     io_timeout: Duration,
+    committing: Duration,
 }
 
 impl Passes {
@@ -45,7 +46,8 @@ impl Passes {
         is_interrupted: &AtomicBool,
     ) -> Result<Self> {
         let tickets = VecDeque::with_capacity(num_buffers);
-        let mut passes = Self { volume, num_buffers, tickets, step: 0, io_timeout };
+        let committing = Duration::ZERO;
+        let mut passes = Self { volume, num_buffers, tickets, step: 0, io_timeout, committing };
         passes.pass(Pattern::Write, is_interrupted)?;
         Ok(passes)
     }
@@ -54,6 +56,12 @@ impl Passes {
     #[must_use]
     pub fn volume(&self) -> &Volume {
         &self.volume
+    }
+
+    /// What commits have taken in all.
+    #[must_use]
+    pub fn committing(&self) -> Duration {
+        self.committing
     }
 
     /// One pass.
@@ -93,7 +101,9 @@ impl Passes {
             self.finish(&mut ticket)?;
         }
         if pattern != Pattern::Read {
+            let begin = Instant::now();
             self.volume.commit(self.step)?;
+            self.committing += begin.elapsed();
         }
         Ok(())
     }
