@@ -472,7 +472,8 @@ def program_late_ranks(result):
         rank_run(result, name, "step")
     result["unguarded"] = unguarded()
     result["left"] = {name: left(name) for name in ("ZeRO-2", "ZeRO-3")}
-    result["left alone"] = left_alone()
+    result["left alone"] = left_alone("nothing persistent", "module")
+    result["left, gate of the step"] = left_alone("ZeRO-2", "step")
 
 
 class LeftError(Exception):
@@ -515,12 +516,12 @@ def left(name):
     return found
 
 
-def left_alone():
-    """As `left`, where nothing is gathered behind a step: the next one says so."""
+def left_alone(name, gate):
+    """As `left`, where nothing is gathered behind a step: it says so, or the next one."""
     import pytest
     from stepwell.deepspeed.zero.operands import Operands
 
-    engine = initialize(deep(), RANKS["nothing persistent"]("module"))
+    engine = initialize(deep(), RANKS[name](gate))
     rank = torch.distributed.get_rank()
 
     def leave(*_):

@@ -157,6 +157,19 @@ def test_ranks_of_which_one_has_left_a_step_all_refuse_the_next(ranks):
     assert isinstance(first[3], float)
 
 
+def test_ranks_that_gather_in_the_step_do_not_wait_for_one_that_has_failed(ranks):
+    first, second = (rank["left, gate of the step"] for rank in ranks)
+    for found in first, second:
+        assert found[1] == "LeftError: no memory"
+        assert all(isinstance(loss, float) for loss in (found[0], found[2]))
+    assert second[3] == "LeftError: no memory"
+    for said in first[3:]:
+        assert said.startswith("OSError: the step has failed on rank 1 (`LeftError: no memory`)")
+    for said in second[4:]:
+        assert said.startswith("OSError: this rank has left a step (`LeftError: no memory`)")
+    assert len(first) == len(second) == 6
+
+
 def test_what_two_ranks_do_not_wait_for_is_stale(ranks):
     for rank in ranks:
         for name, losses in rank["unguarded"].items():

@@ -27,9 +27,12 @@ def made(**fields):
 # ---- what is made ----
 
 
+@pytest.mark.parametrize("zenflow", [None, "deferred"])
 @pytest.mark.parametrize("gate", ["module", "step"])
 @pytest.mark.parametrize("is_alone", [False, True])
-def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(monkeypatch, gate, is_alone):
+def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
+    monkeypatch, gate, is_alone, zenflow
+):
     several(monkeypatch, stage_1_2.dist)
     given, opened = [], []
     device = torch.device("cpu")
@@ -47,21 +50,24 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(monkeypatch, 
         lambda group: SimpleNamespace(open_data=lambda where: opened.append((group, where))),
     )
     monkeypatch.setattr(stage_1_2, "GatheredWeights", lambda *arguments: arguments)
+    monkeypatch.setattr(stage_1_2, "ToldSteps", lambda peers: ("told", peers))
     optimizer = OffloadZeroOptimizer(
         None,
-        plan=SimpleNamespace(gate=gate),
+        plan=SimpleNamespace(gate=gate, zenflow=zenflow),
         offload_optimizer_config=DeepSpeedZeroOffloadOptimizerConfig(
             device="nvme", pin_memory=True
         ),
     )
     # The engine pins, and DeepSpeed's swapper knows nothing of a volume.
     assert [(each.pin_memory, each.device) for each in given] == [(False, "cpu")]
-    if gate == "module" and not is_alone:
+    if gate == "module" and not is_alone and zenflow is None:
         assert opened == [("ranks", device)]
         assert optimizer._gathers[0] is optimizer._partitions
         assert optimizer._gathers[2] == "groups"
     else:
         assert (optimizer._gathers, opened) == (None, [])
+    is_told = gate == "step" and not is_alone and zenflow is None
+    assert (optimizer._told_steps is not None) == is_told
     assert optimizer._operands._rank == 1
     optimizer._backward.check()
     assert len(optimizer._known_holders) == 1

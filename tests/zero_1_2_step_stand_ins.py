@@ -33,6 +33,7 @@ def stepping(norm=3.0, *, gathers=False, **more):
     optimizer = made(
         _backward=SimpleNamespace(check=noted(calls, "check")),
         _gathers=Gathers(calls) if gathers else None,
+        _told_steps=None,
         timers=Timers(),
         dtype=BF16,
         check_grad_overflow=True,
@@ -55,6 +56,32 @@ def stepping(norm=3.0, *, gathers=False, **more):
     optimizer.synchronize = noted(calls, "synchronized")
     vars(optimizer).update(more)
     return optimizer, calls
+
+
+def test_no_step_follows_one_that_another_rank_has_failed():
+    optimizer, calls = stepping()
+    optimizer._told_steps = SimpleNamespace(check=mock.Mock(side_effect=OSError("rank 1")))
+    with pytest.raises(OSError, match="rank 1"):
+        optimizer.step()
+    assert calls == ["check"]
+
+
+def test_ranks_that_gather_in_the_step_tell_of_it_before():
+    optimizer, calls = stepping()
+    optimizer._told_steps = Gathers(calls)
+    optimizer._told_steps.check = noted(calls, "told_check")
+    optimizer.step()
+    assert calls == [
+        "check",
+        "told_check",
+        "check_used",
+        ("scale", False),
+        "decided",
+        APPLIED,
+        "told",
+        "release_sums",
+        "gather_weights",
+    ]
 
 
 # Of norm 3 at a scale of 2: 1.5, clipped to a half.

@@ -141,7 +141,7 @@ impl Engine {
             for update in updates.iter().filter(|update| update.is_at_once) {
                 selected.drop_of(segments.of(update.index));
             }
-            uploads.order_stream_after_all(stream)?;
+            uploads.order_stream_after_all(stream).inspect_err(|error| jobs.fail(error))?;
             let is_whole = kind == Kind::Whole;
             // SAFETY: the caller vouches for weights, gradients and the stream, which comes after
             // the landings of the job before.

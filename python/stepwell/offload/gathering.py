@@ -39,7 +39,7 @@ import torch.distributed as dist
 
 from stepwell.offload.engine import stream_of
 from stepwell.offload.finalizers import finalize, postponed
-from stepwell.offload.peers import wait_for_work, why_lost
+from stepwell.offload.peers import failed_on, left_here, wait_for_work, why_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -265,20 +265,14 @@ class _GatherThread:
         ranks, why = self._peers.who_failed(told, own)
         if not ranks:
             return None
-        return OSError(
-            f"the step has failed on rank {ranks[0]} (`{why}`), and its weights are not new. "
-            "hint: resume all ranks from a checkpoint"
-        )
+        return failed_on(ranks[0], why)
 
     def _is_left(self, told: ToldOfStep, why: str) -> OSError | None:
         """This rank has left the step by an error. Where all have, nothing was changed."""
         ranks, _ = self._peers.who_failed(told, why)
         if len(ranks) == self._peers.world_size:
             return None
-        return OSError(
-            f"this rank has left a step (`{why}`) that others have taken. hint: resume all ranks "
-            "from a checkpoint"
-        )
+        return left_here(why)
 
     def _finish(self, works: list[Any]) -> torch.cuda.Event | None:
         """Waits for collectives: the thread in host memory; on CUDA the current stream does."""

@@ -9,7 +9,7 @@
 - Every call begins with a round of one size, which says what is called. gloo ends the process where
   sizes differ; so ranks that call differently get an error.
 - A rank that leaves a step by an error, while the others wait for it in a round, tells them
-  (`awaited`). So does the thread that gathers, of the steps behind (`tell_of_step`).
+  (`awaited`). So does what gathers, of the steps before (`tell_of_step`).
 
 Cost: two rounds of 80 bytes per step, each 0.1 to 0.3 ms on one host, and two of 40 bytes behind
 the step.
@@ -36,7 +36,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import timedelta
 
-__all__ = ["Peers", "StepFacts", "ToldOfStep", "wait_for_work", "why_lost"]
+__all__ = [
+    "Peers",
+    "StepFacts",
+    "ToldOfStep",
+    "failed_on",
+    "left_here",
+    "wait_for_work",
+    "why_lost",
+]
 
 # Polls of a work that has not ended: soon after the first look, then less often.
 _POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 2e-5, 1e-3
@@ -74,6 +82,22 @@ class StepFacts(NamedTuple):
     """Whether a GradScaler has found a gradient that is not finite."""
     is_written: bool
     """Whether parameters were written since the last step."""
+
+
+def failed_on(rank: int, why: str) -> OSError:
+    """The error of ranks whose step another has failed."""
+    return OSError(
+        f"the step has failed on rank {rank} (`{why}`), and its weights are not new. "
+        "hint: resume all ranks from a checkpoint"
+    )
+
+
+def left_here(why: str) -> OSError:
+    """The error of a rank that has failed a step which others have taken."""
+    return OSError(
+        f"this rank has left a step (`{why}`) that others have taken. hint: resume all ranks "
+        "from a checkpoint"
+    )
 
 
 class ToldOfStep(NamedTuple):
@@ -122,7 +146,7 @@ class Peers(Ranks):
         # One for each thread: collectives of one group have one order.
         self._agreeing = self._new_group("gloo", timeout)
         self.status = self._new_group("gloo", timeout)
-        """Of the thread that gathers weights, for what is in host memory."""
+        """Of what gathers weights, for what is in host memory."""
         self.data = self._new_group(backend, timeout)
         """Of the same thread, for weights."""
         self._is_data_open = False
@@ -245,7 +269,7 @@ class Peers(Ranks):
                     self._left = self._begin_round(Call.LEFT, [])
             raise
 
-    # ---- of the thread that gathers ----
+    # ---- of steps in the background ----
 
     def tell_of_step(self, step: int, failure: str | None) -> ToldOfStep:
         """Begins to tell all ranks whether this one has failed; `who_failed` ends it.

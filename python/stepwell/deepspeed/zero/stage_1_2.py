@@ -46,12 +46,14 @@ from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_sca
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, PartitionWork, Update
 from stepwell.deepspeed.zero.swapped import swapped_on
+from stepwell.deepspeed.zero.told_steps import ToldSteps
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
 from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
+    from contextlib import AbstractContextManager
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.operands import Operand
@@ -80,16 +82,21 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._plan = plan
         self._operands = Operands(init_optimizer, dist.get_rank())
         self._gate: Gate | None = None
-        # Of several ranks that gather behind the step.
+        # Of several ranks: they gather behind the step, or at its end.
         self._gathers: GatheredWeights | None = None
+        self._told_steps: ToldSteps | None = None
         self._backward = Backward()
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
-        if self._plan.gate == "module" and not self._is_alone:
+        # What is deferred is gathered with a later step.
+        if not self._is_alone and self._plan.zenflow is None:
             peers = Peers(self.dp_process_group)
-            peers.open_data(self._partitions.device)
-            self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
+            if self._plan.gate == "module":
+                peers.open_data(self._partitions.device)
+                self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
+            else:
+                self._told_steps = ToldSteps(peers)
         # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
         self._known_holders = self._holders()
 
@@ -345,6 +352,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             # A rank whose last step has failed tells the others now, and all raise. None writes a
             # step before all have committed the last one.
             self.synchronize()
+        if self._told_steps is not None:
+            self._told_steps.check()
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
             self._check_used()
@@ -360,7 +369,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
                 self._global_grad_norm: Any = math.inf
                 self._skip()
                 return
-            with contextlib.nullcontext() if self._gathers is None else self._gathers.decided():
+            with self._decided():
                 self._global_grad_norm = global_norm(norm, scale)
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
             # An interrupt here drops them as well: what is left would be added to the next.
@@ -375,6 +384,11 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._gather_weights()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
+
+    def _decided(self) -> AbstractContextManager[None]:
+        """A context in which a step is taken that all ranks have decided on."""
+        tells = self._gathers or self._told_steps
+        return contextlib.nullcontext() if tells is None else tells.decided()
 
     def _gather_weights(self) -> None:
         """Every rank gets the weights of all partitions: a collective."""
