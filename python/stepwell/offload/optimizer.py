@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,11 +26,11 @@ from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
+from stepwell.offload.options import Accumulate, GateMode, check_options
 from stepwell.offload.rank_engine import RankEngine
 from stepwell.offload.sharding import Shard, Sharding, awaited, open_sharding
 from stepwell.offload.state_dicts import OffloadStateDicts
 from stepwell.offload.swapped import Swapped
-from stepwell.offload.volume import Volume
 from stepwell.optim import Moments
 
 if TYPE_CHECKING:
@@ -41,11 +41,9 @@ if TYPE_CHECKING:
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.volume import Volume
 
 __all__ = ["OffloadAdamW"]
-
-GateMode: TypeAlias = Literal["module", "step"]
-Accumulate: TypeAlias = Literal["device", "host"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -177,29 +175,13 @@ class OffloadAdamW(OffloadStateDicts):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        if gate not in ("module", "step"):
-            raise ValueError(f"`gate` is `{gate}`, expected module or step")
-        if accumulate not in ("device", "host"):
-            raise ValueError(f"`accumulate` is `{accumulate}`, expected device or host")
-        if accumulation_steps is not None and accumulation_steps < 1:
-            raise ValueError(f"`accumulation_steps` is `{accumulation_steps}`, expected 1 or more")
-        if deferred is not None and gate == "step":
-            raise ValueError(
-                "`deferred` is given and `gate` is `step`, expected module: evaluation has to be "
-                "seen"
-            )
-        if deferred is not None and accumulate == "host":
-            raise ValueError(
-                "`deferred` is given and `accumulate` is `host`, expected device. "
-                "hint: no_sync() or accumulation_steps"
-            )
-        if tier is not None and not isinstance(tier, Volume):
-            raise ValueError(
-                f"`tier` is `{tier!r}`, expected a stepwell.Volume or None. "
-                "hint: tier=stepwell.Volume([FOLDER, ...])"
-            )
-        if deferred is not None and tier is not None:
-            _check_deferred_on_volume(deferred, tier)
+        check_options(
+            gate=gate,
+            accumulate=accumulate,
+            accumulation_steps=accumulation_steps,
+            deferred=deferred,
+            tier=tier,
+        )
         self._sharding: Sharding | None = open_sharding(
             shard,
             deferred=deferred is not None,
@@ -879,22 +861,6 @@ class OffloadAdamW(OffloadStateDicts):
             engine.synchronize()
             found = gate.exposed(params, engine.held)
         return found
-
-
-def _check_deferred_on_volume(deferred: Deferred, tier: Volume) -> None:
-    """Raises ValueError where updates of state on this volume cannot be deferred this way."""
-    if tier.durability == "commit":
-        raise ValueError(
-            "`deferred` is given and `tier` has durability `commit`, expected none: gradients that "
-            "wait in host memory are in no commit. hint: Volume(..., durability='none'), and "
-            "checkpoints of state_dict()"
-        )
-    if deferred.selects:
-        raise ValueError(
-            f"`tier` is given and `deferred` has `fraction={deferred.fraction}` and "
-            f"`budget_bytes={deferred.budget_bytes}`, expected no selected channels: their state "
-            "has to be in host memory. hint: Deferred(fraction=0)"
-        )
 
 
 def _calls_hooks(param: torch.Tensor) -> bool:

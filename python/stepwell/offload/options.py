@@ -1,0 +1,67 @@
+"""Which options of `OffloadAdamW` go together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from stepwell.offload.volume import Volume
+
+if TYPE_CHECKING:
+    from stepwell.offload.deferred import Deferred
+
+__all__ = ["Accumulate", "GateMode", "check_options"]
+
+GateMode: TypeAlias = Literal["module", "step"]
+Accumulate: TypeAlias = Literal["device", "host"]
+
+
+def check_options(
+    *,
+    gate: GateMode,
+    accumulate: Accumulate,
+    accumulation_steps: int | None,
+    deferred: Deferred | None,
+    tier: Volume | None,
+) -> None:
+    """Raises ValueError for options that are not what `OffloadAdamW` takes.
+
+    With what `shard` goes is checked where it is opened (`open_sharding`).
+    """
+    if gate not in ("module", "step"):
+        raise ValueError(f"`gate` is `{gate}`, expected module or step")
+    if accumulate not in ("device", "host"):
+        raise ValueError(f"`accumulate` is `{accumulate}`, expected device or host")
+    if accumulation_steps is not None and accumulation_steps < 1:
+        raise ValueError(f"`accumulation_steps` is `{accumulation_steps}`, expected 1 or more")
+    if deferred is not None and gate == "step":
+        raise ValueError(
+            "`deferred` is given and `gate` is `step`, expected module: evaluation has to be seen"
+        )
+    if deferred is not None and accumulate == "host":
+        raise ValueError(
+            "`deferred` is given and `accumulate` is `host`, expected device. "
+            "hint: no_sync() or accumulation_steps"
+        )
+    if tier is not None and not isinstance(tier, Volume):
+        raise ValueError(
+            f"`tier` is `{tier!r}`, expected a stepwell.Volume or None. "
+            "hint: tier=stepwell.Volume([FOLDER, ...])"
+        )
+    if deferred is not None and tier is not None:
+        _check_deferred_on_volume(deferred, tier)
+
+
+def _check_deferred_on_volume(deferred: Deferred, tier: Volume) -> None:
+    """Raises ValueError where updates of state on this volume cannot be deferred this way."""
+    if tier.durability == "commit":
+        raise ValueError(
+            "`deferred` is given and `tier` has durability `commit`, expected none: gradients that "
+            "wait in host memory are in no commit. hint: Volume(..., durability='none'), and "
+            "checkpoints of state_dict()"
+        )
+    if deferred.selects:
+        raise ValueError(
+            f"`tier` is given and `deferred` has `fraction={deferred.fraction}` and "
+            f"`budget_bytes={deferred.budget_bytes}`, expected no selected channels: their state "
+            "has to be in host memory. hint: Deferred(fraction=0)"
+        )
