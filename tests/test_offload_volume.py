@@ -20,7 +20,8 @@ from interrupts import handler_runs_after
 from offload_cases import assert_equal, train
 from optim_cases import LAYOUT_IDS, LAYOUTS, bits
 from stepwell import _core, _state
-from stepwell.offload.swapped import Place, StateInMemory, Swapped
+from stepwell.offload.places import Place
+from stepwell.offload.swapped import StateInMemory, Swapped
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
 from stepwell.offload.twins import Twins
 from torch.distributed.checkpoint.state_dict import get_state_dict

@@ -25,8 +25,9 @@ import torch
 
 from stepwell import _core, _state
 from stepwell._sharding import is_dtensor, local
-from stepwell._tensors import tensor_on, view
+from stepwell._tensors import view
 from stepwell.offload.budget import GIB
+from stepwell.offload.places import addresses_for
 from stepwell.offload.sharded_volume import agree_on_counts, close, open_together
 from stepwell.offload.sharding import awaited
 from stepwell.offload.tuning import shape_of
@@ -37,56 +38,11 @@ if TYPE_CHECKING:
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.volume import Volume
 
-__all__ = ["BUFFERS_BYTES_MAX", "Places", "StateInMemory", "Swapped", "make_swap"]
+__all__ = ["BUFFERS_BYTES_MAX", "StateInMemory", "Swapped", "make_swap"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Of every place: that of the core's slots.
-_ALIGN_BYTES = 64
-
 BUFFERS_BYTES_MAX = 1 << 30
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-class Place(torch.Tensor):
-    """A tensor at addresses that nothing is at: only what does not read it may be called.
-
-    Programs print the arguments of a call that has failed (pytest and debuggers do): it prints.
-    """
-
-    # Nothing is looked up in Python, and all but `view` gives a torch.Tensor.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
-        """`tensor` as a place, and as no view of it."""
-        place: Place = cls._make_subclass(cls, tensor)
-        return place
-
-    def view(self, *shape: Any) -> Place:
-        """As torch.Tensor's."""
-        return Place.of(super().view(*shape))
-
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch has no types for it
-        return f"<state on a volume, shape={tuple(self.shape)}, dtype={self.dtype}>"
-
-
-class Places:
-    """Addresses for the state of parameters, given out one after the other."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.addresses = _core.AddressSpace(max(nbytes, 1))
-        self._memory = tensor_on(self.addresses)
-        self._begin = 0
-
-    def __call__(self, numel: int, dtype: torch.dtype) -> Place:
-        """The next ones, for so many elements, as a 1-D tensor."""
-        begin, end = self._begin, self._begin + numel * dtype.itemsize
-        self._begin = _aligned(end)
-        return Place.of(self._memory[begin:end].view(dtype))
 
 
 class StateInMemory(defaultdict[torch.Tensor, _state.State]):
@@ -335,23 +291,13 @@ class Swapped:
     def _place(
         self, params: Sequence[torch.Tensor], weights: Mapping[torch.Tensor, torch.Tensor]
     ) -> None:
-        nbytes = 0
-
-        def count(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            nonlocal nbytes
-            nbytes += _aligned(numel * dtype.itemsize)
-            return torch.empty(numel, dtype=dtype, device="meta")
-
-        def place(memory: Any) -> None:
+        def lay_out(memory: _state.Memory) -> None:
             for param in params:
                 weight = local(weights[param])
                 self._weights[param] = memory(weight.numel(), weight.dtype)
                 self._places[param] = _state.placed(weights[param], self._moments, memory)
 
-        place(count)
-        places = Places(nbytes)
-        place(places)
-        self._addresses = places.addresses
+        self._addresses = addresses_for(lay_out)
 
     def _tensor(self, param: torch.Tensor, state: _state.State) -> _core.AdamTensor:
         runs = {

@@ -19,9 +19,9 @@ from stepwell import _core
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["ALIGN_BYTES", "MappedState"]
+__all__ = ["MappedState"]
 
-ALIGN_BYTES = 64
+_ALIGN_BYTES = 64
 """Of each tensor of a partition's state, in the file and among places."""
 
 
@@ -44,7 +44,7 @@ class MappedState:
         end = 0
         for name, place in places.items():
             self._offsets[name] = end
-            end += -(-place.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+            end += -(-place.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
         # It is open as long as the memory is there.
         self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115
         weakref.finalize(self, self._file.close)

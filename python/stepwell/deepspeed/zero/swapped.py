@@ -36,11 +36,12 @@ import torch
 
 from stepwell import _core, _state
 from stepwell._tensors import view
-from stepwell.deepspeed.zero.mapped import ALIGN_BYTES, MappedState
+from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.offload.budget import GIB, share_of_free_bytes
+from stepwell.offload.places import addresses_for
 from stepwell.offload.ranks import WholeWorld
 from stepwell.offload.sharded_volume import open_together
-from stepwell.offload.swapped import BUFFERS_BYTES_MAX, Places, make_swap
+from stepwell.offload.swapped import BUFFERS_BYTES_MAX, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
 
@@ -243,14 +244,7 @@ class SwappedPartitions:
         )
 
     def _place(self, partitions: Sequence[Partition]) -> _core.AddressSpace:
-        nbytes = 0
-
-        def count(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            nonlocal nbytes
-            nbytes += -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-            return torch.empty(numel, dtype=dtype, device="meta")
-
-        def place(memory: _state.Memory) -> None:
+        def lay_out(memory: _state.Memory) -> None:
             for group, each in enumerate(partitions):
                 numel = each.weight.numel()
                 if numel == 0:
@@ -272,10 +266,7 @@ class SwappedPartitions:
                     [],
                 )
 
-        place(count)
-        places = Places(nbytes)
-        place(places)
-        return places.addresses
+        return addresses_for(lay_out)
 
     @staticmethod
     def _tensor(

@@ -1,0 +1,77 @@
+"""Places: what stands for state that is on a volume, tensors at addresses that nothing is at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell import _core
+from stepwell._tensors import tensor_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from stepwell import _state
+
+__all__ = ["Place", "addresses_for"]
+
+# Of every place: that of the core's slots.
+_ALIGN_BYTES = 64
+
+
+class Place(torch.Tensor):
+    """A tensor at addresses that nothing is at: only what does not read it may be called.
+
+    Programs print the arguments of a call that has failed (pytest and debuggers do): it prints.
+    """
+
+    # Nothing is looked up in Python, and all but `view` gives a torch.Tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Place:
+        """`tensor` as a place, and as no view of it."""
+        place: Place = cls._make_subclass(cls, tensor)
+        return place
+
+    def view(self, *shape: Any) -> Place:
+        """As torch.Tensor's."""
+        return Place.of(super().view(*shape))
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]  # torch has no types for it
+        return f"<state on a volume, shape={tuple(self.shape)}, dtype={self.dtype}>"
+
+
+def addresses_for(lay_out: Callable[[_state.Memory], None]) -> _core.AddressSpace:
+    """Addresses for all state that `lay_out` asks for, where it then is.
+
+    Args:
+        lay_out: asks a function for each tensor, flat, of so many elements of a dtype. It is called
+            twice: first it gets tensors without memory, then places, one behind the other.
+    """
+    end = 0
+
+    def count(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal end
+        end = _end_of(end, numel, dtype)
+        return torch.empty(numel, dtype=dtype, device="meta")
+
+    lay_out(count)
+    addresses = _core.AddressSpace(max(end, 1))
+    memory = tensor_on(addresses)
+    begin = 0
+
+    def place(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal begin
+        found = memory[begin : begin + numel * dtype.itemsize].view(dtype)
+        begin = _end_of(begin, numel, dtype)
+        return Place.of(found)
+
+    lay_out(place)
+    return addresses
+
+
+def _end_of(begin: int, numel: int, dtype: torch.dtype) -> int:
+    """Where the next place begins."""
+    return begin + -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
