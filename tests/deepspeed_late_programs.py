@@ -474,6 +474,11 @@ def program_late_ranks(result):
     result["left"] = {name: left(name) for name in ("ZeRO-2", "ZeRO-3")}
     result["left alone"] = left_alone("nothing persistent", "module")
     result["left, gate of the step"] = left_alone("ZeRO-2", "step")
+    for gate in ("module", "step"):
+        result["refused", gate] = {
+            name: refused(RANKS[name](gate)) for name in ("ZeRO-2", "ZeRO-3")
+        }
+    result["refused", "zenflow"] = refused(configuration(dtype="bf16", zero={"zenflow": ZENFLOW}))
 
 
 class LeftError(Exception):
@@ -514,6 +519,48 @@ def left(name):
     with pytest.raises(OSError, match="hint"):
         engine.optimizer._partitions.finish()
     return found
+
+
+ZENFLOW = {
+    "topk_ratio": 0.1,
+    "select_strategy": "step",
+    "select_interval": 4,
+    "update_interval": 2,
+    "overlap_step": True,
+}
+
+
+def refused(config):
+    """What a run says in which ranks cannot step before the norm, by turns and both; and weights.
+
+    With those of a run without these steps.
+    """
+    import pytest
+
+    found, runs = [], []
+    for refusing in ((), (1,), (0,), (0, 1)):
+        torch.manual_seed(0)
+        engine, rank = initialize(deep(), config), torch.distributed.get_rank()
+        train(engine, vectors(2, rank=rank), squared)
+        if refusing:
+            gradients = engine.optimizer._partitions.gradients
+            with pytest.MonkeyPatch.context() as patched:
+                if rank in refusing:
+
+                    def refuse(_):
+                        raise ValueError("refused")
+
+                    patched.setattr(gradients, "norm", refuse)
+                try:
+                    train(engine, vectors(1, first=7, rank=rank), squared)
+                except (ValueError, OSError) as error:
+                    found.append(f"{type(error).__name__}: {error}")
+        train(engine, vectors(2, first=2, rank=rank), squared)
+        if hasattr(engine.optimizer, "drain"):
+            engine.optimizer.drain()
+        runs.append(weights(engine))
+        engine.destroy()
+    return found, runs
 
 
 def left_alone(name, gate):

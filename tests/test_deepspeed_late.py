@@ -170,6 +170,26 @@ def test_ranks_that_gather_in_the_step_do_not_wait_for_one_that_has_failed(ranks
     assert len(first) == len(second) == 6
 
 
+@pytest.mark.parametrize(
+    ("gate", "name"),
+    [(gate, name) for gate in ("module", "step") for name in ("ZeRO-2", "ZeRO-3")]
+    + [("zenflow", None)],
+)
+def test_a_rank_that_cannot_step_ends_the_step_of_the_others_and_they_go_on(ranks, gate, name):
+    for rank, result in enumerate(ranks):
+        of_gate = result["refused", gate]
+        found, (expected, *runs) = of_gate if name is None else of_gate[name]
+        others = "OSError: 1 other ranks cannot take this step"
+        assert found[0].startswith(others if rank == 0 else "ValueError: refused")
+        assert found[1].startswith(others if rank == 1 else "ValueError: refused")
+        assert found[2:] == ["ValueError: refused"]
+        if gate == "zenflow":
+            # What was deferred is applied then, and the step after that is exact.
+            expected = runs[0]
+        for run in runs:
+            assert_all_equal(run, expected)
+
+
 def test_what_two_ranks_do_not_wait_for_is_stale(ranks):
     for rank in ranks:
         for name, losses in rank["unguarded"].items():

@@ -15,6 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from stand_in_optimizers import Timers, backward_of, noted, optimizer_of, several
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -60,14 +61,14 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
     )
     # The engine pins, and DeepSpeed's swapper knows nothing of a volume.
     assert [(each.pin_memory, each.device) for each in given] == [(False, "cpu")]
-    if gate == "module" and not is_alone and zenflow is None:
+    gathers_behind = gate == "module" and zenflow is None
+    if gathers_behind and not is_alone:
         assert opened == [("ranks", device)]
         assert optimizer._gathers[0] is optimizer._partitions
         assert optimizer._gathers[2] == "groups"
     else:
         assert (optimizer._gathers, opened) == (None, [])
-    is_told = gate == "step" and not is_alone and zenflow is None
-    assert (optimizer._told_steps is not None) == is_told
+    assert (optimizer._told_steps is not None) == (not is_alone and not gathers_behind)
     assert optimizer._operands._rank == 1
     optimizer._backward.check()
     assert len(optimizer._known_holders) == 1
@@ -466,10 +467,35 @@ def test_parameters_without_gradient_are_named():
 @pytest.mark.parametrize(("is_alone", "expected"), [(True, 3.0), (False, 6.0)])
 def test_squares_are_those_of_all_ranks(monkeypatch, is_alone, expected):
     several(monkeypatch, stage_1_2.dist)
-    optimizer = made(local_overflow=False, _is_alone=is_alone, dp_process_group="ranks")
+    optimizer = made(
+        local_overflow=False,
+        _is_alone=is_alone,
+        dp_process_group="ranks",
+        _norm_round=NormRound(),
+    )
     assert optimizer._add_up(torch.tensor(3.0)) == expected
     optimizer.local_overflow = True
     assert optimizer._add_up(torch.tensor(3.0)) == math.inf
+
+
+def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
+    several(monkeypatch, stage_1_2.dist)
+    monkeypatch.setattr(
+        stage_1_2.dist, "all_reduce", lambda sums, op, group: sums.add_(torch.tensor([2.0, 1.0]))
+    )
+    optimizer = made(
+        local_overflow=False,
+        _is_alone=False,
+        dp_process_group="ranks",
+        _norm_round=NormRound(),
+        _gathers=None,
+        _partitions=SimpleNamespace(device=torch.device("cpu")),
+    )
+    with pytest.raises(OSError, match=r"1 other ranks cannot take this step, so none .* hint: "):
+        optimizer._add_up(torch.tensor(3.0))
+    # This one cannot, either.
+    with pytest.raises(ValueError, match="mine"), optimizer._awaited():
+        raise ValueError("mine")
 
 
 def test_a_skipped_step_drops_gradients_and_has_its_timers():

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from stand_in_optimizers import Gathers, Timers, noted, optimizer_of
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operand
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 
@@ -34,6 +35,8 @@ def stepping(norm=3.0, *, gathers=False, **more):
         _backward=SimpleNamespace(check=noted(calls, "check")),
         _gathers=Gathers(calls) if gathers else None,
         _told_steps=None,
+        _norm_round=NormRound(),
+        _is_alone=True,
         timers=Timers(),
         dtype=BF16,
         check_grad_overflow=True,
@@ -82,6 +85,48 @@ def test_ranks_that_gather_in_the_step_tell_of_it_before():
         "release_sums",
         "gather_weights",
     ]
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["backward", "used", "norm"])
+def test_what_keeps_a_rank_from_the_norm_is_told_in_it(place, error, gathers):
+    """Not what what gathers has told, nor Ctrl-C."""
+    optimizer, calls = stepping(gathers=gathers)
+    added = []
+    optimizer._is_alone = False
+    optimizer._partitions.device = torch.device("cpu")
+    optimizer._add_up = lambda squares: added.append((float(squares), optimizer._norm_round.meet()))
+    fail = mock.Mock(side_effect=error("mine"))
+    if place == "backward":
+        optimizer._backward.check = fail
+    elif place == "used":
+        optimizer._check_used = fail
+    else:
+        optimizer._partitions.gradients.norm = fail
+    with pytest.raises(error, match="mine"):
+        optimizer.step()
+    is_told = error is ValueError or (error is OSError and not gathers)
+    assert added == ([(0.0, 1.0)] if is_told else [])
+    assert "applied" not in [call[0] for call in calls if isinstance(call, tuple)]
+    assert optimizer._norm_round.meet() == 0.0
+
+
+def test_an_error_behind_the_norm_is_not_told_in_it():
+    optimizer, _ = stepping()
+    added = []
+    optimizer._is_alone = False
+    optimizer._partitions.device = torch.device("cpu")
+
+    def norm(add_up):
+        add_up(torch.ones(()))
+        raise ValueError("mine")
+
+    optimizer._add_up = lambda _: added.append(optimizer._norm_round.meet())
+    optimizer._partitions.gradients.norm = norm
+    with pytest.raises(ValueError, match="mine"):
+        optimizer.step()
+    assert added == [0.0]
 
 
 # Of norm 3 at a scale of 2: 1.5, clipped to a half.

@@ -11,6 +11,7 @@ import pytest
 import torch
 from stand_in_optimizers import Gathers, Timers, noted, optimizer_of, several
 from stepwell.deepspeed.zero import stage_3
+from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operand
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
 
@@ -36,6 +37,7 @@ def stepping(monkeypatch, norm=3.0, *, world_size=1, swapped=None, gathers=False
     optimizer = made(
         _backward=SimpleNamespace(check=noted(calls, "check")),
         _gathers=Gathers(calls) if gathers else None,
+        _norm_round=NormRound(),
         dp_process_group="ranks",
         timers=Timers(),
         loss_scaler=SimpleNamespace(cur_scale=2.0),
@@ -47,6 +49,7 @@ def stepping(monkeypatch, norm=3.0, *, world_size=1, swapped=None, gathers=False
             gradients=SimpleNamespace(norm=lambda add_up: calls.append("norm") or norm),
             settle=noted(calls, "settled"),
             finish=noted(calls, "finished"),
+            device=torch.device("cpu"),
         ),
         _loss_scale_update_and_overflow_cleanup=update_scale,
         _apply=lambda grad_scale: calls.append(("applied", grad_scale)),
@@ -139,6 +142,7 @@ def adding(monkeypatch, *, world_size, has_left=False, sums=lambda sums: None):
         dp_process_group="ranks",
         _has_left=has_left,
         _has_parted=False,
+        _norm_round=NormRound(),
     )
 
 
@@ -152,6 +156,35 @@ def test_ranks_add_up_norms_and_those_that_have_left(monkeypatch, has_left):
     # All have left it: nothing was changed.
     optimizer._check_left()
     optimizer._check_gathered()
+
+
+def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
+    optimizer = adding(monkeypatch, world_size=2, sums=lambda sums: sums[1].add_(1.0))
+    with pytest.raises(OSError, match=r"1 other ranks cannot take this step, so none .* hint: "):
+        optimizer._add_up(torch.tensor(2.0))
+    # It says nothing of the one before.
+    assert optimizer._has_parted is False
+
+
+@pytest.mark.parametrize("place", ["backward", "failure", "finish", "norm"])
+def test_what_keeps_a_rank_from_the_norm_is_told_in_it(monkeypatch, place):
+    optimizer, calls = stepping(monkeypatch, swapped="volume")
+    monkeypatch.setattr(stage_3.dist, "get_world_size", lambda group: 2)
+    added = []
+    optimizer._add_up = lambda squares: added.append((float(squares), optimizer._norm_round.meet()))
+    fail = mock.Mock(side_effect=OSError("mine"))
+    if place == "backward":
+        optimizer._backward.check = fail
+    elif place == "failure":
+        optimizer._check_failure = fail
+    elif place == "finish":
+        optimizer._partitions.finish = fail
+    else:
+        optimizer._partitions.gradients.norm = fail
+    with pytest.raises(OSError, match="mine"):
+        optimizer.step()
+    assert added == [(0.0, 1.0)]
+    assert "check_left" not in calls
 
 
 @pytest.mark.parametrize("num_left", [1.0, 2.0])

@@ -42,6 +42,7 @@ from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
+from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, PartitionWork, Update
@@ -86,13 +87,14 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._gathers: GatheredWeights | None = None
         self._told_steps: ToldSteps | None = None
         self._backward = Backward()
+        self._norm_round = NormRound()
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
         # What is deferred is gathered with a later step.
-        if not self._is_alone and self._plan.zenflow is None:
+        if not self._is_alone:
             peers = Peers(self.dp_process_group)
-            if self._plan.gate == "module":
+            if self._plan.gate == "module" and self._plan.zenflow is None:
                 peers.open_data(self._partitions.device)
                 self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
             else:
@@ -347,7 +349,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Steps all partitions in the background, or skips the step if a gradient is not finite."""
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._offload_accumulated_param_ids: set[int] = set()
-        self._backward.check()
+        with self._awaited():
+            self._backward.check()
         if self._gathers is not None:
             # A rank whose last step has failed tells the others now, and all raise. None writes a
             # step before all have committed the last one.
@@ -356,8 +359,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._told_steps.check()
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
-            self._check_used()
-            norm = self._partitions.gradients.norm(self._add_up)
+            with self._awaited():
+                self._check_used()
+                norm = self._partitions.gradients.norm(self._add_up)
             self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
             scale = float(self.loss_scale)
             is_checked = self.dtype != torch.bfloat16 or self.check_grad_overflow
@@ -384,6 +388,15 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._gather_weights()
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
+
+    def _awaited(self) -> AbstractContextManager[None]:
+        """A context in which this rank comes to add up norms; the others wait for it there."""
+        if self._is_alone:
+            return contextlib.nullcontext()
+        # What gathers behind the step tells of a rank that is gone, and of a step that has failed.
+        return self._norm_round.awaited(
+            self._add_up, self._partitions.device, tells_os_errors=self._gathers is None
+        )
 
     def _decided(self) -> AbstractContextManager[None]:
         """A context in which a step is taken that all ranks have decided on."""
@@ -439,9 +452,14 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self.local_overflow:
             # Found in a gradient that was set.
             squares.fill_(math.inf)
-        if not self._is_alone:
-            dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        return float(squares)
+        if self._is_alone:
+            return float(squares)
+        sums = torch.stack((squares, squares.new_tensor(self._norm_round.meet())))
+        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
+        # One copy to the host, for which it waits.
+        squared_norm, num_failed = sums.tolist()
+        self._norm_round.check(num_failed)
+        return float(squared_norm)
 
     def _skip(self) -> None:
         self.zero_grad(set_to_none=True)

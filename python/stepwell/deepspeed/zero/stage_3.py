@@ -53,6 +53,7 @@ from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gather_order import GatherOrder
 from stepwell.deepspeed.zero.gathers import GatheredPersistents
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
+from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
@@ -65,6 +66,7 @@ from stepwell.offload.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.gradients import Gradients
@@ -92,6 +94,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     ) -> None:
         self._plan = plan
         self._backward = Backward()
+        self._norm_round = NormRound()
         self._operands = Operands(init_optimizer, dist.get_rank())
         # Of persistent parameters, where their weights are in host memory.
         self._gate: Gate | None = None
@@ -480,15 +483,19 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Steps all partitions, or skips the step if a gradient is not finite."""
-        self._backward.check()
-        self._check_failure()
+        with self._awaited():
+            self._backward.check()
+            self._check_failure()
         self._pre_step()
         self._partition_all_parameters()
         try:
             if self._operands.swapped is not None and not self._is_alone:
                 # No rank writes a step before all have committed the last one.
-                self._partitions.finish()
-            norm, scale = self._partitions.gradients.norm(self._add_up), float(self.loss_scale)
+                with self._awaited():
+                    self._partitions.finish()
+            scale = float(self.loss_scale)
+            with self._awaited():
+                norm = self._partitions.gradients.norm(self._add_up)
             self._check_left()
             self._check_gathered()
             self.overflow = not math.isfinite(norm)
@@ -508,19 +515,30 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
 
+    def _awaited(self) -> AbstractContextManager[None]:
+        """A context in which this rank comes to add up norms; the others wait for it there."""
+        if self._is_alone:
+            return contextlib.nullcontext()
+        # What gathers behind the step tells of a rank that is gone, and of a step that has failed.
+        return self._norm_round.awaited(
+            self._add_up, self._partitions.device, tells_os_errors=self._gathers is None
+        )
+
     def _add_up(self, squares: torch.Tensor) -> float:
         """The sum of this rank's squared norm and those of the others.
 
-        With it the ranks count those that have left the step before by an error, and compare what
-        they have gathered.
+        With it the ranks count those that have left the step before by an error and those that
+        cannot take this one, and compare what they have gathered.
         """
         squares += self._share.squares()
         gathered = [] if self._fetcher is None else self._fetcher.gather_order.end()
-        beside = squares.new_tensor([float(self._has_left), *gathered])
+        numbers = [self._norm_round.meet(), float(self._has_left), *gathered]
+        beside = squares.new_tensor(numbers)
         sums = torch.cat((squares.reshape(1), beside))
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         # One copy to the host, for which it waits.
-        squared_norm, self._num_left, *gathered = sums.tolist()
+        squared_norm, num_failed, self._num_left, *gathered = sums.tolist()
+        self._norm_round.check(num_failed)
         if not GatherOrder.is_common(gathered, dist.get_world_size(group=self.dp_process_group)):
             self._has_parted = True
         return float(squared_norm)
