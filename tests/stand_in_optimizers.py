@@ -74,6 +74,14 @@ class Timers:
         self.running.remove(name)
         self.ended.append(name)
 
+    def get_timers(self):
+        return {
+            name: SimpleNamespace(
+                started_=name in self.running, stop=lambda name=name: self.stop(name)
+            )
+            for name in {*self.running, *self.ended}
+        }
+
     def log(self, names):
         assert not self.running
         self.logged.append(names)

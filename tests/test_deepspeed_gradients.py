@@ -27,7 +27,7 @@ def assert_same(ours, theirs):
     assert_same_partitions(flats, other_flats)
 
 
-@pytest.mark.parametrize("kind", ["", ", overlap_comm", ", accumulated", ", fp32 sums"])
+@pytest.mark.parametrize("kind", ["", ", overlap_comm", ", timed", ", accumulated", ", fp32 sums"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_after_the_hint_a_failed_backward_has_not_been(runs, stage, kind):
     undisturbed, recovered = runs["failed"][f"ZeRO-{stage}{kind}"]

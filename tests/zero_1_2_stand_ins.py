@@ -298,11 +298,13 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
     monkeypatch.setattr(
         DeepSpeedZeroOptimizer, "zero_grad", lambda _, set_to_none: calls.append(set_to_none)
     )
-    optimizer = made(_backward=SimpleNamespace(is_unended=is_unended))
+    optimizer = made(_backward=SimpleNamespace(is_unended=is_unended), timers=Timers())
     optimizer._drop_gradients = noted(calls, "dropped")
+    optimizer.timers("backward").start()
     optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad()
     assert calls == (["dropped", True] * 2 if is_unended else [False, True])
+    assert optimizer.timers.running == ([] if is_unended else ["backward"])
 
 
 def test_micro_batches_are_counted_without_buckets(monkeypatch):

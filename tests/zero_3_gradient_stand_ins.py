@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from stand_in_optimizers import backward_of, noted, optimizer_of, parameter
+from stand_in_optimizers import Timers, backward_of, noted, optimizer_of, parameter
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
 
@@ -63,7 +63,9 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
         _drop_gradients=noted(calls, "all"),
         _partitions=SimpleNamespace(gradients=SimpleNamespace(drop_sums=noted(calls, "sums"))),
         _share=SimpleNamespace(drop=noted(calls, "share")),
+        timers=Timers(),
     )
+    optimizer.timers("backward").start()
     for set_to_none in (False, True):
         optimizer.zero_grad(set_to_none)
         first = ["all"] if is_unended else []
@@ -71,6 +73,7 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
         calls.clear()
     optimizer.zero_grad()
     assert calls[-1] is True
+    assert optimizer.timers.running == ([] if is_unended else ["backward"])
 
 
 @pytest.mark.parametrize("resolves", [False, True])

@@ -140,7 +140,10 @@ def test_forwards_wait_for_their_own_weights():
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, FP32_SUMS])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_accumulation_steps": 2}, FP32_SUMS, {"wall_clock_breakdown": True}],
+)
 def test_failed_backwards(stage, options):
     config = configuration(stage=stage, dtype="bf16", **options)
     expected = gradients.recovered(dict(config), ())
@@ -187,8 +190,12 @@ def test_refused(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_without_memory(stage):
-    found, expected = (gradients.without_memory(stage, is_refused=each) for each in (True, False))
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_without_memory(stage, is_timed):
+    found, expected = (
+        gradients.without_memory(stage, is_refused=each, wall_clock_breakdown=is_timed)
+        for each in (True, False)
+    )
     assert found[0] == expected[0]
     assert_same_partitions(found[1], expected[1])
 

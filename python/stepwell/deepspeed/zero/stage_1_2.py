@@ -47,6 +47,7 @@ from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_sca
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, PartitionWork, Update
 from stepwell.deepspeed.zero.swapped import swapped_on
+from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.told_steps import ToldSteps
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
@@ -270,6 +271,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._backward.is_unended:
             set_to_none = True
             self._drop_gradients()
+            stop_all(self.timers)
         # Gradients have nothing to wait for.
         with without_waiting():
             super().zero_grad(set_to_none)
@@ -382,6 +384,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._partitions.settle()
             self.zero_grad(set_to_none=True)
             self._drop_gradients()
+            stop_all(self.timers)
             raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         if self._gathers is None:

@@ -60,6 +60,7 @@ from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.swapped import swapped_on
+from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
@@ -358,6 +359,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._backward.is_unended:
             set_to_none = True
             self._drop_gradients()
+            stop_all(self.timers)
         self._partitions.gradients.drop_sums()
         self._share.drop()
         super().zero_grad(set_to_none)
@@ -511,6 +513,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._partitions.settle()
             self.zero_grad(set_to_none=True)
             self._drop_gradients()
+            stop_all(self.timers)
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})

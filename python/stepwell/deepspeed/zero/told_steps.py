@@ -1,8 +1,8 @@
 """Steps of ranks that gather at their end: first they tell whether one has failed.
 
 With `gate: "step"`, and where updates are deferred, each rank waits for its own part of the
-weights, and then DeepSpeed gathers all parts. A rank whose part has failed would not be there, and the others would wait for it until the
-timeout of the process group. Imports no DeepSpeed.
+weights, and then DeepSpeed gathers all parts. A rank whose part has failed would not be there, and
+the others would wait for it until the timeout of the process group. Imports no DeepSpeed.
 
 Cost: 40 bytes between the hosts per step, .1 to .3 ms.
 """
