@@ -561,6 +561,11 @@ class Runner:
                     self._end(case, stop.value)
                 del steps
             if all(slot is None for slot in slots):
+                if waiting:
+                    left = max(self.until - time.monotonic(), 0.0)
+                    print(
+                        f"{len(waiting)} runs are left: none would end in {left:.0f} s", flush=True
+                    )
                 return
             if time.monotonic() > self.until:
                 running = ", ".join(name_of(slot[0]) for slot in slots if slot is not None)
