@@ -17,7 +17,7 @@ use on_device::{
 use stepwell::{
     adam::Hyper,
     device::{Device, Lane},
-    offload::{Engine, IN_FLIGHT},
+    offload::{Copies, Engine, IN_FLIGHT},
     stream::view::View,
 };
 
@@ -131,6 +131,39 @@ fn gradients_may_be_written_when_they_are_released() {
         device.host.pause(Lane::Download, false);
         assert!(engine.release(STREAM, SOON).expect("no failure"), "all are there");
         all.iter_mut().for_each(|one| one.grad.fill(0x3f));
+        finish(&engine);
+        for (one, expected) in all.iter_mut().zip(&mut expected) {
+            one.held.assert_same(expected, &format!("step {count}"));
+        }
+    }
+}
+
+#[test]
+fn gradients_may_be_written_before_the_step_by_what_comes_after_their_copies() {
+    let mut all = many();
+    let device = Arc::new(Gated::new(&all));
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 2);
+    let _resumed = Resumed(&device.host);
+    let order = |queued: &mut Option<Copies>, timeout| {
+        engine.order_after_copies(queued, STREAM, timeout).expect("no failure")
+    };
+    for count in 1..=2 {
+        let mut queued = None;
+        assert!(order(&mut queued, WATCHED) && queued.is_none(), "nothing was taken");
+        let mut expected: Vec<Held> =
+            all.iter().map(|one| stepped(one, count, &Hyper::default())).collect();
+        device.host.pause(Lane::Download, true);
+        device.streams_wait.store(false, Ordering::Relaxed);
+        take(&engine, &mut all).expect("gradients");
+        for _ in 0..2 {
+            assert!(!order(&mut queued, WATCHED), "the device has not been given all copies");
+            assert!(queued.is_some());
+        }
+        device.streams_wait.store(true, Ordering::Relaxed);
+        device.host.pause(Lane::Download, false);
+        assert!(order(&mut queued, SOON), "all are there");
+        all.iter_mut().for_each(|one| one.grad.fill(0x3f));
+        submit(&engine, &mut all, count, Hyper::default()).expect("a step");
         finish(&engine);
         for (one, expected) in all.iter_mut().zip(&mut expected) {
             one.held.assert_same(expected, &format!("step {count}"));

@@ -11,7 +11,7 @@ from offload_cases import assert_equal, loss_of, pair, small, train
 from optim_cases import DTYPES
 from stepwell import _core
 from stepwell.offload import collector, engine, gradients
-from stepwell.offload.checksums import are_whole_words, checksum, differences, sums_of
+from stepwell.offload.checksums import checksum, differences, sums_of
 from stepwell.offload.gradients import Gradients, may_change_after_backward
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -94,14 +94,6 @@ def test_a_single_bit_is_seen(count, offset, at, bit):
     word = tensor.view(torch.int32)[int(at * count)]
     word.bitwise_xor_(torch.tensor((1 << bit) - (1 << 32 if bit == 31 else 0)).int())
     assert is_different(before, checksum(tensor))
-
-
-@pytest.mark.parametrize(
-    ("begin", "end", "expected"),
-    [(0, 2, True), (2, 8, True), (0, 0, False), (0, 3, False), (1, 3, False), (1, 2, False)],
-)
-def test_the_engine_sums_whole_words(begin, end, expected):
-    assert are_whole_words(torch.zeros(8)[begin:end]) == expected
 
 
 def test_each_pair_is_told_apart():
@@ -719,6 +711,32 @@ def test_many_tensors_have_their_own_sums(engine):
     assert [each.tolist() for each in found] == [expected_sums(each.cpu()) for each in tensors]
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [(0, 0), (0, 3), (1, 3), (1, 4), (1, 7), (2, 9), (3, 1 << 14), (0, 3_004_001), (1, 3_004_002)],
+)
+def test_bytes_beside_whole_words_are_kept(engine, begin, end):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    memory = torch.arange(end + 1).to(torch.int16).to(device)
+    tensor = memory[begin:end]
+    (found,) = sums(engine, tensor)
+    nbytes = tensor.cpu().view(torch.uint8)
+    lead = min(2 * (-begin % 4), len(nbytes))
+    tail = len(nbytes) - (len(nbytes) - lead) % 8
+    expected = expected_sums(nbytes[lead:tail].clone()) + nbytes[:lead].tolist()
+    assert found.tolist() == expected + nbytes[tail:].tolist()
+
+
+def test_words_of_any_size_that_change_places_are_seen(engine):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensor = torch.randn(1001, 3001, device=device)
+    (before,) = sums(engine, tensor)
+    flat = tensor.view(-1)
+    flat[:4] = flat[[2, 3, 0, 1]]
+    (after,) = sums(engine, tensor)
+    assert is_different(before, after)
+
+
 def test_changes_and_swaps_change_the_engines_sums(engine):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensor = torch.randn(1 << 18, dtype=torch.float64, device=device)
@@ -741,6 +759,53 @@ def test_memory_that_is_not_of_words_is_refused(engine):
         engine.checksums([8], [12], 0)
     with pytest.raises(ValueError, match="expected as many"):
         engine.checksums([8], [], 0)
+
+
+def scaled_and_back(grad):
+    """As for a log. Bits are the same."""
+    grad.data.mul_(2.0**-10)
+    grad.data.mul_(2.0**10)
+
+
+def freed_and_back(grad):
+    storage, kept = grad.untyped_storage(), grad.clone()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(nbytes)
+    grad.data.copy_(kept)
+
+
+@pytest.mark.parametrize("edit", [scaled_and_back, freed_and_back])
+def test_a_gradient_may_be_written_while_it_would_be_copied(monkeypatch, edit):
+    """Its copy has ended when the backward has, or the device is ordered so."""
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 64 << 20)
+
+    def train(**options):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(1 << 24) * 0.01) for _ in range(3)]
+        optimizer = stepwell.OffloadAdamW(params, lr=1e-3, **options)
+        for _ in range(2):
+            (sum(each.square().sum() for each in params) + (params[0] * params[1]).sum()).backward()
+            for each in params:
+                edit(each.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return params
+
+    for one, other in zip(train(accumulation_steps=1), train(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("early", [{}, {"accumulation_steps": 1}])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_a_gradient_whose_memory_is_freed_is_refused(early, left):
+    net, optimizer = pair(**early)[0]
+    loss_of(net, 0).backward()
+    storage = net[0].weight.grad.untyped_storage()
+    storage.resize_(int(storage.nbytes() * left))
+    with pytest.raises(ValueError, match=r"but its storage has .* hint: the program has freed it"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("sizes", [(5, 7), (5, 1 << 15), (1 << 15,)])

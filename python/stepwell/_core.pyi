@@ -433,6 +433,15 @@ class OffloadEngine:
         Raises:
             OSError: where the step or the device has failed.
         """
+    def order_after_copies(self, /, *, stream: int = 0) -> None:
+        """
+        What is launched on `stream` from now on comes after the copies of gradients that were taken
+        since the last `submit`: it may write them. The thread waits until the device has these
+        copies.
+
+        Raises:
+            OSError: where the device has failed.
+        """
     def pin(self, /, buffer: Buffer, begin: int = 0, end: int | None = None) -> None:
         """
         Pins bytes `begin` to `end` of `buffer` for the device, and keeps it alive as long as the

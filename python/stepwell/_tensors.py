@@ -24,6 +24,7 @@ __all__ = [
     "check_memory",
     "check_param",
     "contiguous_hint",
+    "has_memory",
     "is_run",
     "ordinary_tensors",
     "tensor_on",
@@ -101,16 +102,31 @@ def is_run(tensor: torch.Tensor) -> bool:
     )
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a strided `tensor` lie in its storage, as far as that can be told.
+
+    A program may have freed it, or made it smaller, under the tensor.
+    """
+    if type(tensor) not in PLAIN or tensor._is_zerotensor() or tensor.numel() == 0:
+        return True
+    if tensor.is_contiguous():
+        extent = tensor.numel()
+    else:
+        places = zip(tensor.shape, tensor.stride(), strict=True)
+        extent = 1 + sum((size - 1) * stride for size, stride in places)
+    end = tensor.storage_offset() + extent
+    return bool(tensor.untyped_storage().nbytes() >= end * tensor.itemsize)
+
+
 def check_memory(tensor: torch.Tensor, label: Callable[[], str]) -> None:
     """Raises ValueError, which names `tensor` by `label()`, if its memory was freed under it."""
-    if type(tensor) in PLAIN and tensor.data_ptr() == 0 and not tensor._is_zerotensor():
-        nbytes = tensor.untyped_storage().nbytes()
-        if nbytes < tensor.nbytes:
-            raise ValueError(
-                f"{label()} takes `{tensor.nbytes}` bytes, but its storage has `{nbytes}`. "
-                "hint: the program has freed it (untyped_storage().resize_(0)); give it back "
-                "before the step"
-            )
+    if not has_memory(tensor):
+        raise ValueError(
+            f"{label()} takes `{tensor.nbytes}` bytes, but its storage has "
+            f"`{tensor.untyped_storage().nbytes()}`. "
+            "hint: the program has freed it (untyped_storage().resize_(0)); give it back "
+            "before the step"
+        )
 
 
 def _check_strided(tensor: torch.Tensor, what: str, hint: str) -> None:

@@ -141,9 +141,13 @@ unsafe impl Device for HostDevice {
         // SAFETY: the caller vouches that it is alive, aligned, and not used otherwise.
         let sums = unsafe { std::slice::from_raw_parts_mut(sums, memory.len()) };
         for (memory, sums) in memory.iter().zip(sums) {
-            let words: *const u64 = std::ptr::with_exposed_provenance(memory.address as usize);
-            // SAFETY: the caller vouches that it is alive, aligned, and not written.
-            let words = unsafe { std::slice::from_raw_parts(words, memory.count as usize) };
+            let begin: *const u64 = std::ptr::with_exposed_provenance(memory.address as usize);
+            let words: &[u64] = match memory.count as usize {
+                // Nothing may be there.
+                0 => &[],
+                // SAFETY: the caller vouches that it is alive, aligned, and not written.
+                count => unsafe { std::slice::from_raw_parts(begin, count) },
+            };
             *sums = checksum(words);
         }
         Ok(())

@@ -74,7 +74,7 @@ pub struct Mark(usize);
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub struct Words {
-    /// Where it begins, a multiple of 8.
+    /// Where it begins, a multiple of 8; anything where it has no words.
     pub address: u64,
     /// How many words it has.
     pub count: u64,

@@ -146,10 +146,17 @@ impl Generation {
     /// # Errors
     /// As [`Downloads::push`].
     pub(super) fn seal(&self, downloads: &Downloads) -> Result<()> {
-        // SAFETY: it is no copy.
-        let ticket = unsafe { downloads.push([Download::Record(self.whole_event())])? };
-        self.sealed.store(ticket, Ordering::Release);
+        self.sealed.store(self.record(downloads)?, Ordering::Release);
         Ok(())
+    }
+
+    /// Queues the event behind all that was taken so far, for which there is room; its ticket.
+    ///
+    /// # Errors
+    /// As [`Downloads::push`].
+    pub(super) fn record(&self, downloads: &Downloads) -> Result<u64> {
+        // SAFETY: it is no copy.
+        unsafe { downloads.push([Download::Record(self.whole_event())]) }
     }
 
     /// The ticket of the event behind all of it.

@@ -10,7 +10,7 @@ use super::{
     engine::Engine,
     generation::Generation,
     job::Announced,
-    next::{Discarded, Next},
+    next::{Copies, Discarded, Next},
     owners::Lent,
     shared::Shared,
 };
@@ -251,6 +251,45 @@ impl Engine {
                  hint: an engine with two generations",
             )
         })
+    }
+
+    /// Has what is launched on `stream` from now on come after the copies of all gradients that were
+    /// taken since the last submit, so that it may write them. Waits, no longer than `timeout`,
+    /// until the device has these copies; whether that was reached. If not, `queued` says how far
+    /// it is, for another call.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed.
+    pub fn order_after_copies(
+        &self,
+        queued: &mut Option<Copies>,
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        let Shared { device, downloads, generations, .. } = &*self.shared;
+        self.check_process()?;
+        let Copies { generation, ticket } = match *queued {
+            Some(copies) => copies,
+            None => {
+                let next = self.next();
+                let Some(&Announced { generation }) = next.announced.as_ref() else {
+                    return Ok(true);
+                };
+                // Not that of the events which are queued without a wait.
+                if !downloads.wait_for_room(SPARE_ENTRIES, timeout)? {
+                    return Ok(false);
+                }
+                let ticket = generations[generation].record(downloads)?;
+                *queued.insert(Copies { generation, ticket })
+            }
+        };
+        if !downloads.wait_timeout(ticket, timeout)? {
+            return Ok(false);
+        }
+        let _attached = Attached::to(&**device)?;
+        // Where it was recorded anew meanwhile it is a later one, behind these copies as well.
+        device.order_stream_after(stream, generations[generation].whole_event())?;
+        Ok(true)
     }
 
     /// Forgets the gradients that were taken since the last submit: no step takes them. Their

@@ -137,7 +137,7 @@ pub use engine::{Engine, Shape};
 pub use groups::INTERVAL_MAX;
 pub use handover::LANDINGS_IN_FLIGHT_MAX;
 pub use job::{Timing, Update};
-pub use next::Discarded;
+pub use next::{Copies, Discarded};
 pub use owners::{Lent, Owners};
 pub use ring::{Deferral, deferral_nbytes};
 pub use segment::SEGMENT_LEN;

@@ -25,6 +25,16 @@ pub struct Discarded {
     pub(super) ticket: u64,
 }
 
+/// Copies that a stream is to come after: [`Engine::order_after_copies`] knows them by it.
+///
+/// [`Engine::order_after_copies`]: super::Engine::order_after_copies
+#[derive(Clone, Copy, Debug)]
+pub struct Copies {
+    pub(super) generation: usize,
+    /// Of the event behind them.
+    pub(super) ticket: u64,
+}
+
 impl Next {
     /// Nothing was taken, by an engine of so many generations and tensors.
     pub(super) fn new(generations: usize, tensors: usize) -> Self {

@@ -495,6 +495,20 @@ impl PyOffloadEngine {
         py.detach(|| self.engine.settle(stream_of(stream)))
     }
 
+    /// What is launched on `stream` from now on comes after the copies of gradients that were taken
+    /// since the last `submit`: it may write them. The thread waits until the device has these
+    /// copies.
+    ///
+    /// Raises:
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (*, stream=0))]
+    fn order_after_copies(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        let mut queued = None;
+        wait_interruptibly(py, || {
+            self.engine.order_after_copies(&mut queued, stream_of(stream), SIGNAL_INTERVAL)
+        })
+    }
+
     /// Forgets the gradients that were taken since the last `submit`: of a step that is skipped or
     /// refused. The thread waits until their copies have ended; then both sides may be written or
     /// freed. Nothing happens where none were taken.

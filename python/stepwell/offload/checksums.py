@@ -1,11 +1,14 @@
 """Checksums of tensors on their device: whether a gradient is still what it was, without its copy.
 
-Of whole 64-bit words: `_core.CHECKSUM_SUMS` sums of words, each mixed with its place, by a kernel
-of the engine (`Device::checksums` has the formula). Of other tensors: 1024 sums, each over a run,
-and the bytes that are left over; of small ones the bytes themselves. Bits are summed, so there is
-no rounding, and a NaN equals itself. Only a change that is made for it leaves every sum as it was.
+`_core.CHECKSUM_SUMS` sums of 64-bit words, each mixed with its place, by a kernel of the engine
+(`Device::checksums` has the formula); and the bytes before the first and behind the last whole
+word. Bits are summed, so there is no rounding, and a NaN equals itself. Only a change that is made
+for it leaves every sum as it was.
 
-Cost: one kernel and one read of the tensor; 2 KiB beside it until the comparison, or 64 of others.
+Where the engine has no kernel (`checksum`): 1024 sums, each over a run of words, which do not see
+words that change places within a run; of small tensors the bytes themselves.
+
+Cost: one kernel and one read of the tensor; 2 KiB beside it until the comparison, or 64.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from stepwell import _core
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["are_whole_words", "checksum", "differences", "sums_of"]
+__all__ = ["checksum", "differences", "sums_of"]
 
 _RUNS = 1024
 _WORD_BYTES = 8
@@ -27,32 +30,37 @@ _KEPT_BYTES = _RUNS * _WORD_BYTES
 """A tensor of less is its own checksum, where it is not of whole words."""
 
 
-def are_whole_words(tensor: torch.Tensor) -> bool:
-    """Whether the engine has a kernel for the contiguous `tensor`."""
-    nbytes = int(tensor.nbytes)
-    return nbytes > 0 and nbytes % _WORD_BYTES == 0 and tensor.data_ptr() % _WORD_BYTES == 0
-
-
 def sums_of(
     engine: _core.OffloadEngine, tensors: Sequence[torch.Tensor], stream: int
-) -> Sequence[torch.Tensor]:
-    """The checksums of contiguous tensors of whole words, on the device of `engine`.
+) -> list[torch.Tensor]:
+    """The checksums of contiguous tensors on the device of `engine`.
 
-    Each is int64, of `_core.CHECKSUM_SUMS` elements. The tensors are held until `stream`, which is
-    the current one, has passed this.
+    Each is int64, of one dimension. Those of one size whose memory begins at the same place in a
+    word can be compared. The tensors are held until `stream`, which is the current one, has passed
+    this.
 
     Raises:
         OSError: the device cannot compile the kernel, or has failed.
     """
+    addresses, sizes = [], []
+    ragged: dict[int, tuple[int, int]] = {}
+    for at, tensor in enumerate(tensors):
+        address, nbytes = tensor.data_ptr(), int(tensor.nbytes)
+        begin = min(-address % _WORD_BYTES, nbytes)
+        whole = (nbytes - begin) // _WORD_BYTES * _WORD_BYTES
+        if whole != nbytes:
+            ragged[at] = begin, begin + whole
+        # Nothing is read where there is no whole word.
+        addresses.append(address + begin if whole else 0)
+        sizes.append(whole)
     shape = len(tensors), _core.CHECKSUM_SUMS
     sums = torch.empty(shape, dtype=torch.int64, device=tensors[0].device)
-    engine.checksums(
-        [tensor.data_ptr() for tensor in tensors],
-        [tensor.nbytes for tensor in tensors],
-        sums.data_ptr(),
-        stream=stream,
-    )
-    return sums.unbind()
+    engine.checksums(addresses, sizes, sums.data_ptr(), stream=stream)
+    found = list(sums.unbind())
+    for at, (begin, end) in ragged.items():
+        memory = tensors[at].detach().view(-1).view(torch.uint8)
+        found[at] = torch.cat([found[at], memory[:begin].long(), memory[end:].long()])
+    return found
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from stepwell._sharding import is_dtensor
-from stepwell._tensors import is_run
+from stepwell._tensors import has_memory, is_run
 from stepwell.offload.accumulation import HostSums
 from stepwell.offload.engine import Engine, current_stream
 from stepwell.offload.gradients import (
@@ -143,6 +143,20 @@ def _is_placed_alike(param: DTensor, grad: torch.Tensor) -> bool:
     )
 
 
+def _at_the_end_of_the_backward(call: Callable[[], None]) -> None:
+    """Has autograd call it when the backward that this is a hook of has ended.
+
+    The current stream is that of the caller of the backward then.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    try:
+        # torch has no types for it. FSDP2 and DDP use it as well.
+        engine.queue_callback(call)
+    except RuntimeError:
+        # Not within a backward.
+        call()
+
+
 class DeviceCollector(Collector):
     """Gradients stay on the device, and are copied once.
 
@@ -155,6 +169,8 @@ class DeviceCollector(Collector):
         super().__init__(host)
         self.copies = Gradients(accumulation_steps)
         self._has_warned = False
+        # What has copies that no stream has been ordered after.
+        self._copying: Engine | None = None
         # Of plain parameters, asked once per step; None: not yet.
         self._may_change: bool | None = None
 
@@ -212,6 +228,18 @@ class DeviceCollector(Collector):
         sums = engine.checksums(list(map(piece_of, copied.values())))
         engine.take(list(copied), list(copied.values()))
         self.copies.mark_copied(copied, sums, engine.checksums)
+        self._copying = engine
+        _at_the_end_of_the_backward(self._order_after_copies)
+
+    def _order_after_copies(self) -> None:
+        """A backward has ended: what the program does to gradients next comes after their copies.
+
+        It may scale them and scale them back, of which no checksum would tell, while a copy reads
+        them; or free them.
+        """
+        engine, self._copying = self._copying, None
+        if engine is not None:
+            engine.order_after_copies()
 
     def _is_copyable(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether `grad` is as the host side of `param`: a copy reads no more than it has."""
@@ -220,6 +248,7 @@ class DeviceCollector(Collector):
             twin is not None
             and piece.layout == torch.strided
             and is_run(piece)
+            and has_memory(piece)
             and piece.dtype == twin.dtype
             and piece.shape == twin.shape
             # The model may have been moved.
@@ -273,6 +302,7 @@ class DeviceCollector(Collector):
     def reset(self) -> bool:
         is_any_taken = self.copies.is_any_taken
         self.copies.reset()
+        self._copying = None
         self._may_change = None
         return is_any_taken
 

@@ -1,9 +1,10 @@
 """The core's offload engine over torch tensors: streams, addresses, and the memory behind them.
 
 - The core holds the storage of every tensor that a copy or a step reads or writes until that has
-  ended. So a gradient may be freed, a state replaced, and a parameter given other memory at any
-  time. Gradients may be written in place once `step` has `release`d them: before that no stream can
-  wait for copies which the device does not have yet.
+  ended. So a gradient may be dropped, a state replaced, and a parameter given other memory at any
+  time. Gradients may be written in place, and their storage freed, by what comes on a stream that
+  was ordered after their copies: at the end of a backward (`order_after_copies`), or when `step`
+  has `release`d them. Before that no stream can wait for copies which the device does not have yet.
 - A step ends before the core is freed, also where the garbage collector takes all of it at once.
 """
 
@@ -23,7 +24,7 @@ import torch
 from stepwell import _core
 from stepwell._sharding import is_dtensor, local
 from stepwell.offload.budget import note_pinned
-from stepwell.offload.checksums import are_whole_words, checksum, sums_of
+from stepwell.offload.checksums import checksum, sums_of
 from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
 from stepwell.offload.under_way import as_plain
@@ -235,23 +236,30 @@ class Engine:
             stream=self._stream(),
         )
 
+    def order_after_copies(self) -> None:
+        """What comes on the current stream may write or free the gradients that were taken.
+
+        The thread waits until the device has their copies.
+
+        Raises:
+            OSError: the device has failed.
+        """
+        self._core.order_after_copies(stream=self._stream())
+
     def checksums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The checksums of contiguous tensors on the device (see `checksums`), in their order.
 
         In the order of the current stream. Those of tensors with equal sizes, and memory that
         begins at equal places of a word, can be compared.
         """
-        whole = [at for at, tensor in enumerate(tensors) if are_whole_words(tensor)]
-        sums: dict[int, torch.Tensor] = {}
-        if whole and self._has_checksums:
+        if self._has_checksums and tensors:
             try:
-                found = sums_of(self._core, [tensors[at] for at in whole], self._stream())
-                sums = dict(zip(whole, found, strict=True))
+                return sums_of(self._core, tensors, self._stream())
             except OSError as error:
                 # The driver has no compiler, say. A device that has failed says so again.
                 self._has_checksums = False
                 _LOGGER.warning("checksums of gradients take longer than they might: %s", error)
-        return [sums[at] if at in sums else checksum(tensor) for at, tensor in enumerate(tensors)]
+        return [checksum(tensor) for tensor in tensors]
 
     def in_order(
         self, items: Iterable[_Item], param_of: Callable[[_Item], torch.Tensor]
