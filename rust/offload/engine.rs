@@ -174,8 +174,9 @@ impl Engine {
         self.check_process()?;
         let word = size_of::<u64>() as u64;
         let words = |&(address, nbytes): &(u64, usize)| {
-            if address % word == 0 && nbytes as u64 % word == 0 {
-                return Ok(Words { address, count: nbytes as u64 / word });
+            let nbytes = nbytes as u64;
+            if address.is_multiple_of(word) && nbytes.is_multiple_of(word) {
+                return Ok(Words { address, count: nbytes / word });
             }
             Err(Error::value(format!(
                 "a checksum of `{nbytes}` bytes at `{address:#x}`, expected whole words of 8"
