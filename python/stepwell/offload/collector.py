@@ -196,8 +196,8 @@ class DeviceCollector(Collector):
 
     @override
     def on_grad(self, param: torch.Tensor, idle_engine: IdleEngine, label: Label) -> None:
-        # Autograd's thread launches the backward, and is late with it. So what can be left to the
-        # batch is left to it: there it takes a third of the time.
+        # Autograd's thread launches the backward, and is late with it: what can be left to the
+        # batch is left to it.
         grad, copies = param.grad, self.copies
         if not copies.count(param) or grad is None or grad.layout != torch.strided:
             return
