@@ -264,8 +264,9 @@ def test_a_handle_that_goes_lets_other_threads_run(handle, fifo):
 
     def end():
         assert goes.wait(30)
-        os.write(far, bytes(4000))
+        # First: the other thread goes on as soon as the read has ended.
         has_run.set()
+        os.write(far, bytes(4000))
 
     thread = threading.Thread(target=end)
     thread.start()
