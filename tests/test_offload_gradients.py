@@ -14,6 +14,7 @@ from stepwell.offload import collector, engine, gradients
 from stepwell.offload.checksums import checksum, differences, sums_of
 from stepwell.offload.gradients import Gradients, may_change_after_backward
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import checkpoint as checkpointing
 
 
 @pytest.fixture(autouse=True)
@@ -795,6 +796,26 @@ def test_a_gradient_may_be_written_while_it_would_be_copied(monkeypatch, edit):
 
     for one, other in zip(train(accumulation_steps=1), train(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_copies_are_waited_for_when_the_whole_backward_has_ended(monkeypatch, use_reentrant):
+    """Not when one within it has, which reentrant checkpointing makes."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(5))
+    optimizer = stepwell.OffloadAdamW(layers.parameters(), accumulation_steps=1)
+    waits, ended = [], []
+    monkeypatch.setattr(engine.Engine, "order_after_copies", lambda _: waits.append(len(ended)))
+    for param in layers.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: ended.append(1))
+    for _ in range(2):
+        ended.clear()
+        hidden = layers[0](torch.ones(2, 3))
+        for layer in layers[1:4]:
+            hidden = checkpointing.checkpoint(layer, hidden, use_reentrant=use_reentrant)
+        layers[4](hidden).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert waits == [10, 10]
 
 
 @pytest.mark.parametrize("early", [{}, {"accumulation_steps": 1}])

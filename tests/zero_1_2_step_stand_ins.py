@@ -89,7 +89,7 @@ def test_ranks_that_gather_in_the_step_tell_of_it_before():
 
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["backward", "used", "norm"])
+@pytest.mark.parametrize("place", ["used", "norm"])
 def test_what_keeps_a_rank_from_the_norm_is_told_in_it(place, error, gathers):
     """Not what what gathers has told, nor Ctrl-C."""
     optimizer, calls = stepping(gathers=gathers)
@@ -98,9 +98,7 @@ def test_what_keeps_a_rank_from_the_norm_is_told_in_it(place, error, gathers):
     optimizer._partitions.device = torch.device("cpu")
     optimizer._add_up = lambda squares: added.append((float(squares), optimizer._norm_round.meet()))
     fail = mock.Mock(side_effect=error("mine"))
-    if place == "backward":
-        optimizer._backward.check = fail
-    elif place == "used":
+    if place == "used":
         optimizer._check_used = fail
     else:
         optimizer._partitions.gradients.norm = fail
@@ -264,6 +262,7 @@ def applied(*, is_gated=True, gathers=None, swapped=None):
         _open_gate=noted(calls, "opened", is_gated),
         _protect=protect,
         _gathers=gathers,
+        _told_steps=None,
         parallel_partitioned_bit16_groups="parts",
         _gate=SimpleNamespace(wait_for_uncovered=noted(calls, "uncovered")),
         _lazy_init_hp_params_optimizer_state=noted(calls, "states"),
@@ -303,6 +302,17 @@ def test_a_step_that_is_not_gated_is_waited_for():
     optimizer._gate = None
     optimizer._apply(1.0)
     assert calls[-2:] == ["synchronized", "states"]
+
+
+def test_a_step_is_marked_as_taken_directly_behind_the_submit():
+    optimizer, calls, _ = applied()
+    optimizer._told_steps = SimpleNamespace(mark_taken=noted(calls, "taken"))
+    optimizer._apply(1.0)
+    (submission,) = [call[1] for call in calls if call[0] == "committed"]
+    submit, mark, after = submission
+    assert (submit, after) == ("submit", "after")
+    mark()
+    assert calls[-1] == "taken"
 
 
 def test_gathers_follow_the_submit():

@@ -159,23 +159,29 @@ def test_ranks_add_up_norms_and_those_that_have_left(monkeypatch, has_left):
 
 
 def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
-    optimizer = adding(monkeypatch, world_size=2, sums=lambda sums: sums[1].add_(1.0))
-    with pytest.raises(OSError, match=r"1 other ranks cannot take this step, so none .* hint: "):
+    def sums(sums):
+        # The one that cannot step has gathered other weights, too.
+        sums[1].add_(1.0)
+        sums[-1].add_(1.0)
+
+    optimizer = adding(monkeypatch, world_size=2, sums=sums)
+    with pytest.raises(OSError, match=r"cannot take this step: 1, so none .* hint: "):
         optimizer._add_up(torch.tensor(2.0))
-    # It says nothing of the one before.
+    assert optimizer._has_parted is False
+    # This one cannot, either.
+    optimizer._norm_round = mock.Mock(meet=lambda: 1.0)
+    optimizer._add_up(torch.tensor(2.0))
     assert optimizer._has_parted is False
 
 
-@pytest.mark.parametrize("place", ["backward", "failure", "finish", "norm"])
+@pytest.mark.parametrize("place", ["failure", "finish", "norm"])
 def test_what_keeps_a_rank_from_the_norm_is_told_in_it(monkeypatch, place):
     optimizer, calls = stepping(monkeypatch, swapped="volume")
     monkeypatch.setattr(stage_3.dist, "get_world_size", lambda group: 2)
     added = []
     optimizer._add_up = lambda squares: added.append((float(squares), optimizer._norm_round.meet()))
     fail = mock.Mock(side_effect=OSError("mine"))
-    if place == "backward":
-        optimizer._backward.check = fail
-    elif place == "failure":
+    if place == "failure":
         optimizer._check_failure = fail
     elif place == "finish":
         optimizer._partitions.finish = fail

@@ -229,6 +229,7 @@ def applied(*, is_deferred=True, gate="open"):
             wait_for_landing=noted(calls, "landed"),
         ),
         _steps=steps,
+        _told_steps=None,
         _is_deferred=lambda: is_deferred,
         _next_step=lambda: 5,
         _is_seen=lambda: "seen",

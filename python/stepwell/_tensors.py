@@ -121,11 +121,12 @@ def has_memory(tensor: torch.Tensor) -> bool:
 def check_memory(tensor: torch.Tensor, label: Callable[[], str]) -> None:
     """Raises ValueError, which names `tensor` by `label()`, if its memory was freed under it."""
     if not has_memory(tensor):
+        before = tensor.storage_offset() * tensor.itemsize
+        left = max(tensor.untyped_storage().nbytes() - before, 0)
         raise ValueError(
-            f"{label()} takes `{tensor.nbytes}` bytes, but its storage has "
-            f"`{tensor.untyped_storage().nbytes()}`. "
-            "hint: the program has freed it (untyped_storage().resize_(0)); give it back "
-            "before the step"
+            f"{label()} takes `{tensor.nbytes}` bytes, but its storage has `{left}` for it. "
+            "hint: the program has freed it, or a part (untyped_storage().resize_()); give it "
+            "back before the step"
         )
 
 

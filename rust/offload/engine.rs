@@ -183,6 +183,9 @@ impl Engine {
             )))
         };
         let memory = sources.iter().map(words).collect::<Result<Vec<_>>>()?;
+        if memory.is_empty() {
+            return Ok(());
+        }
         let _attached = Attached::to(&*self.shared.device)?;
         // SAFETY: passed on from the caller.
         unsafe { self.shared.device.checksums(stream, &memory, sums) }

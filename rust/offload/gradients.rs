@@ -275,7 +275,7 @@ impl Engine {
                 let Some(&Announced { generation }) = next.announced.as_ref() else {
                     return Ok(true);
                 };
-                // Not that of the events which are queued without a wait.
+                // Beside the room of two events that are queued without a wait.
                 if !downloads.wait_for_room(SPARE_ENTRIES, timeout)? {
                     return Ok(false);
                 }

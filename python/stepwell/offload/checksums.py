@@ -8,7 +8,8 @@ for it leaves every sum as it was.
 Where the engine has no kernel (`checksum`): 1024 sums, each over a run of words, which do not see
 words that change places within a run; of small tensors the bytes themselves.
 
-Cost: one kernel and one read of the tensor; 2 KiB beside it until the comparison, or 64.
+Cost: one kernel and one read of the tensor; 2 KiB beside it until the comparison, or 64 KiB where
+the engine has no kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["checksum", "differences", "sums_of"]
 _RUNS = 1024
 _WORD_BYTES = 8
 _KEPT_BYTES = _RUNS * _WORD_BYTES
-"""A tensor of less is its own checksum, where it is not of whole words."""
+"""A tensor of less is its own checksum, where the engine has no kernel."""
 
 
 def sums_of(

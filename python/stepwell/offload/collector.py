@@ -5,7 +5,8 @@ copies each once: during the backward if that is known to be the last before the
 step. `HostCollector` adds the gradients of every backward to sums in host memory.
 
 A collector is called by hooks of autograd (`on_grad`) and by the step. It holds no engine: it is
-given one, whose step has been waited for, where it needs one.
+given one, whose step has been waited for, where it needs one, and remembers it until the end of a
+backward.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ def _is_placed_alike(param: DTensor, grad: torch.Tensor) -> bool:
 def _at_the_end_of_the_backward(call: Callable[[], None]) -> None:
     """Has autograd call it when the backward that this is a hook of has ended.
 
-    The current stream is that of the caller of the backward then.
+    The current stream is that of the caller of the backward then. A backward within another one
+    (reentrant checkpointing) calls it, too.
     """
     engine = torch.autograd.Variable._execution_engine
     try:
@@ -237,6 +239,9 @@ class DeviceCollector(Collector):
         It may scale them and scale them back, of which no checksum would tell, while a copy reads
         them; or free them.
         """
+        if torch._C._current_autograd_node() is not None:
+            # One within another, which goes on: it would wait again and again.
+            return
         engine, self._copying = self._copying, None
         if engine is not None:
             engine.order_after_copies()

@@ -466,6 +466,12 @@ impl Volume {
         let mut done = 0;
         for piece in pieces {
             let member = usize::from(piece.member);
+            // First: no commit is under way while this write is.
+            if let (Kind::Write, Some(flushes)) = (kind, &self.flushes) {
+                flushes.note_write(member, u64::from(piece.nbytes), || {
+                    self.begin_sync(member..member + 1)
+                });
+            }
             let slot_offset = self.about.extents[member].slot_offset(entry.slot);
             self.engine.queues[member].push(Operation {
                 kind,
@@ -480,11 +486,6 @@ impl Volume {
                 request: Arc::clone(&request) as _,
             });
             done += piece.nbytes as usize;
-            if let (Kind::Write, Some(flushes)) = (kind, &self.flushes) {
-                flushes.note_write(member, u64::from(piece.nbytes), || {
-                    self.begin_sync(member..member + 1)
-                });
-            }
         }
         Ticket { about: Arc::clone(&self.about), request: Some(request) }
     }

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,7 +172,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         uncovered = self._guard_weights()
         at_once = {self._fragment(param) for param in uncovered} if is_deferred else None
         submission = partitions.prepare(operands, grad_scale=grad_scale, at_once=at_once)
-        self._operands.commit(list(operands.values()), submission)
+        told = self._told_steps
+        taken = [] if told is None else [partial(told.mark_taken)]
+        self._operands.commit(list(operands.values()), [submission[0], *taken, *submission[1:]])
         partitions.forget()
         if self._gate is not None and self._gate.is_open:
             self._gate.wait_for_uncovered()

@@ -53,8 +53,9 @@ class NormRound:
             if is_told and not self._has_met:
                 self._cannot_step = True
                 # The error that this rank raises is its own.
-                with contextlib.suppress(OSError, RuntimeError):
-                    add_up(torch.zeros((), device=device))
+                with contextlib.suppress(Exception):
+                    # As norms are, whatever the program has made torch's default.
+                    add_up(torch.zeros((), dtype=torch.float32, device=device))
             raise
         finally:
             self._cannot_step = False
@@ -72,6 +73,6 @@ class NormRound:
         """
         if num_failed and not self._cannot_step:
             raise OSError(
-                f"{num_failed:.0f} other ranks cannot take this step, so none has taken it and "
+                f"ranks that cannot take this step: {num_failed:.0f}, so none has taken it and "
                 "nothing was changed. hint: the errors of those ranks say why"
             )

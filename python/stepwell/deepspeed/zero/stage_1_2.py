@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,9 +93,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         # The engine pins what crosses the bus, and nothing else has to be.
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
-        # What is deferred is gathered with a later step.
         if not self._is_alone:
             peers = Peers(self.dp_process_group)
+            # What is deferred is gathered with a later step.
             if self._plan.gate == "module" and self._plan.zenflow is None:
                 peers.open_data(self._partitions.device)
                 self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
@@ -351,8 +352,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """Steps all partitions in the background, or skips the step if a gradient is not finite."""
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._offload_accumulated_param_ids: set[int] = set()
-        with self._awaited():
-            self._backward.check()
+        # Not told: the others are still in the backward that this rank has left.
+        self._backward.check()
         if self._gathers is not None:
             # A rank whose last step has failed tells the others now, and all raise. None writes a
             # step before all have committed the last one.
@@ -396,7 +397,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """A context in which this rank comes to add up norms; the others wait for it there."""
         if self._is_alone:
             return contextlib.nullcontext()
-        # What gathers behind the step tells of a rank that is gone, and of a step that has failed.
+        # An OSError may be of a rank that is gone, which what gathers behind the step has found.
         return self._norm_round.awaited(
             self._add_up, self._partitions.device, tells_os_errors=self._gathers is None
         )
@@ -518,7 +519,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         gather: list[Any] = []
         if self._gathers is not None:
             gather = self._gathers.submission(groups, self.parallel_partitioned_bit16_groups)
-        self._operands.commit(operands, [submission[0], *gather, *submission[1:]])
+        told = self._told_steps
+        taken = [] if told is None else [partial(told.mark_taken)]
+        self._operands.commit(operands, [submission[0], *taken, *gather, *submission[1:]])
         partitions.forget()
         if self._gate is not None and is_gated:
             self._gate.wait_for_uncovered()

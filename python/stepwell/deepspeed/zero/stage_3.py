@@ -485,8 +485,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Steps all partitions, or skips the step if a gradient is not finite."""
+        # Not told: the others are still in the backward that this rank has left.
+        self._backward.check()
         with self._awaited():
-            self._backward.check()
             self._check_failure()
         self._pre_step()
         self._partition_all_parameters()
@@ -522,7 +523,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """A context in which this rank comes to add up norms; the others wait for it there."""
         if self._is_alone:
             return contextlib.nullcontext()
-        # What gathers behind the step tells of a rank that is gone, and of a step that has failed.
+        # An OSError may be of a rank that is gone, which what gathers behind the step has found.
         return self._norm_round.awaited(
             self._add_up, self._partitions.device, tells_os_errors=self._gathers is None
         )
@@ -542,7 +543,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         # One copy to the host, for which it waits.
         squared_norm, num_failed, self._num_left, *gathered = sums.tolist()
         self._norm_round.check(num_failed)
-        if not GatherOrder.is_common(gathered, dist.get_world_size(group=self.dp_process_group)):
+        world_size = dist.get_world_size(group=self.dp_process_group)
+        # Of a step that no rank takes there is nothing to say.
+        if not num_failed and not GatherOrder.is_common(gathered, world_size):
             self._has_parted = True
         return float(squared_norm)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from stepwell.offload.peers import failed_on, left_here
+from stepwell.offload.peers import failed_on, left_here, why_lost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +32,7 @@ class ToldSteps:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._num_told = 0
+        self._is_taken = False
         # Of a step that some ranks have taken, and some have not.
         self._failure: OSError | None = None
 
@@ -40,29 +41,46 @@ class ToldSteps:
         if self._failure is not None:
             raise OSError(str(self._failure)) from self._failure
 
+    def mark_taken(self) -> None:
+        """This rank has submitted the step: masters and state are going to change."""
+        self._is_taken = True
+
     @contextlib.contextmanager
     def decided(self) -> Iterator[None]:
         """In this context a step is taken and waited for, on which all ranks have decided.
 
-        Where all ranks leave it by an error they may go on.
+        Where all ranks leave it by an error, and none has taken it, they may go on.
 
         Raises:
-            OSError: another rank has failed; this one has taken the step.
+            OSError: another rank has failed, or is gone; this one has taken the step.
         """
+        self._is_taken = False
         try:
             yield
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._failure = left_here(why)
-            with contextlib.suppress(OSError):
-                failed, _ = self._tell(why)
-                if len(failed) == self._peers.world_size:
+            # The error that this rank raises is its own.
+            with contextlib.suppress(OSError, RuntimeError):
+                if self._have_all_left(why):
                     self._failure = None
             raise
-        failed, why = self._tell(None)
+        try:
+            failed, why = self._tell(None)
+        except (OSError, RuntimeError) as error:
+            self._failure = OSError(f"the step is not gathered: {why_lost(error)}")
+            raise self._failure from error
         if failed:
             self._failure = failed_on(failed[0], why)
             self.check()
+
+    def _have_all_left(self, why: str) -> bool:
+        """Tells why this rank has left the step. Whether all have, and none has taken it."""
+        failed, _ = self._tell(why)
+        if len(failed) < self._peers.world_size:
+            return False
+        taken, _ = self._tell("taken" if self._is_taken else None)
+        return not taken
 
     def _tell(self, failure: str | None) -> tuple[list[int], str]:
         self._num_told += 1
