@@ -253,10 +253,10 @@ impl Engine {
         })
     }
 
-    /// Has what is launched on `stream` from now on come after the copies of all gradients that were
-    /// taken since the last submit, so that it may write them. Waits, no longer than `timeout`,
-    /// until the device has these copies; whether that was reached. If not, `queued` says how far
-    /// it is, for another call.
+    /// Orders `stream` after the copies of all gradients that were taken since the last submit:
+    /// what is launched on it from now on may write them. Waits, no longer than `timeout`, until
+    /// the device has these copies; whether that was reached. If not, `queued` says how far it is,
+    /// for another call.
     ///
     /// # Errors
     /// [`Error::Os`] where the device has failed.

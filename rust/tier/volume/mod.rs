@@ -244,8 +244,8 @@ impl Volume {
     }
 
     /// Makes the records that were written since the last commit, all of step `step`, and that step
-    /// the state: all of them or none. Durable when it returns. Blocks as long as the drives take,
-    /// `io_timeout` at most.
+    /// the state: all of them or none. Durable when it returns. Blocks as long as the drives take:
+    /// for each flush and each write of the index `io_timeout` at most.
     ///
     /// # Errors
     /// [`Error::Value`] where writes are in flight or have failed, or are of another step: nothing
