@@ -152,7 +152,7 @@ def _at_the_end_of_the_backward(call: Callable[[], None]) -> None:
     """
     engine = torch.autograd.Variable._execution_engine
     try:
-        # torch has no types for it. FSDP2 and DDP use it as well.
+        # FSDP2 and DDP use it as well.
         engine.queue_callback(call)
     except RuntimeError:
         # Not within a backward.
@@ -225,8 +225,8 @@ class DeviceCollector(Collector):
         if outdated := sum(self.copies.is_outdated(*pair) for pair in copied.items()):
             self._warn_of_outdated(outdated)
         engine = idle_engine()
-        # First: the driver takes launches while it is given no copies, and what is copied behind a
-        # checksum is no older than it.
+        # First: what is copied behind a checksum is no older than it. And then no thread hands
+        # copies to the driver yet, which the launch would share it with.
         sums = engine.checksums(list(map(piece_of, copied.values())))
         engine.take(list(copied), list(copied.values()))
         self.copies.mark_copied(copied, sums, engine.checksums)

@@ -9,7 +9,8 @@
 - Every call begins with a round of one size, which says what is called. gloo ends the process where
   sizes differ; so ranks that call differently get an error.
 - A rank that leaves a step by an error, while the others wait for it in a round, tells them
-  (`awaited`). So does what gathers, of the steps before (`tell_of_step`).
+  (`awaited`). Of a step that has failed in the background all are told before its weights are
+  gathered, and behind that (`tell_of_step`).
 
 Cost: two rounds of 80 bytes per step, each 0.1 to 0.3 ms on one host, and two of 40 bytes behind
 the step.

@@ -458,7 +458,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             squares.fill_(math.inf)
         if self._is_alone:
             return float(squares)
-        sums = torch.stack((squares, squares.new_tensor(self._norm_round.meet())))
+        # Filled on the device: a number that is copied there would be waited for.
+        sums = torch.stack((squares, squares.new_full((), self._norm_round.meet())))
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         # One copy to the host, for which it waits.
         squared_norm, num_failed = sums.tolist()
