@@ -4,21 +4,25 @@
 mod battery;
 mod on_device;
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
 };
 
 use battery::Held;
 use on_device::{
-    Call, Gated, Resumed, SOON, STREAM, WATCHED, bytes, count, discard, drain, engine_on,
+    Call, Gated, OnDevice, Resumed, SOON, STREAM, WATCHED, bytes, count, discard, drain, engine_on,
     engine_with, finish, host_device, lent, negated, split, stepped, submit, take, take_parts,
     take_these, tier::Watched, wait_until,
 };
 use stepwell::{
     adam::Hyper,
     device::{Device, Lane},
-    offload::{Engine, IN_FLIGHT, Shape},
+    error::Error,
+    offload::{Engine, IN_FLIGHT, SEGMENT_LEN, Shape},
     simd::isa::Isa,
     state::chunk::CHUNK_LEN,
     stream::{element::Dtype, view::View},
@@ -116,6 +120,125 @@ fn releasing_returns_nothing_that_was_taken_after_the_step() {
     discard(&engine);
     engine.returned().for_each(drop);
     assert_eq!([&*dropped[0], &*dropped[1]].map(count), [1; 2]);
+}
+
+// ---- expected ----
+
+/// Copies a gradient as a caller of the engine does.
+fn copy(one: &mut OnDevice) {
+    let grad = one.grad.clone();
+    let value = |index: usize| {
+        let bits = u16::from_le_bytes([grad[2 * index], grad[2 * index + 1]]);
+        f32::from_bits(u32::from(bits) << 16)
+    };
+    one.held.set_grad(value);
+}
+
+/// Expects parts, for which there is room.
+fn expect(engine: &Engine, parts: &[(usize, Range<usize>)]) -> Result<(), Error> {
+    // SAFETY: the caller has copied them, and the tensors outlive the step.
+    assert!(unsafe { engine.expect_parts(parts, STREAM, SOON) }?, "there is no room");
+    Ok(())
+}
+
+/// Expects `early` parts of two tensors, and `late` ones behind a copy that is held up; which of
+/// the tensors are stepped meanwhile. With the late ones the step has the bits of one with all
+/// gradients.
+fn early_steps(early: &[(usize, Range<usize>)], late: &[(usize, Range<usize>)]) -> [bool; 2] {
+    let mut all = [split(SEGMENT_LEN + 70, 1), split(30, 2), split(10, 3)];
+    let hyper = Hyper::default();
+    let mut expected = all.each_ref().map(|one| stepped(one, 1, &hyper));
+    let device = host_device(&all);
+    // A worker that waits holds up no other.
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 3);
+    let _resumed = Resumed(&device);
+    all[..2].iter_mut().for_each(copy);
+    expect(&engine, early).expect("parts");
+    drain(&engine).expect("copies");
+    device.pause(Lane::Download, true);
+    // SAFETY: all memory outlives the step, which is waited for.
+    unsafe { take_these(&engine, &[all[2].gradient(2)]) }.expect("a gradient");
+    expect(&engine, late).expect("parts");
+    submit(&engine, &mut all, 1, hyper).expect("a step");
+    let is_stepped =
+        [0, 1].map(|index| engine.wait(index, &(0..1), STREAM, WATCHED).expect("a step"));
+    device.pause(Lane::Download, false);
+    finish(&engine);
+    for (one, expected) in all.iter_mut().zip(&mut expected) {
+        one.held.assert_same(expected, "the parts");
+        one.assert_uploaded();
+    }
+    is_stepped
+}
+
+#[test]
+fn a_segment_is_stepped_when_its_parts_are_there() {
+    let (whole, end) = (0..SEGMENT_LEN + 70, SEGMENT_LEN..SEGMENT_LEN + 70);
+    let (begin, other) = (0..SEGMENT_LEN, 0..30);
+    // In several calls, and with several parts of a segment in one.
+    assert_eq!(early_steps(&[(0, whole)], &[(1, other)]), [true, false]);
+    assert_eq!(early_steps(&[(0, begin), (1, 4..30), (1, 0..4)], &[(0, end)]), [true, true]);
+    // Its last part is late.
+    let most = [(0, 0..SEGMENT_LEN), (1, 0..30)];
+    assert_eq!(early_steps(&most, &[(0, 7..9), (0, SEGMENT_LEN..SEGMENT_LEN + 70)])[0], false);
+}
+
+#[test]
+fn a_segment_without_a_part_is_stepped_when_all_is_there() {
+    assert_eq!(early_steps(&[(0, 0..SEGMENT_LEN)], &[(0, SEGMENT_LEN..SEGMENT_LEN + 1)])[1], false);
+}
+
+#[test]
+fn parts_that_are_taken_hold_up_those_that_are_expected() {
+    let mut all = [split(70, 1), split(30, 2)];
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 2);
+    let _resumed = Resumed(&device);
+    copy(&mut all[0]);
+    expect(&engine, &[(0, 0..70)]).expect("a part");
+    drain(&engine).expect("copies");
+    device.pause(Lane::Download, true);
+    let (_, source, host) = all[1].gradient(1);
+    // SAFETY: all memory outlives the step, which is waited for.
+    unsafe { take_parts(&engine, &[(source, host)]) }.expect("a part");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    // It might lie in the first tensor.
+    assert!(!engine.wait(0, &(0..1), STREAM, WATCHED).expect("a step"), "stepped without a part");
+    device.pause(Lane::Download, false);
+    finish(&engine);
+}
+
+#[test]
+fn what_was_expected_of_a_discarded_step_is_forgotten() {
+    let mut all = [split(70, 1)];
+    let device = host_device(&all);
+    let engine = engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 1);
+    let _resumed = Resumed(&device);
+    expect(&engine, &[(0, 0..70)]).expect("a part");
+    discard(&engine);
+    device.pause(Lane::Download, true);
+    let (_, source, host) = all[0].gradient(0);
+    // SAFETY: all memory outlives the step, which is waited for.
+    unsafe { take_parts(&engine, &[(source, host)]) }.expect("a part");
+    submit(&engine, &mut all, 1, Hyper::default()).expect("a step");
+    assert!(!engine.wait(0, &(0..1), STREAM, WATCHED).expect("a step"), "stepped without it");
+    device.pause(Lane::Download, false);
+    finish(&engine);
+}
+
+#[test]
+fn parts_that_the_engine_does_not_have_are_refused() {
+    let all = [split(70, 1)];
+    let engine = engine_on(host_device(&all), &all, 1);
+    for (part, message) in [
+        ((0, 0..71), "elements `0..71` of a tensor of 70"),
+        ((0, Range { start: 3, end: 2 }), "elements `3..2` of a tensor of 70"),
+        ((1, 0..1), "tensor `1`, expected one of the engine's 1"),
+    ] {
+        let refused = expect(&engine, &[(0, 0..1), part]).expect_err("no such elements");
+        assert!(refused.to_string().contains(message), "{refused}");
+    }
+    assert_eq!(engine.discard().expect("a device that works"), None);
 }
 
 // ---- discarded ----

@@ -17,6 +17,7 @@ from stepwell.deepspeed.zero.partition import Partition
 from stepwell.deepspeed.zero.partitions import Partitions
 
 PATIENCE = 30.0
+PART = Fragment(0, 0, 4)
 
 
 class Event:
@@ -59,12 +60,12 @@ def test_a_gradient_is_copied_once_it_is_made(training):
     lane, pieces = ThreadLane(torch.device("cpu")), torch.zeros(2, 4)
     targets = torch.full((2, 4), -1.0)
     for piece, target in zip(pieces, targets, strict=True):
-        lane.copy(piece, target)
+        lane.copy(piece, target, PART)
     # The thread that launches goes on, and what it launches is done late.
     pieces[0] = 1.0
     pieces[1] = 2.0
     make(training)
-    lane.order(engine=None)
+    lane.order()
     assert targets.tolist() == [[1.0] * 4, [2.0] * 4]
     lane.wait()
 
@@ -93,7 +94,7 @@ def test_gradients_that_wait_are_bounded(training, monkeypatch):
     lane, targets = ThreadLane(torch.device("cpu")), torch.zeros(5, 4)
     seen = []
     for target in targets:
-        lane.copy(torch.ones(4), target)
+        lane.copy(torch.ones(4), target, PART)
         seen.append(int(targets[:, 0].sum()))
     # Those that are there: the fourth one comes behind 48 bytes.
     assert seen == [0, 0, 0, 1, 2]
@@ -105,7 +106,7 @@ def test_a_gradient_is_held_until_it_is_copied(training):
     lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
     piece = torch.ones(4)
     held = weakref.ref(piece)
-    lane.copy(piece, target)
+    lane.copy(piece, target, PART)
     del piece
     assert held() is not None
     make(training)
@@ -114,18 +115,18 @@ def test_a_gradient_is_held_until_it_is_copied(training):
 
 def test_a_copy_that_fails_is_an_error_of_every_wait(training):
     lane = ThreadLane(torch.device("cpu"))
-    lane.copy(torch.ones(4), torch.zeros(3))
+    lane.copy(torch.ones(4), torch.zeros(3), PART)
     make(training)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="size"):
             lane.wait()
     with pytest.raises(RuntimeError, match="size"):
-        lane.order(engine=None)
+        lane.order()
 
 
 def test_a_gradient_with_a_graph_is_copied_without_it(training):
     lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
-    lane.copy(torch.ones(4, requires_grad=True) * 2, target)
+    lane.copy(torch.ones(4, requires_grad=True) * 2, target, PART)
     make(training)
     lane.wait()
     assert target.tolist() == [2.0] * 4
@@ -134,11 +135,11 @@ def test_a_gradient_with_a_graph_is_copied_without_it(training):
 
 def test_a_copy_that_fails_is_forgotten_with_its_gradient(training):
     lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
-    lane.copy(torch.ones(4), torch.zeros(3))
+    lane.copy(torch.ones(4), torch.zeros(3), PART)
     make(training)
     lane.drop()
     lane.wait()
-    lane.copy(torch.ones(4), target)
+    lane.copy(torch.ones(4), target, PART)
     make(training)
     lane.wait()
     assert target.tolist() == [1.0] * 4
@@ -170,7 +171,7 @@ def test_ctrl_c_leaves_no_copy_that_nothing_waits_for(training, monkeypatch):
     lane, target = ThreadLane(torch.device("cpu")), torch.zeros(4)
     lane._copies = InterruptedDeque()
     with pytest.raises(KeyboardInterrupt):
-        lane.copy(torch.ones(4), target)
+        lane.copy(torch.ones(4), target, PART)
     assert target.tolist() == [1.0] * 4
 
 

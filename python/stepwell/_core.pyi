@@ -418,6 +418,23 @@ class OffloadEngine:
         Raises:
             OSError: where the device has failed.
         """
+    def expect_parts(self, /, indices: Sequence[int], begins: Sequence[int], ends: Sequence[int], *, stream: int = 0) -> None:
+        """
+        Parts of gradients come to host memory by copies of the caller's, all of which `stream` holds
+        now. A segment is stepped when its parts are there, if it has any, and else when all is. The
+        thread waits only where too many copies are on their way.
+
+        Args:
+            indices: of the tensors.
+            begins: the first element of each part within its tensor.
+            ends: the end of each.
+            stream: the stream that copies them.
+
+        Raises:
+            ValueError: for elements that the engine does not have, while a step is running that
+                reads the only generation of gradients, or for too many parts at once.
+            OSError: where the device has failed.
+        """
     def finish(self, /, *, stream: int = 0) -> None:
         """
         The thread waits until the step is done on the host, and `stream` for all uploads.

@@ -205,15 +205,7 @@ impl Engine {
         timeout: Duration,
     ) -> Result<bool> {
         let Shared { device, segments, uploads, jobs, .. } = &*self.shared;
-        segments.check_tensor(index)?;
-        if elements.start > elements.end || elements.end > segments.numel(index) {
-            return Err(Error::value(format!(
-                "elements `{}..{}` of a tensor of {}, expected a range within it",
-                elements.start,
-                elements.end,
-                segments.numel(index)
-            )));
-        }
+        segments.check_elements(index, elements)?;
         self.check_process()?;
         let holding = segments.holding(index, elements);
         if !jobs.wait_until(timeout, || uploads.are_enqueued(holding.clone()))? {

@@ -13,9 +13,11 @@
 //!   two fills one while it steps the other.
 //! - GEN-2 A generation that becomes free knows no ticket and owns nothing: what was taken for a
 //!   step that was discarded is never stepped.
-//! - GEN-3 A segment's gradient that was taken as a whole is waited for by itself. Whatever else a
-//!   segment needs may lie anywhere in its generation, so all of it is waited for. A part may
-//!   belong to any tensor, so from the first part on nothing counts as taken by itself.
+//! - GEN-3 A segment's gradient that was taken as a whole is waited for by itself. So is one whose
+//!   parts are expected: with the last of them all that was queued before is there. Whatever else a
+//!   segment needs may lie anywhere in its generation, so all of it is waited for. A part that was
+//!   taken may belong to any tensor, so what counted as taken by itself before it does not any
+//!   more.
 
 use super::{
     downloads::{Download, Downloads},
@@ -36,7 +38,8 @@ use crate::{
 pub(super) struct Generation {
     /// One event per segment, and one for all of it.
     first_event: usize,
-    /// For each segment whose gradient was taken by itself: the ticket of its copy. 0 for others.
+    /// For each segment whose gradient was taken or is expected by itself: the ticket of its event.
+    /// 0 for others.
     tickets: Box<[AtomicU64]>,
     /// For each tensor whose gradient was taken as a whole: its host memory.
     targets: Mutex<Box<[Option<View>]>>,
@@ -90,6 +93,12 @@ impl Generation {
     pub(super) fn set_taken_in_parts(&self, nbytes: usize) {
         self.forget_tickets();
         self.add_nbytes(nbytes);
+    }
+
+    /// A part of the gradient of `segment` comes by a copy of the caller's, which is over once the
+    /// entry with this ticket is: the segment's event, behind all that was taken before.
+    pub(super) fn set_expected(&self, segment: usize, ticket: u64) {
+        self.tickets[segment].store(ticket, Ordering::Release);
     }
 
     /// Holds what a take lends.

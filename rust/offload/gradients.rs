@@ -3,7 +3,7 @@
 //! The copies themselves are `downloads.rs`, what belongs to the gradients of one
 //! step is `generation.rs`.
 
-use std::{iter, time::Duration};
+use std::{iter, ops::Range, time::Duration};
 
 use super::{
     downloads::Download,
@@ -200,13 +200,65 @@ impl Engine {
         }
     }
 
+    /// Parts of gradients come to host memory by copies of the caller's, all of which `stream` holds
+    /// now: `(tensor, elements)` each. A segment is stepped when its parts are there, if it has
+    /// any. Waits, no longer than `timeout`, for nothing but room in the queue of copies; whether
+    /// all is queued. If not, nothing is.
+    ///
+    /// # Safety
+    /// Nothing else uses the parts' host side until the step that takes them is submitted and done,
+    /// or they are discarded and `stream` has copied them.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for elements that the engine does not have, or while a step is running that
+    /// reads the only generation; [`Error::Os`] where the device has failed.
+    pub unsafe fn expect_parts(
+        &self,
+        parts: &[(usize, Range<usize>)],
+        stream: Stream,
+        timeout: Duration,
+    ) -> Result<bool> {
+        self.check_process()?;
+        let segments = &self.shared.segments;
+        for (tensor, elements) in parts {
+            segments.check_elements(*tensor, elements)?;
+        }
+        let holding = |(tensor, elements): &(usize, Range<usize>)| {
+            segments.holding(*tensor, elements)
+        };
+        let mut touched: Vec<_> = parts.iter().flat_map(holding).collect();
+        touched.sort_unstable();
+        touched.dedup();
+        let mut next = self.next();
+        let number = self.filled(&next)?;
+        // SAFETY: nothing is copied.
+        unsafe {
+            self.fill(
+                &mut next,
+                number,
+                touched.len(),
+                |first_event| {
+                    touched.iter().map(move |segment| Download::Record(first_event + segment))
+                },
+                |generation, first| {
+                    for (&segment, ticket) in touched.iter().zip(first..) {
+                        generation.set_expected(segment, ticket);
+                    }
+                },
+                &mut None,
+                stream,
+                timeout,
+            )
+        }
+    }
+
     /// Queues so many `copies`, which are told the first event of generation `number`, which
     /// [`Engine::filled`] chose for this call, after what `stream` holds now. Then `queued` is told
     /// the ticket of the first.
     ///
     /// # Safety
     /// As [`Engine::take`].
-    #[expect(clippy::too_many_arguments, reason = "what two calls have in common")]
+    #[expect(clippy::too_many_arguments, reason = "what four calls have in common")]
     unsafe fn fill<C: Iterator<Item = Download>>(
         &self,
         next: &mut Next,

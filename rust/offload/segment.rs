@@ -45,6 +45,22 @@ impl Segments {
         )))
     }
 
+    /// Checks that a tensor has these elements.
+    ///
+    /// # Errors
+    /// [`Error::Value`] where it does not, or there is no such tensor.
+    pub(super) fn check_elements(&self, tensor: usize, elements: &Range<usize>) -> Result<()> {
+        self.check_tensor(tensor)?;
+        let numel = self.numel(tensor);
+        if elements.start <= elements.end && elements.end <= numel {
+            return Ok(());
+        }
+        Err(Error::value(format!(
+            "elements `{}..{}` of a tensor of {numel}, expected a range within it",
+            elements.start, elements.end
+        )))
+    }
+
     /// How many tensors there are.
     pub(super) fn tensors(&self) -> usize {
         self.numels.len()

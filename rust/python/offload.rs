@@ -1,7 +1,8 @@
 //! The offload engine.
 //!
 //! Lists that come from Python are copied into Rust's for the time of a call: these are allocations
-//! that grow with the number of tensors. The engine beneath makes none.
+//! that grow with the number of tensors. The engine beneath makes none, but for a list of segments
+//! in `expect_parts`.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -382,6 +383,42 @@ impl PyOffloadEngine {
         // stream, as documented.
         wait_interruptibly(py, || unsafe {
             self.engine.take_part(&parts, &mut lent, stream_of(stream), SIGNAL_INTERVAL)
+        })
+    }
+
+    /// Parts of gradients come to host memory by copies of the caller's, all of which `stream` holds
+    /// now. A segment is stepped when its parts are there, if it has any, and else when all is. The
+    /// thread waits only where too many copies are on their way.
+    ///
+    /// Args:
+    ///     indices: of the tensors.
+    ///     begins: the first element of each part within its tensor.
+    ///     ends: the end of each.
+    ///     stream: the stream that copies them.
+    ///
+    /// Raises:
+    ///     ValueError: for elements that the engine does not have, while a step is running that
+    ///         reads the only generation of gradients, or for too many parts at once.
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (indices, begins, ends, *, stream=0))]
+    fn expect_parts(
+        &self,
+        py: Python<'_>,
+        indices: Vec<usize>,
+        begins: Vec<usize>,
+        ends: Vec<usize>,
+        stream: u64,
+    ) -> PyResult<()> {
+        self.drop_returned(py);
+        check_lengths("indices, begins and ends", &[indices.len(), begins.len(), ends.len()])?;
+        let parts: Vec<_> = indices
+            .into_iter()
+            .zip(begins.into_iter().zip(ends).map(|(begin, end)| begin..end))
+            .collect();
+        // SAFETY: the caller vouches for the use of the host side and for the stream, as
+        // documented.
+        wait_interruptibly(py, || unsafe {
+            self.engine.expect_parts(&parts, stream_of(stream), SIGNAL_INTERVAL)
         })
     }
 

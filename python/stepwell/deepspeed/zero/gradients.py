@@ -153,7 +153,7 @@ class Gradients:
         self._norms[fragment] = [norm_of(piece)]
         self._arriving(fragment)
         self.bytes_sent += piece.nbytes
-        self._lane.copy(piece, target)
+        self._lane.copy(piece, target, fragment)
 
     def add_on_host(
         self, fragment: Fragment, piece: torch.Tensor, *, is_last: bool = False
@@ -283,6 +283,8 @@ class Gradients:
         if incomplete := self._on_host - self._norms.keys():
             squares = squares + self._host_squares(incomplete)
         total = add_up(squares.float())
+        # Behind it: both come down on the same way.
+        self._lane.launch()
         if not math.isfinite(total):
             wide = torch.tensor(self._exact_squares(), dtype=torch.float64, device=self._device)
             total = add_up(wide)
@@ -371,7 +373,7 @@ class Gradients:
 
     def order(self, engine: _core.OffloadEngine) -> None:
         """The next step of `engine` begins after all copies and additions."""
-        self._lane.order(engine)
+        self._lane.order()
         if self._adder is not None:
             self._adder.order(engine)
 

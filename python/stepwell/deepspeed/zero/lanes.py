@@ -6,14 +6,18 @@ import os
 import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
 from stepwell._tensors import view
+from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.offload.gradients import BATCH_BYTES
 from stepwell.offload.reads import Reads
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
     from stepwell import _core
 
 __all__ = ["CudaLane", "EngineLane", "Lane", "ThreadLane"]
@@ -22,25 +26,100 @@ __all__ = ["CudaLane", "EngineLane", "Lane", "ThreadLane"]
 _UNDER_WAY_BYTES_MAX = 256 << 20
 
 
-class CudaLane:
-    """Copies to pinned memory, on a stream of torch's.
+class _Copy(NamedTuple):
+    """A gradient on its way."""
 
-    So torch's allocator knows when the memory of a gradient is free again.
+    piece: torch.Tensor
+    target: torch.Tensor
+    fragment: Fragment
+
+
+def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
+    """Copies of no more than `BATCH_BYTES`, in their order. Larger ones come in parts."""
+    batch: list[_Copy] = []
+    room = BATCH_BYTES
+    for piece, target, (group, begin, numel) in copies:
+        done = 0
+        while done < numel:
+            if room < piece.itemsize:
+                yield batch
+                batch, room = [], BATCH_BYTES
+            count = min(numel - done, room // piece.itemsize)
+            batch.append(
+                _Copy(
+                    piece.narrow(0, done, count),
+                    target.narrow(0, done, count),
+                    Fragment(group, begin + done, count),
+                )
+            )
+            room -= count * piece.itemsize
+            done += count
+    if batch:
+        yield batch
+
+
+class CudaLane:
+    """Copies to pinned memory, in batches, on a stream of torch's.
+
+    On such a stream torch's allocator knows when the memory of a gradient is free again. In batches
+    the thread of autograd, which is late with its launches, changes streams once for many copies.
+    The engine is told of each batch, so that a step begins with the gradients that are there.
+
+    The latest gradient waits for the next one, or for `launch`. The last of a backward, which is
+    often the largest, so does not hold up the norm: that comes down behind what is on its way.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, engine: _core.OffloadEngine) -> None:
         self._device = device
+        self._engine = engine
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._reads = Reads()
+        # What is copied next, all of it made on one stream.
+        self._waiting: list[_Copy] = []
+        self._waiting_nbytes = 0
+        self._made_on: torch.cuda.Stream | None = None
+        # Backwards copy on autograd's thread, steps launch on others.
+        self._lock = threading.RLock()
 
-    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies `piece` to `target`, in the background."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+    def copy(self, piece: torch.Tensor, target: torch.Tensor, fragment: Fragment) -> None:
+        """Copies `piece` to `target`, in the background. Nothing writes to `piece` any more."""
+        made_on = torch.cuda.current_stream(self._device)
+        with self._lock:
+            if self._waiting_nbytes >= BATCH_BYTES or made_on != self._made_on:
+                self.launch()
+            self._made_on = made_on
+            self._waiting.append(_Copy(piece, target, fragment))
+            self._waiting_nbytes += piece.nbytes
+
+    def launch(self) -> None:
+        """Copies what waits for its batch."""
+        with self._lock:
+            if not self._waiting:
+                return
+            assert self._made_on is not None
+            self._reads.let_go()
+            self._stream.wait_stream(self._made_on)
+            for batch in _batches(self._waiting):
+                self._launch(batch)
+            # Not before: after Ctrl-C they are copied once more.
+            self._waiting, self._waiting_nbytes = [], 0
+
+    @torch.no_grad()
+    def _launch(self, batch: Sequence[_Copy]) -> None:
         with torch.cuda.stream(self._stream):
-            target.copy_(piece, non_blocking=True)
-        piece.record_stream(self._stream)
-        self._reads.let_go()
-        self._reads.hold(piece, self._stream.record_event())
+            for piece, target, _ in batch:
+                piece.record_stream(self._stream)
+                target.copy_(piece, non_blocking=True)
+        copied = self._stream.record_event()
+        for piece, _, _ in batch:
+            self._reads.hold(piece, copied)
+        parts = [fragment for _, _, fragment in batch]
+        self._engine.expect_parts(
+            [part.group for part in parts],
+            [part.begin for part in parts],
+            [part.begin + part.numel for part in parts],
+            stream=self._stream.cuda_stream,
+        )
 
     def let_go(self) -> None:
         """Frees what is copied."""
@@ -48,22 +127,24 @@ class CudaLane:
 
     def wait(self) -> None:
         """Waits until all is copied."""
+        self.launch()
         self._stream.synchronize()
         self._reads.let_go()
 
     def drain(self) -> None:
         """The memory that is copied to is unpinned next."""
-        self.wait()
+        self._stream.synchronize()
 
     def drop(self) -> None:
-        """Waits until all is copied: no step takes it."""
-        self.wait()
+        """Waits until nothing is copied any more: no step takes it."""
+        with self._lock:
+            self._waiting, self._waiting_nbytes = [], 0
+        self._stream.synchronize()
+        self._reads.let_go()
 
-    def order(self, engine: _core.OffloadEngine) -> None:
-        """The next step of `engine` begins after all copies."""
-        engine.take_part(
-            [], [], source_owners=[], target_owners=[], stream=self._stream.cuda_stream
-        )
+    def order(self) -> None:
+        """The next step of the engine takes what was copied: it knows of that."""
+        self.launch()
 
 
 class ThreadLane:
@@ -82,7 +163,10 @@ class ThreadLane:
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
-    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
+    def launch(self) -> None:
+        """Nothing waits for a batch."""
+
+    def copy(self, piece: torch.Tensor, target: torch.Tensor, fragment: Fragment) -> None:
         """Copies `piece` to `target`, in the background.
 
         Raises:
@@ -145,8 +229,8 @@ class ThreadLane:
                 self._copies[0][0].exception()
                 self._copies.popleft()
 
-    def order(self, engine: _core.OffloadEngine) -> None:
-        """The next step of `engine` begins after all copies: the thread waits for them."""
+    def order(self) -> None:
+        """The next step of the engine begins after all copies: the thread waits for them."""
         self.wait()
 
     def _check_process(self) -> None:
@@ -163,7 +247,7 @@ class EngineLane:
     def __init__(self, engine: _core.OffloadEngine) -> None:
         self._engine = engine
 
-    def copy(self, piece: torch.Tensor, target: torch.Tensor) -> None:
+    def copy(self, piece: torch.Tensor, target: torch.Tensor, fragment: Fragment) -> None:
         """Copies `piece` to `target`, in the background."""
         self._engine.take_part(
             [piece.data_ptr()],
@@ -172,6 +256,9 @@ class EngineLane:
             target_owners=[target.untyped_storage()],
             stream=0,
         )
+
+    def launch(self) -> None:
+        """Nothing waits for a batch."""
 
     def let_go(self) -> None:
         """The engine frees what it has copied."""
@@ -188,8 +275,8 @@ class EngineLane:
         """Waits until all is copied: no step takes it."""
         self.wait()
 
-    def order(self, engine: _core.OffloadEngine) -> None:
-        """The engine knows its own copies."""
+    def order(self) -> None:
+        """The next step of the engine takes what was copied: these are its own copies."""
 
 
 Lane: TypeAlias = CudaLane | ThreadLane | EngineLane

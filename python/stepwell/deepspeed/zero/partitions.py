@@ -210,7 +210,7 @@ class Partitions:
         """The way down of gradients, to host memory that is pinned or not."""
         if self.device.type != "cuda":
             return EngineLane(self._engine)
-        return CudaLane(self.device) if is_pinned else ThreadLane(self.device)
+        return CudaLane(self.device, self._engine) if is_pinned else ThreadLane(self.device)
 
     def _begin(self, group: int, host_side: torch.Tensor, weight: torch.Tensor) -> None:
         """The volume is told of the host side of a partition's weights.

@@ -1,0 +1,265 @@
+"""Training steps of several installations and cases in turns, a few steps at a time.
+
+    python benches/offload_in_turns.py [--site NAME=FOLDER ...] --run "NAME: CASE" ...
+        [--peer "NAME: CASE"] [--rounds 6] [--steps 4] [--accumulation 1] [--micro-batch 1]
+        [--size 1b] [--calls]
+
+A site is a folder with an installation (`pip install --target FOLDER WHEEL`); without `--site`
+there is one, `here`. A run is a case of `stepwell bench offload` in a process of its own. All
+processes live at the same time, and one of them trains while the others sleep. So what the machine
+does meanwhile (its memory moves a fifth more or less from minute to minute) is the same for all.
+Every other round goes backwards.
+
+A row for each run has medians per step over all rounds, in seconds:
+
+- `step`: from one forward to the next. The first of a round has no step to wait for and is left
+  out.
+- `to the peer`, `to the first`: the median over the rounds of the ratio to the round's step of the
+  peer, and of the first run with the same case.
+- `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step.
+- `stepping`: of the workers in host memory.
+
+With `--calls` a row has timers around calls that a backward makes: milliseconds per backward, and
+how many calls. The timers take a microsecond each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from functools import wraps
+from itertools import pairwise
+from typing import Any
+
+MARK = "@@ "
+"""What lines of a child's begin with; libraries print others."""
+WARM_UP_STEPS = 3
+
+Spent = dict[str, tuple[float, int]]
+
+
+# ---- the process of a run ----
+
+
+def add_timers() -> Spent:
+    """Times calls from now on: seconds and number by name, which the caller clears."""
+    from stepwell.deepspeed.zero.gradients import Gradients
+    from stepwell.offload.engine import Engine
+    from stepwell.offload.gradients import OnGrad
+
+    spent: Spent = {}
+
+    def timed(name: str, method: Any) -> Any:
+        @wraps(method)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                seconds, count = spent.get(name, (0.0, 0))
+                spent[name] = seconds + time.perf_counter() - begin, count + 1
+
+        return call
+
+    for owner, name in (
+        (OnGrad, "__call__"),
+        (Engine, "take"),
+        (Engine, "checksums"),
+        (Gradients, "collect"),
+    ):
+        if hasattr(owner, name):
+            label = f"{owner.__name__}.{name}"
+            setattr(owner, name, timed(label, getattr(owner, name)))
+    return spent
+
+
+class Training:
+    """A case, as a child process has it."""
+
+    def __init__(self, case: str, plan: dict[str, Any], *, times_calls: bool) -> None:
+        import torch
+        from stepwell.cli import _offload_cases as cases
+
+        # Until 2026-11-22 these had other names, and the plan knew how many steps warm up.
+        workload_class: Any = getattr(cases, "Workload", None) or cases.Plan  # type: ignore[attr-defined]
+        self._sync = getattr(cases, "sync", None) or cases._sync  # type: ignore[attr-defined]
+        known = workload_class.__dataclass_fields__
+        workload = workload_class(**{name: plan[name] for name in plan if name in known})
+        self._spent = add_timers() if times_calls else {}
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._run = cases.CASES[case](workload, workload.model(self._device))
+        self._batches = workload.batches(self._device)
+        self._accumulation: int = plan["accumulation"]
+        self.loss = 0.0
+
+    def take(self, steps: int) -> dict[str, Any]:
+        """Takes steps, after one that has nothing to wait for, and returns what they took."""
+        run, found, marks = self._run, defaultdict(list), []
+        calls: dict[str, list[tuple[float, int]]] = defaultdict(list)
+        for _ in range(steps + 1):
+            marks.append(time.perf_counter())
+            for micro_step in range(self._accumulation):
+                begin = time.perf_counter()
+                loss = run.forward(next(self._batches))
+                forwarded = time.perf_counter()
+                if not micro_step:
+                    found["stepping"].append(run.breakdown().get("step", 0.0))
+                self._spent.clear()
+                run.backward(loss)
+                backwarded = time.perf_counter()
+                if not micro_step:
+                    found["forward"].append(forwarded - begin)
+                    found["backward"].append(backwarded - forwarded)
+                if run.steps_itself:
+                    run.step()
+            if not run.steps_itself:
+                run.step()
+            found["update"].append(time.perf_counter() - backwarded)
+            for name, call in self._spent.items():
+                calls[name].append(call)
+        marks.append(time.perf_counter())
+        found["step"] = [end - begin for begin, end in pairwise(marks)]
+        run.finish()
+        self._sync(self._device)
+        self.loss = float(loss.detach())
+        return {
+            "seconds": {name: seconds[1:] for name, seconds in found.items()},
+            "calls": {name: each[1:] for name, each in calls.items()},
+            "loss": self.loss,
+        }
+
+
+def child(asked: dict[str, Any]) -> None:
+    """Takes as many steps as each line of the input says."""
+    training = Training(asked["case"], asked["plan"], times_calls=asked["times_calls"])
+    training.take(WARM_UP_STEPS - 1)
+    gc.collect()
+    gc.freeze()
+    print(MARK + "{}", flush=True)
+    for line in sys.stdin:
+        print(MARK + json.dumps(training.take(int(line))), flush=True)
+    # Not through the interpreter's end: libraries leave threads behind.
+    os._exit(0)
+
+
+# ---- all runs ----
+
+
+@dataclass
+class Contender:
+    """A run, and what it has taken."""
+
+    site: str
+    case: str
+    process: subprocess.Popen[str]
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+
+    def answer(self) -> dict[str, Any]:
+        """What the process says next."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, Any] = json.loads(line[len(MARK) :])
+                return found
+        raise SystemExit(f"{self.site}: {self.case}: ended with {self.process.wait()}")
+
+    def take(self, steps: int) -> None:
+        """Takes steps, while all others sleep."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{steps}\n")
+        self.process.stdin.flush()
+        self.blocks.append(self.answer())
+
+    def medians(self, name: str) -> list[float]:
+        """Of each round."""
+        return [statistics.median(block["seconds"][name]) for block in self.blocks]
+
+    def row(self, peer: Contender | None, first: Contender) -> str:
+        """A line of the table."""
+        name = f"{self.site}: {self.case}"
+        texts = [f"{name:44} {statistics.median(self.medians('step')):.4f}"]
+        for label, other in (("peer", peer), ("first", first)):
+            if other is not None and other is not self:
+                pairs = zip(self.medians("step"), other.medians("step"), strict=True)
+                ratios = sorted(mine / others for mine, others in pairs)
+                texts.append(
+                    f"{label} {statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
+                )
+        for each in ("forward", "backward", "update", "stepping"):
+            texts.append(f"{each} {statistics.median(self.medians(each)):.4f}")
+        for call in self.blocks[0]["calls"]:
+            every = [one for block in self.blocks for one in block["calls"][call]]
+            milliseconds = 1e3 * statistics.median(seconds for seconds, _ in every)
+            texts.append(f"{call} {milliseconds:.2f} ms, {every[0][1]} calls")
+        return "  ".join([*texts, f"loss {self.blocks[-1]['loss']:.4f}"])
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--site", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--run", action="append", required=True, metavar="NAME: CASE")
+    parser.add_argument("--peer", metavar="NAME: CASE")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--accumulation", type=int, default=1)
+    parser.add_argument("--micro-batch", type=int, default=1)
+    parser.add_argument("--size", default="1b")
+    parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--calls", action="store_true")
+    args = parser.parse_args()
+    folders: dict[str, str] = dict(each.split("=", 1) for each in args.site) or {"here": ""}
+    plan = {
+        "size": args.size,
+        "sequence_length": args.sequence_length,
+        "micro_batch": args.micro_batch,
+        "accumulation": args.accumulation,
+        "steps": args.rounds * (args.steps + 1),
+        "warm_up_steps": WARM_UP_STEPS,
+        "clip_norm": 1.0,
+        "seed": 0,
+        "text": None,
+    }
+
+    def start(run: str) -> Contender:
+        site, case = run.split(": ", 1)
+        asked = {"case": case, "plan": plan, "times_calls": args.calls}
+        path = {"PYTHONPATH": folders[site]} if folders[site] else {}
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--child", json.dumps(asked)],
+            env={**os.environ, **path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        contender = Contender(site, case, process)
+        # One after the other: a start takes memory that it does not keep.
+        contender.answer()
+        return contender
+
+    peer = start(args.peer) if args.peer else None
+    runs = [start(run) for run in args.run]
+    contenders = ([peer] if peer else []) + runs
+    for number in range(args.rounds):
+        for contender in contenders[:: 1 if number % 2 == 0 else -1]:
+            contender.take(args.steps)
+    for contender in contenders:
+        first = next(each for each in runs if each.case == contender.case or contender is peer)
+        print(contender.row(peer, first if contender is not peer else contender), flush=True)
+    # They wait for more.
+    for contender in contenders:
+        contender.process.kill()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        child(json.loads(sys.argv[2]))
+    main()

@@ -1,0 +1,229 @@
+"""The stream on which gradients of ZeRO's partitions are copied in batches, on a stand-in."""
+
+import contextlib
+import gc
+import weakref
+
+import pytest
+import torch
+from stepwell.deepspeed.zero import lanes
+from stepwell.deepspeed.zero.fragment import Fragment
+from stepwell.deepspeed.zero.lanes import CudaLane
+from stepwell.deepspeed.zero.partition import Partition
+from stepwell.deepspeed.zero.partitions import Partitions
+
+CPU = torch.device("cpu")
+BATCH_ELEMENTS = 8
+
+
+class Event:
+    """As torch's: it has happened when the stream has caught up."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def query(self):
+        return not self.stream.is_late
+
+
+class Stream:
+    """As torch's. What it is asked for is in `log`."""
+
+    cuda_stream = 7
+
+    def __init__(self, name="lane"):
+        self.name = name
+        self.log = []
+        self.is_late = False
+
+    def wait_stream(self, other):
+        self.log.append(("wait", other.name))
+
+    def record_event(self):
+        return Event(self)
+
+    def synchronize(self):
+        self.is_late = False
+
+
+class Engine:
+    """What the engine is told to expect, as `(group, begin, end)`, by call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def expect_parts(self, indices, begins, ends, *, stream):
+        assert stream == Stream.cuda_stream
+        self.calls.append(list(zip(indices, begins, ends, strict=True)))
+
+
+class Device:
+    """The streams of the stand-in."""
+
+    def __init__(self, monkeypatch):
+        self.current = Stream("training")
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(lanes, "BATCH_BYTES", 4 * BATCH_ELEMENTS)
+    return Device(monkeypatch)
+
+
+@pytest.fixture
+def engine():
+    return Engine()
+
+
+@pytest.fixture
+def lane(device, engine):
+    return CudaLane(CPU, engine)
+
+
+def send(lane, target, begin, end, value=1.0):
+    piece = torch.full((end - begin,), value)
+    lane.copy(piece, target[begin:end], Fragment(0, begin, end - begin))
+
+
+def test_the_latest_gradient_waits_for_the_next(lane, engine):
+    target = torch.zeros(40)
+    send(lane, target, 30, 40)
+    assert engine.calls == []
+    send(lane, target, 0, 2)
+    # What was there is more than a batch.
+    assert engine.calls == [[(0, 30, 38)], [(0, 38, 40)]]
+    assert target.tolist() == [0.0] * 30 + [1.0] * 10
+    lane.launch()
+    assert engine.calls[2:] == [[(0, 0, 2)]]
+    assert target[:2].tolist() == [1.0] * 2
+    lane.launch()
+    assert len(engine.calls) == 3
+
+
+def test_small_gradients_share_a_batch_and_large_ones_have_several(lane, engine):
+    target = torch.zeros(40)
+    for begin, end in ((0, 3), (3, 6), (6, 30), (30, 31)):
+        send(lane, target, begin, end)
+    lane.launch()
+    assert engine.calls == [
+        [(0, 0, 3), (0, 3, 6), (0, 6, 8)],
+        [(0, 8, 16)],
+        [(0, 16, 24)],
+        [(0, 24, 30)],
+        [(0, 30, 31)],
+    ]
+    assert target.tolist() == [1.0] * 31 + [0.0] * 9
+
+
+def test_a_batch_comes_after_the_stream_that_made_it(lane, device, engine):
+    target, training = torch.zeros(4), device.current
+    send(lane, target, 0, 2)
+    device.current = Stream("reductions")
+    send(lane, target, 2, 4)
+    assert lane._stream.log == [("wait", "training")]
+    assert engine.calls == [[(0, 0, 2)]]
+    # As a step does, whose stream is another one.
+    device.current = training
+    lane.order()
+    assert lane._stream.log == [("wait", "training"), ("wait", "reductions")]
+    assert target.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", ["wait", "order"])
+def test_what_waits_is_copied_before_it_is_used(lane, name):
+    target = torch.zeros(2)
+    send(lane, target, 0, 2)
+    getattr(lane, name)()
+    assert target.tolist() == [1.0] * 2
+
+
+def test_what_is_dropped_is_not_copied(lane, engine):
+    target = torch.zeros(4)
+    send(lane, target, 0, 2)
+    lane.drop()
+    send(lane, target, 2, 4, value=2.0)
+    lane.wait()
+    assert target.tolist() == [0.0, 0.0, 2.0, 2.0]
+    assert engine.calls == [[(0, 2, 4)]]
+
+
+def test_a_gradient_is_held_until_it_is_copied(lane):
+    piece, target = torch.ones(2), torch.zeros(2)
+    held = weakref.ref(piece)
+    lane.copy(piece, target, Fragment(0, 0, 2))
+    del piece
+    assert held() is not None
+    lane._stream.is_late = True
+    lane.launch()
+    lane.let_go()
+    gc.collect()
+    # A part of it is held: its memory, which no tensor of autograd's may be written to.
+    assert len(lane._reads._held) == 1
+    lane._stream.is_late = False
+    lane.let_go()
+    assert not lane._reads._held
+    assert held() is None
+
+
+def test_what_was_interrupted_is_copied_by_the_next_launch(lane, engine, monkeypatch):
+    target = torch.zeros(20)
+    send(lane, target, 0, 18)
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine, "expect_parts", interrupted)
+        lane.launch()
+    lane.wait()
+    assert engine.calls == [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 18)]]
+    assert target.tolist() == [1.0] * 18 + [0.0] * 2
+
+
+# ---- beneath partitions ----
+
+
+@pytest.fixture
+def partitions(device, monkeypatch):
+    monkeypatch.setattr(Partitions, "_lane", lambda self, **_: CudaLane(CPU, self._engine))
+    held = torch.empty(0, requires_grad=True)
+    weight = torch.ones(40)
+    return Partitions([Partition(held, weight, torch.float32, 0, False)], device=CPU, threads=1)
+
+
+def test_the_norm_is_read_before_the_latest_gradient_is_copied(partitions):
+    gradients = partitions.gradients
+    for begin, end in ((20, 40), (0, 20)):
+        gradients.add(Fragment(0, begin, end - begin), torch.ones(end - begin), is_owned=True)
+        gradients.send(Fragment(0, begin, end - begin))
+    seen = []
+
+    def add_up(scalar):
+        seen.append(gradients.grads[0].tolist())
+        return float(scalar)
+
+    assert gradients.norm(add_up) == pytest.approx(40**0.5)
+    assert seen == [[0.0] * 20 + [1.0] * 20]
+    assert gradients.grads[0].tolist() == [1.0] * 40
+
+
+def test_what_is_read_before_a_step_has_arrived(partitions):
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients.add(fragment, torch.full((4,), 3.0), is_owned=True)
+    gradients.send(fragment)
+    assert gradients.gradient(fragment).tolist() == [3.0] * 4
+
+
+def test_a_gradient_of_a_dropped_step_is_not_of_the_next(partitions):
+    gradients, fragment = partitions.gradients, Fragment(0, 0, 4)
+    gradients.add(fragment, torch.full((4,), 3.0), is_owned=True)
+    gradients.send(fragment)
+    partitions.drop()
+    gradients.add(Fragment(0, 4, 2), torch.ones(2), is_owned=True)
+    assert gradients.norm(float) == pytest.approx(2**0.5)
+    (grad,) = partitions.stepped_grads()
+    assert grad.tolist() == [0.0] * 4 + [1.0] * 2 + [0.0] * 34
