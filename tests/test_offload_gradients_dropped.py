@@ -144,7 +144,6 @@ def fail_half_way(net, step):
 
 
 OPTIONS = [{}, {"accumulation_steps": 1}, {"accumulation_steps": 2}, {"accumulate": "host"}]
-
 OPTION_IDS = ["untold", "told", "two", "host"]
 
 
