@@ -218,8 +218,8 @@ aarch64-toolchain: ## install on Debian (root) what aarch64-test takes
 # cases: it is slow. Tests of the host (its memory maps, affinity, fork, lanes) are left out: there
 # the emulator would be tested.
 AARCH64_TESTS := \
-  $(filter-out downloads generations jobs memory offload pool,$(basename $(notdir \
-  $(wildcard tests/*.rs))))
+  $(filter-out downloads generations jobs memory offload pool volume,$(notdir \
+  $(patsubst %.rs,%,$(patsubst %/main.rs,%,$(wildcard tests/*.rs tests/*/main.rs)))))
 aarch64-test: export RUSTC = $(aarch64_rustc)
 aarch64-test: export PROPTEST_CASES ?= 8
 aarch64-test: ## the Rust tests of the arithmetic on NEON, emulated

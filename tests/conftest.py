@@ -88,6 +88,14 @@ def nothing_compiled():
         sys.modules["torch._dynamo.utils"].counters.clear()
 
 
+@pytest.fixture
+def every_gradient_is_a_batch(monkeypatch):
+    """Each gradient is copied in the backward, once the next one is there, however small it is."""
+    from stepwell.offload import gradients
+
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
+
+
 def pytest_unconfigure():
     # Extensions look for leaks when Python ends.
     gc.unfreeze()

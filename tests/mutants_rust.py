@@ -149,9 +149,14 @@ def listed(files):
 
 
 def copied(tree):
-    """Copies what git tracks, where it has changed."""
+    """Copies what git tracks, where it has changed; what has moved is gone from where it was."""
     command = ["git", "ls-files", "Cargo.*", "rust", "tests/*.rs", "benches/*.rs"]
-    for path in subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout.split():
+    paths = subprocess.run(command, cwd=ROOT, check=True, stdout=-1, text=True).stdout.split()
+    for folder in ("rust", "tests", "benches"):
+        for path in (tree / folder).rglob("*.rs"):
+            if str(path.relative_to(tree)) not in paths:
+                path.unlink()
+    for path in paths:
         (tree / path).parent.mkdir(parents=True, exist_ok=True)
         write(tree / path, (ROOT / path).read_text())
 

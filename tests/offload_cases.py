@@ -13,6 +13,9 @@ WIDTH = 96
 # So many elements take a worker some milliseconds; a forward that does not wait reads its weights
 # microseconds after the step.
 BALLAST = 6 << 20
+# Where forwards wait for a step, and a step whose last backward is told: it copies in it.
+MODES = [{"gate": "module"}, {"gate": "step"}, {"accumulation_steps": 1}]
+MODE_IDS = ["module", "step", "told"]
 
 
 class Net(torch.nn.Module):

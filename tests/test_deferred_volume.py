@@ -16,7 +16,7 @@ from optim_cases import bits
 from stepwell import _state
 from stepwell.offload.deferred import Extents, memory_of
 from stepwell.offload.interval import WINDOW_STEPS, StepTimes
-from test_offload_volume import folders, net_of, pinned_bytes
+from volume_models import folders, net_of, pinned_bytes
 
 STEPS = 9
 

@@ -33,6 +33,8 @@ TORCH_TESTS = (
     "optim_torch",
     "optim_state_dict",
     "offload_optimizer",
+    "offload_optimizer_parameters",
+    "offload_optimizer_weights",
     "offload_guard",
     "offload_accesses",
     "offload_after_step",

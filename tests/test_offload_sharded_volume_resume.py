@@ -1,0 +1,261 @@
+"""Ranks that go on from their volumes, or do not: whichever is ahead, gone or of another run."""
+
+import gc
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from optim_ranks import Ranks
+from sharded_models import make, train, train_alike
+from sharded_volumes import (
+    DTYPE,
+    assert_same,
+    drives_in,
+    end,
+    files,
+    first_run,
+    go_on,
+    on_volume,
+    reference,
+    refused_on_all,
+)
+from stepwell.offload import sharded_volume
+from stepwell.offload.swapped import Swapped
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def drives(tmp_path):
+    return drives_in(tmp_path)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+def test_a_resumed_run_is_as_if_never_stopped(two, drives, moments):
+    assert two.run(first_run, drives, 3, moments) == [3, 3]
+    expected = [f"run-{rank}.{member}.stepwell" for rank in range(2) for member in range(2)]
+    assert files(drives) == expected
+    assert two.run(go_on, drives, 3, moments) == [6, 6]
+    assert two.run(go_on, drives, 6, moments) == [9, 9]
+
+
+def one_commits_and_the_other_does_not(drives, behind, steps):
+    """As `behind` were killed in the last steps, before their commits."""
+    gc.collect()
+    rank = dist.get_rank()
+    net = make(DTYPE)
+    optimizer = on_volume(net, drives, name="run")
+    ddp = DistributedDataParallel(net)
+    train(ddp, optimizer, 2)
+    optimizer.synchronize()
+    aside = drives[0].parent / "aside"
+    if rank in behind:
+        for member, folder in enumerate(drives):
+            name = f"run-{rank}.{member}.stepwell"
+            aside.mkdir(exist_ok=True)
+            shutil.copy(folder / name, aside / name)
+    train(ddp, optimizer, steps, first=2)
+    end(optimizer)
+    del optimizer
+    gc.collect()
+    if rank in behind:
+        for member, folder in enumerate(drives):
+            name = f"run-{rank}.{member}.stepwell"
+            shutil.copy(aside / name, folder / name)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("behind", [(0,), (1,)])
+def test_ranks_that_are_ahead_go_back(two, drives, behind):
+    two.run(one_commits_and_the_other_does_not, drives, behind, 1)
+    assert two.run(go_on, drives, 2) == [5, 5]
+
+
+def resumed_and_not_kept(drives, fail=None):
+    """The committed steps; or none, where one rank has this error as it reads its volume."""
+    gc.collect()
+    net = make(DTYPE)
+    if not fail:
+        return on_volume(net, drives, name="run", resume=True, keep=False).committed_steps
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+
+            def resumed(*_):
+                raise fail("cannot be read")
+
+            patched.setattr(Swapped, "_resumed", resumed)
+        kind, match = (fail, "be read") if dist.get_rank() else (OSError, "rank 1.* be read|left")
+        with pytest.raises(kind, match=match):
+            on_volume(net, drives, name="run", resume=True, keep=False)
+    return None
+
+
+def test_what_is_not_to_be_kept_stays_until_it_was_gone_on_from(two, drives):
+    two.run(one_commits_and_the_other_does_not, drives, (1,), 1)
+    before = files(drives)
+    missing = drives[1] / "run-1.1.stepwell"
+    missing.rename(missing.with_suffix(".away"))
+    refused = partial(refused_on_all, keep=False)
+    two.run(refused, drives, "is missing", (ValueError, OSError))
+    missing.with_suffix(".away").rename(missing)
+    for fail in (OSError, KeyboardInterrupt):
+        two.run(resumed_and_not_kept, drives, fail)
+        two.run(gc.collect)
+        assert files(drives) == before
+    # One rank goes back, to files of its own.
+    assert two.run(resumed_and_not_kept, drives) == [2, 2]
+    two.run(gc.collect)
+    assert not files(drives)
+
+
+def test_volumes_of_steps_further_apart_are_refused(two, drives):
+    two.run(one_commits_and_the_other_does_not, drives, (1,), 2)
+    two.run(refused_on_all, drives, r"at the steps `\[4, 2\]`(.|\n)*hint")
+    # They were left as they are.
+    two.run(refused_on_all, drives, r"at the steps `\[4, 2\]`(.|\n)*hint")
+
+
+def test_the_step_that_all_volumes_have():
+    common_step = sharded_volume._common_step
+    assert common_step([None, None]) is None
+    assert common_step([3, 3]) == 3
+    assert common_step([4, 3, 4]) == 3
+    for steps in ([3, None], [3, 4, 5], [1, 3]):
+        with pytest.raises(ValueError, match="not of one run"):
+            common_step(steps)
+
+
+def trained_until_killed(drives, resume, fifo):
+    net = make(DTYPE, seed=3 if resume else 0)
+    optimizer = on_volume(net, drives, name="run", resume=resume)
+    ddp = DistributedDataParallel(net)
+    with (fifo if dist.get_rank() == 0 else Path(os.devnull)).open("w") as out:
+        for step in range(optimizer.committed_steps, 1000):
+            train(ddp, optimizer, 1, first=step)
+            print(step, file=out, flush=True)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_that_are_killed_go_on_from_one_step(two, drives, tmp_path, order):
+    two.run(dist.get_world_size)  # They are started.
+    fifo = tmp_path / "steps"
+    os.mkfifo(fifo)
+    for tasks in two.tasks:
+        tasks.put((trained_until_killed, (drives, False, fifo)))
+    with fifo.open() as lines:
+        step = 0
+        for _ in range(3):
+            step = int(lines.readline())
+        for rank in order:
+            two.processes[rank].kill()
+            two.processes[rank].join(30)
+    two.stop()
+    committed = two.run(steps_and_bits, drives)
+    assert committed[0] == committed[1]
+    assert committed[0] >= step
+    assert two.run(go_on, drives, committed[0]) == [committed[0] + 3] * 2
+
+
+def steps_and_bits(drives):
+    net = make(DTYPE, seed=9)
+    optimizer = on_volume(net, drives, name="run", resume=True)
+    twin, other, _ = reference(optimizer.committed_steps)
+    assert_same((net, optimizer), (twin, other))
+    return optimizer.committed_steps
+
+
+# ---- volumes that do not go together, or with the ranks ----
+
+
+def resumed_on_one_rank(drives):
+    gc.collect()
+    is_first = dist.get_rank() == 0
+    with pytest.raises(ValueError, match=r"at the steps `\[2, None\]`(.|\n)*`resume` on all"):
+        on_volume(make(DTYPE), drives, name="run", resume=is_first)
+
+
+def test_a_resumed_volume_does_not_go_with_a_new_one(two, drives):
+    two.run(first_run, drives, 2)
+    for path in [*drives[0].glob("run-1*"), *drives[1].glob("run-1*")]:
+        path.unlink()
+    two.run(resumed_on_one_rank, drives)
+    assert len(files(drives)) == 2, "the one that was resumed is there, the new one is not"
+
+
+def at_another_number_of_ranks(drives):
+    gc.collect()
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    match = r"for the ranks `\[0, 1\]`(.|\n)*and `\[.\]` share the step(.|\n)*hint"
+    refused_on_all(drives, match, shard=alone)
+
+
+def test_another_number_of_ranks_is_refused_with_a_way_out(two, drives):
+    two.run(first_run, drives, 1)
+    two.run(at_another_number_of_ranks, drives)
+    assert two.run(go_on, drives, 1) == [4, 4]
+
+
+def on_drives_of_their_own(drives, refused=None):
+    """As on hosts of their own, where ranks do not see the files of the others."""
+    gc.collect()
+    folders = [drives[dist.get_rank()]]
+    if refused:
+        return refused_on_all(folders, refused, OSError)
+    net = make(DTYPE)
+    optimizer = on_volume(net, folders, name="run")
+    train(DistributedDataParallel(net), optimizer, 1)
+    return end(optimizer)
+
+
+def test_what_is_wrong_with_a_drive_is_not_taken_for_another_number_of_ranks(two, drives):
+    assert two.run(on_drives_of_their_own, drives) == [1, 1]
+    own = drives[1] / "run-1.0.stepwell"
+    own.rename(own.with_suffix(".away"))
+    for text in two.run(on_drives_of_their_own, drives, "run-1"):
+        assert "for the ranks" not in text
+    # Another rank of that host has its drive.
+    shutil.copy(drives[0] / "run-0.0.stepwell", drives[1] / "run-0.0.stepwell")
+    for text in two.run(on_drives_of_their_own, drives, "run-1"):
+        assert "it is missing" in text or "no volume" in text, text
+        assert "for the ranks `[0]` in the folders of rank `1`" in text
+        assert "its own drives" in text
+    own.with_suffix(".away").rename(own)
+    os.truncate(own, 1 << 16)
+    for text in two.run(on_drives_of_their_own, drives, "run-1.*is truncated"):
+        assert "number of ranks" not in text
+        assert "for the ranks" not in text
+
+
+def volumes_of_groups(drives):
+    """Two groups of one rank each, whose volumes have one name."""
+    gc.collect()
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    net = make(DTYPE)
+    optimizer = on_volume(net, drives, name="run", shard=alone)
+    train_alike(net, optimizer)
+    end(optimizer)
+    del optimizer
+    gc.collect()
+    dist.barrier()
+    with pytest.raises(ValueError, match="of other parameters") as raised:
+        on_volume(torch.nn.Linear(6, 2), drives, name="run", resume=True, shard=alone)
+    return str(raised.value)
+
+
+def test_groups_of_ranks_may_have_volumes_of_one_name(two, drives):
+    for text in two.run(volumes_of_groups, drives):
+        assert "with their names and shapes" in text
+        assert "expected `[" not in text

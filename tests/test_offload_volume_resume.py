@@ -1,0 +1,205 @@
+"""A volume that commits its steps: what goes on from it, what does not, and what it lacks."""
+
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import stepwell
+import torch
+from offload_cases import assert_equal, train
+from optim_cases import LAYOUT_IDS, LAYOUTS, bits
+from stepwell.offload.swapped import Swapped
+from volume_models import files, folders, net_of, on_volume, pair
+
+
+@pytest.mark.parametrize(("dtype", "moments"), LAYOUTS, ids=LAYOUT_IDS)
+def test_a_resumed_volume_is_as_if_never_stopped(tmp_path, dtype, moments):
+    options = {"moments": moments, "name": "run", "clip_norm": 1.0}
+    (net, optimizer), theirs = pair(tmp_path, dtype, **options)
+    assert optimizer.committed_steps == 0
+    train(net, optimizer, 3)
+    train(*theirs, 3)
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+    assert len(files(tmp_path)) == 2
+    net = net_of(dtype, seed=9)
+    # Another share of it fits into memory.
+    optimizer = on_volume(net, tmp_path, resume=True, host_bytes=5 << 20, **options)
+    assert optimizer.committed_steps == 3
+    assert_equal((net, optimizer), theirs)
+    del optimizer
+    gc.collect()
+    net = net_of(dtype, seed=9)
+    optimizer = on_volume(net, tmp_path, resume=True, host_bytes=2 << 20, **options)
+    assert train(net, optimizer, 3, first=3) == train(*theirs, 3, first=3)
+    assert_equal((net, optimizer), theirs)
+
+
+def test_a_resumed_state_dict_has_the_keys_of_one_that_never_stopped(tmp_path):
+    def net_with_nothing():
+        torch.manual_seed(1)
+        net = torch.nn.Linear(300, 300)
+        net.register_parameter("nothing", torch.nn.Parameter(torch.empty(0, 3)))
+        return net
+
+    def step(net, optimizer):
+        for param in net.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    net = net_with_nothing()
+    optimizer = on_volume(net, tmp_path, name="run")
+    step(net, optimizer)
+    step(net, optimizer)
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == 3
+    del optimizer
+    gc.collect()
+    again = net_with_nothing()
+    resumed = on_volume(again, tmp_path, name="run", resume=True).state_dict()
+    assert resumed["state"].keys() == saved["state"].keys()
+    for index, state in saved["state"].items():
+        assert state.keys() == resumed["state"][index].keys()
+        for name, value in state.items():
+            assert torch.equal(bits(resumed["state"][index][name]), bits(value)), (index, name)
+
+
+KILLED = """
+    import sys
+    sys.path.insert(0, {tests!r})
+    import pathlib, torch
+    from volume_models import net_of, on_volume
+    from offload_cases import train
+    net = net_of(torch.bfloat16)
+    optimizer = on_volume(net, pathlib.Path({path!r}), name="run", num=2)
+    for step in range(1000):
+        train(net, optimizer, 1, first=step)
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("steps", [2, 5])
+def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, steps):
+    program = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), path=str(tmp_path))
+    job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    try:
+        for _ in range(steps):
+            assert job.stdout.readline()
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.wait(60)
+        job.stdout.close()
+    net = net_of(torch.bfloat16, seed=9)
+    optimizer = on_volume(net, tmp_path, name="run", resume=True)
+    twin = net_of(torch.bfloat16)
+    reference = stepwell.OffloadAdamW(twin.named_parameters(), lr=1e-2)
+    done = int(optimizer.state[net[0].weight]["step"])
+    assert done >= steps - 1
+    train(twin, reference, done)
+    assert_equal((net, optimizer), (twin, reference))
+    assert train(net, optimizer, 2, first=done) == train(twin, reference, 2, first=done)
+
+
+# ---- volumes that do not go with the program ----
+
+
+def test_the_volume_of_another_model_is_refused(tmp_path):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run")
+    train(net, optimizer, 1)
+    with pytest.raises(OSError, match="is used by"):
+        on_volume(net_of(), tmp_path, name="run", resume=True)
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+    with pytest.raises(ValueError, match="other parameters"):
+        on_volume(net_of(torch.bfloat16), tmp_path, name="run", resume=True)
+    with pytest.raises(ValueError, match="other parameters"):
+        on_volume(net_of(), tmp_path, name="run", resume=True, moments="q8")
+    with pytest.raises(OSError, match="missing"):
+        on_volume(net_of(), tmp_path, name="walk", resume=True)
+    assert len(files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("change", ["order", "shape"])
+def test_a_volume_of_other_names_or_shapes_is_refused(tmp_path, change):
+    def model(shape=(300, 400)):
+        torch.manual_seed(0)
+        return torch.nn.ModuleDict(
+            {name: torch.nn.Linear(shape[1], shape[0], bias=False) for name in "ab"}
+        )
+
+    def made(named, **options):
+        return stepwell.OffloadAdamW(
+            named, tier=stepwell.Volume(folders(tmp_path), name="v", **options)
+        )
+
+    net = model()
+    optimizer = made(net.named_parameters(), keep=True)
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+    other = model((400, 300)) if change == "shape" else model()
+    named = list(other.named_parameters())
+    with pytest.raises(ValueError, match="with their names and shapes"):
+        made(named[::-1] if change == "order" else named, resume=True)
+    made(net.named_parameters(), resume=True)
+
+
+def test_a_volume_that_cannot_be_read_at_the_beginning_is_an_error(tmp_path, monkeypatch):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run")
+    train(net, optimizer, 1)
+    optimizer.synchronize()
+    del optimizer
+    gc.collect()
+
+    def resumed(*_):
+        raise OSError("cannot be read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Swapped, "_resumed", resumed)
+        with pytest.raises(OSError, match="cannot be read"):
+            on_volume(net, tmp_path, name="run", resume=True, keep=False)
+    # It is there, and free.
+    assert on_volume(net, tmp_path, name="run", resume=True).committed_steps == 1
+
+
+# ---- what no commit has ----
+
+
+def test_loaded_state_that_no_commit_has_is_told(tmp_path, caplog):
+    net, optimizer = pair(tmp_path)[0]
+    train(net, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    net[3].requires_grad_(False)
+    with caplog.at_level("WARNING", logger="stepwell"):
+        train(net, optimizer, 1, first=1)
+        assert "state of 2 parameters without a gradient is in memory" in caplog.text
+        net[3].requires_grad_(True)
+        caplog.clear()
+        train(net, optimizer, 2, first=2)
+        assert not caplog.text
+
+
+def test_weights_that_no_commit_has_are_told(tmp_path, caplog):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, durability="commit")
+    train(net, optimizer, 1, first=0)
+    net[0].weight.requires_grad_(False)
+    with torch.no_grad():
+        net[0].weight.zero_()
+    train(net, optimizer, 1, first=1)
+    assert "were written by the program (said once)" in caplog.text
+    optimizer.state.clear()
+    train(net, optimizer, 1, first=2)
+    assert "or was deleted" in caplog.text
