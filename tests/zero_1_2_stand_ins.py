@@ -429,18 +429,26 @@ def test_a_sum_of_deepspeeds_is_sent_with_its_last_gradient(monkeypatch, is_last
 # ---- norms ----
 
 
-def test_the_norm_is_of_all_gradients_at_the_end_of_an_accumulation():
+@pytest.mark.parametrize("gathers", [None, "gathers"])
+def test_the_norm_is_of_all_gradients_at_the_end_of_an_accumulation(gathers):
     calls = []
     optimizer = made(
         is_gradient_accumulation_boundary=lambda: True,
         _check_used=noted(calls, "check_used"),
-        _partitions=SimpleNamespace(gradients=SimpleNamespace(norm=lambda add_up: 3.0)),
+        _gathers=gathers,
+        _is_alone=True,
+        _norm_round=NormRound(),
+        _partitions=SimpleNamespace(
+            gradients=SimpleNamespace(norm=lambda add_up: 3.0), device=torch.device("cpu")
+        ),
     )
+    optimizer.synchronize = noted(calls, "synchronized")
     norm = optimizer.scaled_global_norm()
-    assert (norm.item(), norm.shape, calls) == (3.0, (), ["check_used"])
+    expected = ["check_used"] if gathers is None else ["synchronized", "check_used"]
+    assert (norm.item(), norm.shape, calls) == (3.0, (), expected)
     optimizer.is_gradient_accumulation_boundary = lambda: False
     assert optimizer.scaled_global_norm(2).item() == 0.0
-    assert calls == ["check_used"]
+    assert calls == expected
     with pytest.raises(ValueError, match="`norm_type` is `1`, expected 2"):
         optimizer.scaled_global_norm(1)
 
@@ -490,14 +498,14 @@ def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
         _is_alone=False,
         dp_process_group="ranks",
         _norm_round=NormRound(),
-        _gathers=None,
+        _check_used=mock.Mock(side_effect=ValueError("mine")),
         _partitions=SimpleNamespace(device=torch.device("cpu")),
     )
     with pytest.raises(OSError, match=r"cannot take this step: 1, so none .* hint: "):
         optimizer._add_up(torch.tensor(3.0))
     # This one cannot, either.
-    with pytest.raises(ValueError, match="mine"), optimizer._awaited():
-        raise ValueError("mine")
+    with pytest.raises(ValueError, match="mine"):
+        optimizer._norm()
 
 
 def test_a_skipped_step_drops_gradients_and_has_its_timers():
