@@ -35,7 +35,7 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
     monkeypatch, gate, is_alone, zenflow
 ):
     several(monkeypatch, stage_1_2.dist)
-    given, opened = [], []
+    given, opened, asked = [], [], []
     device = torch.device("cpu")
 
     def begin(self, init_optimizer, *, offload_optimizer_config):
@@ -45,11 +45,12 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
         self.bit16_groups, self.bit16_groups_flat = "groups", [torch.zeros(3)]
 
     monkeypatch.setattr(DeepSpeedZeroOptimizer, "__init__", begin)
-    monkeypatch.setattr(
-        stage_1_2,
-        "Peers",
-        lambda group: SimpleNamespace(open_data=lambda where: opened.append((group, where))),
-    )
+
+    def peers(group, **options):
+        asked.append(options)
+        return SimpleNamespace(open_data=lambda where: opened.append((group, where)))
+
+    monkeypatch.setattr(stage_1_2, "Peers", peers)
     monkeypatch.setattr(stage_1_2, "GatheredWeights", lambda *arguments: arguments)
     monkeypatch.setattr(stage_1_2, "ToldSteps", lambda peers: ("told", peers))
     optimizer = OffloadZeroOptimizer(
@@ -62,6 +63,8 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
     # The engine pins, and DeepSpeed's swapper knows nothing of a volume.
     assert [(each.pin_memory, each.device) for each in given] == [(False, "cpu")]
     gathers_behind = gate == "module" and zenflow is None
+    options = {"gathers": gathers_behind, "instead": '"stepwell": {"engine": false}'}
+    assert asked == ([] if is_alone else [options])
     if gathers_behind and not is_alone:
         assert opened == [("ranks", device)]
         assert optimizer._gathers[0] is optimizer._partitions

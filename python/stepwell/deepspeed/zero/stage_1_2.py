@@ -94,9 +94,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
         if not self._is_alone:
-            peers = Peers(self.dp_process_group)
             # What is deferred is gathered with a later step.
-            if self._plan.gate == "module" and self._plan.zenflow is None:
+            gathers = self._plan.gate == "module" and self._plan.zenflow is None
+            peers = Peers(
+                self.dp_process_group, gathers=gathers, instead='"stepwell": {"engine": false}'
+            )
+            if gathers:
                 peers.open_data(self._partitions.device)
                 self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
             else:

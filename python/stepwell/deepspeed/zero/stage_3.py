@@ -142,7 +142,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         elif self._is_gated:
             self._bound_prefetch()
         if self._is_gated and not self._is_alone and self._gathered_behind():
-            peers = Peers(self.dp_process_group)
+            peers = Peers(self.dp_process_group, instead='"stepwell": {"gate": "step"}')
             peers.open_data(torch.device(get_accelerator().current_device_name()))
             self._gathers = GatheredPersistents(self._partitions, peers)
 
