@@ -553,7 +553,13 @@ class OffloadAdamW(OffloadStateDicts):
             self._abandon()
             # No forward is ahead that lands weights, so no access would be seen.
             self.drain()
+            self._excuse_next()
             self._twins.mark_stale(self._twins)
+
+    def _excuse_next(self) -> None:
+        """The next step is exact for what this one was, not for a look at a weight."""
+        if self._deferred_steps is not None:
+            self._deferred_steps.excuse()
 
     def _tune(self, begin: float) -> None:
         """Has the interval follow what the last step took, which is over."""
@@ -589,6 +595,7 @@ class OffloadAdamW(OffloadStateDicts):
         hears of the error that ended the step. Ctrl-C is raised when the waits have ended. They
         cannot be left out: the program may write gradients that are still being copied.
         """
+        self._excuse_next()
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:
