@@ -128,6 +128,7 @@ class HostSide:
             ),
             crossing=self.twins.nbytes(params) + deferral.pinned,
             limit=self._bytes_left(states),
+            waiting=deferral.pinned,
         )
 
     def _bytes_left(self, states: Mapping[torch.Tensor, _state.State]) -> int | None:
@@ -157,6 +158,7 @@ class HostSide:
             crossing=after.pinned,
             limit=self._bytes_left(states),
             held=before.pinned,
+            waiting=after.pinned,
         ).end()  # The engine takes it when it is made.
         self._deferred = deferred
 
