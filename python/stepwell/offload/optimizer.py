@@ -272,7 +272,8 @@ class OffloadAdamW(OffloadStateDicts):
             self._collector.check(new, labels)
             if self._sharding is not None:
                 self._sharding.admit(new, labels)
-            with self._host.announce(new, self._states):
+            has_engine = self._engine is not None
+            with self._host.announce(new, self._states, has_engine=has_engine):
                 # It is made for a fixed list of parameters.
                 self._close_engine()
                 self._collector.prepare(local(new[0]).device)
