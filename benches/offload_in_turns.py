@@ -2,7 +2,8 @@
 
     python benches/offload_in_turns.py [--site NAME=FOLDER ...] --run "NAME: CASE" ...
         [--peer "NAME: CASE"] [--rounds 6] [--steps 4] [--accumulation 1] [--micro-batch 1]
-        [--size 1b] [--calls]
+        [--size 1b]
+        [--time MODULE:CLASS.METHOD ...]
 
 A site is a folder with an installation (`pip install --target FOLDER WHEEL`); without `--site`
 there is one, `here`. A run is a case of `stepwell bench offload` in a process of its own. All
@@ -19,8 +20,8 @@ A row for each run has medians per step over all rounds, in seconds:
 - `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step.
 - `stepping`: of the workers in host memory.
 
-With `--calls` a row has timers around calls that a backward makes: milliseconds per backward, and
-how many calls. The timers take a microsecond each.
+With `--time stepwell.offload.engine:Engine.take`, for one, a row has milliseconds of such calls in
+the last backward and the step, and their number. A timer takes a microsecond per call.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import wraps
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -49,12 +51,8 @@ Spent = dict[str, tuple[float, int]]
 # ---- the process of a run ----
 
 
-def add_timers() -> Spent:
+def add_timers(methods: list[str]) -> Spent:
     """Times calls from now on: seconds and number by name, which the caller clears."""
-    from stepwell.deepspeed.zero.gradients import Gradients
-    from stepwell.offload.engine import Engine
-    from stepwell.offload.gradients import OnGrad
-
     spent: Spent = {}
 
     def timed(name: str, method: Any) -> Any:
@@ -69,22 +67,18 @@ def add_timers() -> Spent:
 
         return call
 
-    for owner, name in (
-        (OnGrad, "__call__"),
-        (Engine, "take"),
-        (Engine, "checksums"),
-        (Gradients, "collect"),
-    ):
-        if hasattr(owner, name):
-            label = f"{owner.__name__}.{name}"
-            setattr(owner, name, timed(label, getattr(owner, name)))
+    for method in methods:
+        module, qualified = method.split(":")
+        class_name, name = qualified.split(".")
+        owner = getattr(import_module(module), class_name)
+        setattr(owner, name, timed(qualified, getattr(owner, name)))
     return spent
 
 
 class Training:
     """A case, as a child process has it."""
 
-    def __init__(self, case: str, plan: dict[str, Any], *, times_calls: bool) -> None:
+    def __init__(self, case: str, plan: dict[str, Any], timed: list[str]) -> None:
         import torch
         from stepwell.cli import _offload_cases as cases
 
@@ -93,7 +87,7 @@ class Training:
         self._sync = getattr(cases, "sync", None) or cases._sync  # type: ignore[attr-defined]
         known = workload_class.__dataclass_fields__
         workload = workload_class(**{name: plan[name] for name in plan if name in known})
-        self._spent = add_timers() if times_calls else {}
+        self._spent = add_timers(timed)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._run = cases.CASES[case](workload, workload.model(self._device))
         self._batches = workload.batches(self._device)
@@ -139,7 +133,7 @@ class Training:
 
 def child(asked: dict[str, Any]) -> None:
     """Takes as many steps as each line of the input says."""
-    training = Training(asked["case"], asked["plan"], times_calls=asked["times_calls"])
+    training = Training(asked["case"], asked["plan"], asked["timed"])
     training.take(WARM_UP_STEPS - 1)
     gc.collect()
     gc.freeze()
@@ -214,7 +208,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--size", default="1b")
     parser.add_argument("--sequence-length", type=int, default=4096)
-    parser.add_argument("--calls", action="store_true")
+    parser.add_argument("--time", action="append", default=[], dest="timed")
     args = parser.parse_args()
     folders: dict[str, str] = dict(each.split("=", 1) for each in args.site) or {"here": ""}
     plan = {
@@ -231,7 +225,7 @@ def main() -> None:
 
     def start(run: str) -> Contender:
         site, case = run.split(": ", 1)
-        asked = {"case": case, "plan": plan, "times_calls": args.calls}
+        asked = {"case": case, "plan": plan, "timed": args.timed}
         path = {"PYTHONPATH": folders[site]} if folders[site] else {}
         process = subprocess.Popen(
             [sys.executable, __file__, "--child", json.dumps(asked)],

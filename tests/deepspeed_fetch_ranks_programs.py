@@ -69,6 +69,21 @@ def both(model, rank, *, is_on_device=False, **options):
     return found
 
 
+def one_by_one(rank):
+    """A run on process groups whose backend coalesces no gathers, and one where it does."""
+    import pytest
+
+    def missing(*_):
+        # As torch says it of such a backend.
+        raise RuntimeError("Backend mine does not support all_gather_single_coalesced")
+
+    group = torch.distributed.ProcessGroup
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(group, "allgather_into_tensor_coalesced", missing)
+        found = alone.trained(Uneven, offloaded(zero=TIGHT), rank=rank)
+    return found, alone.trained(Uneven, offloaded(zero=TIGHT), rank=rank)
+
+
 def written(rank):
     """Weights are written that were gathered ahead, and of which this rank may have no element.
 
@@ -157,6 +172,7 @@ def program_fetch_ranks(result):
         result[model.__name__] = both(model, rank, zero=TIGHT)
     result["Tied"] = both(Tied, rank, gradient_accumulation_steps=2)
     result["Uneven, on the device"] = both(Uneven, rank, is_on_device=True, persistent=100)
+    result["one by one"] = one_by_one(rank)
     result["written"] = written(rank)
     result["looked at"] = looked_at(rank)
     result["parted"] = parted(rank)

@@ -135,6 +135,19 @@ def refused(config, block):
     return found
 
 
+def resized(config, counts):
+    """A run in which the program changes how many micro-batches a step has, as the batch grows."""
+    engine = initialize(perceptron(), config)
+    losses, first = [], 0
+    for count in counts:
+        engine.set_train_batch_size(count * engine.train_micro_batch_size_per_gpu())
+        losses += train(engine, vectors(2 * count, first), squared)
+        first += 2 * count
+    found = losses, partitions(engine), engine.global_steps
+    engine.destroy()
+    return found
+
+
 def huge(config, factor):
     """A step with finite gradients, of which float32 cannot hold the squares."""
     engine = initialize(perceptron(), config)
@@ -272,6 +285,24 @@ def program_gradients(result):
         result[f"cleared, ZeRO-{stage}"] = [
             cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
         ]
+        result[f"resized, ZeRO-{stage}"] = {
+            (counts, *options): [
+                resized(
+                    configuration(
+                        stage=stage,
+                        dtype="bf16",
+                        clip=0.1,
+                        gradient_accumulation_steps=counts[0],
+                        stepwell={"engine": engine},
+                        **options,
+                    ),
+                    counts,
+                )
+                for engine in (True, False)
+            ]
+            for counts in ((1, 3, 1, 2), (3, 1, 2))
+            for options in ({}, {"data_types": FP32_SUMS})
+        }
         result[f"skipped, ZeRO-{stage}"] = skipped(stage)
         result[f"without memory, ZeRO-{stage}"] = [
             without_memory(stage, is_refused=is_refused, wall_clock_breakdown=is_refused)

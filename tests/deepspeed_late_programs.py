@@ -4,6 +4,7 @@ A step does not begin before something waits for it. So what does not wait reads
 """
 
 import gc
+import math
 import threading
 
 import torch
@@ -479,6 +480,11 @@ def program_late_ranks(result):
             name: refused(RANKS[name](gate)) for name in ("ZeRO-2", "ZeRO-3")
         }
     result["refused", "zenflow"] = refused(configuration(dtype="bf16", zero={"zenflow": ZENFLOW}))
+    result["failed behind the first sum"] = {
+        (gate, name): refused(RANKS[name](gate), is_behind_first_sum=True)
+        for gate in ("module", "step")
+        for name in ("ZeRO-2", "ZeRO-3")
+    }
 
 
 class LeftError(Exception):
@@ -530,10 +536,10 @@ ZENFLOW = {
 }
 
 
-def refused(config):
+def refused(config, *, is_behind_first_sum=False):
     """What a run says in which ranks cannot step before the norm, by turns and both; and weights.
 
-    With those of a run without these steps.
+    With those of a run without these steps. Or they fail behind a sum that is not finite.
     """
     import pytest
 
@@ -547,12 +553,16 @@ def refused(config):
             with pytest.MonkeyPatch.context() as patched:
                 if rank in refusing:
 
-                    def refuse(_):
-                        raise ValueError("refused")
+                    def refuse(*_):
+                        raise OSError("a copy") if is_behind_first_sum else ValueError("refused")
 
-                    patched.setattr(gradients, "norm", refuse)
+                    method = "_exact_squares" if is_behind_first_sum else "norm"
+                    patched.setattr(gradients, method, refuse)
+                batches = vectors(1, first=7, rank=rank)
+                if is_behind_first_sum:
+                    batches = [math.inf * batch for batch in batches]
                 try:
-                    train(engine, vectors(1, first=7, rank=rank), squared)
+                    train(engine, batches, squared)
                 except (ValueError, OSError) as error:
                     found.append(f"{type(error).__name__}: {error}")
         train(engine, vectors(2, first=2, rank=rank), squared)

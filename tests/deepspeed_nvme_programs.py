@@ -486,6 +486,7 @@ def on_ranks(result, at, config, rank):
     if rank == 1:
         (at / "away").rename(own)
     result["not resumed"] = own.exists()
+    result["several runs"] = several_runs(config, at, own, rank)
     put_back(own, "second")
     engine_of(removed_at_end).destroy()
     result["ended"] = own.exists()
@@ -499,6 +500,22 @@ def on_ranks(result, at, config, rank):
     result["fails"] = [
         error_of(lambda: train(engine, vectors(2, 1, rank=rank), squared)) for _ in range(2)
     ]
+
+
+def several_runs(config, at, own, rank):
+    """What is said where the ranks have volumes of two runs, both at their second step."""
+    own.unlink()
+    engine = engine_of(on_volume(config, at, name="run"))
+    train(engine, vectors(1, rank=rank), squared)
+    # As where the state of a checkpoint is loaded.
+    for state in engine.optimizer.optimizer.state.values():
+        state["step"] += 5
+    train(engine, vectors(1, 1, rank=rank), squared)
+    assert engine.optimizer.committed_steps == 2
+    engine.destroy()
+    if rank == 0:
+        put_back(own, "second")
+    return error_of(lambda: engine_of(on_volume(config, at, name="run", resume=True)))
 
 
 def waits_before_norms(engine, train):

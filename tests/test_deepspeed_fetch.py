@@ -120,6 +120,11 @@ def test_several_ranks_gather_to_the_bits_of_deepspeeds_hooks(ranks, model):
     assert ranks[0][model][0]["losses"] != ranks[1][model][0]["losses"]
 
 
+def test_weights_come_one_by_one_where_the_backend_does_not_coalesce(ranks):
+    for rank in ranks:
+        assert_same(*rank["one by one"])
+
+
 @pytest.mark.parametrize("name", ["written", "looked at"])
 def test_what_one_rank_has_or_does_alone_changes_no_gather(ranks, name):
     for rank in ranks:

@@ -64,6 +64,13 @@ def test_zero_grad_between_micro_batches_is_deepspeeds(runs, stage):
     assert ours[0] == theirs[0]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_has_as_many_micro_batches_as_the_program_says_at_the_time(runs, stage):
+    for (counts, *_), (ours, theirs) in runs[f"resized, ZeRO-{stage}"].items():
+        assert_same(ours[:2], theirs[:2])
+        assert ours[2] == theirs[2] == 2 * len(counts)
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_refused_step_leaves_no_gradients(runs, stage):
     ours, theirs = runs[f"refused, ZeRO-{stage}"]

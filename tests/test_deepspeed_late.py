@@ -190,6 +190,17 @@ def test_a_rank_that_cannot_step_ends_the_step_of_the_others_and_they_go_on(rank
             assert_all_equal(run, expected)
 
 
+def test_a_rank_that_fails_between_two_sums_ends_the_step_of_the_others(ranks):
+    for rank, result in enumerate(ranks):
+        for found, (expected, *runs) in result["failed behind the first sum"].values():
+            others = "OSError: ranks that cannot take this step: 1, so none"
+            assert found[0].startswith(others if rank == 0 else "OSError: a copy")
+            assert found[1].startswith(others if rank == 1 else "OSError: a copy")
+            assert found[2:] == ["OSError: a copy"]
+            for run in runs:
+                assert_all_equal(run, expected)
+
+
 def test_what_two_ranks_do_not_wait_for_is_stale(ranks):
     for rank in ranks:
         for name, losses in rank["unguarded"].items():

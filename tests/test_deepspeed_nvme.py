@@ -214,6 +214,15 @@ def test_volumes_of_steps_further_apart_are_refused_and_stay(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_volumes_of_several_runs_are_refused(ranks, stage):
+    for found in ranks:
+        kind, text = found[stage]["several runs"]
+        assert kind == "ValueError"
+        assert "have `[2, 7]` updates" in text
+        assert "hint: " in text
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_no_rank_begins_a_step_before_all_have_committed_the_last(ranks, stage):
     for found in ranks:
         assert len(found[stage]["waits"]) == 2

@@ -11,6 +11,7 @@ import torch
 from stepwell.deepspeed.zero import swapped as swapped_module
 from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.offload import writes
+from stepwell.offload.ranks import Call, Ranks
 from stepwell.offload.volume import Volume
 from swapped_partitions import (
     BF16,
@@ -98,15 +99,26 @@ def noted(monkeypatch):
     return said
 
 
-def of_ranks(monkeypatch, *steps):
-    """Stands in for other ranks: of this one's volume, the steps that it is made at."""
+def of_ranks(monkeypatch, *steps, counts=None):
+    """Stands in for other ranks: of this one's volume, the steps that it is made at.
+
+    `counts`: the updates that another rank's volume has; None: as many as this one's.
+    """
+
+    class World(Ranks):
+        def __init__(self):
+            super().__init__([0, 1])
+
+        def objects(self, mine, call):
+            assert call is Call.VOLUME
+            return [mine, mine if counts is None or mine is None else counts]
 
     def open_together(ranks, make):
         for step in steps[:-1]:
             make(step).close(keep=True)
         return make(steps[-1])
 
-    monkeypatch.setattr(swapped_module, "WholeWorld", object)
+    monkeypatch.setattr(swapped_module, "WholeWorld", World)
     monkeypatch.setattr(swapped_module, "open_together", open_together)
 
 
@@ -186,6 +198,23 @@ def test_a_volume_goes_back_a_step(tmp_path, monkeypatch):
     assert [each["step"] for each in said] == [None, 2]
     assert run.partitions.resumed == {0: 2, 2: 2}
     assert_same(run.steps(2, 2), expected.steps(2, 2))
+
+
+@pytest.mark.parametrize("counts", [[2, None, 2], [7, None, 2], [2, None, 0]])
+def test_volumes_of_several_runs_at_steps_of_one_number_are_refused(tmp_path, monkeypatch, counts):
+    of_ranks(monkeypatch, None)
+    Run(Volume([tmp_path], name="run"), rank=1).steps(2).end()
+    of_ranks(monkeypatch, None, counts=counts)
+    again = Volume([tmp_path], name="run", resume=True)
+    if counts == [2, None, 2]:
+        assert Run(again, rank=1).partitions.resumed == {0: 2, 2: 2}
+        return
+    said = r"have `\[(2, 7|0, 2)\]` updates of one parameter, .* hint: "
+    # It stays, and may be gone on from.
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            Run(again, rank=1)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_volume_of_others_is_refused(tmp_path):

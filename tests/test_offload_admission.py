@@ -4,6 +4,7 @@ import pytest
 import stepwell
 import torch
 from late_engine import LateEngine
+from stepwell.offload import host_side
 
 
 def param_of(*shape):
@@ -26,6 +27,26 @@ def test_a_new_parameter_that_shares_memory_is_refused_and_changes_nothing():
     assert [id(param) for param in optimizer._twins] == [id(first)]
     stepped(optimizer, first)
     assert optimizer.state[first]["step"].item() == 1
+
+
+def test_what_the_engine_has_for_deferral_counts_once_where_a_parameter_is_added(monkeypatch):
+    held, announce = [], host_side.announce
+
+    def noted(*args, **options):
+        held.append((options["held"], options["waiting"]))
+        return announce(*args, **options)
+
+    monkeypatch.setattr(host_side, "announce", noted)
+    first = param_of(4000)
+    deferred = stepwell.Deferred(interval=4)
+    optimizer = stepwell.OffloadAdamW([("first", first)], deferred=deferred, threads=1)
+    # Without an engine nothing is taken, and with one what was announced first.
+    optimizer.add_param_group({"params": [("second", param_of(5))]})
+    stepped(optimizer, first)
+    optimizer.add_param_group({"params": [("third", param_of(6))]})
+    (_, _), (before, taken), (after, _) = held
+    assert before == 0
+    assert after == taken > 0
 
 
 def test_a_parameter_that_has_gone_is_in_no_engine():

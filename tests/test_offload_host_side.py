@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from stepwell import _state
+from stepwell import Deferred, _state
+from stepwell.offload.deferred import Extents, memory_of
 from stepwell.offload.host_side import HostSide
 from torch.nn import Parameter
 
@@ -158,6 +159,22 @@ def test_no_more_is_announced_than_is_left():
     ):
         with pytest.raises(ValueError, match=f"`{nbytes - 1}` are left of `host_bytes_max`"):
             announce(left, **options)
+
+
+def test_deferred_updates_of_all_are_named_where_a_parameter_is_added():
+    large = Parameter(torch.zeros(3000, dtype=torch.bfloat16))
+    host = HostSide("fp32", 20 * 3000, Deferred(interval=4))
+    host.admit([large], {})
+    new = parameter()
+    waiting = memory_of(Extents.of([large, new]), Deferred(interval=4)).pinned
+    alone = memory_of(Extents.of([new]), Deferred(interval=4)).pinned
+    assert waiting > 2 * alone
+    with pytest.raises(ValueError, match="are left of `host_bytes_max`") as refused:
+        host.announce([new], {})
+    said = f"300 parameters and deferred updates of all (`{waiting}` bytes) take "
+    assert str(refused.value).startswith(said)
+    assert "hint: moments='q8'" in str(refused.value)
+    assert "a smaller interval" in str(refused.value)
 
 
 def test_a_parameter_that_comes_with_its_state_takes_no_other():

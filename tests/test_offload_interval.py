@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import pytest
 import stepwell
@@ -147,9 +149,9 @@ def test_a_resumed_run_has_the_interval_and_the_bits(monkeypatch: pytest.MonkeyP
 def test_the_interval_stays_where_there_is_no_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(ValueError, match="parameters take") as refused:
+    with pytest.raises(ValueError, match=r"deferred updates of all .* take") as refused:
         auto(monkeypatch, SLOW, host_bytes_max=1)
-    room = int(str(refused.value).split("`")[1])
+    room = int(str(refused.value).split("`")[3])
     model, optimizer = auto(monkeypatch, SLOW, host_bytes_max=room)
     train(model, optimizer, range(2 * WINDOW_STEPS + 6))
     assert optimizer.deferral is not None and optimizer.deferral.interval == 4
@@ -203,6 +205,29 @@ def test_warnings_of_looks_become_rare(caplog: pytest.LogCaptureFixture) -> None
     for number in range(2000):
         settled.note(is_settled=number % 3 == 0)
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("how", ["interrupted", "skipped"])
+def test_steps_behind_those_that_were_left_or_skipped_are_no_looks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    for step in range(36):
+        if step % 2 == 0:
+            train(model, optimizer, range(step, step + 1))
+        elif how == "interrupted":
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(OffloadAdamW, "_apply", mock.Mock(side_effect=KeyboardInterrupt))
+                train(model, optimizer, range(step, step + 1))
+        else:
+            loss = math.inf * loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # All were exact.
+    assert optimizer.deferral.oldest_age == 0
+    assert not [line for line in caplog.messages if "steps were exact" in line]
 
 
 @pytest.mark.parametrize("interval", [0, 9, "often"])

@@ -477,6 +477,31 @@ def test_the_group_of_weights_connects_once(two):
     two.run(opened_once)
 
 
+def groups_made():
+    made, instead = [], '"stepwell": {"engine": false}'
+    with pytest.MonkeyPatch.context() as patched:
+        new_group = dist.new_group
+
+        def counted(*args, backend, **options):
+            made.append(backend)
+            return new_group(*args, backend=backend, **options)
+
+        patched.setattr(dist, "new_group", counted)
+        peers = Peers(None, gathers=False)
+        patched.setattr(dist, "is_gloo_available", lambda: False)
+        with pytest.raises(ValueError, match="has no gloo") as raised:
+            Peers(None, gathers=False, instead=instead)
+        assert f"hint: {instead}; or" in str(raised.value)
+        assert "shard" not in str(raised.value)
+    assert made == ["gloo", "gloo"]
+    assert not hasattr(peers, "data")
+    assert peers.who_failed(peers.tell_of_step(1, None), None) == ([], "")
+
+
+def test_ranks_that_gather_nothing_have_no_group_for_it(two):
+    two.run(groups_made)
+
+
 def own_timeouts():
     timeouts = [timedelta(seconds=50 + rank) for rank in range(2)]
     alone = [dist.new_group([rank], timeout=timeout) for rank, timeout in enumerate(timeouts)]

@@ -35,7 +35,7 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
     monkeypatch, gate, is_alone, zenflow
 ):
     several(monkeypatch, stage_1_2.dist)
-    given, opened = [], []
+    given, opened, asked = [], [], []
     device = torch.device("cpu")
 
     def begin(self, init_optimizer, *, offload_optimizer_config):
@@ -45,11 +45,12 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
         self.bit16_groups, self.bit16_groups_flat = "groups", [torch.zeros(3)]
 
     monkeypatch.setattr(DeepSpeedZeroOptimizer, "__init__", begin)
-    monkeypatch.setattr(
-        stage_1_2,
-        "Peers",
-        lambda group: SimpleNamespace(open_data=lambda where: opened.append((group, where))),
-    )
+
+    def peers(group, **options):
+        asked.append(options)
+        return SimpleNamespace(open_data=lambda where: opened.append((group, where)))
+
+    monkeypatch.setattr(stage_1_2, "Peers", peers)
     monkeypatch.setattr(stage_1_2, "GatheredWeights", lambda *arguments: arguments)
     monkeypatch.setattr(stage_1_2, "ToldSteps", lambda peers: ("told", peers))
     optimizer = OffloadZeroOptimizer(
@@ -62,6 +63,8 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
     # The engine pins, and DeepSpeed's swapper knows nothing of a volume.
     assert [(each.pin_memory, each.device) for each in given] == [(False, "cpu")]
     gathers_behind = gate == "module" and zenflow is None
+    options = {"gathers": gathers_behind, "instead": '"stepwell": {"engine": false}'}
+    assert asked == ([] if is_alone else [options])
     if gathers_behind and not is_alone:
         assert opened == [("ranks", device)]
         assert optimizer._gathers[0] is optimizer._partitions
@@ -429,18 +432,26 @@ def test_a_sum_of_deepspeeds_is_sent_with_its_last_gradient(monkeypatch, is_last
 # ---- norms ----
 
 
-def test_the_norm_is_of_all_gradients_at_the_end_of_an_accumulation():
+@pytest.mark.parametrize("gathers", [None, "gathers"])
+def test_the_norm_is_of_all_gradients_at_the_end_of_an_accumulation(gathers):
     calls = []
     optimizer = made(
         is_gradient_accumulation_boundary=lambda: True,
         _check_used=noted(calls, "check_used"),
-        _partitions=SimpleNamespace(gradients=SimpleNamespace(norm=lambda add_up: 3.0)),
+        _gathers=gathers,
+        _is_alone=True,
+        _norm_round=NormRound(),
+        _partitions=SimpleNamespace(
+            gradients=SimpleNamespace(norm=lambda add_up: 3.0), device=torch.device("cpu")
+        ),
     )
+    optimizer.synchronize = noted(calls, "synchronized")
     norm = optimizer.scaled_global_norm()
-    assert (norm.item(), norm.shape, calls) == (3.0, (), ["check_used"])
+    expected = ["check_used"] if gathers is None else ["synchronized", "check_used"]
+    assert (norm.item(), norm.shape, calls) == (3.0, (), expected)
     optimizer.is_gradient_accumulation_boundary = lambda: False
     assert optimizer.scaled_global_norm(2).item() == 0.0
-    assert calls == ["check_used"]
+    assert calls == expected
     with pytest.raises(ValueError, match="`norm_type` is `1`, expected 2"):
         optimizer.scaled_global_norm(1)
 
@@ -490,14 +501,14 @@ def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
         _is_alone=False,
         dp_process_group="ranks",
         _norm_round=NormRound(),
-        _gathers=None,
+        _check_used=mock.Mock(side_effect=ValueError("mine")),
         _partitions=SimpleNamespace(device=torch.device("cpu")),
     )
     with pytest.raises(OSError, match=r"cannot take this step: 1, so none .* hint: "):
         optimizer._add_up(torch.tensor(3.0))
     # This one cannot, either.
-    with pytest.raises(ValueError, match="mine"), optimizer._awaited():
-        raise ValueError("mine")
+    with pytest.raises(ValueError, match="mine"):
+        optimizer._norm()
 
 
 def test_a_skipped_step_drops_gradients_and_has_its_timers():

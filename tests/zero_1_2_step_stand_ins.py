@@ -46,7 +46,9 @@ def stepping(norm=3.0, *, gathers=False, **more):
         micro_step_id=5,
         _operands=SimpleNamespace(skips_nonfinite=lambda: True),
         _partitions=SimpleNamespace(
-            gradients=SimpleNamespace(norm=lambda add_up: norm), settle=noted(calls, "settled")
+            gradients=SimpleNamespace(norm=lambda add_up: norm),
+            settle=noted(calls, "settled"),
+            device=torch.device("cpu"),
         ),
         _update_scale=lambda overflow: calls.append(("scale", overflow)),
         _apply=lambda grad_scale: calls.append(("applied", grad_scale)),
@@ -91,11 +93,10 @@ def test_ranks_that_gather_in_the_step_tell_of_it_before():
 @pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["used", "norm"])
 def test_what_keeps_a_rank_from_the_norm_is_told_in_it(place, error, gathers):
-    """Not what what gathers has told, nor Ctrl-C."""
+    """Also what has failed a copy; not Ctrl-C."""
     optimizer, calls = stepping(gathers=gathers)
     added = []
     optimizer._is_alone = False
-    optimizer._partitions.device = torch.device("cpu")
     optimizer._add_up = lambda squares: added.append((float(squares), optimizer._norm_round.meet()))
     fail = mock.Mock(side_effect=error("mine"))
     if place == "used":
@@ -104,8 +105,7 @@ def test_what_keeps_a_rank_from_the_norm_is_told_in_it(place, error, gathers):
         optimizer._partitions.gradients.norm = fail
     with pytest.raises(error, match="mine"):
         optimizer.step()
-    is_told = error is ValueError or (error is OSError and not gathers)
-    assert added == ([(0.0, 1.0)] if is_told else [])
+    assert added == ([] if error is KeyboardInterrupt else [(0.0, 1.0)])
     assert "applied" not in [call[0] for call in calls if isinstance(call, tuple)]
     assert optimizer._norm_round.meet() == 0.0
 
@@ -114,7 +114,6 @@ def test_an_error_behind_the_norm_is_not_told_in_it():
     optimizer, _ = stepping()
     added = []
     optimizer._is_alone = False
-    optimizer._partitions.device = torch.device("cpu")
 
     def norm(add_up):
         add_up(torch.ones(()))
@@ -125,6 +124,36 @@ def test_an_error_behind_the_norm_is_not_told_in_it():
     with pytest.raises(ValueError, match="mine"):
         optimizer.step()
     assert added == [0.0]
+
+
+@pytest.mark.parametrize("first", [1.0, math.inf, math.nan])
+@pytest.mark.parametrize("num_failed", [0.0, 1.0])
+def test_an_error_behind_a_sum_that_is_not_finite_is_told_in_the_next(
+    monkeypatch, first, num_failed
+):
+    optimizer, _ = stepping()
+    told = []
+    optimizer._is_alone = False
+    optimizer.local_overflow = False
+    optimizer.dp_process_group = "ranks"
+
+    def all_reduce(sums, op, group):
+        told.append((sums.dtype, sums.tolist()))
+        # Of another rank.
+        sums.add_(torch.tensor([first, num_failed if len(told) == 1 else 0.0]))
+
+    def norm(add_up):
+        add_up(torch.tensor(2.0))
+        raise OSError("a copy")
+
+    monkeypatch.setattr(stage_1_2.dist, "all_reduce", all_reduce)
+    optimizer._partitions.gradients.norm = norm
+    # Where the other cannot step it does not come again.
+    with pytest.raises(OSError, match="cannot take this step" if num_failed else "^a copy$"):
+        optimizer.step()
+    again = [] if num_failed or math.isfinite(first) else [(torch.float64, [0.0, 1.0])]
+    assert told == [(torch.float32, [2.0, 0.0]), *again]
+    assert optimizer._norm_round.meet() == 0.0
 
 
 # Of norm 3 at a scale of 2: 1.5, clipped to a half.

@@ -64,11 +64,12 @@ class Made:
         monkeypatch.setattr(stage_3, "is_little_ahead", lambda _: "little")
         operands = SimpleNamespace(resume=lambda *arguments: self.calls.append(arguments))
         monkeypatch.setattr(stage_3, "Operands", lambda *_: operands)
-        monkeypatch.setattr(
-            stage_3,
-            "Peers",
-            lambda group: SimpleNamespace(open_data=lambda where: self.opened.append(where)),
-        )
+
+        def peers(group, *, instead):
+            assert (group, instead) == ("ranks", '"stepwell": {"gate": "step"}')
+            return SimpleNamespace(open_data=self.opened.append)
+
+        monkeypatch.setattr(stage_3, "Peers", peers)
         monkeypatch.setattr(stage_3, "GatheredPersistents", lambda *arguments: arguments)
 
     def __call__(self, *, gate="module", is_resumed=False, param_config=None, module=None):

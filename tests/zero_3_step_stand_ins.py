@@ -82,7 +82,8 @@ def test_a_step_is_applied(monkeypatch, gathers):
     optimizer, calls = stepping(monkeypatch, gathers=gathers)
     optimizer.step()
     applied = ["decided", APPLIED, "told"] if gathers else [APPLIED]
-    assert calls == [*FIRST, *CHECKS, ("scale", False), *applied, {"optimizer_step"}]
+    first = [FIRST[0], "finished", *FIRST[1:]] if gathers else FIRST
+    assert calls == [*first, *CHECKS, ("scale", False), *applied, {"optimizer_step"}]
     assert (optimizer.overflow, float(optimizer._global_grad_norm)) == (False, 1.5)
     assert optimizer.timers.ended == ["optimizer_step"]
     # The submit takes it back.
@@ -102,7 +103,8 @@ def test_no_rank_steps_before_all_have_committed(monkeypatch, swapped, world_siz
 def test_a_step_that_is_skipped_decides_nothing(monkeypatch, norm):
     optimizer, calls = stepping(monkeypatch, norm, gathers=True)
     optimizer.step()
-    assert calls == [*FIRST, *CHECKS, ("scale", True), "drop_gradients"]
+    first = [FIRST[0], "finished", *FIRST[1:]]
+    assert calls == [*first, *CHECKS, ("scale", True), "drop_gradients"]
     assert not optimizer.timers.ended
     assert optimizer._has_left is False
 
@@ -174,23 +176,37 @@ def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
     assert optimizer._has_parted is False
 
 
-@pytest.mark.parametrize("place", ["failure", "finish", "norm"])
-def test_what_keeps_a_rank_from_the_norm_is_told_in_it(monkeypatch, place):
-    optimizer, calls = stepping(monkeypatch, swapped="volume")
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize("place", ["failure", "partition", "finish", "norm"])
+def test_what_keeps_a_rank_from_the_norm_is_told_in_it(monkeypatch, place, gathers):
+    optimizer, calls = stepping(monkeypatch, swapped="volume", gathers=gathers)
     monkeypatch.setattr(stage_3.dist, "get_world_size", lambda group: 2)
     added = []
     optimizer._add_up = lambda squares: added.append((float(squares), optimizer._norm_round.meet()))
     fail = mock.Mock(side_effect=OSError("mine"))
     if place == "failure":
         optimizer._check_failure = fail
+    elif place == "partition":
+        optimizer._partition_all_parameters = fail
     elif place == "finish":
-        optimizer._partitions.finish = fail
+        # The one before is of a step that has failed on all ranks.
+        optimizer._partitions.finish = mock.Mock(side_effect=[None] * gathers + [OSError("mine")])
     else:
         optimizer._partitions.gradients.norm = fail
     with pytest.raises(OSError, match="mine"):
         optimizer.step()
     assert added == [(0.0, 1.0)]
     assert "check_left" not in calls
+    assert ("drop_gradients" in calls) == (place != "failure")
+
+
+def test_a_step_that_has_failed_on_all_ranks_is_not_told_of(monkeypatch):
+    optimizer, calls = stepping(monkeypatch, world_size=2, gathers=True)
+    optimizer._partitions.finish = mock.Mock(side_effect=OSError("a rank is gone"))
+    optimizer._add_up = noted(calls, "added up")
+    with pytest.raises(OSError, match="a rank is gone"):
+        optimizer.step()
+    assert calls == ["check"]
 
 
 @pytest.mark.parametrize("num_left", [1.0, 2.0])

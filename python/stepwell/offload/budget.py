@@ -26,7 +26,13 @@ _PINNED: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
 
 def announce(
-    numel: int, *, state: int, crossing: int, limit: int | None, held: int = 0
+    numel: int,
+    *,
+    state: int,
+    crossing: int,
+    limit: int | None,
+    held: int = 0,
+    waiting: int = 0,
 ) -> _core.MemoryClaim:
     """Logs and claims what an optimizer over `numel` parameters takes, in bytes.
 
@@ -36,6 +42,8 @@ def announce(
         crossing: bytes of what crosses the bus: weights and gradients.
         limit: the most that may be taken; None: what is free.
         held: bytes of these that are taken already, by what will be moved.
+        waiting: bytes of `crossing` for gradients that wait of all parameters, also of those that
+            the optimizer has already.
 
     Returns:
         the claim, which lasts until all is taken: `with` it, `end` it, or let go of it.
@@ -45,7 +53,7 @@ def announce(
     """
     nbytes = crossing + state
     if limit is not None and nbytes > limit:
-        raise _refused(numel, nbytes, f"`{limit}` are left of `host_bytes_max`")
+        raise _refused(numel, nbytes, f"`{limit}` are left of `host_bytes_max`", waiting)
     claim = _core.MemoryClaim(nbytes, held_nbytes=held, is_checked=limit is None)
     if claim.is_refused:
         what = f"`{(claim.room_nbytes or 0) + held}` are free"
@@ -54,7 +62,7 @@ def announce(
                 f" beside `{claim.others_nbytes}` that processes `{claim.others}` of this host "
                 "have claimed and not taken yet"
             )
-        raise _refused(numel, nbytes, what)
+        raise _refused(numel, nbytes, what, waiting)
     _LOGGER.info(
         "%.2f GiB of host memory for %d parameters: %.2f GiB of state, %.2f GiB for gradients and "
         "weights",
@@ -66,10 +74,15 @@ def announce(
     return claim
 
 
-def _refused(numel: int, nbytes: int, most: str) -> ValueError:
+def _refused(numel: int, nbytes: int, most: str, waiting: int) -> ValueError:
+    what, hint = f"{numel} parameters", ""
+    if waiting:
+        # Of which those that were there before have the greater part.
+        what += f" and deferred updates of all (`{waiting}` bytes)"
+        hint = "; with a smaller interval fewer gradients wait"
     return ValueError(
-        f"{numel} parameters take `{nbytes}` bytes of host memory, {most}. "
-        "hint: moments='q8' takes 6 bytes per parameter less than fp32"
+        f"{what} take `{nbytes}` bytes of host memory, {most}. "
+        f"hint: moments='q8' takes 6 bytes per parameter less than fp32{hint}"
     )
 
 

@@ -46,6 +46,7 @@ class DeferredSteps:
         """What holds for the step that comes; its interval is a number."""
         self._step_began = 0.0
         self._settled_steps = SettledSteps()
+        self._is_excused = False
         self._warn = warn
         self._has_warned = False
 
@@ -75,8 +76,16 @@ class DeferredSteps:
 
     def note(self, step: int, *, is_seen: bool, is_settled: bool) -> None:
         """A step begins; the arguments are those of `is_deferred`."""
-        if is_seen and step > self.deferred.warmup_steps:
+        is_excused, self._is_excused = self._is_excused, False
+        if is_seen and step > self.deferred.warmup_steps and not (is_settled and is_excused):
             self._settled_steps.note(is_settled=is_settled)
+
+    def excuse(self) -> None:
+        """A step was skipped, or left by an error or Ctrl-C, and all updates were applied.
+
+        That the next one is exact is no look of the program's.
+        """
+        self._is_excused = True
 
     # ---- the interval ----
 

@@ -96,12 +96,15 @@ class HostSide:
         self,
         params: Sequence[torch.Tensor],
         states: Mapping[torch.Tensor, _state.State],
+        *,
+        has_engine: bool = False,
     ) -> _core.MemoryClaim:
         """Says in the log what host memory `admit` takes for `params`, and claims it.
 
         Args:
             params: new ones.
             states: those that the optimizer has.
+            has_engine: whether there is an engine, which ends: with it what it has for deferral.
 
         Returns:
             the claim, which lasts until `admit` has taken it.
@@ -128,6 +131,8 @@ class HostSide:
             ),
             crossing=self.twins.nbytes(params) + deferral.pinned,
             limit=self._bytes_left(states),
+            held=self._deferral(()).pinned if has_engine else 0,
+            waiting=deferral.pinned,
         )
 
     def _bytes_left(self, states: Mapping[torch.Tensor, _state.State]) -> int | None:
@@ -157,6 +162,7 @@ class HostSide:
             crossing=after.pinned,
             limit=self._bytes_left(states),
             held=before.pinned,
+            waiting=after.pinned,
         ).end()  # The engine takes it when it is made.
         self._deferred = deferred
 

@@ -272,7 +272,8 @@ class OffloadAdamW(OffloadStateDicts):
             self._collector.check(new, labels)
             if self._sharding is not None:
                 self._sharding.admit(new, labels)
-            with self._host.announce(new, self._states):
+            has_engine = self._engine is not None
+            with self._host.announce(new, self._states, has_engine=has_engine):
                 # It is made for a fixed list of parameters.
                 self._close_engine()
                 self._collector.prepare(local(new[0]).device)
@@ -553,7 +554,13 @@ class OffloadAdamW(OffloadStateDicts):
             self._abandon()
             # No forward is ahead that lands weights, so no access would be seen.
             self.drain()
+            self._excuse_next()
             self._twins.mark_stale(self._twins)
+
+    def _excuse_next(self) -> None:
+        """The next step is exact for what this one was, not for a look at a weight."""
+        if self._deferred_steps is not None:
+            self._deferred_steps.excuse()
 
     def _tune(self, begin: float) -> None:
         """Has the interval follow what the last step took, which is over."""
@@ -589,6 +596,7 @@ class OffloadAdamW(OffloadStateDicts):
         hears of the error that ended the step. Ctrl-C is raised when the waits have ended. They
         cannot be left out: the program may write gradients that are still being copied.
         """
+        self._excuse_next()
         interrupt: KeyboardInterrupt | None = None
         while True:
             try:

@@ -116,12 +116,20 @@ class Peers(Ranks):
 
     Args:
         group: the ranks; None: all.
+        gathers: whether weights are gathered among them, by `data`.
+        instead: the option with which they need not agree, for an error.
 
     Raises:
         ValueError: there is no process group, or no gloo, or this rank is not in it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        gathers: bool = True,
+        instead: str = "shard=False",
+    ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError(
                 "`shard` is given, but there is no process group. "
@@ -129,8 +137,8 @@ class Peers(Ranks):
             )
         if not dist.is_gloo_available():
             raise ValueError(
-                "`shard` is given, and this build of torch has no gloo, by which the ranks agree. "
-                "hint: shard=False"
+                "this build of torch has no gloo, by which ranks tell each other of their steps. "
+                f"hint: {instead}; or a build of torch with gloo"
             )
         super().__init__(dist.get_process_group_ranks(group or dist.group.WORLD))
         if dist.get_rank() not in self.ranks:
@@ -148,8 +156,10 @@ class Peers(Ranks):
         self._agreeing = self._new_group("gloo", timeout)
         self.status = self._new_group("gloo", timeout)
         """Of what gathers weights, for what is in host memory."""
-        self.data = self._new_group(backend, timeout)
+        self.data: dist.ProcessGroup
         """Of the same thread, for weights."""
+        if gathers:
+            self.data = self._new_group(backend, timeout)
         self._is_data_open = False
         self._round = 0
         # The round by which this rank has left a step, until something is called again.

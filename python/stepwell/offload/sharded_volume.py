@@ -138,7 +138,7 @@ def agree_on_counts(
 
     Args:
         ranks: the ranks.
-        mine: of each parameter the count; None: this rank has none of its rows.
+        mine: of each parameter, or partition, the count; None: this rank has nothing of it.
         failure: why this rank's volume cannot be read.
 
     Raises:
@@ -152,7 +152,8 @@ def agree_on_counts(
         if len(found) > 1:
             raise ValueError(
                 f"the volumes of the ranks have `{sorted(found)}` updates of one parameter, "
-                "expected the same: they are not of one run. hint: go on from a checkpoint, "
+                "expected the same: they are not of one run. hint: give each rank its volume of "
+                "one run; else `stepwell volume rm` what is there, and go on from a checkpoint, "
                 "without `resume`"
             )
         counts.append(found.pop() if found else 0)

@@ -112,12 +112,14 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
             with self._partitions.stepping():
                 super().step(closure)
         except BaseException:
+            self._steps.excuse()
             # On this rank: no other may have failed.
             with contextlib.suppress(OSError, ValueError):
                 self._partitions.finish()
             raise
         if self._is_skipped:
             self._is_skipped = False
+            self._steps.excuse()
             # No forward is ahead that lands weights, so no access would be seen.
             self.drain()
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
 from stepwell.offload.adder import norm_of
 from stepwell.offload.engine import current_stream
 
@@ -187,10 +188,10 @@ class DeferredGradients:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         if self._norms:
             squares = torch.stack(list(self._norms.values())).double().square().sum()
-        total = add_up(squares.float())
+        total = add_up(squares.to(NORM_DTYPE))
         if not math.isfinite(total):
             # Squares that float32 cannot hold.
-            wide = torch.zeros((), dtype=torch.float64, device=self._device)
+            wide = torch.zeros((), dtype=WIDE_NORM_DTYPE, device=self._device)
             for grad in self._sums.values():
                 wide += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
             total = add_up(wide)

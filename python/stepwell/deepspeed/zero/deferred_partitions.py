@@ -415,6 +415,7 @@ def _announce(
         crossing=crossing,
         limit=host_bytes_max,
         held=held,
+        waiting=memory.pinned,
     )
 
 

@@ -3,7 +3,7 @@
 All ranks call `copy` in one order with the same parameters (`gather_order.py` compares), on the
 process group that DeepSpeed gathers on. The partitions of all ranks, one behind the other, are the
 weight: each is gathered into its own memory, and nothing is copied before or after. What is
-gathered together is one launch.
+gathered together is one launch, and with backends that do not coalesce one for each.
 """
 
 from __future__ import annotations
@@ -22,35 +22,57 @@ if TYPE_CHECKING:
 __all__ = ["CudaGatherLane", "HostGatherLane"]
 
 
-def _gathered(params: Sequence[Any], mine: Sequence[torch.Tensor], group: Any) -> list[Any]:
-    """The weights, in the parameters' shapes, of the partitions of all ranks.
-
-    The current stream waits for them; without one the thread does.
+class _Gathers:
+    """Gathers on a process group.
 
     Args:
-        params: DeepSpeed's parameters.
-        mine: the partition of each that this rank has, on the device.
-        group: the process group.
+        group: the group, whose ranks have the partitions.
     """
-    wholes = [part.new_empty(group.size() * part.numel()) for part in mine]
-    # Parameters of one module may have several dtypes.
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, part in enumerate(mine):
-        by_dtype.setdefault(part.dtype, []).append(index)
-    works = [
-        group.allgather_into_tensor_coalesced(
-            [wholes[index] for index in indices],
-            [mine[index] for index in indices],
-        )
-        for indices in by_dtype.values()
-    ]
-    for work in works:
-        work.wait()
-    return [
-        # Behind the last element of a parameter that does not divide by the ranks is nothing.
-        whole[: param.ds_numel].view(param.ds_shape)
-        for whole, param in zip(wholes, params, strict=True)
-    ]
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._is_coalesced = True
+
+    def weights(self, params: Sequence[Any], mine: Sequence[torch.Tensor]) -> list[Any]:
+        """The weights, in the parameters' shapes, of the partitions of all ranks.
+
+        The current stream waits for them; without one the thread does.
+
+        Args:
+            params: DeepSpeed's parameters.
+            mine: the partition of each that this rank has, on the device.
+        """
+        wholes = [part.new_empty(self._group.size() * part.numel()) for part in mine]
+        # Parameters of one module may have several dtypes.
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for index, part in enumerate(mine):
+            by_dtype.setdefault(part.dtype, []).append(index)
+        works: list[Any] = []
+        for indices in by_dtype.values():
+            works += self._begin([wholes[nth] for nth in indices], [mine[nth] for nth in indices])
+        for work in works:
+            work.wait()
+        return [
+            # Behind the last element of a parameter that does not divide by the ranks is nothing.
+            whole[: param.ds_numel].view(param.ds_shape)
+            for whole, param in zip(wholes, params, strict=True)
+        ]
+
+    def _begin(self, wholes: list[torch.Tensor], mine: list[torch.Tensor]) -> list[Any]:
+        """Begins to gather tensors of one dtype: with one launch, where the backend can."""
+        if self._is_coalesced:
+            try:
+                return [self._group.allgather_into_tensor_coalesced(wholes, mine)]
+            except RuntimeError as error:
+                # So torch says it, of any backend: on all ranks, before anything is sent.
+                if "does not support" not in str(error):
+                    raise
+                self._is_coalesced = False
+        # By which DeepSpeed gathers: every backend that it runs on has it.
+        return [
+            torch.distributed.all_gather_into_tensor(whole, part, group=self._group, async_op=True)
+            for whole, part in zip(wholes, mine, strict=True)
+        ]
 
 
 class CudaGatherLane(CudaWeightLane):
@@ -63,7 +85,7 @@ class CudaGatherLane(CudaWeightLane):
 
     def __init__(self, device: torch.device, group: Any) -> None:
         super().__init__(device)
-        self._group = group
+        self._gathers = _Gathers(group)
         self.num_ranks = group.size()
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
@@ -74,7 +96,7 @@ class CudaGatherLane(CudaWeightLane):
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             mine = [source.to(self._device, non_blocking=True) for source in sources]
-            return _gathered(params, mine, self._group), self._stream.record_event()
+            return self._gathers.weights(params, mine), self._stream.record_event()
 
 
 class HostGatherLane(HostWeightLane):
@@ -85,9 +107,9 @@ class HostGatherLane(HostWeightLane):
     """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._gathers = _Gathers(group)
         self.num_ranks = group.size()
 
     def copy(self, params: Sequence[Any]) -> tuple[list[torch.Tensor], Arrival]:
         """See `WeightLane`."""
-        return _gathered(params, [param.ds_tensor.data for param in params], self._group), None
+        return self._gathers.weights(params, [param.ds_tensor.data for param in params]), None

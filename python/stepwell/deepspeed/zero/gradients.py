@@ -22,6 +22,7 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
+from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
 from stepwell.offload import adder
 from stepwell.offload.adder import Adder, norm_of
 from stepwell.offload.budget import announce
@@ -282,12 +283,12 @@ class Gradients:
         # Sums that got nothing in the last backward.
         if incomplete := self._on_host - self._norms.keys():
             squares = squares + self._host_squares(incomplete)
-        total = add_up(squares.float())
+        total = add_up(squares.to(NORM_DTYPE))
         # Behind it: both come down on the same way.
         self._lane.launch()
         if not math.isfinite(total):
-            wide = torch.tensor(self._exact_squares(), dtype=torch.float64, device=self._device)
-            total = add_up(wide)
+            exact = self._exact_squares()
+            total = add_up(torch.tensor(exact, dtype=WIDE_NORM_DTYPE, device=self._device))
         return math.sqrt(total) if math.isfinite(total) else math.inf
 
     def _exact_squares(self) -> float:

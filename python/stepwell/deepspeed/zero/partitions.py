@@ -88,8 +88,9 @@ class Partitions:
         is_pinned: whether the host side of gradients and weights is pinned where no state is on a
             volume. What waits for a drive waits little longer for other copies.
         adds_on_host: whether gradients of several backwards are summed in host memory.
-        accumulation_steps: the backwards of a step. Sums of several, which come up and go down
-            again in each, are pinned beside a volume too.
+        accumulation_steps: the backwards of a step, at first. Sums of several, which come up and go
+            down again in each, are pinned beside a volume too. A program may change it: results do
+            not depend on it, and sums that are not pinned take longer.
         swapped: makes a volume for state that does not fit into host memory; None: all is there.
 
     Raises:

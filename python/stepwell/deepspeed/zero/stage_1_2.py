@@ -94,9 +94,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         config = offload_optimizer_config.model_copy(update={"pin_memory": False, "device": "cpu"})
         super().__init__(init_optimizer, *args, offload_optimizer_config=config, **kwargs)
         if not self._is_alone:
-            peers = Peers(self.dp_process_group)
             # What is deferred is gathered with a later step.
-            if self._plan.gate == "module" and self._plan.zenflow is None:
+            gathers = self._plan.gate == "module" and self._plan.zenflow is None
+            peers = Peers(
+                self.dp_process_group, gathers=gathers, instead='"stepwell": {"engine": false}'
+            )
+            if gathers:
                 peers.open_data(self._partitions.device)
                 self._gathers = GatheredWeights(self._partitions, peers, self.bit16_groups)
             else:
@@ -362,9 +365,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._told_steps.check()
         try:
             self.timers(OPTIMIZER_GRADIENTS_TIMER).start()
-            with self._awaited():
-                self._check_used()
-                norm = self._partitions.gradients.norm(self._add_up)
+            norm = self._norm()
             self.timers(OPTIMIZER_GRADIENTS_TIMER).stop()
             scale = float(self.loss_scale)
             is_checked = self.dtype != torch.bfloat16 or self.check_grad_overflow
@@ -393,14 +394,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.timers(OPTIMIZER_ALLGATHER_TIMER).stop()
         self.timers.log(OPTIMIZER_TIMERS)
 
-    def _awaited(self) -> AbstractContextManager[None]:
-        """A context in which this rank comes to add up norms; the others wait for it there."""
-        if self._is_alone:
-            return contextlib.nullcontext()
-        # An OSError may be of a rank that is gone, which what gathers behind the step has found.
-        return self._norm_round.awaited(
-            self._add_up, self._partitions.device, tells_os_errors=self._gathers is None
-        )
+    def _norm(self) -> float:
+        """The norm of all gradients since the last step, of all ranks. None has a step running."""
+        is_alone = self._is_alone
+        with self._norm_round.awaited(self._add_up, self._partitions.device, is_alone=is_alone):
+            self._check_used()
+            return self._partitions.gradients.norm(self._add_up)
 
     def _decided(self) -> AbstractContextManager[None]:
         """A context in which a step is taken that all ranks have decided on."""
@@ -430,8 +429,10 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             raise ValueError(f"`norm_type` is `{norm_type}`, expected 2")
         if not self.is_gradient_accumulation_boundary():
             return global_norm(0.0, 1.0)
-        self._check_used()
-        return global_norm(self._partitions.gradients.norm(self._add_up), 1.0)
+        if self._gathers is not None:
+            # A rank that is gone is an error here, and not told.
+            self.synchronize()
+        return global_norm(self._norm(), 1.0)
 
     def _check_used(self) -> None:
         """Raises AssertionError, as DeepSpeed, where every parameter should have a gradient."""
@@ -463,7 +464,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         # One copy to the host, for which it waits.
         squared_norm, num_failed = sums.tolist()
-        self._norm_round.check(num_failed)
+        self._norm_round.check(num_failed, squared_norm)
         return float(squared_norm)
 
     def _skip(self) -> None:

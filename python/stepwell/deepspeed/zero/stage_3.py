@@ -67,7 +67,6 @@ from stepwell.offload.peers import Peers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-    from contextlib import AbstractContextManager
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.gradients import Gradients
@@ -143,7 +142,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         elif self._is_gated:
             self._bound_prefetch()
         if self._is_gated and not self._is_alone and self._gathered_behind():
-            peers = Peers(self.dp_process_group)
+            peers = Peers(self.dp_process_group, instead='"stepwell": {"gate": "step"}')
             peers.open_data(torch.device(get_accelerator().current_device_name()))
             self._gathers = GatheredPersistents(self._partitions, peers)
 
@@ -487,17 +486,23 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Steps all partitions, or skips the step if a gradient is not finite."""
         # Not told: the others are still in the backward that this rank has left.
         self._backward.check()
-        with self._awaited():
+        if self._gathers is not None:
+            # A rank whose last step has failed tells the others now, and all raise.
+            self._partitions.finish()
+        is_alone = self._is_alone
+        awaited = partial(
+            self._norm_round.awaited, self._add_up, self._partitions.device, is_alone=is_alone
+        )
+        with awaited():
             self._check_failure()
-        self._pre_step()
-        self._partition_all_parameters()
         try:
-            if self._operands.swapped is not None and not self._is_alone:
-                # No rank writes a step before all have committed the last one.
-                with self._awaited():
-                    self._partitions.finish()
             scale = float(self.loss_scale)
-            with self._awaited():
+            with awaited():
+                self._pre_step()
+                self._partition_all_parameters()
+                if self._operands.swapped is not None and not is_alone:
+                    # No rank writes a step before all have committed the last one.
+                    self._partitions.finish()
                 norm = self._partitions.gradients.norm(self._add_up)
             self._check_left()
             self._check_gathered()
@@ -519,15 +524,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
 
-    def _awaited(self) -> AbstractContextManager[None]:
-        """A context in which this rank comes to add up norms; the others wait for it there."""
-        if self._is_alone:
-            return contextlib.nullcontext()
-        # An OSError may be of a rank that is gone, which what gathers behind the step has found.
-        return self._norm_round.awaited(
-            self._add_up, self._partitions.device, tells_os_errors=self._gathers is None
-        )
-
     def _add_up(self, squares: torch.Tensor) -> float:
         """The sum of this rank's squared norm and those of the others.
 
@@ -542,7 +538,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
         # One copy to the host, for which it waits.
         squared_norm, num_failed, self._num_left, *gathered = sums.tolist()
-        self._norm_round.check(num_failed)
+        self._norm_round.check(num_failed, squared_norm)
         world_size = dist.get_world_size(group=self.dp_process_group)
         # Of a step that no rank takes there is nothing to say.
         if not num_failed and not GatherOrder.is_common(gathered, world_size):

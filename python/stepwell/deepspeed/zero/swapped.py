@@ -40,7 +40,7 @@ from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.offload.budget import GIB, share_of_free_bytes
 from stepwell.offload.places import addresses_for
 from stepwell.offload.ranks import WholeWorld
-from stepwell.offload.sharded_volume import open_together
+from stepwell.offload.sharded_volume import agree_on_counts, close, open_together
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
@@ -167,7 +167,11 @@ class SwappedPartitions:
             for each in partitions
         )
         make = partial(self._make, partitions, nbytes, host_bytes, threads)
-        self._core = core = make(None) if self._rank is None else open_together(WholeWorld(), make)
+        if self._rank is None:
+            core = make(None)
+        else:
+            core = self._open_together(make, len(partitions))
+        self._core = core
         if core is None:
             return
         self._finish = weakref.WeakMethod(finish)
@@ -189,6 +193,27 @@ class SwappedPartitions:
             core.ram_nbytes / GIB,
             core.buffers_nbytes / GIB,
         )
+
+    def _open_together(
+        self, make: Callable[[int | None], _core.Swap | None], count: int
+    ) -> _core.Swap | None:
+        """As `sharded_volume.open_together`, of `count` partitions on each rank.
+
+        Volumes of several runs may be at a step of one number. They are told apart by how many
+        updates their partitions have seen, which a run whose checkpoint was loaded has more of.
+        """
+        ranks = WholeWorld()
+        core = open_together(ranks, make)
+        # Of new volumes none is at a step, on all ranks.
+        if core is not None and core.step is not None:
+            counts = core.counts or []
+            try:
+                mine = [None if nth is None else counts[nth] for nth in self.indices(count)]
+                agree_on_counts(ranks, mine, None)
+            except BaseException:
+                close(core)
+                raise
+        return core
 
     def _make(
         self,
