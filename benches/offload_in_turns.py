@@ -234,14 +234,13 @@ def main() -> None:
             stdout=subprocess.PIPE,
             text=True,
         )
-        contender = Contender(site, case, process)
-        # One after the other: a start takes memory that it does not keep.
-        contender.answer()
-        return contender
+        return Contender(site, case, process)
 
     peer = start(args.peer) if args.peer else None
     runs = [start(run) for run in args.run]
     contenders = ([peer] if peer else []) + runs
+    for contender in contenders:
+        contender.answer()
     for number in range(args.rounds):
         for contender in contenders[:: 1 if number % 2 == 0 else -1]:
             contender.take(args.steps)

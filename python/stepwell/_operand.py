@@ -70,6 +70,8 @@ class Bound:
     grad_view: _core.TensorView
     counter: object
     """`step` of the state, to which steps can add."""
+    operand: Operand | None
+    """What the next step begins with, if nothing has moved; None: programs move its memory."""
 
     def has(self, state: State) -> bool:
         """Whether the tensors of `state` are those that are bound, where they were."""
@@ -83,7 +85,7 @@ class Bound:
     def kept(self) -> Bound:
         """What is worth keeping for the next step: not copies, which are made for one step."""
         return (
-            replace(self, tensor=None, write_backs=(), grad_signature=())
+            replace(self, tensor=None, write_backs=(), grad_signature=(), operand=None)
             if self.write_backs
             else self
         )
@@ -107,6 +109,8 @@ class Operand:
     """Whether the step writes memory that the last one did not."""
     is_grad_moved: bool
     """Whether the gradient lies elsewhere than at the last step."""
+    is_fixed: bool
+    """Whether the memory of both is the optimizer's, and no copy for this step."""
 
 
 @dataclass(slots=True)
@@ -168,12 +172,20 @@ def prepare(
     moments: str,
     label: Callable[[], str],
     last: Bound | None,
+    *,
+    is_fixed: bool = False,
 ) -> Operand:
     """Checks a parameter with its gradient and its state. What is as in `last` was checked before.
+
+    `is_fixed`: the memory of `param` and `grad` is the optimizer's, which does not move it.
 
     Raises:
         ValueError: no step could work with them; the message calls the parameter `label()`.
     """
+    if is_fixed and last is not None and (known := last.operand) is not None:
+        is_known = known.param is param and known.grad is grad and known.state is state
+        if is_known and state is not None and last.has(state):
+            return known
     # Of two plain tensors there is nothing to place, and most are.
     is_plain = type(param) in PLAIN and type(grad) in PLAIN
     signature = _signature(param if is_plain else local(param))
@@ -208,6 +220,7 @@ def prepare(
         state,
         is_moved,
         is_grad_moved,
+        is_fixed and grad_signature != (),
     )
 
 
@@ -251,6 +264,8 @@ def bind(
         _BoundPart(name, state[name], piece, piece.data_ptr(), is_run(piece))
         for name, piece in pieces.items()
     )
+    # Not of a program's gradient: it would be kept alive.
+    is_kept = operand.is_fixed and not write_backs
     return Bound(
         tensor,
         tuple(write_backs),
@@ -261,4 +276,5 @@ def bind(
         is_exclusive,
         operand.grad_view,
         state["step"],
+        replace(operand, state=state, is_moved=False, is_grad_moved=False) if is_kept else None,
     )

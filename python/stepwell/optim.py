@@ -425,6 +425,7 @@ class Adam(StateDicts):
             hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)
         ]
         states, bound, moments = self.state, self._bound, self._moments
+        is_fixed = self._has_own_host_sides
         ordinal = -1
         for hyper, group in zip(hypers, self.param_groups, strict=True):
             for param in group["params"]:
@@ -436,7 +437,7 @@ class Adam(StateDicts):
                 last = bound.get(param)
                 step = 1 if state is None else 1 + _state.step_of(state, label)
                 weight, grad = self._host_tensors(param, grad)
-                operand = prepare(weight, grad, state, moments, label, last)
+                operand = prepare(weight, grad, state, moments, label, last, is_fixed=is_fixed)
                 rounding = self._rounding(ordinal, group, param)
                 updates.append(Update(param, operand, hyper, step, rounding, state, last))
         self._check_shared_memory(updates)
@@ -480,6 +481,9 @@ class Adam(StateDicts):
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step: `param` itself."""
         return param
+
+    _has_own_host_sides = False
+    """Whether `_host_tensors` are the optimizer's, so that no program moves them."""
 
     def _host_tensors(
         self, param: torch.Tensor, grad: torch.Tensor

@@ -44,8 +44,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
 ///     numels: elements of each tensor, in forward order.
 ///     threads: workers that step; if None, one per allowed physical core but one, which launches
-///         work meanwhile; but one and an eighth where ranks share the host; or, for steps that are
-///         deferred, but a quarter of them.
+///         work meanwhile; but one and an eighth where ranks share the host. Those of deferred steps
+///         have a nice value of 10.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
 ///     interval: for steps that are deferred, every how many of them a segment has its turn: 1 to

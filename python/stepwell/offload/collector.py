@@ -20,7 +20,6 @@ import torch
 from typing_extensions import override
 
 from stepwell._sharding import is_dtensor
-from stepwell._tensors import has_memory, is_run
 from stepwell.offload.accumulation import HostSums
 from stepwell.offload.engine import Engine, current_stream
 from stepwell.offload.gradients import (
@@ -28,6 +27,7 @@ from stepwell.offload.gradients import (
     Label,
     check_in_place,
     checked,
+    lies_as,
     may_change_after_backward,
     piece_of,
 )
@@ -248,17 +248,9 @@ class DeviceCollector(Collector):
 
     def _is_copyable(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether `grad` is as the host side of `param`: a copy reads no more than it has."""
-        piece, twin = piece_of(grad), self._host.twins.get(param)
-        return (
-            twin is not None
-            and piece.layout == torch.strided
-            and is_run(piece)
-            and has_memory(piece)
-            and piece.dtype == twin.dtype
-            and piece.shape == twin.shape
-            # The model may have been moved.
-            and piece.device == self._host.device
-        )
+        twin = self._host.twins.get(param)
+        # The model may have been moved.
+        return twin is not None and lies_as(piece_of(grad), twin, self._host.device)
 
     @override
     def gradients(
@@ -267,8 +259,19 @@ class DeviceCollector(Collector):
         grads = []
         twins, device = self._host.twins, self._host.device
         for param in params:
-            check_in_place(param, twins.get(param), device, label)
-            grads.append(checked(param, label))
+            twin, grad = twins.get(param), param.grad
+            # Most are as they should be. What is not plain is looked at by itself.
+            is_ready = (
+                twin is not None
+                and grad is not None
+                and lies_as(param, twin, device)
+                and lies_as(grad, twin, device)
+            )
+            if not is_ready:
+                check_in_place(param, twin, device, label)
+                grad = checked(param, label)
+            assert grad is not None
+            grads.append(grad)
         return grads
 
     @property

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from stepwell._sharding import is_dtensor, local
-from stepwell._tensors import check_memory, contiguous_hint, is_run
+from stepwell._sharding import PLAIN, is_dtensor, local
+from stepwell._tensors import check_memory, contiguous_hint, has_memory, is_run
 from stepwell.offload.checksums import differences
 from stepwell.offload.marker import GradMarker
 
@@ -33,6 +33,7 @@ __all__ = [
     "OnGrad",
     "check_in_place",
     "checked",
+    "lies_as",
     "may_change_after_backward",
     "piece_of",
 ]
@@ -44,8 +45,9 @@ Label: TypeAlias = "Callable[[torch.Tensor], str]"
 Checksums: TypeAlias = "Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]"
 """`Engine.checksums`."""
 
-BATCH_BYTES = 64 << 20
-"""Of gradients that are copied by one call: a millisecond of the bus."""
+BATCH_BYTES = 256 << 20
+"""Of gradients that are copied by one call: 5 ms of the bus. Less costs more calls of the thread
+that launches the backward; more leaves more of them to the step."""
 
 
 class Gradients:
@@ -249,6 +251,22 @@ def may_change_after_backward() -> bool:
         distributed.is_available()
         and distributed.is_initialized()
         and distributed.get_world_size() > 1
+    )
+
+
+def lies_as(tensor: torch.Tensor, twin: Twin, device: torch.device) -> bool:
+    """Whether a plain tensor on `device` is as the host side `twin`: a copy reads what it has.
+
+    It is in one run, and its memory was not freed under it. False of what is not plain.
+    """
+    return (
+        type(tensor) in PLAIN
+        and tensor.layout == torch.strided
+        and tensor.dtype == twin.dtype
+        and tensor.device == device
+        and tensor.shape == twin.shape
+        and is_run(tensor)
+        and has_memory(tensor)
     )
 
 

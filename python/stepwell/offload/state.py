@@ -97,6 +97,8 @@ class OffloadState(AdamW):
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
 
+    _has_own_host_sides = True
+
     def _host_tensors(
         self, param: torch.Tensor, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

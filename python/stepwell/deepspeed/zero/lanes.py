@@ -12,7 +12,6 @@ import torch
 
 from stepwell._tensors import view
 from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.offload.gradients import BATCH_BYTES
 from stepwell.offload.reads import Reads
 
 if TYPE_CHECKING:
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
     from stepwell import _core
 
 __all__ = ["CudaLane", "EngineLane", "Lane", "ThreadLane"]
+
+BATCH_BYTES = 64 << 20
+"""Of gradients that a `CudaLane` copies at once: a millisecond of the bus, and device memory that
+is held until then. The step begins with the first batch that it needs."""
 
 # Gradients that a `ThreadLane` has not copied yet.
 _UNDER_WAY_BYTES_MAX = 256 << 20
