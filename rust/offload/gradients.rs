@@ -223,9 +223,8 @@ impl Engine {
         for (tensor, elements) in parts {
             segments.check_elements(*tensor, elements)?;
         }
-        let holding = |(tensor, elements): &(usize, Range<usize>)| {
-            segments.holding(*tensor, elements)
-        };
+        let holding =
+            |(tensor, elements): &(usize, Range<usize>)| segments.holding(*tensor, elements);
         let mut touched: Vec<_> = parts.iter().flat_map(holding).collect();
         touched.sort_unstable();
         touched.dedup();
