@@ -180,12 +180,12 @@ fn a_segment_is_stepped_when_its_parts_are_there() {
     assert_eq!(early_steps(&[(0, begin), (1, 4..30), (1, 0..4)], &[(0, end)]), [true, true]);
     // Its last part is late.
     let most = [(0, 0..SEGMENT_LEN), (1, 0..30)];
-    assert_eq!(early_steps(&most, &[(0, 7..9), (0, SEGMENT_LEN..SEGMENT_LEN + 70)])[0], false);
+    assert!(!early_steps(&most, &[(0, 7..9), (0, SEGMENT_LEN..SEGMENT_LEN + 70)])[0]);
 }
 
 #[test]
 fn a_segment_without_a_part_is_stepped_when_all_is_there() {
-    assert_eq!(early_steps(&[(0, 0..SEGMENT_LEN)], &[(0, SEGMENT_LEN..SEGMENT_LEN + 1)])[1], false);
+    assert!(!early_steps(&[(0, 0..SEGMENT_LEN)], &[(0, SEGMENT_LEN..SEGMENT_LEN + 1)])[1]);
 }
 
 #[test]
