@@ -44,7 +44,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
 ///     numels: elements of each tensor, in forward order.
 ///     threads: workers that step; if None, one per allowed physical core but one, which launches
-///         work meanwhile; but one and an eighth where ranks share the host. Those of deferred steps
+///         work meanwhile; but one and an eighth where ranks share the host. Of deferred steps they
 ///         have a nice value of 10.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
