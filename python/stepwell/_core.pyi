@@ -420,7 +420,7 @@ class OffloadEngine:
         """
     def expect_parts(self, /, indices: Sequence[int], begins: Sequence[int], ends: Sequence[int], *, stream: int = 0) -> None:
         """
-        Parts of gradients come to host memory by copies of the caller's, all of which `stream` holds
+        Parts of gradients come to host memory by copies of the caller's, which `stream` holds all
         now. A segment is stepped when its parts are there, if it has any, and else when all is. The
         thread waits only where too many copies are on their way.
 

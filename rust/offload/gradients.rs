@@ -200,7 +200,7 @@ impl Engine {
         }
     }
 
-    /// Parts of gradients come to host memory by copies of the caller's, all of which `stream` holds
+    /// Parts of gradients come to host memory by copies of the caller's, which `stream` holds all
     /// now: `(tensor, elements)` each. A segment is stepped when its parts are there, if it has
     /// any. Waits, no longer than `timeout`, for nothing but room in the queue of copies; whether
     /// all is queued. If not, nothing is.

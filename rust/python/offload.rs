@@ -386,7 +386,7 @@ impl PyOffloadEngine {
         })
     }
 
-    /// Parts of gradients come to host memory by copies of the caller's, all of which `stream` holds
+    /// Parts of gradients come to host memory by copies of the caller's, which `stream` holds all
     /// now. A segment is stepped when its parts are there, if it has any, and else when all is. The
     /// thread waits only where too many copies are on their way.
     ///
