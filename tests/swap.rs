@@ -30,7 +30,7 @@ use stepwell::{
     stream::element::Dtype,
     tier::{
         Tier,
-        swap::{Config, Placed, Swap},
+        swap::{Catalog, Config, Placed, Swap},
         volume::{Durability, EngineKind, Location, Options},
     },
 };
@@ -70,6 +70,7 @@ impl Rig {
             stripe_bytes: 64 << 10,
             durability,
             identity: 0,
+            run: 7,
             ram_nbytes: 0,
             buffers_nbytes_max: usize::MAX,
             workers: 3,
@@ -112,10 +113,10 @@ impl Rig {
         Swap::create(&self.config, &places, &pool_of(2)).map(Arc::new)
     }
 
-    fn open(&mut self) -> Result<(Arc<Swap>, Vec<u64>)> {
+    fn open(&mut self) -> Result<(Arc<Swap>, Catalog)> {
         let places = self.places();
-        let (swap, counts) = Swap::open(&self.config, &places, &pool_of(2))?;
-        Ok((Arc::new(swap), counts))
+        let (swap, found) = Swap::open(&self.config, &places, &pool_of(2))?;
+        Ok((Arc::new(swap), found))
     }
 
     fn engine(&self, device: Arc<dyn Device>, swap: &Arc<Swap>) -> Engine {
@@ -319,8 +320,8 @@ fn a_commit_is_found_again_with_counts_and_weights() {
         rig.step(&engine);
         drop((engine, swap));
         rig.config.ram_nbytes = 2 << 20;
-        let (swap, counts) = rig.open().expect("the volume");
-        assert_eq!(counts, [2; 4]);
+        let (swap, found) = rig.open().expect("the volume");
+        assert_eq!(found, Catalog { run: 7, counts: vec![2; 4] });
         for (index, one) in rig.all.iter_mut().enumerate() {
             let weight = one.held.tensor().weight();
             let before = on_device::bytes(weight);
@@ -336,6 +337,30 @@ fn a_commit_is_found_again_with_counts_and_weights() {
         rig.step(&engine);
         rig.assert_as_expected(&swap, "a step after that");
     }
+}
+
+/// One that was resumed may go on in two runs, whose next steps are told apart.
+#[test]
+fn a_commit_says_which_run_made_it() {
+    let layout = Layout::new(ParamKind::Split, MomentsKind::Float32, Dtype::BFloat16);
+    let mut rig = Rig::new(of(layout), Durability::Commit);
+    rig.config.options.keep = true;
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    drop((engine, swap));
+    rig.config.run = u64::MAX;
+    let (swap, found) = rig.open().expect("the volume");
+    assert_eq!(found.run, 7);
+    drop(swap);
+    let (swap, found) = rig.open().expect("the volume");
+    assert_eq!(found.run, 7, "no step was committed");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    drop((engine, swap));
+    rig.config.run = 8;
+    let (_, found) = rig.open().expect("the volume");
+    assert_eq!(found.run, u64::MAX);
 }
 
 /// A commit writes what the next step cannot go on without, and no byte more.
@@ -432,8 +457,8 @@ fn a_drive_that_fails_ends_the_engine_and_nothing_is_uploaded() {
         assert!(engine.finish(STREAM, SOON).is_err());
         drop((engine, swap));
         drives.repair();
-        let (swap, counts) = rig.open().expect("the committed step");
-        assert_eq!(counts, [1; 4], "{call:?}");
+        let (swap, found) = rig.open().expect("the committed step");
+        assert_eq!(found.counts, [1; 4], "{call:?}");
         let never = AtomicBool::new(false);
         for (index, one) in rig.all.iter_mut().enumerate() {
             let mut held = one.held.moved(0);

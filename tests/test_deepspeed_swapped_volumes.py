@@ -12,6 +12,7 @@ from stepwell.deepspeed.zero import swapped as swapped_module
 from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.offload import writes
 from stepwell.offload.ranks import Call, Ranks
+from stepwell.offload.sharded_volume import RUN_OF_ONE
 from stepwell.offload.volume import Volume
 from swapped_partitions import (
     BF16,
@@ -115,8 +116,8 @@ def of_ranks(monkeypatch, *steps, counts=None):
 
     def open_together(ranks, make):
         for step in steps[:-1]:
-            make(step).close(keep=True)
-        return make(steps[-1])
+            make(step, 1).close(keep=True)
+        return make(steps[-1], 1)
 
     monkeypatch.setattr(swapped_module, "WholeWorld", World)
     monkeypatch.setattr(swapped_module, "open_together", open_together)
@@ -140,6 +141,7 @@ def test_each_of_several_ranks_has_a_volume_of_its_own(tmp_path, monkeypatch, du
     assert len({Run(Volume([tmp_path]), rank=rank).swapped.core.name for rank in (None, 0)}) == 2
     assert [each["name"] for each in said] == ["run", "run-0", "run-3", None, None]
     assert [each["commits_each_step"] for each in said[:3]] == [False, is_commit, is_commit]
+    assert [each["run"] for each in said[:3]] == [RUN_OF_ONE, 1, 1]
 
 
 def test_buffers_leave_half_of_the_memory(volume, monkeypatch):

@@ -57,10 +57,11 @@ def on_ranks(function, *of_each):
 
 
 class Swap:
-    """A volume at a step; None: it is new."""
+    """A volume at a step, of a run; None: it is new."""
 
-    def __init__(self, step):
+    def __init__(self, step, run=None):
         self.step, self.counts, self.name = step, None if step is None else [step], "volume"
+        self.resumed_run = run
         self.closed = []
 
     def close(self, keep):
@@ -68,16 +69,25 @@ class Swap:
 
 
 class Maker:
-    """Makes the volume of a rank, or fails: at a step, None being its last one."""
+    """Makes the volume of a rank, or fails: at a step, None being its last one.
 
-    def __init__(self, step, fails_at=()):
-        self.step, self.fails_at = step, fails_at
+    Args:
+        step: the last one; None: it is new.
+        fails_at: steps that it cannot be opened at.
+        runs: those of its last step and of the one before.
+    """
+
+    def __init__(self, step, fails_at=(), runs=(1, 1)):
+        self.step, self.fails_at, self.runs = step, fails_at, runs
         self.made = []
+        self.told = []
 
-    def __call__(self, step):
+    def __call__(self, step, run):
+        self.told.append(run)
         if step in self.fails_at:
             raise OSError(f"the drive is full at {step}")
-        self.made.append(Swap(self.step if step is None else step))
+        found = self.step if step is None else step
+        self.made.append(Swap(found, None if found is None else self.runs[self.step - found]))
         return self.made[-1]
 
 
@@ -93,9 +103,9 @@ def test_volumes_at_one_step_are_gone_on_from(step):
 
 
 def test_ranks_may_need_no_volume():
-    assert on_ranks(open_together, [lambda _: None] * 3) == [None] * 3
+    assert on_ranks(open_together, [lambda *_: None] * 3) == [None] * 3
     # Those without one are at no step, as new ones are.
-    makers = [Maker(None), lambda _: None, Maker(None)]
+    makers = [Maker(None), lambda *_: None, Maker(None)]
     assert on_ranks(open_together, makers) == [makers[0].made[0], None, makers[2].made[0]]
 
 
@@ -117,6 +127,34 @@ def test_volumes_that_are_not_of_one_run_are_refused(steps):
         assert "not of one run" in str(error)
     # What was made now goes; what was resumed stays.
     assert closed(makers) == [[[step is not None]] for step in steps]
+
+
+def test_volumes_are_opened_for_one_run_and_for_another_the_next_time():
+    makers = [Maker(5) for _ in RANKS]
+    on_ranks(open_together, makers)
+    on_ranks(open_together, makers)
+    (told,) = {tuple(maker.told) for maker in makers}
+    assert len(set(told)) == 2
+
+
+@pytest.mark.parametrize(
+    "makers",
+    [
+        [Maker(5), Maker(5, runs=(2, 1)), Maker(5)],
+        [Maker(5), Maker(4), Maker(5, runs=(1, 2))],
+    ],
+)
+def test_volumes_of_several_runs_at_one_step_are_refused(makers):
+    for error in on_ranks(open_together, makers):
+        assert isinstance(error, ValueError)
+        assert "expected one run" in str(error)
+    assert all(made.closed == [True] for maker in makers for made in maker.made)
+
+
+def test_a_step_that_a_resumed_run_has_made_on_some_ranks_is_gone_back_from():
+    makers = [Maker(5, runs=(2, 1)), Maker(4), Maker(5, runs=(2, 1))]
+    found = on_ranks(open_together, makers)
+    assert [(swap.step, swap.resumed_run) for swap in found] == [(4, 1)] * 3
 
 
 @pytest.mark.parametrize(("steps", "fails_at"), [((5, 5, 5), None), ((4, 5, 5), 4)])

@@ -742,6 +742,7 @@ class Swap:
         step: of a volume that is resumed, the committed step to go on from: the last one, or the
             one before it, if nothing was written since; None: the last one.
         commits_each_step: whether a step is committed that changes nothing here.
+        run: what its commits say of the run that makes them; the same for the volumes of all ranks.
         ram_nbytes: host memory for the state of the first chunks.
         buffers_nbytes_max: the most host memory for what is on its way.
         workers: how many step.
@@ -753,7 +754,7 @@ class Swap:
         ValueError: for arguments that cannot work, or a volume of other parameters.
         OSError: where a drive is full, or a member is missing, used or damaged.
     """
-    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, step: int | None = None, commits_each_step: bool = False, identity: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
+    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, step: int | None = None, commits_each_step: bool = False, identity: int = 0, run: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
     @property
     def buffers_nbytes(self, /) -> int:
         """
@@ -826,6 +827,11 @@ class Swap:
         Raises:
             ValueError: for another dtype or size, or without durability "commit".
             OSError: where a drive fails.
+        """
+    @property
+    def resumed_run(self, /) -> int | None:
+        """
+        Of a volume that was resumed: the `run` of the commit that it goes on from. None: it is new.
         """
     @property
     def step(self, /) -> int | None:

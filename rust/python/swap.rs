@@ -15,7 +15,7 @@ use crate::{
     error::{Error, Result},
     host::pool::Pool,
     tier::{
-        swap::{Config, Swap},
+        swap::{Catalog, Config, Swap},
         volume::{
             Durability, EngineKind, Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Volume,
             block_device,
@@ -43,6 +43,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 ///     step: of a volume that is resumed, the committed step to go on from: the last one, or the
 ///         one before it, if nothing was written since; None: the last one.
 ///     commits_each_step: whether a step is committed that changes nothing here.
+///     run: what its commits say of the run that makes them; the same for the volumes of all ranks.
 ///     ram_nbytes: host memory for the state of the first chunks.
 ///     buffers_nbytes_max: the most host memory for what is on its way.
 ///     workers: how many step.
@@ -57,7 +58,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 pub(super) struct PySwap {
     /// None: it was closed.
     swap: Mutex<Option<Arc<Swap>>>,
-    counts: Option<Vec<u64>>,
+    /// What the commit says that it goes on from; None: it is new.
+    resumed: Option<Catalog>,
     /// No other memory gets the addresses of the places.
     _addresses: Py<PyAddressSpace>,
 }
@@ -101,8 +103,8 @@ impl PySwap {
     #[pyo3(signature = (
         drives, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=STRIPE_BYTES,
         durability="commit", keep=false, resume=false, step=None, commits_each_step=false,
-        identity=0, ram_nbytes=0, buffers_nbytes_max=1 << 30, workers=None, io_engine="auto",
-        queue_depth=QUEUE_DEPTH, io_timeout=60.0
+        identity=0, run=0, ram_nbytes=0, buffers_nbytes_max=1 << 30, workers=None,
+        io_engine="auto", queue_depth=QUEUE_DEPTH, io_timeout=60.0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
@@ -119,6 +121,7 @@ impl PySwap {
         step: Option<u64>,
         commits_each_step: bool,
         identity: u64,
+        run: u64,
         ram_nbytes: usize,
         buffers_nbytes_max: usize,
         workers: Option<usize>,
@@ -146,6 +149,7 @@ impl PySwap {
             stripe_bytes,
             durability: durability_named(durability)?,
             identity,
+            run,
             ram_nbytes,
             buffers_nbytes_max,
             workers: workers.unwrap_or_else(|| pool.threads()),
@@ -153,11 +157,11 @@ impl PySwap {
             options,
         };
         let make = || match resume {
-            true => Swap::open(&config, &places, pool).map(|(swap, counts)| (swap, Some(counts))),
+            true => Swap::open(&config, &places, pool).map(|(swap, found)| (swap, Some(found))),
             false => Swap::create(&config, &places, pool).map(|swap| (swap, None)),
         };
         let mut waited = Duration::ZERO;
-        let (swap, counts) = loop {
+        let (swap, resumed) = loop {
             match py.detach(make) {
                 Ok(made) => break made,
                 // What a killed process had submitted is still landing.
@@ -168,13 +172,19 @@ impl PySwap {
                 Err(error) => return Err(error.into()),
             }
         };
-        Ok(Self { swap: Mutex::new(Some(Arc::new(swap))), counts, _addresses: addresses })
+        Ok(Self { swap: Mutex::new(Some(Arc::new(swap))), resumed, _addresses: addresses })
     }
 
     /// Of a volume that was resumed: how many updates each parameter has seen. None: it is new.
     #[getter]
     fn counts(&self) -> Option<Vec<u64>> {
-        self.counts.clone()
+        self.resumed.as_ref().map(|found| found.counts.clone())
+    }
+
+    /// Of a volume that was resumed: the `run` of the commit that it goes on from. None: it is new.
+    #[getter]
+    fn resumed_run(&self) -> Option<u64> {
+        self.resumed.as_ref().map(|found| found.run)
     }
 
     /// The volume's name.
@@ -313,6 +323,7 @@ pub(super) fn swap_buffers_nbytes(
         stripe_bytes: 0,
         durability: durability_named(durability)?,
         identity: 0,
+        run: 0,
         ram_nbytes: 0,
         buffers_nbytes_max,
         workers: workers.map_or_else(|| Pool::global().map(Pool::threads), Ok)?,

@@ -12,8 +12,9 @@ partitions under ZeRO (`deepspeed/zero/swapped.py`).
 - SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one step,
   or at two that follow one another. Those that are ahead then still have the step before, whole
   (`rust/tier/volume/commit.rs`, CMT-5), and go back to it.
-- SHV-4 Where volumes differ by more, or have other numbers of updates of the same parameter, they
-  are not those of one run, and all ranks refuse them.
+- SHV-4 Where volumes differ by more, or have other numbers of updates of the same parameter, or the
+  commits that they go on from are those of several runs, all ranks refuse them. A run is a number
+  that the ranks draw when they open volumes, and that all commits from then on have.
 
 An error of one rank is raised on all of them.
 
@@ -24,6 +25,7 @@ weights go between the ranks once, through host memory.
 from __future__ import annotations
 
 import logging
+import secrets
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,25 +39,33 @@ if TYPE_CHECKING:
     from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
 
-__all__ = ["agree_on_counts", "close", "fetch_rows", "open_together"]
+__all__ = ["RUN_OF_ONE", "agree_on_counts", "close", "fetch_rows", "open_together"]
 
 _LOGGER = logging.getLogger(__name__)
 
+RUN_OF_ONE = 0
+"""The run of a volume that steps with no other."""
+
+# So many that no two runs draw the same.
+_RUN_BITS = 64
+
 
 def open_together(
-    ranks: Ranks, make: Callable[[int | None], _core.Swap | None]
+    ranks: Ranks, make: Callable[[int | None, int], _core.Swap | None]
 ) -> _core.Swap | None:
     """The volume of this rank, when all ranks have theirs, at the same step. Collective.
 
     Args:
         ranks: the ranks.
-        make: makes it, or opens it at a step, None being its last one; None: this rank needs none.
+        make: makes it, or opens it at a step, None being its last one, for a run; None: this rank
+            needs none.
 
     Raises:
         ValueError: as `make`; or the volumes are not those of one run.
         OSError: as `make`; or another rank has failed.
     """
-    core = _on_all(ranks, lambda: make(None), None)
+    run, *_ = ranks.objects(secrets.randbits(_RUN_BITS), Call.VOLUME)
+    core = _on_all(ranks, lambda: make(None, run), None)
     step = None if core is None else core.step
     try:
         steps = ranks.objects(step, Call.VOLUME)
@@ -63,15 +73,13 @@ def open_together(
     except BaseException:
         close(core)
         raise
-    if len(set(steps)) == 1:
-        return core
 
     def go_back() -> _core.Swap | None:
         if core is None or step == least:
             return core
         name = core.name
         core.close(keep=True)
-        made = make(least)
+        made = make(least, run)
         _LOGGER.warning(
             "volume `%s` goes back from step %s to %s: the run has ended before all ranks had "
             "committed that step",
@@ -81,7 +89,25 @@ def open_together(
         )
         return made
 
-    return _on_all(ranks, go_back, core)
+    if len(set(steps)) > 1:
+        core = _on_all(ranks, go_back, core)
+    if least is not None:
+        try:
+            _check_runs(ranks.objects(None if core is None else core.resumed_run, Call.VOLUME))
+        except BaseException:
+            close(core)
+            raise
+    return core
+
+
+def _check_runs(runs: Sequence[int | None]) -> None:
+    """Raises ValueError if the commits that volumes go on from are not those of one run."""
+    if len(set(runs)) > 1:
+        raise ValueError(
+            f"the volumes of the ranks are of the runs `{list(runs)}`, expected one run. hint: "
+            "give each rank its volume of one run; else `stepwell volume rm` what is there, and go "
+            "on from a checkpoint, without `resume`"
+        )
 
 
 def _common_step(steps: Sequence[int | None]) -> int | None:

@@ -28,7 +28,12 @@ from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
-from stepwell.offload.sharded_volume import agree_on_counts, close, open_together
+from stepwell.offload.sharded_volume import (
+    RUN_OF_ONE,
+    agree_on_counts,
+    close,
+    open_together,
+)
 from stepwell.offload.sharding import awaited
 from stepwell.offload.tuning import shape_of
 
@@ -227,7 +232,7 @@ class Swapped:
         """
         make = partial(self._open, weights, host_bytes, names)
         if self.sharding is None:
-            self._core = make(None)
+            self._core = make(None, RUN_OF_ONE)
         else:
             self._core = open_together(self.sharding.peers, make)
         if self._core is not None:
@@ -240,6 +245,7 @@ class Swapped:
         host_bytes: int,
         names: Mapping[torch.Tensor, str],
         step: int | None,
+        run: int,
     ) -> _core.Swap | None:
         """The volume of this rank, at a step that it is resumed from; None: it needs none."""
         self._indices, self._places, self._weights = {}, {}, {}
@@ -275,7 +281,7 @@ class Swapped:
             del self._places[param], self._weights[param]
         swapped = list(self._places)
         self._indices = {param: index for index, param in enumerate(swapped)}
-        core = self._make(swapped, left, most, names, step)
+        core = self._make(swapped, left, most, names, step, run)
         on_volume = sum(sizes[param] for param in swapped) - core.ram_nbytes
         _LOGGER.info(
             "volume `%s`: %.2f GiB of state on %d drives; %.2f GiB of it and %.2f GiB of buffers "
@@ -315,6 +321,7 @@ class Swapped:
         buffers_nbytes_max: int,
         names: Mapping[torch.Tensor, str],
         step: int | None,
+        run: int,
     ) -> _core.Swap:
         name = self.volume.name
         if name is not None and torch.distributed.is_initialized():
@@ -330,6 +337,7 @@ class Swapped:
                 buffers_nbytes_max=buffers_nbytes_max,
                 workers=self._threads,
                 step=step,
+                run=run,
                 commits_each_step=self.sharding is not None and self.commits,
             )
         except (ValueError, OSError) as error:
@@ -522,6 +530,7 @@ def make_swap(
     buffers_nbytes_max: int,
     workers: int | None,
     step: int | None = None,
+    run: int,
     commits_each_step: bool = False,
 ) -> _core.Swap:
     """The core's swap, as the user has said of `volume`, or as its drives were measured.
@@ -545,6 +554,7 @@ def make_swap(
         keep=volume.is_kept,
         resume=volume.resume,
         step=step,
+        run=run,
         commits_each_step=commits_each_step,
         identity=identity,
         ram_nbytes=ram_nbytes,

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use super::{Swap, catalog};
+use super::{Catalog, Swap, catalog};
 use crate::{
     adam::{
         exchange::{round, widen},
@@ -151,14 +151,14 @@ impl Swap {
     /// Writes the catalog, for the commit of `step`.
     pub(super) fn write_catalog(&self, step: u64) -> Result<()> {
         let mut buffer = self.buffer()?;
-        let counts = self.pipeline().counts().to_vec();
-        catalog::encode(&self.chunks.layouts(), self.identity, &counts, buffer.as_mut_slice());
+        let catalog = Catalog { run: self.run, counts: self.pipeline().counts().to_vec() };
+        catalog::encode(&self.chunks.layouts(), self.identity, &catalog, buffer.as_mut_slice());
         self.end_of(self.volume.write(self.chunks.catalog_record(), step, buffer)?)?;
         Ok(())
     }
 
-    /// Reads the catalog of the committed step; the count of updates of each tensor.
-    pub(super) fn read_catalog(&self) -> Result<Vec<u64>> {
+    /// Reads the catalog of the committed step.
+    pub(super) fn read_catalog(&self) -> Result<Catalog> {
         let name = self.volume.name();
         let Some(step) = self.volume.step() else {
             return Err(Error::value(format!(
@@ -184,10 +184,10 @@ impl Swap {
         }
         let buffer =
             self.end_of(self.volume.read(self.chunks.catalog_record(), self.buffer()?)?)?;
-        let counts = catalog::decode(&self.chunks.layouts(), self.identity, buffer.as_slice());
-        let counts = counts.ok_or_else(other)?;
-        self.pipeline().resume(step, &counts);
-        Ok(counts)
+        let found = catalog::decode(&self.chunks.layouts(), self.identity, buffer.as_slice());
+        let catalog = found.ok_or_else(other)?;
+        self.pipeline().resume(step, &catalog.counts);
+        Ok(catalog)
     }
 
     fn buffer(&self) -> Result<RecordBuffer> {

@@ -26,8 +26,8 @@
 //! - SWAP-4 A chunk that no step has written reads as state that was never stepped: zeros, and a
 //!   master that is the weight.
 //! - SWAP-5 With [`Durability::Commit`] a commit holds all that the next step goes on from: the
-//!   state of every chunk that was ever stepped, also of those in host memory, their weights, and
-//!   the count of updates of each tensor (`catalog.rs`).
+//!   state of every chunk that was ever stepped, also of those in host memory, their weights, the
+//!   count of updates of each tensor, and which run made it (`catalog.rs`).
 //!
 //! Cost per parameter and step: the bytes of its state, read once and written once (bf16 with
 //! moments in fp32: 10 + 10 B, with an fp32 master 12 + 12 B; in q8: 4.1 + 4.1 B), of a chunk in
@@ -54,6 +54,7 @@ use std::{
     time::Duration,
 };
 
+pub use self::catalog::Catalog;
 use self::{
     chunks::{Chunks, Held},
     pipeline::Pipeline,
@@ -97,6 +98,9 @@ pub struct Config {
     pub durability: Durability,
     /// Of what the tensors are, beside their sizes: a volume of another identity is not opened.
     pub identity: u64,
+    /// What its commits say of the run that makes them: any number, the same for volumes that step
+    /// together. One that is opened need not be of this run; its next commits are.
+    pub run: u64,
     /// Bytes of host memory for the state of the first chunks.
     pub ram_nbytes: usize,
     /// The most bytes of buffers, unless a step could not go on with so few.
@@ -116,6 +120,7 @@ pub struct Swap {
     durability: Durability,
     commits_each_step: bool,
     identity: u64,
+    run: u64,
     chunks: Chunks,
     /// The state of the chunks that are in host memory.
     ram: Buffer,
@@ -155,21 +160,22 @@ impl Swap {
     }
 
     /// Opens one that was kept, or left by a process that has ended, at its last committed step, or
-    /// at that of the options; the count of updates of each tensor. What is in host memory is read.
+    /// at that of the options; and what that says of the run that made it. What is in host memory
+    /// is read.
     ///
     /// # Errors
     /// As [`Volume::open`]; [`Error::Value`] where it was made for other tensors, or has no
     /// committed step.
-    pub fn open(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<(Self, Vec<u64>)> {
+    pub fn open(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<(Self, Catalog)> {
         let chunks = Chunks::new(places, config.ram_nbytes, Durability::Commit);
         // Whatever is wrong with it, it is not removed.
         let options = Options { keep: true, ..config.options(&chunks) };
         let volume = Volume::open(&config.location, &options, pool)?;
         let swap = Self::of(volume, config, chunks, pool)?;
-        let counts = swap.read_catalog()?;
+        let catalog = swap.read_catalog()?;
         swap.find_state()?;
         swap.volume.set_keep(config.options.keep);
-        Ok((swap, counts))
+        Ok((swap, catalog))
     }
 
     fn of(volume: Volume, config: &Config, chunks: Chunks, pool: &Pool) -> Result<Self> {
@@ -180,6 +186,7 @@ impl Swap {
             durability: config.durability,
             commits_each_step: config.commits_each_step,
             identity: config.identity,
+            run: config.run,
             io_timeout: config.options.io_timeout,
             isa: Isa::detect()?,
             chunks,

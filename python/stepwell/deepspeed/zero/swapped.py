@@ -40,7 +40,12 @@ from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.offload.budget import GIB, share_of_free_bytes
 from stepwell.offload.places import addresses_for
 from stepwell.offload.ranks import WholeWorld
-from stepwell.offload.sharded_volume import agree_on_counts, close, open_together
+from stepwell.offload.sharded_volume import (
+    RUN_OF_ONE,
+    agree_on_counts,
+    close,
+    open_together,
+)
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
@@ -168,7 +173,7 @@ class SwappedPartitions:
         )
         make = partial(self._make, partitions, nbytes, host_bytes, threads)
         if self._rank is None:
-            core = make(None)
+            core = make(None, RUN_OF_ONE)
         else:
             core = self._open_together(make, len(partitions))
         self._core = core
@@ -195,13 +200,9 @@ class SwappedPartitions:
         )
 
     def _open_together(
-        self, make: Callable[[int | None], _core.Swap | None], count: int
+        self, make: Callable[[int | None, int], _core.Swap | None], count: int
     ) -> _core.Swap | None:
-        """As `sharded_volume.open_together`, of `count` partitions on each rank.
-
-        Volumes of several runs may be at a step of one number. They are told apart by how many
-        updates their partitions have seen, which a run whose checkpoint was loaded has more of.
-        """
+        """As `sharded_volume.open_together`, of `count` partitions on each rank."""
         ranks = WholeWorld()
         core = open_together(ranks, make)
         # Of new volumes none is at a step, on all ranks.
@@ -222,6 +223,7 @@ class SwappedPartitions:
         host_bytes: int,
         threads: int | None,
         step: int | None,
+        run: int,
     ) -> _core.Swap | None:
         """The core's swap for state of `nbytes`, at a step that it is resumed from.
 
@@ -265,6 +267,7 @@ class SwappedPartitions:
             buffers_nbytes_max=most,
             workers=threads,
             step=step,
+            run=run,
             commits_each_step=self._rank is not None and volume.durability == "commit",
         )
 
