@@ -221,6 +221,50 @@ def interrupted(stage, *, is_interrupted):
     return found
 
 
+def interrupted_twice(stage, where):
+    """What the next backward says behind a step that two interrupts have left; losses after that.
+
+    The first comes in the norm, or when the sums of a step that is taken are released; the second
+    while the first waits for copies.
+    """
+    sums = where == "release"
+    config = configuration(
+        stage=stage,
+        dtype="bf16",
+        **({"gradient_accumulation_steps": 2, "data_types": FP32_SUMS} if sums else {}),
+    )
+    engine = initialize(perceptron(), config)
+    optimizer, count = engine.optimizer, 1 + sums
+    partitions_of = optimizer._partitions
+    train(engine, vectors(2 * count), squared)
+
+    def interrupt(owner, name):
+        kept = getattr(owner, name)
+
+        def interrupted(*args, **kwargs):
+            setattr(owner, name, kept)
+            raise KeyboardInterrupt
+
+        setattr(owner, name, interrupted)
+
+    interrupt(*((optimizer, "_release_sums") if sums else (partitions_of.gradients, "norm")))
+    interrupt(partitions_of, "settle")
+    said = ""
+    for batches in (vectors(count, first=50), vectors(1, first=60)):
+        try:
+            train(engine, batches, squared)
+        except KeyboardInterrupt:
+            continue
+        except ValueError as error:
+            said = str(error)
+    # As the hint says.
+    optimizer.zero_grad()
+    engine.micro_steps += -engine.micro_steps % count
+    losses = train(engine, vectors(count, first=70), squared)
+    engine.destroy()
+    return said, losses
+
+
 def without_memory(stage, *, is_refused, **options):
     """A run in which there is no memory for a step, or that batch does not come."""
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage, **options))
@@ -282,6 +326,7 @@ def program_gradients(result):
     failed_backwards(result.setdefault("failed", {}))
     for stage in (1, 2, 3):
         accumulating = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
+        result[f"interrupted twice, ZeRO-{stage}, norm"] = interrupted_twice(stage, "norm")
         result[f"cleared, ZeRO-{stage}"] = [
             cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
         ]
@@ -320,6 +365,7 @@ def program_gradients(result):
         result[f"interrupted, ZeRO-{stage}"] = [
             interrupted(stage, is_interrupted=is_interrupted) for is_interrupted in (False, True)
         ]
+        result[f"interrupted twice, ZeRO-{stage}, release"] = interrupted_twice(stage, "release")
         result[f"refused, ZeRO-{stage}"] = [
             refused(configuration(dtype="bf16", stage=stage), {"engine": engine})
             for engine in (True, False)

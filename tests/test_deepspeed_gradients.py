@@ -50,6 +50,16 @@ def test_sums_of_a_step_that_was_interrupted_are_not_added_to_the_next(runs, sta
     assert_same(interrupted, undisturbed)
 
 
+@pytest.mark.parametrize(
+    "where", ["ZeRO-1, norm", "ZeRO-2, norm", "ZeRO-3, norm", "ZeRO-1, release", "ZeRO-2, release"]
+)
+def test_behind_a_step_that_was_interrupted_twice_the_next_backward_raises(runs, where):
+    message, losses = runs[f"interrupted twice, {where}"]
+    assert message.startswith("a step was left by an exception, and its gradients could not be")
+    assert "hint: engine.optimizer.zero_grad()" in message
+    assert all(map(math.isfinite, losses))
+
+
 @pytest.mark.parametrize("after", ["step", "backward", "plain backward"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_without_the_hint_what_comes_next_raises(runs, stage, after):

@@ -3,6 +3,8 @@
 Partitions are stepped by the core as the engine steps them, beside torch's optimizers or ours.
 """
 
+import _thread
+import signal
 from functools import partial
 
 import pytest
@@ -268,6 +270,32 @@ def test_a_submission_that_fails_counts_nothing():
         operands.commit([operand], [partial(fail)])
     assert not optimizer.state
     assert not getattr(optimizer, "_opt_called", False)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, CPUAdam, stepwell.AdamW])
+def test_ctrl_c_during_the_submit_comes_when_all_is_counted(kind):
+    params = [parameter() for _ in range(3)]
+    options = GROUP if kind is CPUAdam else {}
+    optimizer = kind(params, **options)
+    operands = Operands(optimizer, 0)
+    stepped = [operands.of(0, nth, param, torch.ones(37), None) for nth, param in enumerate(params)]
+    # Not SIGINT, which workers of pytest ignore. It is seen where Python code goes on.
+    kept = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            operands.commit(stepped, [partial(_thread.interrupt_main, signal.SIGUSR1)])
+    finally:
+        signal.signal(signal.SIGUSR1, kept)
+    assert [int(optimizer.state[param]["step"]) for param in params] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("grad_scale", [1.0, 0.5])
+def test_the_calls_of_the_device_are_none_of_python(grad_scale):
+    share, param = DeviceShare({0: torch.zeros(37)}), parameter()
+    operand = Operands(CPUAdam([param], **GROUP), 0).on_device(0, param)
+    calls = share.step_of(0, operand, torch.zeros(37), grad_scale)
+    assert len(calls) == 2 + (grad_scale != 1.0)
+    assert not any(hasattr(call.func, "__code__") for call in calls)
 
 
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])

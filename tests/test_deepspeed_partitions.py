@@ -45,6 +45,52 @@ def test_gradients_that_were_dropped_are_not_stepped():
     torch.testing.assert_close(steps.moments()[0], full(4, 0.1, FP32))
 
 
+def test_a_copy_that_cannot_be_launched_fails_where_ranks_are_told():
+    """The norm is theirs together: behind it the others would wait for this rank."""
+    made = [partition(4)]
+    partitions = opened(*made)
+    gradients, steps = partitions.gradients, Steps(partitions, made)
+
+    class Lane:
+        def launch(self):
+            raise OSError("the device has failed")
+
+        def order(self):
+            raise OSError("the device has failed")
+
+        def __getattr__(self, name):
+            return getattr(lane, name)
+
+    gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=True)
+    lane, gradients._lane = gradients._lane, Lane()
+    assert gradients.norm(float) == 2.0
+    with pytest.raises(OSError, match="the device has failed"):
+        steps.take()
+    gradients._lane = lane
+
+
+def test_what_is_read_elsewhere_is_waited_for_once():
+    """Gradients of the next step, which are on their way, would be waited for, too."""
+    made = [partition(4)]
+    partitions = opened(*made)
+    partitions.are_weights_read_elsewhere = True
+    steps, fragment, waits = Steps(partitions, made), Fragment(0, 0, 4), []
+    partitions._engine = noting = LateEngine(partitions._engine)
+    synchronize = noting.synchronize
+
+    def note(**options):
+        waits.append(options)
+        synchronize(**options)
+
+    noting.synchronize = note
+    for nth in range(1, 4):
+        partitions.gradients.collect(fragment, full(4, 1.0), is_owned=False, is_last=True)
+        steps.take()
+        for _ in range(2):
+            partitions.finish()
+        assert len(waits) == nth
+
+
 def test_behind_a_step_that_was_refused_waits_are_for_the_last_one(monkeypatch):
     made = [partition(4)]
     partitions = opened(*made)

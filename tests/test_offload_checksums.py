@@ -111,6 +111,17 @@ def test_memory_that_begins_amid_a_word():
 # ---- checksums by the engine ----
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_element_may_have_any_stride(dtype):
+    """As gradients of stacked scalars have."""
+    one = torch.arange(4, dtype=dtype)[::2][:1]
+    assert one.stride() == (2,)
+    assert not is_different(checksum(one), checksum(one.clone()))
+    before = checksum(one)
+    one.add_(1.0)
+    assert is_different(before, checksum(one))
+
+
 def expected_sums(tensor):
     """By Python's integers, as `Device::checksums` says."""
     words = tensor.view(-1).view(torch.uint8).view(torch.int64).tolist()

@@ -462,6 +462,8 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         OffloadAdamW(params, deferred=Deferred(), gate="step")
     with pytest.raises(ValueError, match="`accumulate` is `host`"):
         OffloadAdamW(params, deferred=Deferred(), accumulate="host")
+    with pytest.raises(ValueError, match=r"`deferred` is `4`, expected a stepwell.Deferred"):
+        OffloadAdamW(params, deferred=4)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`interval` is `9`"):
         Deferred(interval=9)
     for option in ("interval", "warmup_steps", "reselect"):

@@ -1,5 +1,7 @@
 """Gradients that are copied in the backward: which, when and behind which stream."""
 
+import math
+import threading
 import weakref
 
 import pytest
@@ -12,6 +14,8 @@ from stepwell.offload.gradients import Gradients, may_change_after_backward
 from torch.utils import checkpoint as checkpointing
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
+
+SECONDS_MAX = 60
 
 
 # ---- what is copied, and when ----
@@ -271,8 +275,11 @@ def test_gradients_are_copied_behind_the_stream_that_made_them(turns, monkeypatc
     assert_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("checkpointed", [(1, 4), (0, 5)])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_copies_are_waited_for_when_the_whole_backward_has_ended(monkeypatch, use_reentrant):
+def test_copies_are_waited_for_when_the_whole_backward_has_ended(
+    monkeypatch, use_reentrant, checkpointed
+):
     """Not when one within it has, which reentrant checkpointing makes."""
     layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(5))
     optimizer = stepwell.OffloadAdamW(layers.parameters(), accumulation_steps=1)
@@ -282,10 +289,49 @@ def test_copies_are_waited_for_when_the_whole_backward_has_ended(monkeypatch, us
         param.register_post_accumulate_grad_hook(lambda _: ended.append(1))
     for _ in range(2):
         ended.clear()
-        hidden = layers[0](torch.ones(2, 3))
-        for layer in layers[1:4]:
-            hidden = checkpointing.checkpoint(layer, hidden, use_reentrant=use_reentrant)
-        layers[4](hidden).sum().backward()
+        hidden = torch.ones(2, 3, requires_grad=True)
+        for nth, layer in enumerate(layers):
+            if nth in range(*checkpointed):
+                hidden = checkpointing.checkpoint(layer, hidden, use_reentrant=use_reentrant)
+            else:
+                hidden = layer(hidden)
+        hidden.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     assert waits == [10, 10]
+
+
+def test_each_of_two_backwards_at_once_waits_for_its_copies(monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(4)) for _ in range(6)]
+    optimizer = stepwell.OffloadAdamW(params, accumulation_steps=1)
+    optimizer._opened_engine()
+    waits = []
+    monkeypatch.setattr(
+        engine.Engine,
+        "order_after_copies",
+        lambda _: waits.append(threading.current_thread().name),
+    )
+    are_copied, has_ended = threading.Event(), threading.Event()
+    root = torch.ones(4, requires_grad=True) * 1.0
+
+    def wait(_):
+        # The gradient of the root is the last.
+        are_copied.set()
+        assert has_ended.wait(SECONDS_MAX)
+
+    root.register_hook(wait)
+
+    def first():
+        math.prod(params[:3], start=root).sum().backward()
+
+    def second():
+        assert are_copied.wait(SECONDS_MAX)
+        math.prod(params[3:], start=torch.ones(4)).sum().backward()
+        has_ended.set()
+
+    threads = [threading.Thread(target=each, name=each.__name__) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS_MAX)
+    assert sorted(waits) == ["first", "second"]

@@ -5,6 +5,7 @@ import stepwell
 import torch
 from offload_cases import assert_equal, loss_of, pair
 from stepwell.offload import engine, gradients
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
 
@@ -93,6 +94,39 @@ def test_a_gradient_may_be_written_while_it_would_be_copied(monkeypatch, edit):
             optimizer.zero_grad()
         optimizer.synchronize()
         return params
+
+    for one, other in zip(train(accumulation_steps=1), train(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("edit", [scaled_and_back, freed_and_back])
+def test_so_it_may_be_where_all_layers_are_checkpointed(monkeypatch, edit):
+    """The last backward that copies any is one within another, which copies none."""
+    monkeypatch.setattr(gradients, "BATCH_BYTES", 64 << 20)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(1 << 24) * 0.01)
+
+        def forward(self, hidden):
+            return hidden + (self.weight.square() * hidden).sum()
+
+    def train(**options):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        optimizer = stepwell.OffloadAdamW(layers.parameters(), lr=1e-3, **options)
+        for _ in range(2):
+            hidden = torch.ones(1, requires_grad=True)
+            for layer in layers:
+                hidden = checkpoint(layer, hidden, use_reentrant=True)
+            hidden.sum().backward()
+            for each in layers.parameters():
+                edit(each.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return list(layers.parameters())
 
     for one, other in zip(train(accumulation_steps=1), train(), strict=True):
         assert torch.equal(one, other)

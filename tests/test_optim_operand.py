@@ -142,6 +142,22 @@ def test_state_that_programs_change_is_followed(change):
         torch.testing.assert_close(pairs[0][0].state[ours][name], pairs[1][0].state[theirs][name])
 
 
+@pytest.mark.parametrize("kind", [stepwell.AdamW, stepwell.OffloadAdamW])
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_state_that_has_become_something_else_where_it_was_is_refused(kind, change):
+    """Steps would write as many elements as there were, of the dtype that they had."""
+    param = parameter(6, 6)
+    optimizer = kind([param])
+    optimizer.step()
+    moment = optimizer.state[param]["exp_avg"]
+    address = moment.data_ptr()
+    flat = moment.data.view(-1)
+    moment.data = flat.view(torch.bfloat16)[:36].view(6, 6) if change == "dtype" else flat[:6]
+    assert moment.data_ptr() == address
+    with pytest.raises(ValueError, match="exp_avg"):
+        optimizer.step()
+
+
 def test_a_strided_parameter_that_is_written_between_steps_is_read_anew():
     values = torch.randn(3, 5)
     strided, straight = (torch.nn.Parameter(each) for each in (values.t(), values.t().clone()))

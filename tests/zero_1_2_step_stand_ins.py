@@ -335,13 +335,13 @@ def test_a_step_that_is_not_gated_is_waited_for():
 
 def test_a_step_is_marked_as_taken_directly_behind_the_submit():
     optimizer, calls, _ = applied()
-    optimizer._told_steps = SimpleNamespace(mark_taken=noted(calls, "taken"))
+    optimizer._told_steps = SimpleNamespace(is_taken=False)
     optimizer._apply(1.0)
     (submission,) = [call[1] for call in calls if call[0] == "committed"]
     submit, mark, after = submission
     assert (submit, after) == ("submit", "after")
     mark()
-    assert calls[-1] == "taken"
+    assert optimizer._told_steps.is_taken
 
 
 def test_gathers_follow_the_submit():

@@ -259,7 +259,7 @@ class Share:
         return group == 1
 
     def step_of(self, group, operand, weight, grad_scale):
-        return ("on device", group, operand, weight, grad_scale)
+        return [("on device", group, operand, weight, grad_scale)]
 
     def drop(self):
         self.calls.append("share dropped")

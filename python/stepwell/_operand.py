@@ -47,6 +47,8 @@ class _BoundPart(NamedTuple):
     piece: torch.Tensor
     """Of this rank."""
     address: int
+    dtype: torch.dtype
+    shape: torch.Size
     is_run: bool
 
 
@@ -75,8 +77,10 @@ class Bound:
 
     def has(self, state: State) -> bool:
         """Whether the tensors of `state` are those that are bound, where they were."""
-        for name, value, piece, address, was_run in self.parts:
+        for name, value, piece, address, dtype, shape, was_run in self.parts:
             if state.get(name) is not value or piece.data_ptr() != address:
+                return False
+            if piece.dtype != dtype or piece.shape != shape:
                 return False
             if was_run and not piece.is_contiguous():
                 return False
@@ -261,7 +265,9 @@ def bind(
         key = key_of(rounding.seed, rounding.ordinal, operand.param)
         tensor = adam_tensor(param, runs, grad=operand.grad_view, key=key, first=rounding.first)
     parts = tuple(
-        _BoundPart(name, state[name], piece, piece.data_ptr(), is_run(piece))
+        _BoundPart(
+            name, state[name], piece, piece.data_ptr(), piece.dtype, piece.shape, is_run(piece)
+        )
         for name, piece in pieces.items()
     )
     # Not of a program's gradient: it would be kept alive.

@@ -59,9 +59,14 @@ def sums_of(
     engine.checksums(addresses, sizes, sums.data_ptr(), stream=stream)
     found = list(sums.unbind())
     for at, (begin, end) in ragged.items():
-        memory = tensors[at].detach().view(-1).view(torch.uint8)
+        memory = _bytes_of(tensors[at])
         found[at] = torch.cat([found[at], memory[:begin].long(), memory[end:].long()])
     return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # Not `view(-1)`: that of one element keeps its stride, which may be any.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +74,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
     Tensors of one size whose memory begins at the same place in a word can be compared.
     """
-    memory = tensor.detach().view(-1).view(torch.uint8)
+    memory = _bytes_of(tensor)
     begin = -memory.storage_offset() % _WORD_BYTES
     if memory.numel() - begin < _KEPT_BYTES:
         return memory.long()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -159,6 +160,26 @@ def _at_the_end_of_the_backward(call: Callable[[], None]) -> None:
         call()
 
 
+def _current_node() -> torch.autograd.graph.Node | None:
+    """What autograd is computing on this thread."""
+    return torch._C._current_autograd_node()
+
+
+def _before_the_next_of(node: torch.autograd.graph.Node, call: Callable[[], None]) -> bool:
+    """Has autograd call it before it goes on behind `node`, which it is computing: if it does."""
+    handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def ask(_: object) -> None:
+        for handle in handles:
+            handle.remove()
+        if handles:
+            handles.clear()
+            call()
+
+    handles += [each.register_prehook(ask) for each, _ in node.next_functions if each is not None]
+    return bool(handles)
+
+
 class DeviceCollector(Collector):
     """Gradients stay on the device, and are copied once.
 
@@ -171,8 +192,8 @@ class DeviceCollector(Collector):
         super().__init__(host)
         self.copies = Gradients(accumulation_steps)
         self._has_warned = False
-        # What has copies that no stream has been ordered after.
-        self._copying: Engine | None = None
+        # What has copies that no stream has been ordered after, by the number of their backward.
+        self._copying: dict[int, Engine] = {}
         # Of plain parameters, asked once per step; None: not yet.
         self._may_change: bool | None = None
 
@@ -230,20 +251,28 @@ class DeviceCollector(Collector):
         sums = engine.checksums(list(map(piece_of, copied.values())))
         engine.take(list(copied), list(copied.values()))
         self.copies.mark_copied(copied, sums, engine.checksums)
-        self._copying = engine
-        _at_the_end_of_the_backward(self._order_after_copies)
+        self._order_at_the_end(engine)
 
-    def _order_after_copies(self) -> None:
+    def _order_at_the_end(self, engine: Engine) -> None:
+        """Has the backward that this is a hook of come to `_order_after_copies` when it ends."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._copying:
+            self._copying[backward] = engine
+            _at_the_end_of_the_backward(partial(self._order_after_copies, backward))
+
+    def _order_after_copies(self, backward: int) -> None:
         """A backward has ended: what the program does to gradients next comes after their copies.
 
         It may scale them and scale them back, of which no checksum would tell, while a copy reads
         them; or free them.
         """
-        if torch._C._current_autograd_node() is not None:
-            # One within another, which goes on: it would wait again and again.
+        engine = self._copying.pop(backward, None)
+        if engine is None:
             return
-        engine, self._copying = self._copying, None
-        if engine is not None:
+        outer = _current_node()
+        # One within another, which goes on, would wait again and again. What comes next there has
+        # the other wait, at its end.
+        if outer is None or not _before_the_next_of(outer, partial(self._order_at_the_end, engine)):
             engine.order_after_copies()
 
     def _is_copyable(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
@@ -310,7 +339,7 @@ class DeviceCollector(Collector):
     def reset(self) -> bool:
         is_any_taken = self.copies.is_any_taken
         self.copies.reset()
-        self._copying = None
+        self._copying = {}
         self._may_change = None
         return is_any_taken
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
+from stepwell.offload.deferred import Deferred
 from stepwell.offload.volume import Volume
-
-if TYPE_CHECKING:
-    from stepwell.offload.deferred import Deferred
 
 __all__ = ["Accumulate", "GateMode", "check_options"]
 
@@ -33,6 +31,11 @@ def check_options(
         raise ValueError(f"`accumulate` is `{accumulate}`, expected device or host")
     if accumulation_steps is not None and accumulation_steps < 1:
         raise ValueError(f"`accumulation_steps` is `{accumulation_steps}`, expected 1 or more")
+    if deferred is not None and not isinstance(deferred, Deferred):
+        raise ValueError(
+            f"`deferred` is `{deferred!r}`, expected a stepwell.Deferred or None. "
+            "hint: deferred=stepwell.Deferred(interval=4)"
+        )
     if deferred is not None and gate == "step":
         raise ValueError(
             "`deferred` is given and `gate` is `step`, expected module: evaluation has to be seen"

@@ -6,6 +6,10 @@ import torch
 
 __all__ = ["Backward"]
 
+_HINT = (
+    "hint: engine.optimizer.zero_grad() after the exception drops all gradients since the last step"
+)
+
 
 class Backward:
     """The current backward, as DeepSpeed's calls of its optimizer show it.
@@ -17,14 +21,16 @@ class Backward:
 
     def __init__(self) -> None:
         self._is_running = self._has_gradients = self._has_failed = False
+        self.has_left_step = False
+        """Set where an exception leaves a step, until its gradients are dropped."""
 
     @property
     def is_unended(self) -> bool:
-        """Whether a backward has begun that has not ended."""
-        return self._is_running
+        """Whether a backward has begun that has not ended, or a step."""
+        return self._is_running or self.has_left_step
 
     def announce(self) -> None:
-        """`engine.backward` is called. Raises ValueError if the backward before it has failed."""
+        """`engine.backward` is called. Raises ValueError if what came before it has failed."""
         self.check()
         self._is_running = True
 
@@ -42,8 +48,8 @@ class Backward:
             self._has_failed = True
 
     def note_gradient(self) -> None:
-        """A gradient is there. Raises ValueError if the backward before has failed."""
-        if self._has_failed:
+        """A gradient is there. Raises ValueError if the backward, or step, before has failed."""
+        if self._has_failed or self.has_left_step:
             self.check()
         # Some loss functions run a backward of their own in the forward, which no call ends.
         self._has_gradients = self._is_running
@@ -53,16 +59,19 @@ class Backward:
         self._is_running = self._has_gradients = False
 
     def check(self) -> None:
-        """Raises ValueError if there are gradients of a backward that has failed."""
+        """Raises ValueError if there are gradients of a backward, or a step, that has failed."""
+        if self.has_left_step:
+            raise ValueError(
+                "a step was left by an exception, and its gradients could not be dropped: another "
+                f"exception came meanwhile. {_HINT}"
+            )
         if self._has_gradients:
             raise ValueError(
                 "a backward has not ended, so its gradients are partial: it raised, and the "
-                "exception "
-                "was caught. hint: engine.optimizer.zero_grad() after the exception drops all "
-                "gradients "
-                "since the last step"
+                f"exception was caught. {_HINT}"
             )
 
     def reset(self) -> None:
         """The gradients of the backward have been dropped."""
         self._is_running = self._has_gradients = self._has_failed = False
+        self.has_left_step = False

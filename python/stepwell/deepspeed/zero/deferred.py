@@ -175,7 +175,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         at_once = {self._fragment(param) for param in uncovered} if is_deferred else None
         submission = partitions.prepare(operands, grad_scale=grad_scale, at_once=at_once)
         told = self._told_steps
-        taken = [] if told is None else [partial(told.mark_taken)]
+        taken = [] if told is None else [partial(setattr, told, "is_taken", True)]
         self._operands.commit(list(operands.values()), [submission[0], *taken, *submission[1:]])
         partitions.forget()
         if self._gate is not None and self._gate.is_open:

@@ -103,8 +103,8 @@ class DeviceShare:
 
     def step_of(
         self, group: int, operand: Operand, weight: torch.Tensor, grad_scale: float
-    ) -> partial[Any]:
-        """The call that steps a sub-group, after `squares`. It allocates nothing.
+    ) -> list[partial[Any]]:
+        """The calls that step a sub-group, after `squares`, without grad mode.
 
         Args:
             group: number of the sub-group.
@@ -132,18 +132,7 @@ class DeviceShare:
             amsgrad=False,
             maximize=hyper.maximize,
         )
-        return partial(_step, self._grads[group], grad_scale, step, weight, master)
-
-
-@torch.no_grad()
-def _step(
-    grad: torch.Tensor,
-    grad_scale: float,
-    step: partial[Any],
-    weight: torch.Tensor,
-    master: torch.Tensor,
-) -> None:
-    if grad_scale != 1.0:
-        grad.mul_(grad_scale)
-    step()
-    weight.copy_(master)
+        grad = self._grads[group]
+        # No function in Python: Ctrl-C would come where it begins, behind a part of the step.
+        scale = [] if grad_scale == 1.0 else [partial(grad.mul_, grad_scale)]
+        return [*scale, step, partial(weight.copy_, master)]

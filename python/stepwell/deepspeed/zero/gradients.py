@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import weakref
@@ -284,8 +285,10 @@ class Gradients:
         if incomplete := self._on_host - self._norms.keys():
             squares = squares + self._host_squares(incomplete)
         total = add_up(squares.to(NORM_DTYPE))
-        # Behind it: both come down on the same way.
-        self._lane.launch()
+        # Behind it: both come down on the same way. What cannot be launched now still waits, and
+        # raises in `order`, within which the other ranks are told.
+        with contextlib.suppress(OSError, RuntimeError):
+            self._lane.launch()
         if not math.isfinite(total):
             exact = self._exact_squares()
             total = add_up(torch.tensor(exact, dtype=WIDE_NORM_DTYPE, device=self._device))

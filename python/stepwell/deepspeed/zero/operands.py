@@ -375,12 +375,12 @@ class Operands:
             count = operand.state["step"]
             is_tensor = isinstance(count, torch.Tensor)
             stepped = _state.step_tensor(operand.step) if is_tensor else operand.step
-            calls += [
-                partial(operand.state.__setitem__, "step", stepped),
-                partial(optimizer.state.__setitem__, operand.master, operand.state),
-            ]
-        # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
-        # between two of these calls.
+            calls.append(partial(operand.state.__setitem__, "step", stepped))
+        # One call, of hashes that are known: a tensor's is a function in Python.
+        states = {operand.master: operand.state for operand in operands}
+        calls.append(partial(optimizer.state.update, states))
+        # Not a loop, and no function in Python behind the submit: there it runs signal handlers,
+        # and Ctrl-C must not come between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
 
 

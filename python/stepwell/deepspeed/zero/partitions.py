@@ -202,6 +202,8 @@ class Partitions:
         )
         self._has_said_why = False
         self._thread_wait = ThreadWait(device)
+        # Of steps: how many were submitted, and of which all copies have ended.
+        self._last_step = self._drained_step = 0
         self.are_weights_read_elsewhere = False
         """Whether weights on the device are read on streams that come after no other."""
         # Of several ranks.
@@ -317,6 +319,7 @@ class Partitions:
             submit,
             partial(setattr, self, "_step_stream", self._submit_stream),
             partial(setattr, self, "_is_uncopied", bool(self._copies)),
+            partial(setattr, self, "_last_step", self._last_step + 1),
             *self.gradients.use(grad_scale),
             *leaving,
         ]
@@ -411,13 +414,16 @@ class Partitions:
             return
         # Read before the wait: a step may be submitted on another thread meanwhile.
         step, step_stream = self._writes.num_steps, self._step_stream
+        last = self._last_step
         for stream in self.streams(step_stream):
             self._engine.finish(stream=stream)
         if self._gatherer is not None:
             self._gatherer.finish(self.streams(step_stream))
             self._gatherer.synchronize()
-        if self.are_weights_read_elsewhere:
+        if self.are_weights_read_elsewhere and self._drained_step != last:
+            # Of a step once: gradients that are on their way would be waited for, too.
             self._engine.synchronize(stream=self.stream())
+            self._drained_step = last
         if step_stream is not None:
             self._writes.clear(step)
         if self._is_uncopied:

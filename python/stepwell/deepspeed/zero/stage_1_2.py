@@ -383,9 +383,13 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             # An interrupt here drops them as well: what is left would be added to the next.
             self._release_sums()
         except BaseException:
+            # First, and no call: a second Ctrl-C may end those that come next.
+            self._backward.has_left_step = True
             self._partitions.settle()
-            self.zero_grad(set_to_none=True)
-            self._drop_gradients()
+            # Drops all gradients. Where that fails, the next backward or step says so.
+            with contextlib.suppress(Exception):
+                self.zero_grad(set_to_none=True)
+                self._drop_gradients()
             stop_all(self.timers)
             raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
@@ -522,7 +526,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         if self._gathers is not None:
             gather = self._gathers.submission(groups, self.parallel_partitioned_bit16_groups)
         told = self._told_steps
-        taken = [] if told is None else [partial(told.mark_taken)]
+        taken = [] if told is None else [partial(setattr, told, "is_taken", True)]
         self._operands.commit(operands, [submission[0], *taken, *gather, *submission[1:]])
         partitions.forget()
         if self._gate is not None and is_gated:

@@ -516,9 +516,13 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 self.timers(OPTIMIZER_STEP_TIMER).start()
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
+            # First, and no call: a second Ctrl-C may end those that come next.
+            self._backward.has_left_step = True
             self._partitions.settle()
-            self.zero_grad(set_to_none=True)
-            self._drop_gradients()
+            # Drops all gradients. Where that fails, the next backward or step says so.
+            with contextlib.suppress(Exception):
+                self.zero_grad(set_to_none=True)
+                self._drop_gradients()
             stop_all(self.timers)
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
@@ -591,9 +595,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         ]
         in_use = [masters, [(operand.state, operand.before) for operand in operands]]
         on_device = [
-            share.step_of(group, operand, weights[group], grad_scale)
+            call
             for group, operand in enumerate(operands)
             if group in share
+            for call in share.step_of(group, operand, weights[group], grad_scale)
         ]
         # While the last step is the last.
         uploads = self._persistent_uploads() if self._is_gated else {}

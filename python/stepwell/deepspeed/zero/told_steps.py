@@ -32,7 +32,8 @@ class ToldSteps:
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._num_told = 0
-        self._is_taken = False
+        self.is_taken = False
+        """Set when this rank has submitted the step: masters and state are going to change."""
         # Of a step that some ranks have taken, and some have not.
         self._failure: OSError | None = None
 
@@ -40,10 +41,6 @@ class ToldSteps:
         """Raises OSError, on all ranks, if some have failed a step that others have taken."""
         if self._failure is not None:
             raise OSError(str(self._failure)) from self._failure
-
-    def mark_taken(self) -> None:
-        """This rank has submitted the step: masters and state are going to change."""
-        self._is_taken = True
 
     @contextlib.contextmanager
     def decided(self) -> Iterator[None]:
@@ -54,7 +51,7 @@ class ToldSteps:
         Raises:
             OSError: another rank has failed, or is gone; this one has taken the step.
         """
-        self._is_taken = False
+        self.is_taken = False
         try:
             yield
         except BaseException as error:
@@ -79,7 +76,7 @@ class ToldSteps:
         failed, _ = self._tell(why)
         if len(failed) < self._peers.world_size:
             return False
-        taken, _ = self._tell("taken" if self._is_taken else None)
+        taken, _ = self._tell("taken" if self.is_taken else None)
         return not taken
 
     def _tell(self, failure: str | None) -> tuple[list[int], str]:
