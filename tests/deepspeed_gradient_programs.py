@@ -15,6 +15,16 @@ from deepspeed_engines import (
 from deepspeed_paths import Forked, uneven
 
 FP32_SUMS = {"grad_accum_dtype": "fp32"}
+LEFT_OUT = {
+    "one backward": {},
+    "two": {"gradient_accumulation_steps": 2},
+    "two on the device": {
+        "gradient_accumulation_steps": 2,
+        "stepwell": {"accumulate": "device"},
+    },
+    "fp32 sums": {"gradient_accumulation_steps": 2, "data_types": FP32_SUMS},
+}
+"""Options of runs whose program leaves steps out."""
 
 
 def fail_backward(engine, batch, *, plainly=False):
@@ -106,6 +116,33 @@ def cleared(config):
     """`zero_grad` between the micro-batches of a step, none of which has failed."""
     engine = initialize(perceptron(), config)
     losses = train(engine, vectors(6), squared, before_step=engine.optimizer.zero_grad)
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
+
+
+def left_out(config, *, extra):
+    """A run in which the program computes more steps' gradients and drops them, `extra` times.
+
+    Also directly behind the first step, and of some parameters only.
+    """
+    engine = initialize(perceptron(), config)
+    count = engine.gradient_accumulation_steps()
+    losses = []
+    for nth in range(4):
+        for again in range(extra + 1):
+            is_kept = again == extra
+            for batch in vectors(count, first=nth * 10 + (0 if is_kept else 5 + again)):
+                loss = squared(engine, batch)
+                engine.backward(loss)
+                is_boundary = engine.is_gradient_accumulation_boundary()
+                if is_kept or not is_boundary:
+                    engine.step()
+                else:
+                    engine.optimizer.zero_grad()
+                    # Where the first micro-batch of the same step is next.
+                    engine.micro_steps -= count - 1
+            losses += [loss.item()] * is_kept
     found = losses, partitions(engine)
     engine.destroy()
     return found
@@ -327,6 +364,11 @@ def program_gradients(result):
     for stage in (1, 2, 3):
         accumulating = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
         result[f"interrupted twice, ZeRO-{stage}, norm"] = interrupted_twice(stage, "norm")
+        for name, options in LEFT_OUT.items():
+            result[f"left out, ZeRO-{stage}, {name}"] = [
+                left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
+                for extra in (0, 1, 2)
+            ]
         result[f"cleared, ZeRO-{stage}"] = [
             cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
         ]
@@ -381,6 +423,11 @@ def program_gradients_ranks(result):
     stepwell.deepspeed.register()
     rank = int(os.environ["RANK"])
     for stage in (1, 2, 3):
+        for name, options in LEFT_OUT.items():
+            result[f"left out, ZeRO-{stage}, {name}"] = [
+                left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
+                for extra in (0, 1)
+            ]
         for name, options in {
             "": {"zero": {"reduce_bucket_size": 1500}},
             ", accumulated": {"gradient_accumulation_steps": 2},

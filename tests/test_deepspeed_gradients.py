@@ -74,6 +74,14 @@ def test_zero_grad_between_micro_batches_is_deepspeeds(runs, stage):
     assert ours[0] == theirs[0]
 
 
+@pytest.mark.parametrize("name", ["one backward", "two", "two on the device", "fp32 sums"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_program_leaves_out_by_zero_grad_is_not_stepped(runs, stage, name):
+    undisturbed, *left_out = runs[f"left out, ZeRO-{stage}, {name}"]
+    for each in left_out:
+        assert_same(each, undisturbed)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_has_as_many_micro_batches_as_the_program_says_at_the_time(runs, stage):
     for (counts, *_), (ours, theirs) in runs[f"resized, ZeRO-{stage}"].items():

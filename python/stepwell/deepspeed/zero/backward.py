@@ -23,6 +23,7 @@ class Backward:
         self._is_running = self._has_gradients = self._has_failed = False
         self.has_left_step = False
         """Set where an exception leaves a step, until its gradients are dropped."""
+        self._is_cleared = False
 
     @property
     def is_unended(self) -> bool:
@@ -40,6 +41,15 @@ class Backward:
         One backward may begin at several forwards.
         """
         self._is_running = True
+
+    def note_cleared(self) -> None:
+        """`zero_grad` is called. Gradients stay for a step; a backward begins anew."""
+        self._is_cleared = True
+
+    def pop_cleared(self) -> bool:
+        """Whether `zero_grad` was called since the last backward."""
+        is_cleared, self._is_cleared = self._is_cleared, False
+        return is_cleared
 
     def note_forward(self) -> None:
         """A forward of the engine begins: a backward that is not running by now has failed."""

@@ -131,6 +131,11 @@ class Gradients:
             # A sum that is on its way already is out of date.
             self._norms.pop(fragment, None)
 
+    @property
+    def is_any_complete(self) -> bool:
+        """Whether a gradient is complete that no step has taken."""
+        return bool(self._norms)
+
     def has_gradient(self, fragment: Fragment) -> bool:
         """Whether a fragment has got a gradient since the last step, or has no elements."""
         found = (self._sums, self._norms, self._on_host)

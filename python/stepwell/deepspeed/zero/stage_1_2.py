@@ -256,6 +256,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            # The program has left out what was complete.
+            self._forget_gradients()
         self._backward.begin()
         self._partitions.let_go()
         super().backward_prologue()
@@ -271,7 +274,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._backward.end()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As DeepSpeed's; after a backward that raised, drops all gradients since the last step."""
+        """As DeepSpeed's; after a backward that raised, drops all gradients since the last step.
+
+        Those of a step are dropped by the next backward, where they are complete and no step comes
+        in between. DeepSpeed adds some of them to the next ones.
+        """
+        self._backward.note_cleared()
         if self._backward.is_unended:
             set_to_none = True
             self._drop_gradients()
@@ -480,8 +488,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def _drop_gradients(self) -> None:
         """Drops all gradients since the last step, also those that wait for a reduction."""
-        self._partitions.drop()
-        self._release_sums()
+        self._forget_gradients()
         for bucket in self.ipg_buckets.values():
             bucket.clear()
         self.extra_large_param_to_reduce.clear()
@@ -489,10 +496,15 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             params.clear()
         self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
         self._release_ipg_buffers()
-        self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self._offload_accumulated_param_ids = set()
         self._backward.reset()
         self._backward_active_depth = 0
+
+    def _forget_gradients(self) -> None:
+        """Drops all gradients since the last step that are reduced."""
+        self._partitions.drop()
+        self._release_sums()
+        self.micro_step_id = INITIAL_MICRO_STEP_ID
+        self._offload_accumulated_param_ids: set[int] = set()
 
     def _release_sums(self) -> None:
         self.local_overflow = False

@@ -336,6 +336,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
         self._set_after_step(is_after=False)
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            # The program has left out what was complete.
+            self._partitions.drop()
         self._backward.begin()
         self._partitions.let_go()
         super().backward_prologue()
@@ -353,8 +356,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, which drops earlier micro-batches.
 
+        Those of a step are dropped by the next backward, where no step comes in between.
         After a backward that raised it drops all gradients since the last step.
         """
+        self._backward.note_cleared()
         if self._backward.is_unended:
             set_to_none = True
             self._drop_gradients()
