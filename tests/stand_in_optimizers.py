@@ -38,10 +38,11 @@ def parameter(ds_id, *, numel=4, world_size=1):
     return param
 
 
-def backward_of(calls):
+def backward_of(calls, *, is_cleared=False):
     """A `Backward` that notes what it is told."""
     names = ("announce", "note_forward", "begin", "note_gradient", "end")
-    return SimpleNamespace(**{each: noted(calls, each) for each in names})
+    noting = {each: noted(calls, each) for each in names}
+    return SimpleNamespace(**noting, pop_cleared=lambda: is_cleared)
 
 
 class Gathers:

@@ -158,6 +158,51 @@ def test_state_that_has_become_something_else_where_it_was_is_refused(kind, chan
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [stepwell.AdamW, stepwell.OffloadAdamW])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_memory_of_state_that_was_freed_is_refused(kind, left):
+    param = parameter(64, 64)
+    optimizer = kind([param])
+    optimizer.step()
+    storage = optimizer.state[param]["exp_avg_sq"].untyped_storage()
+    storage.resize_(int(storage.nbytes() * left))
+    with pytest.raises(ValueError, match=r"`exp_avg_sq` .* its storage was freed, or has fewer"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_memory_of_a_parameter_that_was_freed_is_refused(kind):
+    param = parameter(64, 64)
+    optimizer = kind([param])
+    optimizer.step()
+    storage = param.untyped_storage()
+    storage.resize_(storage.nbytes() // 2)
+    with pytest.raises(ValueError, match=r"but its storage has .* hint: the program has freed it"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_state_that_is_negated_lazily_where_it_was_is_read_as_it_is(kind):
+    ours, theirs = twins(6, 6)
+    for optimizer, param in ((kind([ours]), ours), (torch.optim.AdamW([theirs]), theirs)):
+        optimizer.step()
+        moment = optimizer.state[param]["exp_avg"]
+        moment.data = torch._neg_view(moment.data)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_parameter_that_is_negated_lazily_is_refused_where_it_is_copied():
+    param = parameter(6, 6)
+    optimizer = stepwell.OffloadAdamW([param])
+    optimizer.step()
+    param.data = torch._neg_view(param.data)
+    with pytest.raises(ValueError, match=r"negated lazily.* hint: parameter.data = "):
+        optimizer.step()
+    param.data = param.data.resolve_neg()
+    optimizer.step()
+
+
 def test_a_strided_parameter_that_is_written_between_steps_is_read_anew():
     values = torch.randn(3, 5)
     strided, straight = (torch.nn.Parameter(each) for each in (values.t(), values.t().clone()))

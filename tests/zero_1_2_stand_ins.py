@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from stand_in_optimizers import Timers, backward_of, noted, optimizer_of, several
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.fragment import Fragment
@@ -295,18 +295,43 @@ def test_what_a_backward_tells(monkeypatch, name, arguments, expected):
     assert returned == ("returned" if name == "scale_if_loss" else None)
 
 
+@pytest.mark.parametrize("is_any_complete", [False, True])
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_backward_drops_what_was_left_out(monkeypatch, is_cleared, is_any_complete):
+    calls = []
+    monkeypatch.setattr(DeepSpeedZeroOptimizer, "backward_prologue", noted(calls, "theirs"))
+    optimizer = made(
+        _backward=backward_of([], is_cleared=is_cleared),
+        _partitions=SimpleNamespace(
+            let_go=noted(calls, "let_go"),
+            drop=noted(calls, "dropped"),
+            gradients=SimpleNamespace(is_any_complete=is_any_complete),
+        ),
+        micro_step_id=3,
+        _offload_accumulated_param_ids={1},
+    )
+    optimizer._release_sums = noted(calls, "sums")
+    optimizer.backward_prologue()
+    is_dropped = is_cleared and is_any_complete
+    assert calls == [*(["dropped", "sums"] if is_dropped else []), "let_go", "theirs"]
+    assert optimizer.micro_step_id == (INITIAL_MICRO_STEP_ID if is_dropped else 3)
+    assert optimizer._offload_accumulated_param_ids == (set() if is_dropped else {1})
+
+
 @pytest.mark.parametrize("is_unended", [False, True])
 def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
     calls = []
     monkeypatch.setattr(
         DeepSpeedZeroOptimizer, "zero_grad", lambda _, set_to_none: calls.append(set_to_none)
     )
-    optimizer = made(_backward=SimpleNamespace(is_unended=is_unended), timers=Timers())
+    backward = SimpleNamespace(is_unended=is_unended, note_cleared=noted(calls, "cleared"))
+    optimizer = made(_backward=backward, timers=Timers())
     optimizer._drop_gradients = noted(calls, "dropped")
     optimizer.timers("backward").start()
     optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad()
-    assert calls == (["dropped", True] * 2 if is_unended else [False, True])
+    dropped = ["dropped"] if is_unended else []
+    assert calls == ["cleared", *dropped, is_unended, "cleared", *dropped, True]
     assert optimizer.timers.running == ([] if is_unended else ["backward"])
 
 

@@ -59,7 +59,7 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
         lambda _, set_to_none: calls.append(set_to_none),
     )
     optimizer = made(
-        _backward=SimpleNamespace(is_unended=is_unended),
+        _backward=SimpleNamespace(is_unended=is_unended, note_cleared=noted(calls, "cleared")),
         _drop_gradients=noted(calls, "all"),
         _partitions=SimpleNamespace(gradients=SimpleNamespace(drop_sums=noted(calls, "sums"))),
         _share=SimpleNamespace(drop=noted(calls, "share")),
@@ -69,11 +69,30 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
     for set_to_none in (False, True):
         optimizer.zero_grad(set_to_none)
         first = ["all"] if is_unended else []
-        assert calls == [*first, "sums", "share", set_to_none or is_unended]
+        assert calls == ["cleared", *first, "sums", "share", set_to_none or is_unended]
         calls.clear()
     optimizer.zero_grad()
     assert calls[-1] is True
     assert optimizer.timers.running == ([] if is_unended else ["backward"])
+
+
+@pytest.mark.parametrize("is_any_complete", [False, True])
+@pytest.mark.parametrize("is_cleared", [False, True])
+def test_a_backward_drops_what_was_left_out(monkeypatch, is_cleared, is_any_complete):
+    calls = []
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "backward_prologue", noted(calls, "theirs"))
+    optimizer = made(
+        _backward=backward_of([], is_cleared=is_cleared),
+        _partitions=SimpleNamespace(
+            let_go=noted(calls, "let_go"),
+            drop=noted(calls, "dropped"),
+            gradients=SimpleNamespace(is_any_complete=is_any_complete),
+        ),
+        _fetcher=None,
+    )
+    optimizer.backward_prologue()
+    dropped = ["dropped"] if is_cleared and is_any_complete else []
+    assert calls == [*dropped, "let_go", "theirs"]
 
 
 @pytest.mark.parametrize("resolves", [False, True])

@@ -82,7 +82,7 @@ class Bound:
                 return False
             if piece.dtype != dtype or piece.shape != shape:
                 return False
-            if was_run and not piece.is_contiguous():
+            if was_run and (not piece.is_contiguous() or piece.is_neg()):
                 return False
         return True
 

@@ -17,7 +17,7 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, like, local, longest_piece, piece_index, row_shape, rows
-from stepwell._tensors import is_run, tensor_on, view
+from stepwell._tensors import has_memory, is_run, tensor_on, view
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -159,6 +159,8 @@ def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
         )
     if not local(value).is_cpu:
         return f"is on `{local(value).device}`, expected the CPU"
+    if not has_memory(local(value)):
+        return f"takes `{local(value).nbytes}` bytes, but its storage was freed, or has fewer"
     return None
 
 

@@ -159,6 +159,7 @@ def check_param(param: torch.Tensor, label: str, *, on_device: bool = False) -> 
             "parameters on an "
             "accelerator; this one takes model.cpu(), or FSDP2's CPUOffloadPolicy"
         )
+    check_memory(piece, lambda: label)
     if piece.numel() > 0 and piece.data_ptr() == 0:
         raise ValueError(
             f"{label} has no memory of its own (`{type(param).__name__}`), expected a plain "

@@ -15,7 +15,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -412,13 +411,16 @@ class Engine:
         params = list(self._pending_params)
         with as_plain(params), torch.no_grad():
             written = self._twins.stale(params)
-            torch.autograd.graph.increment_version(params)
-            # Not a loop: Ctrl-C does not come between.
-            calls: list[partial[Any]] = [
-                partial(self._twins.note, params),
-                partial(self._core.settle, stream=self._stream()),
-            ]
-            deque(map(partial.__call__, calls), maxlen=0)
+            foreign = set(written)
+            ours = [param for param in params if param not in foreign]
+            try:
+                torch.autograd.graph.increment_version(params)
+                self._twins.note(ours)
+                self._core.settle(stream=self._stream())
+            except BaseException:
+                # Ctrl-C. What has another version now was not written by the program.
+                self._twins.note(ours)
+                raise
             self.finish()
             for param in written:
                 # Its memory may be another than the one that the weight went to.

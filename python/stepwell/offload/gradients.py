@@ -295,6 +295,11 @@ def check_in_place(
             "load this one's state_dict()"
         )
     check_memory(piece, partial(label, param))
+    if piece.is_neg():
+        raise ValueError(
+            f"{label(param)} is negated lazily, expected its own elements in memory. "
+            "hint: parameter.data = parameter.data.resolve_neg()"
+        )
     if not piece.is_contiguous():
         raise ValueError(
             f"{label(param)} is not contiguous any more (strides `{piece.stride()}`), expected "

@@ -504,7 +504,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self._partitions.drop()
         self._release_sums()
         self.micro_step_id = INITIAL_MICRO_STEP_ID
-        self._offload_accumulated_param_ids: set[int] = set()
+        self._offload_accumulated_param_ids = set()
 
     def _release_sums(self) -> None:
         self.local_overflow = False
