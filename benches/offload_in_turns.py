@@ -17,8 +17,12 @@ A row for each run has medians per step over all rounds, in seconds:
   out.
 - `to the peer`, `to the first`: the median over the rounds of the ratio to the round's step of the
   peer, and of the first run with the same case.
-- `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step.
+- `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step;
+  behind it, how long of this the thread that launches was on a CPU (autograd's, for the backward).
 - `stepping`: of the workers in host memory.
+
+Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
+twice to see by how much (`--site old=OLD --site again=OLD`).
 
 With `--time stepwell.offload.engine:Engine.take`, for one, a row has milliseconds of such calls in
 the last backward and the step, and their number. A timer takes a microsecond per call.
@@ -33,6 +37,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -89,10 +94,16 @@ class Training:
         workload = workload_class(**{name: plan[name] for name in plan if name in known})
         self._spent = add_timers(timed)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._run = cases.CASES[case](workload, workload.model(self._device))
+        model = workload.model(self._device)
+        self._autograd_clock = time.CLOCK_THREAD_CPUTIME_ID
+        next(model.parameters()).register_post_accumulate_grad_hook(self._find_autograd)
+        self._run = cases.CASES[case](workload, model)
         self._batches = workload.batches(self._device)
         self._accumulation: int = plan["accumulation"]
         self.loss = 0.0
+
+    def _find_autograd(self, _: Any) -> None:
+        self._autograd_clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def take(self, steps: int) -> dict[str, Any]:
         """Takes steps, after one that has nothing to wait for, and returns what they took."""
@@ -101,21 +112,28 @@ class Training:
         for _ in range(steps + 1):
             marks.append(time.perf_counter())
             for micro_step in range(self._accumulation):
-                begin = time.perf_counter()
+                begin, began = time.perf_counter(), time.thread_time()
                 loss = run.forward(next(self._batches))
                 forwarded = time.perf_counter()
                 if not micro_step:
+                    found["forward cpu"].append(time.thread_time() - began)
+                if not micro_step:
                     found["stepping"].append(run.breakdown().get("step", 0.0))
                 self._spent.clear()
+                began = time.clock_gettime(self._autograd_clock)
                 run.backward(loss)
                 backwarded = time.perf_counter()
                 if not micro_step:
+                    spent = time.clock_gettime(self._autograd_clock) - began
+                    found["backward cpu"].append(spent)
                     found["forward"].append(forwarded - begin)
                     found["backward"].append(backwarded - forwarded)
+                began = time.thread_time()
                 if run.steps_itself:
                     run.step()
             if not run.steps_itself:
                 run.step()
+            found["update cpu"].append(time.thread_time() - began)
             found["update"].append(time.perf_counter() - backwarded)
             for name, call in self._spent.items():
                 calls[name].append(call)
@@ -187,8 +205,10 @@ class Contender:
                 texts.append(
                     f"{label} {statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
                 )
-        for each in ("forward", "backward", "update", "stepping"):
-            texts.append(f"{each} {statistics.median(self.medians(each)):.4f}")
+        for each in ("forward", "backward", "update"):
+            whole, cpu = (statistics.median(self.medians(name)) for name in (each, f"{each} cpu"))
+            texts.append(f"{each} {whole:.4f} ({cpu:.4f})")
+        texts.append(f"stepping {statistics.median(self.medians('stepping')):.4f}")
         for call in self.blocks[0]["calls"]:
             every = [one for block in self.blocks for one in block["calls"][call]]
             milliseconds = 1e3 * statistics.median(seconds for seconds, _ in every)
