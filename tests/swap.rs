@@ -322,13 +322,14 @@ fn a_commit_is_found_again_with_counts_and_weights() {
         rig.config.ram_nbytes = 2 << 20;
         let (swap, found) = rig.open().expect("the volume");
         assert_eq!(found, Catalog { run: 7, counts: vec![2; 4] });
+        let never = AtomicBool::new(false);
         for (index, one) in rig.all.iter_mut().enumerate() {
             let weight = one.held.tensor().weight();
             let before = on_device::bytes(weight);
             // SAFETY: the tensor is held, and no step runs.
             unsafe {
                 zero(weight);
-                swap.read_weights(index, weight).expect("weights");
+                assert!(swap.read_weights(index, weight, &never).expect("weights"));
             }
             assert!(on_device::bytes(weight) == before, "{param:?}");
         }
@@ -467,7 +468,7 @@ fn a_drive_that_fails_ends_the_engine_and_nothing_is_uploaded() {
             // SAFETY: the tensor is held, and no step runs.
             unsafe {
                 assert!(swap.read(index, &to, all, &never).expect("state"));
-                swap.read_weights(index, to.param).expect("weights");
+                assert!(swap.read_weights(index, to.param, &never).expect("weights"));
             }
             let expected = rig.expected[index].tensor();
             for ((name, found), (_, expected)) in to.written().zip(expected.written()) {
@@ -519,6 +520,34 @@ fn state_can_be_read_after_a_read_that_was_interrupted_while_drives_were_slow() 
         assert!(next.join().expect("no panic").expect("state"));
     });
     rig.assert_as_expected(&swap, "a step");
+}
+
+#[test]
+fn weights_can_be_read_after_a_read_that_was_interrupted_while_drives_were_slow() {
+    let (mut rig, drives) = Rig::faulty(Durability::Commit);
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    (0..2).for_each(|member| drives.fault(member, Call::Read, 0, Effect::Hangs));
+    let weight = rig.all[0].held.tensor().weight();
+    let before = on_device::bytes(weight);
+    // SAFETY: the tensor is held, and no step runs.
+    unsafe { zero(weight) };
+    let is_interrupted = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        // SAFETY: as above.
+        let read = || unsafe { swap.read_weights(0, weight, &is_interrupted) };
+        let interrupted = scope.spawn(read);
+        assert!(drives.hangs(SOON));
+        is_interrupted.store(true, Ordering::Relaxed);
+        let is_whole = interrupted.join().expect("no panic").expect("nothing failed");
+        assert!(!is_whole, "it is interrupted while the drives hang");
+        is_interrupted.store(false, Ordering::Relaxed);
+        let next = scope.spawn(read);
+        drives.release();
+        assert!(next.join().expect("no panic").expect("weights"));
+    });
+    assert!(on_device::bytes(weight) == before);
 }
 
 #[test]

@@ -274,10 +274,14 @@ impl PySwap {
     /// Raises:
     ///     ValueError: for another dtype or size, or without durability "commit".
     ///     OSError: where a drive fails.
-    fn read_weights(&self, py: Python<'_>, tensor: usize, to: &PyTensorView) -> Result<()> {
+    fn read_weights(&self, py: Python<'_>, tensor: usize, to: &PyTensorView) -> PyResult<()> {
         let (swap, to) = (self.swap()?, to.0);
-        // SAFETY: the caller vouches for the memory during this call (see TensorView).
-        py.detach(|| unsafe { swap.read_weights(tensor, to) })
+        interruptible(py, |is_interrupted| {
+            // SAFETY: the caller vouches for the memory during this call (see TensorView), within
+            // which the reading ends.
+            unsafe { swap.read_weights(tensor, to, is_interrupted) }
+        })
+        .map(|_| ())
     }
 
     /// Removes the files, unless they are kept, and uses them no more.

@@ -91,28 +91,48 @@ impl Swap {
         is_interrupted: &AtomicBool,
         copy: impl Fn(usize, Option<usize>),
     ) -> Result<bool> {
-        let mut reads: VecDeque<(usize, Ticket)> = VecDeque::new();
-        let end_first = |reads: &mut VecDeque<(usize, Ticket)>| -> Result<bool> {
-            let Some((number, mut ticket)) = reads.pop_front() else { return Ok(true) };
-            let buffer = self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?;
-            if let Some(buffer) = &buffer {
-                copy(number, Some(buffer.as_ptr().expose_provenance()));
-            }
-            Ok(buffer.is_some())
-        };
+        let mut on_volume = Vec::new();
         for number in numbers {
             if is_interrupted.load(Ordering::Relaxed) {
                 return Ok(false);
             }
             if !self.pipeline().has_state(number) {
                 copy(number, None);
-                continue;
-            }
-            if let Some(offset) = self.chunks.ram_offset(number) {
+            } else if let Some(offset) = self.chunks.ram_offset(number) {
                 copy(number, Some(self.ram.as_ptr().expose_provenance() + offset));
-                continue;
+            } else {
+                let record = self.chunks.record(number);
+                on_volume.push((number, record.unwrap_or_else(|| unreachable!("not in RAM"))));
             }
+        }
+        self.read_records(&on_volume, is_interrupted, |number, address| {
+            copy(number, Some(address));
+            Ok(())
+        })
+    }
+
+    /// Reads records of chunks, several at once, and calls `copy` with the number of each chunk and
+    /// where its record is. Ends early, with `false`, as [`Swap::read`].
+    fn read_records(
+        &self,
+        records: &[(usize, usize)],
+        is_interrupted: &AtomicBool,
+        copy: impl Fn(usize, usize) -> Result<()>,
+    ) -> Result<bool> {
+        let mut reads: VecDeque<(usize, Ticket)> = VecDeque::new();
+        let end_first = |reads: &mut VecDeque<(usize, Ticket)>| -> Result<bool> {
+            let Some((number, mut ticket)) = reads.pop_front() else { return Ok(true) };
+            let buffer = self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?;
+            if let Some(buffer) = &buffer {
+                copy(number, buffer.as_ptr().expose_provenance())?;
+            }
+            Ok(buffer.is_some())
+        };
+        for &(number, record) in records {
             let buffer = loop {
+                if is_interrupted.load(Ordering::Relaxed) {
+                    return Ok(false);
+                }
                 if reads.len() < IN_FLIGHT
                     && let Some(buffer) = self.free_buffer()
                 {
@@ -130,7 +150,6 @@ impl Swap {
                     return Ok(false);
                 }
             };
-            let record = self.chunks.record(number).unwrap_or_else(|| unreachable!("not in RAM"));
             reads.push_back((number, self.volume.read(record, buffer)?));
         }
         while !reads.is_empty() {
@@ -196,34 +215,44 @@ impl Swap {
 
     /// Finds which chunks have state, and reads that of those in host memory.
     pub(super) fn find_state(&self) -> Result<()> {
+        let mut in_ram = Vec::new();
         for number in 0..self.chunks.count() {
             let Some(record) = self.chunks.record(number) else { continue };
             if !self.volume.is_written(record)? {
                 continue;
             }
             self.pipeline().set_has_state(number);
-            if let Some(offset) = self.chunks.ram_offset(number) {
-                let buffer = self.end_of(self.volume.read(record, self.buffer()?)?)?;
-                let nbytes = self.chunks.state_nbytes(number);
-                assert!(offset + nbytes <= self.ram.nbytes());
-                // SAFETY: within the swap's own memory, which nothing else uses before it is made.
-                unsafe {
-                    let to = self.ram.as_ptr().add(offset);
-                    std::ptr::copy_nonoverlapping(buffer.as_ptr(), to, nbytes);
-                }
+            if self.chunks.is_in_ram(number) {
+                in_ram.push((number, record));
             }
         }
-        Ok(())
+        self.read_records(&in_ram, &AtomicBool::new(false), |number, address| {
+            let Some(offset) = self.chunks.ram_offset(number) else { return Ok(()) };
+            let nbytes = self.chunks.state_nbytes(number);
+            assert!(offset + nbytes <= self.ram.nbytes());
+            let from = std::ptr::with_exposed_provenance::<u8>(address);
+            // SAFETY: within the swap's own memory, which nothing else uses before it is made; the
+            // buffer has the record of a chunk of as many bytes.
+            unsafe { std::ptr::copy_nonoverlapping(from, self.ram.as_ptr().add(offset), nbytes) };
+            Ok(())
+        })
+        .map(|_| ())
     }
 
     /// Copies the weights of a tensor's last committed step to `to`, where it was ever stepped.
+    /// Ends early, with `false`, as [`Swap::read`].
     ///
     /// # Safety
     /// As [`Swap::read`].
     ///
     /// # Errors
     /// As [`Swap::read`]; [`Error::Value`] where commits hold no weights.
-    pub unsafe fn read_weights(&self, tensor: usize, to: View) -> Result<()> {
+    pub unsafe fn read_weights(
+        &self,
+        tensor: usize,
+        to: View,
+        is_interrupted: &AtomicBool,
+    ) -> Result<bool> {
         let Some(held) = self.chunks.tensors().get(tensor) else {
             return Err(Error::value(format!("tensor `{tensor}` is not the volume's")));
         };
@@ -235,15 +264,16 @@ impl Swap {
                 "weights are asked for, expected a volume with durability commit",
             ));
         }
-        for index in 0..layout.numel().div_ceil(CHUNK_LEN) {
-            let number = held.first + index;
+        let mut written = Vec::new();
+        for number in held.first..held.first + layout.numel().div_ceil(CHUNK_LEN) {
             let state = || self.chunks.record(number).unwrap_or_else(|| unreachable!("all have"));
             let record = self.chunks.weight_record(number).unwrap_or_else(state);
-            if !self.volume.is_written(record)? {
-                continue;
+            if self.volume.is_written(record)? {
+                written.push((number, record));
             }
-            let buffer = self.end_of(self.volume.read(record, self.buffer()?)?)?;
-            let address = buffer.as_ptr().expose_provenance();
+        }
+        self.read_records(&written, is_interrupted, |number, address| {
+            let index = number - held.first;
             let part = to.part(Chunk { tensor, index }.range(layout.numel()));
             // SAFETY: the caller vouches for `to`; the buffer is this thread's, and has the record
             // of a chunk of as many elements.
@@ -256,8 +286,8 @@ impl Swap {
                     }
                 }
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 }
 
