@@ -9,6 +9,7 @@ import pytest
 import torch
 from late_engine import LateEngine
 from partition_cases import BF16, FP32, PRECISE, Steps, full, opened, partition
+from stepwell.deepspeed.zero import gradients as gradients_module
 from stepwell.deepspeed.zero import partitions as partitions_module
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.partition import Partition
@@ -67,6 +68,26 @@ def test_a_copy_that_cannot_be_launched_fails_where_ranks_are_told():
     with pytest.raises(OSError, match="the device has failed"):
         steps.take()
     gradients._lane = lane
+
+
+@pytest.mark.parametrize("name", ["norm_of", "copy"])
+def test_ctrl_c_in_a_norm_of_the_program_s_leaves_no_norm_without_a_gradient(monkeypatch, name):
+    made = [partition(4)]
+    partitions = opened(*made)
+    gradients, steps = partitions.gradients, Steps(partitions, made)
+    gradients.collect(Fragment(0, 0, 4), full(4, 1.0), is_owned=False, is_last=False)
+    owner = gradients_module if name == "norm_of" else gradients._lane
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            gradients.norm(float)
+    assert gradients.norm(float) == 2.0
+    steps.take()
+    torch.testing.assert_close(steps.moments()[0], full(4, 0.1, FP32))
 
 
 def test_what_is_read_elsewhere_is_waited_for_once():

@@ -149,18 +149,23 @@ class Gradients:
         # Some weight of the last step may not have been used.
         self._end_last_step()
         self._drop_set_alone(fragment)
-        piece, target = self._sums.pop(fragment), self._grad(fragment)
+        target = self._grad(fragment)
         if fragment in self._norms:
             # A second backward after the one that was announced as the last.
+            piece = self._sums.pop(fragment)
             self.arrive()
             target = self._values_set.get(fragment, target)
             target.add_(piece.to(target.device, target.dtype))
             self._norms[fragment] = [norm_of(target).to(self._device)]
             return
-        self._norms[fragment] = [norm_of(piece)]
+        piece = self._sums[fragment]
+        norms = [norm_of(piece)]
         self._arriving(fragment)
         self.bytes_sent += piece.nbytes
         self._lane.copy(piece, target, fragment)
+        # Last, and no call: what Ctrl-C has left is copied again.
+        self._norms[fragment] = norms
+        del self._sums[fragment]
 
     def add_on_host(
         self, fragment: Fragment, piece: torch.Tensor, *, is_last: bool = False
