@@ -96,6 +96,16 @@ def every_gradient_is_a_batch(monkeypatch):
     monkeypatch.setattr(gradients, "BATCH_BYTES", 0)
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two ranks, processes that run what tests hand to them."""
+    from optim_ranks import Ranks
+
+    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
+    yield ranks
+    ranks.stop()
+
+
 def pytest_unconfigure():
     # Extensions look for leaks when Python ends.
     gc.unfreeze()

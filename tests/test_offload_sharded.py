@@ -9,7 +9,6 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
-from optim_ranks import Ranks
 from sharded_models import (
     Wide,
     batch,
@@ -23,13 +22,6 @@ from sharded_models import (
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
-    yield ranks
-    ranks.stop()
 
 
 def same_as_unsharded(dtype, moments):

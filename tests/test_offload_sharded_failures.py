@@ -15,7 +15,7 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
-from optim_ranks import Net, Ranks
+from optim_ranks import Net
 from sharded_models import batch, make, train_alike, wrap_core
 from stepwell.offload import gathering
 from stepwell.offload import peers as peers_module
@@ -27,13 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 CPU = torch.device("cpu")
 SECONDS_MAX = 20
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
-    yield ranks
-    ranks.stop()
 
 
 def with_core(kind):

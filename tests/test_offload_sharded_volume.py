@@ -6,7 +6,6 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from optim_ranks import Ranks
 from sharded_models import (
     bits,
     load_checkpoint,
@@ -21,13 +20,6 @@ from stepwell import _core
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
-    yield ranks
-    ranks.stop()
 
 
 @pytest.fixture

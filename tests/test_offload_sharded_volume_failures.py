@@ -7,7 +7,6 @@ import pytest
 import stepwell
 import torch
 import torch.distributed as dist
-from optim_ranks import Ranks
 from sharded_models import make, train, train_alike, wrap_core
 from sharded_volumes import (
     DTYPE,
@@ -25,13 +24,6 @@ from stepwell.offload import host_side
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
-    yield ranks
-    ranks.stop()
 
 
 @pytest.fixture

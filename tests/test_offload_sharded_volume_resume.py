@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from optim_ranks import Ranks
 from sharded_models import make, train, train_alike
 from sharded_volumes import (
     DTYPE,
@@ -28,13 +27,6 @@ from stepwell.offload.swapped import Swapped
 from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    ranks = Ranks(2, tmp_path_factory.mktemp("two"))
-    yield ranks
-    ranks.stop()
 
 
 @pytest.fixture
