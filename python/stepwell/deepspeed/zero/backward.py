@@ -23,7 +23,7 @@ class Backward:
         self._is_running = self._has_gradients = self._has_failed = False
         self.has_left_step = False
         """Set where an exception leaves a step, until its gradients are dropped."""
-        self._is_cleared = False
+        self._has_ended = self._is_cleared = False
 
     @property
     def is_unended(self) -> bool:
@@ -43,11 +43,14 @@ class Backward:
         self._is_running = True
 
     def note_cleared(self) -> None:
-        """`zero_grad` is called. Gradients stay for a step; a backward begins anew."""
-        self._is_cleared = True
+        """`zero_grad` is called. Gradients stay for a step, and leave with the next gradient.
+
+        Not those of a backward that goes on, or that a loss function has run in the forward.
+        """
+        self._is_cleared = self._is_cleared or self._has_ended
 
     def pop_cleared(self) -> bool:
-        """Whether `zero_grad` was called since the last backward."""
+        """Whether `zero_grad` was called behind a backward, and no gradient has come since."""
         is_cleared, self._is_cleared = self._is_cleared, False
         return is_cleared
 
@@ -61,11 +64,13 @@ class Backward:
         """A gradient is there. Raises ValueError if the backward, or step, before has failed."""
         if self._has_failed or self.has_left_step:
             self.check()
+        self._has_ended = False
         # Some loss functions run a backward of their own in the forward, which no call ends.
         self._has_gradients = self._is_running
 
     def end(self) -> None:
         """All gradients of the backward are there."""
+        self._has_ended = True
         self._is_running = self._has_gradients = False
 
     def check(self) -> None:
@@ -83,5 +88,6 @@ class Backward:
 
     def reset(self) -> None:
         """The gradients of the backward have been dropped."""
+        self._has_ended = self._is_cleared = False
         self._is_running = self._has_gradients = self._has_failed = False
         self.has_left_step = False

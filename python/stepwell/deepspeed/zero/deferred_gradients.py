@@ -116,6 +116,11 @@ class DeferredGradients:
         else:
             self._sums[fragment] = piece if is_owned or is_total else piece.clone()
 
+    @property
+    def is_any_complete(self) -> bool:
+        """As `Gradients.is_any_complete`."""
+        return bool(self._norms)
+
     def has_gradient(self, fragment: Fragment) -> bool:
         """As `Partitions.has_gradient`."""
         return fragment.numel == 0 or fragment in self._sums

@@ -256,15 +256,16 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
-        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
-            # The program has left out what was complete.
-            self._forget_gradients()
+        self._drop_left_out()
         self._backward.begin()
         self._partitions.let_go()
         super().backward_prologue()
 
     def process_gradients(self, param: Any, i: int) -> None:
         """A gradient is there."""
+        # Before the prologue: of a parameter that is used outside the forward, or of a loss function
+        # that has its backward in the forward.
+        self._drop_left_out()
         self._backward.note_gradient()
         super().process_gradients(param, i)
 
@@ -272,6 +273,11 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """The end of a backward."""
         super().backward_epilogue(*args, **kwargs)
         self._backward.end()
+
+    def _drop_left_out(self) -> None:
+        """Drops complete gradients that the program has left out by `zero_grad`."""
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            self._forget_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's; after a backward that raised, drops all gradients since the last step.

@@ -336,15 +336,16 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def backward_prologue(self) -> None:
         """The beginning of a backward."""
         self._set_after_step(is_after=False)
-        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
-            # The program has left out what was complete.
-            self._partitions.drop()
+        self._drop_left_out()
         self._backward.begin()
         self._partitions.let_go()
         super().backward_prologue()
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
         """A gradient is there."""
+        # Before the prologue: of a parameter that is used outside the forward, or of a loss function
+        # that has its backward in the forward.
+        self._drop_left_out()
         self._backward.note_gradient()
         super().reduce_ready_partitions_and_remove_grads(param)
 
@@ -352,6 +353,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """The end of a backward."""
         super().backward_epilogue()
         self._backward.end()
+
+    def _drop_left_out(self) -> None:
+        """Drops complete gradients that the program has left out by `zero_grad`."""
+        if self._backward.pop_cleared() and self._partitions.gradients.is_any_complete:
+            self._partitions.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As DeepSpeed's, which drops earlier micro-batches.
