@@ -343,8 +343,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
         """A gradient is there."""
-        # Before the prologue: of a parameter that is used outside the forward, or of a loss that has
-        # its backward in the forward.
+        # Before the prologue: of a parameter that is used outside the forward, or of a loss with its
+        # own backward in the forward.
         self._drop_left_out()
         self._backward.note_gradient()
         super().reduce_ready_partitions_and_remove_grads(param)
