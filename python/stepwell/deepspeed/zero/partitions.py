@@ -247,6 +247,11 @@ class Partitions:
     # ---- the step ----
 
     @property
+    def are_copied_late(self) -> bool:
+        """Whether offloaded weights are copies of their masters, made at the end of a step."""
+        return bool(self._copies)
+
+    @property
     def is_busy(self) -> bool:
         """Whether a step is running in host memory."""
         if not self._finalizer.alive:

@@ -263,8 +263,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def process_gradients(self, param: Any, i: int) -> None:
         """A gradient is there."""
-        # Before the prologue: of a parameter that is used outside the forward, or of a loss with its
-        # own backward in the forward.
+        # Before the prologue: of a parameter that is used outside the forward, or of a loss that
+        # has its own backward in the forward.
         self._drop_left_out()
         self._backward.note_gradient()
         super().process_gradients(param, i)

@@ -343,8 +343,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
         """A gradient is there."""
-        # Before the prologue: of a parameter that is used outside the forward, or of a loss with its
-        # own backward in the forward.
+        # Before the prologue: of a parameter that is used outside the forward, or of a loss that
+        # has its own backward in the forward.
         self._drop_left_out()
         self._backward.note_gradient()
         super().reduce_ready_partitions_and_remove_grads(param)
@@ -704,6 +704,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         for param in stepped:
             fragment = self._fragment(param)
             flat = self.fp16_partitioned_groups_flat[fragment.group]
+            if self._partitions.are_copied_late and fragment.group not in self._share:
+                # What is uploaded is read before the copy.
+                flat = self.fp32_partitioned_groups_flat[fragment.group].detach()
             source = flat.narrow(0, fragment.begin, fragment.numel)
             target = torch.empty(world_size * fragment.numel, dtype=source.dtype, device=device)
             uploads[param] = Upload(fragment, source, target)
