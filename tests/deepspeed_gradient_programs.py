@@ -148,6 +148,51 @@ def left_out(config, *, extra):
     return found
 
 
+def outside(config):
+    """A run whose loss uses a layer outside of the engine's forward: its gradients come first."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
+    body, head = model
+    model.forward = body.forward
+
+    def loss_of(engine, x):
+        return (head(engine(x.bfloat16())).float() - 1).square().mean()
+
+    engine = initialize(model, config)
+    losses = train(engine, vectors(6), loss_of)
+    found = losses, partitions(engine)
+    engine.destroy()
+    return found
+
+
+OUTSIDE = {
+    "ZeRO-1": {"stage": 1},
+    "ZeRO-2": {"stage": 2},
+    "ZeRO-2, accumulated": {"stage": 2, "gradient_accumulation_steps": 2},
+    "ZeRO-3": {"stage": 3},
+    "ZeRO-3, small buckets": {"stage": 3, "zero": {"reduce_bucket_size": 100}},
+}
+"""Options of runs that use a layer outside of the engine's forward."""
+
+
+def late_copies(engine, rank):
+    """Losses with persistent weights in fp32 that are copies of their masters in host memory."""
+    made = initialize(
+        perceptron(),
+        configuration(
+            stage=3,
+            zero={
+                "offload_param": {"device": "cpu", "pin_memory": False},
+                "stage3_param_persistence_threshold": 100_000,
+            },
+            stepwell={"engine": engine},
+        ),
+    )
+    losses = train(made, vectors(5, first=10 * rank), squared)
+    made.destroy()
+    return losses, []
+
+
 def refused(config, block):
     """Losses after a step that was refused for a NaN."""
     engine = initialize(perceptron(), {**config, "stepwell": block})
@@ -361,6 +406,11 @@ def program_gradients(result):
 
     stepwell.deepspeed.register()
     failed_backwards(result.setdefault("failed", {}))
+    for name, options in OUTSIDE.items():
+        result[f"outside, {name}"] = [
+            outside(configuration(dtype="bf16", stepwell={"engine": engine}, **options))
+            for engine in (True, False)
+        ]
     for stage in (1, 2, 3):
         accumulating = configuration(stage=stage, dtype="bf16", gradient_accumulation_steps=3)
         result[f"interrupted twice, ZeRO-{stage}, norm"] = interrupted_twice(stage, "norm")
@@ -422,6 +472,7 @@ def program_gradients_ranks(result):
 
     stepwell.deepspeed.register()
     rank = int(os.environ["RANK"])
+    result["ZeRO-3, late copies"] = [late_copies(engine, rank) for engine in (False, True)]
     for stage in (1, 2, 3):
         for name, options in LEFT_OUT.items():
             result[f"left out, ZeRO-{stage}, {name}"] = [

@@ -9,6 +9,7 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions
+from deepspeed_gradient_programs import OUTSIDE
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -72,6 +73,12 @@ def test_without_the_hint_what_comes_next_raises(runs, stage, after):
 def test_zero_grad_between_micro_batches_is_deepspeeds(runs, stage):
     ours, theirs = runs[f"cleared, ZeRO-{stage}"]
     assert ours[0] == theirs[0]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_gradients_that_come_before_the_backward_of_the_forward_are_stepped(runs, name):
+    ours, theirs = runs[f"outside, {name}"]
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("name", ["one backward", "two", "two on the device", "fp32 sums"])

@@ -126,7 +126,7 @@ class Gate:
         self.is_open = False
 
 
-def going_up(monkeypatch, *, world_size=1, gathers=None):
+def going_up(monkeypatch, *, world_size=1, gathers=None, are_copied_late=False, share=()):
     several(monkeypatch, stage_3.dist, world_size=world_size)
     monkeypatch.setattr(stage_3, "Gate", Gate)
     monkeypatch.setattr(stage_3, "PersistentUploads", lambda *arguments: arguments)
@@ -137,11 +137,13 @@ def going_up(monkeypatch, *, world_size=1, gathers=None):
         dp_process_group="ranks",
         _gate=None,
         _gathers=gathers,
-        _partitions="partitions",
+        _partitions=SimpleNamespace(are_copied_late=are_copied_late),
+        _share=share,
         # In a common order where several ranks gather them.
         _persistent_stepped=lambda: stepped if world_size == 1 else None,
         _gathered_behind=lambda: stepped if world_size > 1 else None,
         fp16_partitioned_groups_flat=[flat],
+        fp32_partitioned_groups_flat=[flat + 10],
         grad_position={0: [0, 2, 3]},
     ), stepped
 
@@ -160,7 +162,8 @@ def test_persistent_weights_go_up_by_themselves(monkeypatch, world_size):
     assert gate.params == [param]
     if gathers is None:
         assert gate.uploads is optimizer._uploads
-        assert (*gate.uploads, gate.confirm) == ("partitions", torch.device("cpu"), None)
+        device = torch.device("cpu")
+        assert (*gate.uploads, gate.confirm) == (optimizer._partitions, device, None)
     else:
         assert (gate.uploads, gate.confirm) == (gathers, "confirm")
     # The last step's are waited for before these.
@@ -168,6 +171,14 @@ def test_persistent_weights_go_up_by_themselves(monkeypatch, world_size):
     assert len(optimizer._persistent_uploads()) == 1
     assert optimizer._gate is gate
     assert gate.calls == ["finished"] * 2
+
+
+@pytest.mark.parametrize("share", [(), (0,)])
+def test_what_goes_up_is_what_a_step_writes_first(monkeypatch, share):
+    """A weight that is a copy of its master is written behind the step, but on the device."""
+    optimizer, _ = going_up(monkeypatch, are_copied_late=True, share=share)
+    (upload,) = optimizer._persistent_uploads().values()
+    assert upload.source.tolist() == ([2, 3, 4] if share else [12, 13, 14])
 
 
 @pytest.mark.parametrize("gathers", [None, SimpleNamespace(confirm="confirm")])
