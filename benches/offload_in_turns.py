@@ -117,7 +117,6 @@ class Training:
                 forwarded = time.perf_counter()
                 if not micro_step:
                     found["forward cpu"].append(time.thread_time() - began)
-                if not micro_step:
                     found["stepping"].append(run.breakdown().get("step", 0.0))
                 self._spent.clear()
                 began = time.clock_gettime(self._autograd_clock)

@@ -25,6 +25,14 @@ LEFT_OUT = {
     "fp32 sums": {"gradient_accumulation_steps": 2, "data_types": FP32_SUMS},
 }
 """Options of runs whose program leaves steps out."""
+OUTSIDE = {
+    "ZeRO-1": {"stage": 1},
+    "ZeRO-2": {"stage": 2},
+    "ZeRO-2, accumulated": {"stage": 2, "gradient_accumulation_steps": 2},
+    "ZeRO-3": {"stage": 3},
+    "ZeRO-3, small buckets": {"stage": 3, "zero": {"reduce_bucket_size": 100}},
+}
+"""Options of runs that use a layer outside of the engine's forward."""
 
 
 def fail_backward(engine, batch, *, plainly=False):
@@ -122,10 +130,7 @@ def cleared(config):
 
 
 def left_out(config, *, extra):
-    """A run in which the program computes more steps' gradients and drops them, `extra` times.
-
-    Also directly behind the first step, and of some parameters only.
-    """
+    """A run whose program has all backwards of a step, and drops them, `extra` times before each."""
     engine = initialize(perceptron(), config)
     count = engine.gradient_accumulation_steps()
     losses = []
@@ -163,16 +168,6 @@ def outside(config):
     found = losses, partitions(engine)
     engine.destroy()
     return found
-
-
-OUTSIDE = {
-    "ZeRO-1": {"stage": 1},
-    "ZeRO-2": {"stage": 2},
-    "ZeRO-2, accumulated": {"stage": 2, "gradient_accumulation_steps": 2},
-    "ZeRO-3": {"stage": 3},
-    "ZeRO-3, small buckets": {"stage": 3, "zero": {"reduce_bucket_size": 100}},
-}
-"""Options of runs that use a layer outside of the engine's forward."""
 
 
 def late_copies(engine, rank):

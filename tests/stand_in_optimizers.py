@@ -45,6 +45,15 @@ def backward_of(calls, *, is_cleared=False):
     return SimpleNamespace(**noting, pop_cleared=lambda: is_cleared)
 
 
+def partitions_of(calls, *, is_any_complete):
+    """Partitions that note what a backward has them do. `is_any_complete`: of their gradients."""
+    return SimpleNamespace(
+        let_go=noted(calls, "let_go"),
+        drop=noted(calls, "dropped"),
+        gradients=SimpleNamespace(is_any_complete=is_any_complete),
+    )
+
+
 class Gathers:
     """What several ranks gather with."""
 

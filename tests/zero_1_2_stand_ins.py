@@ -12,7 +12,14 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
-from stand_in_optimizers import Timers, backward_of, noted, optimizer_of, several
+from stand_in_optimizers import (
+    Timers,
+    backward_of,
+    noted,
+    optimizer_of,
+    partitions_of,
+    several,
+)
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.norm_round import NormRound
@@ -302,11 +309,7 @@ def test_a_backward_drops_what_was_left_out(monkeypatch, is_cleared, is_any_comp
     monkeypatch.setattr(DeepSpeedZeroOptimizer, "backward_prologue", noted(calls, "theirs"))
     optimizer = made(
         _backward=backward_of([], is_cleared=is_cleared),
-        _partitions=SimpleNamespace(
-            let_go=noted(calls, "let_go"),
-            drop=noted(calls, "dropped"),
-            gradients=SimpleNamespace(is_any_complete=is_any_complete),
-        ),
+        _partitions=partitions_of(calls, is_any_complete=is_any_complete),
         micro_step_id=3,
         _offload_accumulated_param_ids={1},
     )

@@ -9,7 +9,14 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from stand_in_optimizers import Timers, backward_of, noted, optimizer_of, parameter
+from stand_in_optimizers import (
+    Timers,
+    backward_of,
+    noted,
+    optimizer_of,
+    parameter,
+    partitions_of,
+)
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
 
@@ -83,11 +90,7 @@ def test_a_backward_drops_what_was_left_out(monkeypatch, is_cleared, is_any_comp
     monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "backward_prologue", noted(calls, "theirs"))
     optimizer = made(
         _backward=backward_of([], is_cleared=is_cleared),
-        _partitions=SimpleNamespace(
-            let_go=noted(calls, "let_go"),
-            drop=noted(calls, "dropped"),
-            gradients=SimpleNamespace(is_any_complete=is_any_complete),
-        ),
+        _partitions=partitions_of(calls, is_any_complete=is_any_complete),
         _fetcher=None,
     )
     optimizer.backward_prologue()

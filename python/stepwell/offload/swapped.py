@@ -28,12 +28,7 @@ from stepwell._sharding import is_dtensor, local
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
-from stepwell.offload.sharded_volume import (
-    RUN_OF_ONE,
-    agree_on_counts,
-    close,
-    open_together,
-)
+from stepwell.offload.sharded_volume import RUN_OF_ONE, agree_on_counts, close, open_together
 from stepwell.offload.sharding import awaited
 from stepwell.offload.tuning import shape_of
 

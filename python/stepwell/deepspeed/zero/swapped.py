@@ -40,12 +40,7 @@ from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.offload.budget import GIB, share_of_free_bytes
 from stepwell.offload.places import addresses_for
 from stepwell.offload.ranks import WholeWorld
-from stepwell.offload.sharded_volume import (
-    RUN_OF_ONE,
-    agree_on_counts,
-    close,
-    open_together,
-)
+from stepwell.offload.sharded_volume import RUN_OF_ONE, agree_on_counts, close, open_together
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
