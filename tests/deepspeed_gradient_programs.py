@@ -130,7 +130,7 @@ def cleared(config):
 
 
 def left_out(config, *, extra):
-    """A run whose program has all backwards of a step, and drops them, `extra` times before each."""
+    """A run that has the backwards of a step, and drops them, `extra` times before each step."""
     engine = initialize(perceptron(), config)
     count = engine.gradient_accumulation_steps()
     losses = []
