@@ -19,8 +19,8 @@ and calls no collective. The collectives are those of process groups that nothin
 - A rank that is gone fails the collectives of the others: at once by gloo, after the timeout of the
   process group by NCCL, whose watchdog ends the process.
 
-Cost: each rank receives what it does not step, once per step; one call per piece, and one per rank
-where its parts are not even, or do not lie together. What is told is 40 bytes, twice.
+Cost: each rank receives what it does not step, once per step; one launch per piece. On CPUs it is
+one per rank where its parts are not even, or do not lie together. What is told is 40 bytes, twice.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from stepwell.offload.engine import stream_of
 from stepwell.offload.finalizers import finalize, postponed
@@ -293,6 +294,15 @@ class _GatherThread:
         if piece.whole is not None:
             mine = piece.parts[peers.rank]
             return [dist.all_gather_into_tensor(piece.whole, mine, group=peers.data, async_op=True)]
+        if self._stream is None:
+            return self._broadcasts(piece)
+        # One launch: each takes its turn with those of the thread that launches the forward.
+        with _coalescing_manager(peers.data, self._device, async_ops=True) as launched:
+            self._broadcasts(piece)
+        return [launched]
+
+    def _broadcasts(self, piece: Piece) -> list[Any]:
+        peers = self._peers
         return [
             dist.broadcast(part, peers.ranks[rank], group=peers.data, async_op=True)
             for rank, part in enumerate(piece.parts)

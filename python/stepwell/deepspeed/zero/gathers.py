@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GatheredPersistents", "GatheredUploads", "GatheredWeights"]
 
-# As many elements as a segment, which the engine uploads at once.
-_BUCKET_LEN = 4 << 20
+# As many elements as two segments, which the engine uploads one by one. Launches of smaller buckets
+# stand in the way of those of the forward.
+_BUCKET_LEN = 8 << 20
 
 
 class GatheredUploads:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import torch
 
 from stepwell._tensors import view
+from stepwell.deepspeed.zero.adjacent import are_adjacent, joined
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.offload.reads import Reads
 
@@ -35,6 +36,22 @@ class _Copy(NamedTuple):
     piece: torch.Tensor
     target: torch.Tensor
     fragment: Fragment
+
+
+def _joined(first: _Copy, second: _Copy) -> _Copy | None:
+    """One copy for both; None: they do not lie side by side, here and there."""
+    (group, begin, numel), (other_group, other_begin, other_numel) = first.fragment, second.fragment
+    if (
+        (group, begin + numel) != (other_group, other_begin)
+        or not are_adjacent(first.piece, second.piece)
+        or not are_adjacent(first.target, second.target)
+    ):
+        return None
+    return _Copy(
+        joined(first.piece, second.piece),
+        joined(first.target, second.target),
+        Fragment(group, begin, numel + other_numel),
+    )
 
 
 def _batches(copies: Iterable[_Copy]) -> Iterator[list[_Copy]]:
@@ -91,7 +108,11 @@ class CudaLane:
             if self._waiting_nbytes >= BATCH_BYTES or made_on != self._made_on:
                 self.launch()
             self._made_on = made_on
-            self._waiting.append(_Copy(piece, target, fragment))
+            copy = _Copy(piece, target, fragment)
+            if self._waiting and (both := _joined(self._waiting[-1], copy)) is not None:
+                self._waiting[-1] = both
+            else:
+                self._waiting.append(copy)
             self._waiting_nbytes += piece.nbytes
 
     def launch(self) -> None:

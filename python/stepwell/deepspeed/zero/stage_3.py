@@ -46,6 +46,7 @@ from stepwell import _core
 from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
+from stepwell.deepspeed.zero.adjacent import clones
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fetcher import Fetcher
@@ -409,17 +410,21 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             if get_accelerator().is_synchronized_device()
             else get_accelerator().current_stream()
         )
-        for param, piece in zip(params_to_release, grad_partitions, strict=True):
+        pieces = [piece.detach().reshape(-1) for piece in grad_partitions]
+        # What is reduced lies in a bucket.
+        is_cloned = all(piece.dtype == self.gradient_accumulation_dtype for piece in pieces)
+        if is_cloned:
+            pieces = clones(pieces)
+        for param, piece in zip(params_to_release, pieces, strict=True):
             # Beyond the end of a parameter that does not divide by the ranks there is nothing.
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
                 self._offload_boundary_param_ids.add(param.ds_id)
                 fragment = self._fragment(param)
-                grad = piece.detach().reshape(-1).to(self.gradient_accumulation_dtype)
+                grad = piece.to(self.gradient_accumulation_dtype)
                 # The last piece of a parameter may be shorter.
                 padding = fragment.numel - grad.numel()
                 padded = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
-                # What is reduced lies in a bucket.
-                is_owned = padded.data_ptr() != piece.data_ptr()
+                is_owned = is_cloned or padded.data_ptr() != piece.data_ptr()
                 if fragment.group in self._share:
                     self._share.add(fragment, padded)
                 else:

@@ -1,0 +1,80 @@
+"""Pieces of gradients that lie side by side: `stepwell.deepspeed.zero.adjacent`."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stepwell.deepspeed.zero.adjacent import are_adjacent, clones, joined
+
+
+def cut(memory, sizes, gap=0):
+    """Flat pieces of `memory`, one behind the other, `gap` elements apart."""
+    begins = [sum(sizes[:nth]) + nth * gap for nth in range(len(sizes))]
+    return [memory.narrow(0, begin, size) for begin, size in zip(begins, sizes, strict=True)]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
+    gap=st.integers(0, 3),
+    order=st.randoms(use_true_random=False),
+)
+def test_clones_are_equal_and_share_nothing_with_what_they_are_of(sizes, gap, order):
+    memory = torch.randn(sum(sizes) + gap * len(sizes))
+    pieces = cut(memory, sizes, gap)
+    order.shuffle(pieces)
+    expected = [piece.clone() for piece in pieces]
+    found = clones(pieces)
+    memory.fill_(float("nan"))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_pieces_side_by_side_are_cloned_at_once():
+    first, second = clones(cut(torch.arange(10.0), [4, 6]))
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    assert first.untyped_storage().nbytes() == 40
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        # Of every second rank's part, say: the memory between them is not copied.
+        pytest.param(cut(torch.arange(40.0), [8, 8], gap=8), id="gaps"),
+        pytest.param([torch.arange(4.0), torch.arange(4.0)], id="two memories"),
+    ],
+)
+def test_pieces_that_are_apart_take_no_memory_but_their_own(pieces):
+    assert [each.untyped_storage().nbytes() for each in clones(pieces)] == [
+        piece.nbytes for piece in pieces
+    ]
+
+
+def test_there_may_be_no_pieces():
+    assert clones([]) == []
+
+
+def test_joined_is_a_view_of_both():
+    memory = torch.arange(10.0)
+    first, second = memory[2:5], memory[5:9]
+    assert are_adjacent(first, second)
+    both = joined(first, second)
+    assert torch.equal(both, memory[2:9])
+    both.zero_()
+    assert memory.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 9]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(*[torch.arange(10.0)] * 2, id="the same"),
+        pytest.param(*cut(torch.arange(10.0), [4, 4], gap=1), id="a gap"),
+        pytest.param(*reversed(cut(torch.arange(10.0), [4, 6])), id="the other order"),
+        pytest.param(torch.arange(10.0)[:4], torch.arange(10.0)[4:], id="two memories"),
+        pytest.param(
+            torch.arange(8, dtype=torch.int32)[:4],
+            torch.arange(8, dtype=torch.int32).view(torch.float32)[4:],
+            id="two dtypes",
+        ),
+    ],
+)
+def test_what_is_not_side_by_side_is_not_adjacent(first, second):
+    assert not are_adjacent(first, second)
