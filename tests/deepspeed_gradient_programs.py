@@ -365,24 +365,30 @@ def without_memory(stage, *, is_refused, **options):
 
 
 def handed_over(**options):
-    """Of the gradients of a backward under ZeRO-3: whether they may be kept, and lie in a bucket.
+    """Of the gradients of a backward under ZeRO-3: whether they may be kept, and are those reduced.
 
     And the gradients by sub-group and number, and those of the parameters.
     """
     from deepspeed import utils
 
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, **options))
-    gradients = engine.optimizer._partitions.gradients
-    collect, kept = gradients.collect, []
+    optimizer, gradients = engine.optimizer, engine.optimizer._partitions.gradients
+    partition_grads, collect = optimizer.partition_grads, gradients.collect
+    kept, reduced = [], set()
 
-    def noted(fragment, piece, *, is_owned, is_last):
-        buckets = [bucket.buffer for bucket in engine.optimizer.ipg_buckets.values()]
-        at = piece.data_ptr()
-        in_bucket = any(each.data_ptr() <= at < each.data_ptr() + each.nbytes for each in buckets)
-        kept.append((is_owned, in_bucket))
-        collect(fragment, piece, is_owned=is_owned, is_last=is_last)
+    def memory_of(tensor):
+        return tensor.untyped_storage().data_ptr()
 
-    gradients.collect = noted
+    def noted_reduced(params, pieces):
+        reduced.update(map(memory_of, [*pieces, *(param.grad for param in params)]))
+        partition_grads(params, pieces)
+        reduced.clear()
+
+    def noted(fragment, piece, *, is_owned, **options):
+        kept.append((is_owned, memory_of(piece) in reduced))
+        collect(fragment, piece, is_owned=is_owned, **options)
+
+    optimizer.partition_grads, gradients.collect = noted_reduced, noted
     (batch,) = vectors(1)
     engine.backward(squared(engine, batch))
     params = list(engine.module.parameters())
@@ -447,7 +453,9 @@ def program_gradients(result):
             huge(configuration(stage=stage, dtype="bf16", clip=0.1), factor)
             for factor in (1.0, 2.0**80)
         ]
-    result["handed over"] = handed_over(zero={"reduce_scatter": False})
+    result["handed over"] = [
+        handed_over(zero={"reduce_scatter": is_scattered}) for is_scattered in (False, True)
+    ]
     for stage in (1, 2):
         result[f"interrupted, ZeRO-{stage}"] = [
             interrupted(stage, is_interrupted=is_interrupted) for is_interrupted in (False, True)

@@ -115,12 +115,15 @@ def test_a_step_for_which_there_is_no_memory_leaves_no_gradients(runs, stage):
     assert_same(*runs[f"without memory, ZeRO-{stage}"])
 
 
-def test_gradients_in_buckets_may_not_be_kept(runs):
-    assert runs["handed over"]["kept"] == [(False, True)] * 4
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_what_is_kept_of_gradients_is_no_memory_that_is_reduced(runs, is_scattered):
+    assert runs["handed over"][is_scattered]["kept"] == [(True, False)] * 4
 
 
-def test_gradients_by_sub_group_are_those_of_parameters(runs):
-    (found,), expected = runs["handed over"]["by group"].values(), runs["handed over"]["local"]
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_gradients_by_sub_group_are_those_of_parameters(runs, is_scattered):
+    handed_over = runs["handed over"][is_scattered]
+    (found,), expected = handed_over["by group"].values(), handed_over["local"]
     assert list(found) == list(range(len(expected)))
     assert all(map(torch.equal, found.values(), expected))
 

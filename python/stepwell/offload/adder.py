@@ -22,11 +22,11 @@ import torch
 from stepwell.offload.reads import Reads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from stepwell import _core
 
-__all__ = ["DEVICE_BYTES", "Adder", "add", "add_to_zero", "assign", "norm_of"]
+__all__ = ["DEVICE_BYTES", "Adder", "add", "add_to_zero", "assign", "norm_of", "norms_of"]
 
 _SLOTS = 3
 _SLOT_BYTES = 64 << 20
@@ -62,6 +62,13 @@ def norm_of(piece: torch.Tensor) -> torch.Tensor:
         piece, dtype=torch.float64 if piece.is_cpu else torch.float32
     )
     return norm
+
+
+def norms_of(pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """As `norm_of` of each of some gradients on one device, by one call."""
+    dtype = torch.float64 if pieces[0].is_cpu else torch.float32
+    norms: Sequence[torch.Tensor] = torch._foreach_norm(list(pieces), dtype=dtype)
+    return norms
 
 
 class _Batch:

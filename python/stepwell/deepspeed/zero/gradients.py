@@ -17,24 +17,34 @@ import itertools
 import math
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
+from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
 from stepwell.offload import adder
-from stepwell.offload.adder import Adder, norm_of
+from stepwell.offload.adder import Adder, norm_of, norms_of
 from stepwell.offload.budget import announce
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from stepwell.deepspeed.zero.fragment import Fragment
     from stepwell.deepspeed.zero.lanes import Lane
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Part"]
+
+
+class Part(NamedTuple):
+    """What is added to the gradient of a fragment."""
+
+    fragment: Fragment
+    piece: torch.Tensor
+    """Flat."""
+    is_owned: bool
+    """Whether `piece` alone uses its memory from now on."""
 
 
 class Gradients:
@@ -91,8 +101,22 @@ class Gradients:
         # Fragments whose gradient of some step lies in host memory.
         self._written: set[Fragment] = set()
 
+    def collect_all(self, parts: Sequence[Part], *, is_last: bool) -> None:
+        """As `collect`, for each of `parts`. Norms of all are computed by one call."""
+        norms: Sequence[torch.Tensor | None] = [None] * len(parts)
+        if is_last and parts:
+            norms = norms_of([part.piece for part in parts])
+        for (fragment, piece, is_owned), norm in zip(parts, norms, strict=True):
+            self.collect(fragment, piece, is_owned=is_owned, is_last=is_last, norm=norm)
+
     def collect(
-        self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_last: bool
+        self,
+        fragment: Fragment,
+        piece: torch.Tensor,
+        *,
+        is_owned: bool,
+        is_last: bool,
+        norm: torch.Tensor | None = None,
     ) -> None:
         """Adds to the gradient of a fragment, where that is summed.
 
@@ -101,14 +125,16 @@ class Gradients:
             piece: what is added: flat.
             is_owned: whether `piece` alone uses its memory from now on.
             is_last: whether the gradient is complete then.
+            norm: of `piece`, a scalar; None: computed here.
         """
         # A lone backward of a step has nothing to be added to.
         if self._adds_on_host and (fragment in self._on_host or not is_last):
             self.add_on_host(fragment, piece if is_owned else piece.clone(), is_last=is_last)
             return
+        is_sum = fragment in self._sums
         self.add(fragment, piece, is_owned=is_owned)
         if is_last:
-            self.send(fragment)
+            self.send(fragment, None if is_sum else norm)
 
     def add(
         self, fragment: Fragment, piece: torch.Tensor, *, is_owned: bool, is_total: bool = False
@@ -141,8 +167,13 @@ class Gradients:
         found = (self._sums, self._norms, self._on_host)
         return fragment.numel == 0 or any(fragment in each for each in found)
 
-    def send(self, fragment: Fragment) -> None:
-        """The gradient of a fragment is complete: it is copied to the host."""
+    def send(self, fragment: Fragment, norm: torch.Tensor | None = None) -> None:
+        """The gradient of a fragment is complete: it is copied to the host.
+
+        Args:
+            fragment: whose gradient.
+            norm: its norm; None: computed here.
+        """
         if fragment.numel == 0:
             self._sums.pop(fragment, None)
             return
@@ -159,7 +190,7 @@ class Gradients:
             self._norms[fragment] = [norm_of(target).to(self._device)]
             return
         piece = self._sums[fragment]
-        norms = [norm_of(piece)]
+        norms = [norm_of(piece) if norm is None else norm]
         self._arriving(fragment)
         self.bytes_sent += piece.nbytes
         self._lane.copy(piece, target, fragment)

@@ -53,6 +53,7 @@ from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gather_order import GatherOrder
 from stepwell.deepspeed.zero.gathers import GatheredPersistents
+from stepwell.deepspeed.zero.gradients import Gradients, Part
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
@@ -70,7 +71,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from stepwell.deepspeed.plan import Plan
-    from stepwell.deepspeed.zero.gradients import Gradients
     from stepwell.deepspeed.zero.operands import Operand
 
 __all__ = ["OffloadZeroOptimizerStage3"]
@@ -118,6 +118,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
         update = {"pin_memory": False, "device": OffloadDeviceEnum.cpu}
         config = offload_optimizer_config.model_copy(update=update)
+        if kwargs.get("reduce_scatter", True):
+            # Without DeepSpeed's buffer for gradients, whence they are copied once more.
+            kwargs["contiguous_gradients"] = False
+        # The streams on which gradients are made.
+        self._producers: set[Any] = set()
         # Of the weights in host memory, which the engine pins when they are together.
         self._weight_buffers: list[_core.Buffer] = []
         if offload_param_config is not None and all(
@@ -400,6 +405,32 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
     def _fragment(self, param: Any) -> Fragment:
         return Fragment(*self.grad_position[self.get_param_id(param)])
 
+    def _DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(self, param: Any) -> None:  # noqa: N802
+        """A gradient waits until its bucket is reduced.
+
+        DeepSpeed copies it to a buffer, whence the reduction copies it once more. Here it stays
+        where it is: a tenth of a millisecond less for each, and no buffer.
+        """
+        if self.contiguous_gradients:
+            super()._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
+            return
+        if not get_accelerator().resolves_data_dependency():
+            self._producers.add(get_accelerator().current_stream())
+        bucket = self.ipg_buckets[self.get_param_comm_dtype(param)]
+        bucket.params.append(param)
+        bucket.process_group = self._get_param_partition_group(param)
+        bucket.elements += param.grad.numel()
+
+    def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(  # noqa: N802
+        self, communication_data_type: torch.dtype
+    ) -> None:
+        """Reduces what is in a bucket, behind the streams on which its gradients are made."""
+        for stream in self._producers:
+            self.reduce_and_partition_stream.wait_stream(stream)
+        super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(
+            communication_data_type
+        )
+
     def partition_grads(
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
@@ -415,6 +446,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         is_cloned = all(piece.dtype == self.gradient_accumulation_dtype for piece in pieces)
         if is_cloned:
             pieces = clones(pieces)
+        parts: list[Part] = []
         for param, piece in zip(params_to_release, pieces, strict=True):
             # Beyond the end of a parameter that does not divide by the ranks there is nothing.
             if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
@@ -428,12 +460,11 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 if fragment.group in self._share:
                     self._share.add(fragment, padded)
                 else:
-                    self._partitions.gradients.collect(
-                        fragment, padded, is_owned=is_owned, is_last=is_last
-                    )
+                    parts.append(Part(fragment, padded, is_owned))
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
+        self._partitions.gradients.collect_all(parts, is_last=is_last)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         # The step sends what has not been sent.
