@@ -297,6 +297,9 @@ class Fetcher:
         is_collective = self._is_collective
         if is_collective and self.is_behind_step:
             numel_max = min(numel_max, _NUMEL_BEHIND_STEP)
+        elif is_collective and self._ahead_numel > numel_max // 2:
+            # A gather of many weights is one launch, and half of those ahead cover its time.
+            return
         while self._ahead_numel + numel < numel_max:
             use = self._order.next_ahead()
             if use is None:
