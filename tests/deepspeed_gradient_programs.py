@@ -170,6 +170,36 @@ def outside(config):
     return found
 
 
+class Shifted(torch.nn.Module):
+    """Parameters whose gradients lie in the memory of what autograd has for the layer before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+        self.one, self.two = (torch.nn.Parameter(torch.randn(4, 32)) for _ in range(2))
+
+    def forward(self, x):
+        shifted = self.first(x.unsqueeze(0)) + self.one.unsqueeze(0) + self.two.unsqueeze(0)
+        return self.last(shifted)[0]
+
+
+def shared_memory(engine, rank):
+    """Losses where some gradients share memory, and each is reduced when the next one comes."""
+    made = initialize(
+        Shifted(),
+        configuration(
+            stage=3,
+            dtype="bf16",
+            zero={"reduce_bucket_size": 4 * 32, "stage3_param_persistence_threshold": 0},
+            stepwell={"engine": engine},
+        ),
+    )
+    losses = train(made, vectors(5, first=10 * rank), squared)
+    made.destroy()
+    return losses, []
+
+
 def late_copies(engine, rank):
     """Losses with persistent weights in fp32 that are copies of their masters in host memory."""
     made = initialize(
@@ -476,6 +506,7 @@ def program_gradients_ranks(result):
     stepwell.deepspeed.register()
     rank = int(os.environ["RANK"])
     result["ZeRO-3, late copies"] = [late_copies(engine, rank) for engine in (False, True)]
+    result["ZeRO-3, shared memory"] = [shared_memory(engine, rank) for engine in (False, True)]
     for stage in (1, 2, 3):
         for name, options in LEFT_OUT.items():
             result[f"left out, ZeRO-{stage}, {name}"] = [

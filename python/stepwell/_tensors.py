@@ -27,6 +27,7 @@ __all__ = [
     "has_memory",
     "is_run",
     "ordinary_tensors",
+    "shares_memory",
     "tensor_on",
     "view",
 ]
@@ -100,6 +101,21 @@ def is_run(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and (tensor.data_ptr() != 0 or tensor.numel() == 0)
     )
+
+
+def _count_of_memory(tensor: torch.Tensor) -> int:
+    """How often the memory of `tensor` is referred to, by this call as well."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+# It depends on the version of torch.
+_COUNT_ALONE = _count_of_memory(torch.empty(1, device="cpu"))
+
+
+def shares_memory(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, of Python or of C++, refers to the memory of `tensor`."""
+    return _count_of_memory(tensor) > _COUNT_ALONE
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

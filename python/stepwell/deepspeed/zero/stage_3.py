@@ -43,7 +43,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from stepwell import _core
-from stepwell._tensors import tensor_on
+from stepwell._tensors import shares_memory, tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.adjacent import clones
@@ -416,6 +416,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             return
         if not get_accelerator().resolves_data_dependency():
             self._producers.add(get_accelerator().current_stream())
+        if shares_memory(param.grad):
+            # That of `bias` in `x + bias.unsqueeze(0)` may be what autograd has for `x`: the
+            # reduction would write it, and autograd what is still to be reduced.
+            param.grad.data = param.grad.detach().clone()
         bucket = self.ipg_buckets[self.get_param_comm_dtype(param)]
         bucket.params.append(param)
         bucket.process_group = self._get_param_partition_group(param)
