@@ -1,5 +1,6 @@
 """`stepwell bench`: at sizes where nothing is learned about speed."""
 
+import io
 import json
 import sys
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import fork_server
 import pytest
 import torch
+from rich.console import Console
 from stepwell.cli import _memory_rate, _pairs, _rank_runs, app
 from stepwell.cli._adam_cases import Memory, Run, Streams, cases
 from stepwell.cli._memory_rate import MemoryRate, bound
@@ -275,9 +277,18 @@ def test_cases_are_held_against_forwards_that_reduce_as_theirs(monkeypatch, name
     monkeypatch.setattr(_rank_runs, "_run", run)
     moved = {"stepwell": 26.0, "deepspeed": None, "deepspeed on stepwell": 28.0}
     monkeypatch.setattr(_memory_rate, "_measure", lambda: 100.0)
+    kept = []
     report = _rank_runs.measure_ranks(
-        None, [*alone, name], None, 2, memory=MemoryRate(), bytes_per_param=moved
+        Console(file=io.StringIO()),
+        [*alone, name],
+        None,
+        2,
+        memory=MemoryRate(),
+        bytes_per_param=moved,
+        keep=lambda known: kept.append([case["name"] for case in known["cases"]]),
     )
+    # A run that is stopped has what came before.
+    assert kept == [[*alone, name][:count] for count in range(1, 5)]
     assert report["forward_backward_seconds"] == {"ddp": 0.1, "fsdp2": 0.2, "zero-2": 0.4}
     *others, ours = report["cases"]
     before = report["forward_backward_seconds"][reduction]

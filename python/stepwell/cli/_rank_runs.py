@@ -18,6 +18,8 @@ from stepwell.cli._memory_rate import bound
 from stepwell.cli._report import case_table, failed_case
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from matplotlib.figure import Figure
     from rich.console import Console
 
@@ -75,6 +77,7 @@ def measure_ranks(
     *,
     memory: MemoryRate,
     bytes_per_param: dict[str, float | None],
+    keep: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
     """Runs the cases on `num_ranks` ranks of this host.
 
@@ -85,11 +88,18 @@ def measure_ranks(
         num_ranks: processes, each on a GPU of its own where there are GPUs.
         memory: the rate of host memory, which all ranks share.
         bytes_per_param: what a step moves in host memory, by the optimizer's case without ranks.
+        keep: called after each case with what is known by then, without bounds: a run that is
+            stopped has what came before.
 
     Returns:
         for a report: seconds of forward and backward, and `cases`.
     """
-    cases = [memory.beside(partial(_run, console, name, workload, num_ranks)) for name in names]
+    cases: list[dict[str, Any]] = []
+    for name in names:
+        cases.append(memory.beside(partial(_run, console, name, workload, num_ranks)))
+        if "seconds" in cases[-1]:
+            console.print(f"    {cases[-1]['seconds']:.3f} s per step", style="dim")
+        keep({"ranks": num_ranks, "cases": cases})
     done = [result for result in cases if "seconds" in result]
     alone = {
         _reduction(result["name"]): result["forward_backward_seconds"]

@@ -238,6 +238,7 @@ def bench_offload(
                 name: _host_bytes_per_param(name)
                 for name in ("stepwell", "deepspeed", "deepspeed on stepwell")
             },
+            keep=lambda known: write_json(out, "bench_offload_ranks", report | known),
         )
         print_ranks(console, report)
         write(
