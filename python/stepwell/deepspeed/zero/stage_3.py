@@ -13,6 +13,8 @@ module needs is brought to the device. The pass writes them there: 2 bytes per p
 bus and in host memory. It goes on behind the next forward. What it writes (weights, masters,
 moments) waits where it is used, each for its own part (`offload.writes`), on any number of ranks.
 
+- Gradients wait where they are until their bucket is reduced. What the reduction leaves of them on
+  this rank is cloned at once, so the memory of all ranks is free behind it.
 - Weights are on the device while modules use them by `zero.module_hooks`, where these do not fit
   by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
