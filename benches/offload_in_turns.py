@@ -98,7 +98,8 @@ class Training:
         self._autograd_clock = time.CLOCK_THREAD_CPUTIME_ID
         next(model.parameters()).register_post_accumulate_grad_hook(self._find_autograd)
         self._run = cases.CASES[case](workload, model)
-        self._batches = workload.batches(self._device)
+        # Before the steps, as the workers of a loader make them.
+        self._batches = iter(list(workload.batches(self._device)))
         self._accumulation: int = plan["accumulation"]
         self.loss = 0.0
 

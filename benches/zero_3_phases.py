@@ -110,7 +110,7 @@ def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str,
     run = KNOWN[name](workload, model)
     wait()
     start = time.perf_counter() - begin
-    batches = workload.batches(device)
+    batches = iter(list(workload.batches(device)))
     sampler = Sampler()
     sampler.start()
 

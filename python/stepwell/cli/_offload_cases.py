@@ -461,7 +461,8 @@ def host_peak_bytes() -> int:
 
 def train(workload: Workload, device: torch.device, run: Run) -> dict[str, Any]:
     """What was measured of all steps, as plain values."""
-    batches = workload.batches(device)
+    # Before the steps, as the workers of a loader make them: L has none of that either.
+    batches = iter(list(workload.batches(device)))
     losses, norms, marks = [], [], []
     breakdowns: list[dict[str, float]] = []
     first_step_seconds = 0.0
