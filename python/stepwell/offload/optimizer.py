@@ -291,12 +291,14 @@ class OffloadAdamW(OffloadStateDicts):
             self._close_engine()
             self._host.let_go(params, self._states)
             self._collector.let_go(params)
-            if self._sharding is not None:
-                self._sharding.shares.remove(params)
             for param in params:
                 self._bound.pop(param, None)
                 if remove_hooks := self._hooked.pop(param, None):
                     remove_hooks()
+        if self._sharding is not None:
+            # Of frozen ones too, which have no twin.
+            shares = self._sharding.shares
+            shares.remove([param for param in shares if param not in living])
 
     def _follow_groups(self) -> None:
         """Makes ready for what has come since groups were added, and lets go of what has gone.
