@@ -151,8 +151,9 @@ def test_gradients_are_scored_once_all_are_there(monkeypatch):
             is_followed_by_deferred=lambda step, *, is_seen: (step, is_seen),
         ),
     )
+    optimizer._make_gate = noted(calls, "gated")
     optimizer._check_used()
-    assert calls == ["theirs", {"is_deferred": "deferred", "is_selected": (5, "seen")}]
+    assert calls == ["theirs", "gated", {"is_deferred": "deferred", "is_selected": (5, "seen")}]
 
 
 def test_the_next_step_is_the_first_that_no_partition_has_seen():
@@ -288,9 +289,11 @@ def test_accesses_are_guarded_on_one_rank(monkeypatch):
         _fragment=lambda param: "fragment",
         _exposed=lambda: "exposed",
     )
-    assert optimizer._guard_weights() == []
+    optimizer._make_gate()
     assert optimizer._gate is None
+    assert optimizer._guard_weights() == []
     optimizer._is_alone = True
+    optimizer._make_gate()
 
     def guarded():
         return list(map(id, optimizer._guard_weights()))
@@ -311,6 +314,7 @@ def test_accesses_are_guarded_on_one_rank(monkeypatch):
     gate.is_open = False
     assert guarded() == list(map(id, params))
     assert len(opened) == 2
+    optimizer._make_gate()
     assert optimizer._gate is gate
 
 

@@ -129,6 +129,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
 
     def _check_used(self) -> None:
         super()._check_used()
+        # The first step of a run that is resumed selects for the next one, as in the run that went
+        # on, so looks at weights are to be seen by then.
+        self._make_gate()
         # Before the norm, which is waited for.
         self._partitions.score(
             is_deferred=self._is_deferred(),
@@ -185,20 +188,25 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
 
+    def _make_gate(self) -> None:
+        """On one rank, where accesses wait: makes what they wait at, unless it is there."""
+        if not self._is_alone or self._gate is not None:
+            return
+        params = [param for group in self.bit16_groups for param in group]
+        fragments = {param: self._fragment(param) for param in params}
+        self._gate = Gate(
+            params,
+            _DeferredUploads(self._partitions, fragments),
+            settle=self._partitions.finish,
+            has_pending=self._partitions.has_pending,
+            wait_bytes_max=LANDING_BYTES_MAX,
+        )
+
     def _guard_weights(self) -> list[torch.Tensor]:
         """Has accesses wait on one rank. Returns the parameters that the step itself waits for."""
-        if not self._is_alone:
+        if self._gate is None:
             return []
         params = [param for group in self.bit16_groups for param in group]
-        if self._gate is None:
-            fragments = {param: self._fragment(param) for param in params}
-            self._gate = Gate(
-                params,
-                _DeferredUploads(self._partitions, fragments),
-                settle=self._partitions.finish,
-                has_pending=self._partitions.has_pending,
-                wait_bytes_max=LANDING_BYTES_MAX,
-            )
         if not self._gate.is_open:
             return params
         self._gate.open(params, self._exposed())
