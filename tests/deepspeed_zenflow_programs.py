@@ -222,6 +222,15 @@ def program_zenflow_saves(result, folder):
         result["loaded", name] = partitions(engine)
         result["resumed", name] = trained(engine, 7, 14), partitions(engine)
         engine.destroy()
+    # A look behind the first step, and nothing else that applies what is pending.
+    for name, steps in (("again", 4), ("anew", 0)):
+        engine = initialize(perceptron(seed=1), config)
+        trained(engine, 40, 40 + steps)
+        engine.load_checkpoint(folder)
+        losses = trained(engine, 7, 8)
+        engine.module[0].weight.norm()
+        result["looked", name] = losses + trained(engine, 8, 14), partitions(engine)
+        engine.destroy()
     result["warnings"] = [line for line in lines.lines if "updates, since several" in line]
 
 
