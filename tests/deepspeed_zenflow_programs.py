@@ -214,12 +214,23 @@ def program_zenflow_saves(result, folder):
     engine.optimizer.drain()
     result["weights"] = [param.detach().clone() for param in engine.module.parameters()]
     engine.destroy()
-    engine = initialize(perceptron(seed=1), config)
-    trained(engine, 40, 44)
-    engine.load_checkpoint(folder)
-    result["loaded"] = partitions(engine)
-    result["resumed"] = trained(engine, 7, 14), partitions(engine)
-    engine.destroy()
+    # By an engine that has trained before, and by one that has not, as in a new process.
+    for name, steps in (("again", 4), ("anew", 0)):
+        engine = initialize(perceptron(seed=1), config)
+        trained(engine, 40, 40 + steps)
+        engine.load_checkpoint(folder)
+        result["loaded", name] = partitions(engine)
+        result["resumed", name] = trained(engine, 7, 14), partitions(engine)
+        engine.destroy()
+    # A look behind the first step, and nothing else that applies what is pending.
+    for name, steps in (("again", 4), ("anew", 0)):
+        engine = initialize(perceptron(seed=1), config)
+        trained(engine, 40, 40 + steps)
+        engine.load_checkpoint(folder)
+        losses = trained(engine, 7, 8)
+        engine.module[0].weight.norm()
+        result["looked", name] = losses + trained(engine, 8, 14), partitions(engine)
+        engine.destroy()
     result["warnings"] = [line for line in lines.lines if "updates, since several" in line]
 
 

@@ -91,9 +91,14 @@ def test_a_resumed_run_has_the_bits_of_the_one_that_went_on(tmp_path, ranks):
     for each in found if ranks > 1 else [found]:
         saved, weights, losses, at_end = each["went on"]
         assert each["late"]
-        assert_same_partitions(each["loaded"], saved)
-        assert each["resumed"][0] == losses
-        assert_same_partitions(each["resumed"][1], at_end)
+        for name in ("again", "anew"):
+            assert_same_partitions(each["loaded", name], saved)
+            assert each["resumed", name][0] == losses
+            assert_same_partitions(each["resumed", name][1], at_end)
+        assert each["looked", "anew"][0] == each["looked", "again"][0]
+        assert_same_partitions(each["looked", "anew"][1], each["looked", "again"][1])
+        # On one rank it applies what is pending.
+        assert (each["looked", "anew"][0] == losses) == (ranks > 1)
     if ranks == 1:
         loaded = deepspeed_run.run("zenflow_loads", tmp_path, **options)
         assert loaded["class"] == "DeepSpeedZeroOptimizer"

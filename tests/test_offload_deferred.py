@@ -219,6 +219,40 @@ def test_resuming_has_the_bits_of_going_on_with_a_drain() -> None:
         assert torch.equal(param, other)
 
 
+@pytest.mark.parametrize("thaws", [False, True])
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+def test_a_run_resumed_anew_sees_the_looks_of_the_one_that_went_on(
+    fraction: float, thaws: bool
+) -> None:
+    """Also one behind its first step, which is the first that has a gate."""
+
+    def fresh() -> tuple[nn.Module, OffloadAdamW]:
+        model = model_of()
+        model[1].requires_grad_(not thaws)
+        deferred = Deferred(interval=3, warmup_steps=2, fraction=fraction)
+        return model, OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred)
+
+    def went_on(model: nn.Module, optimizer: OffloadAdamW) -> list[float]:
+        # With what has thawed the engine and the gate are made anew.
+        model[1].requires_grad_(True)
+        losses = train(model, optimizer, range(8, 9))
+        assert model[2].weight.norm() > 0
+        return losses + train(model, optimizer, range(9, 17))
+
+    model, optimizer = fresh()
+    train(model, optimizer, range(8))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = went_on(model, optimizer)
+    resumed_model, resumed_optimizer = fresh()
+    resumed_model.load_state_dict(saved[0])
+    resumed_optimizer.load_state_dict(saved[1])
+    assert went_on(resumed_model, resumed_optimizer) == expected
+    for param, other in zip(model.parameters(), resumed_model.parameters(), strict=True):
+        assert torch.equal(param, other)
+    # No hook is left but those of the gate.
+    assert all(len(each._forward_pre_hooks) <= 1 for each in resumed_model)
+
+
 def test_warmup_steps_are_exact() -> None:
     model = model_of()
     exact_model = copy.deepcopy(model)

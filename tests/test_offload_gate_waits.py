@@ -1,11 +1,14 @@
 """What a gate waits for, call by call: over uploads and an optimizer that note what is called."""
 
+import copy
+import pickle
 import threading
 
 import pytest
 import torch
 from offload_landing import Landing
-from stepwell.offload.gate import Gate
+from stepwell.offload import gate as gates
+from stepwell.offload.gate import Forwards, Gate
 from torch import nn
 
 SETTLE_AND_WAIT = ["settle", "confirm", ("wait", 2)]
@@ -89,6 +92,55 @@ def test_a_step_waits_for_what_no_forward_waits_for():
     model.forward()
     model.forward()
     assert model.calls() == [("wait", 2), ("wait", 2)]
+
+
+def test_forwards_before_the_gate_are_noted_for_it(monkeypatch):
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    other = nn.Linear(3, 3)
+    forwards = Forwards(net.parameters(), [net[0]])
+    model = nn.Sequential(copy.deepcopy(net), other)
+    for each in (model, pickle.loads(pickle.dumps(net))):
+        each(torch.ones(1, 3))
+    with monkeypatch.context() as traced:
+        traced.setattr(torch._C, "_is_tracing", lambda: True)
+        net[1](torch.ones(1, 3))
+    net[1].eval()
+    net[1](torch.ones(1, 3))
+    called = forwards.end()
+    assert called == [net[0]]
+    gated = Gated(net, shown=False, called=[*called, other])
+    assert gated.gate.called == called
+    assert gated.step() == ["confirm", ("wait", 2)]
+    gated.forward(net[0])
+    assert gated.calls() == [("wait", 2)]
+
+    # They end with the gate, and where it hands on what it has seen.
+    forwards = Forwards(net.parameters(), gated.gate.called)
+    net[1].train()
+    net[1](torch.ones(1, 3))
+    assert set(forwards.end()) == {net[0], net[1]}
+    assert all(len(each._forward_pre_hooks) == 1 for each in net)
+    forwards = Forwards(net.parameters())
+    assert all(len(each._forward_pre_hooks) == 2 for each in net)
+    del forwards
+    assert all(len(each._forward_pre_hooks) == 1 for each in net)
+
+
+def test_forwards_of_compiled_code_are_not_noted(monkeypatch):
+    net = nn.Sequential(nn.Linear(3, 3))
+    forwards = Forwards(net.parameters())
+    monkeypatch.setattr(gates, "_something_is_compiled", lambda: True)
+    # Without its hook the code would be compiled again.
+    assert forwards.end() == []
+    del forwards
+    assert len(net[0]._forward_pre_hooks) == 1
+    net(torch.ones(1, 3))
+    assert Forwards(net.parameters()).end() == []
+    assert len(net[0]._forward_pre_hooks) == 1
+    monkeypatch.undo()
+    net.compile()
+    assert Forwards(net.parameters()).end() == []
+    assert len(net[0]._forward_pre_hooks) == 1
 
 
 def test_evaluation_waits_for_all_updates_and_training_for_weights_alone():

@@ -333,6 +333,81 @@ def test_resumes_at_another_number_of_ranks(two, tmp_path, moments):
         assert found == [saved[0]] * 4
 
 
+def frozen_at_first(shard, whole, moments):
+    net = make(torch.bfloat16, seed=3)
+    net.up.requires_grad_(False)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, moments=moments, shard=shard)
+    optimizer.load_state_dict(whole)
+    return net, optimizer
+
+
+def state_of_a_frozen_layer(folder, saved_as, moments):
+    """Loaded state of a layer that is frozen from the beginning is kept, and good once it thaws."""
+    net = make(torch.bfloat16)
+    trained = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, moments=saved_as)
+    train(DistributedDataParallel(net), trained, 2)
+    whole = trained.state_dict()
+    (ours_net, ours), (theirs_net, theirs) = (
+        frozen_at_first(shard, whole, moments) for shard in (True, False)
+    )
+    rank = dist.get_rank()
+    found, expected = ours.full_state_dict(rank=None), theirs.state_dict()
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        assert found["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            assert torch.equal(found["state"][index][name], value), (index, name)
+    piece, all_of_it = ours.state[ours_net.up.weight], theirs.state[theirs_net.up.weight]
+    assert sum(map(torch.numel, piece.values())) < sum(map(torch.numel, all_of_it.values()))
+    # What is saved, and its own state dict, are loaded by ranks that have it frozen too.
+    assert save_checkpoints(folder, ours_net, ours) == (rank == 0)
+    dist.barrier()
+    ours.load_state_dict(ours.state_dict())
+    other_net, other = frozen_at_first(True, torch.load(folder / "whole.pt")["optimizer"], moments)
+    other.load_state_dict(ours.state_dict())
+    nets = theirs_net, ours_net, other_net
+    for net, optimizer in zip(nets, (theirs, ours, other), strict=True):
+        net.up.requires_grad_(True)
+        train(DistributedDataParallel(net), optimizer, 2, first=2)
+        optimizer.synchronize()
+        for mine, expected in zip(net.parameters(), theirs_net.parameters(), strict=True):
+            assert torch.equal(mine, expected)
+        assert int(optimizer.state[net.up.weight]["step"]) == 4
+
+
+@pytest.mark.parametrize(("saved_as", "moments"), [("fp32", "fp32"), ("q8", "q8"), ("fp32", "q8")])
+def test_loaded_state_of_a_frozen_layer_is_kept(two, tmp_path, saved_as, moments):
+    two.run(state_of_a_frozen_layer, tmp_path, saved_as, moments)
+
+
+def rows_of_a_frozen_layer():
+    """They are dealt out by a load that succeeds, for as long as the layer is in a group."""
+    net = make()
+    trained = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2)
+    train(DistributedDataParallel(net), trained, 1)
+    net.up.requires_grad_(False)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    shares = optimizer._sharding.shares
+    dealt_out = list(shares)
+    whole = trained.state_dict()
+    frozen, last = (index for index, param in enumerate(net.parameters()) if param.dim() == 2)
+    broken = {**whole["state"], last: {**whole["state"][last], "exp_avg": torch.ones(3)}}
+    with pytest.raises(ValueError, match=r"`exp_avg`.*has the shape"):
+        optimizer.load_state_dict({**whole, "state": broken})
+    assert list(map(id, shares)) == list(map(id, dealt_out))
+    optimizer.load_state_dict(whole)
+    assert net.up.weight in shares
+    leaves = optimizer.param_groups[0]["params"].pop(frozen)
+    assert leaves is net.up.weight
+    optimizer._follow_groups()
+    assert leaves not in shares
+    assert all(param in shares for param in dealt_out)
+
+
+def test_rows_of_a_frozen_layer_come_with_its_state(two):
+    two.run(rows_of_a_frozen_layer)
+
+
 def more_ranks_than_chunks():
     net = torch.nn.Linear(6, 1, bias=False)
     optimizer = stepwell.OffloadAdamW(

@@ -187,6 +187,20 @@ def test_ranks_with_other_state_are_told():
     on_ranks(differ)
 
 
+def test_state_that_was_not_dealt_out_is_of_every_rank():
+    """As of a frozen parameter, which the program has given it."""
+    param = torch.empty(LONG, requires_grad=False)
+    given = {"step": torch.tensor(2.0), "exp_avg": torch.arange(float(LONG))}
+
+    def all_of_it(sharding, _):
+        assert_same(of_rank(sharding, param, given), given)
+        return whole(sharding, [param], {0: given}, None)
+
+    for found in on_ranks(all_of_it):
+        assert_same(found[0], given)
+        assert found[0]["exp_avg"] is not given["exp_avg"]
+
+
 # ---- what torch.distributed.checkpoint asks ----
 
 

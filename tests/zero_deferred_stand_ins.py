@@ -151,8 +151,9 @@ def test_gradients_are_scored_once_all_are_there(monkeypatch):
             is_followed_by_deferred=lambda step, *, is_seen: (step, is_seen),
         ),
     )
+    optimizer._make_gate = noted(calls, "gated")
     optimizer._check_used()
-    assert calls == ["theirs", {"is_deferred": "deferred", "is_selected": (5, "seen")}]
+    assert calls == ["theirs", "gated", {"is_deferred": "deferred", "is_selected": (5, "seen")}]
 
 
 def test_the_next_step_is_the_first_that_no_partition_has_seen():
@@ -284,13 +285,16 @@ def test_accesses_are_guarded_on_one_rank(monkeypatch):
         _is_alone=False,
         bit16_groups=[params[:2], params[2:]],
         _gate=None,
+        _forwards=SimpleNamespace(end=lambda: "called"),
         _partitions=partitions,
         _fragment=lambda param: "fragment",
         _exposed=lambda: "exposed",
     )
-    assert optimizer._guard_weights() == []
+    optimizer._make_gate()
     assert optimizer._gate is None
+    assert optimizer._guard_weights() == []
     optimizer._is_alone = True
+    optimizer._make_gate()
 
     def guarded():
         return list(map(id, optimizer._guard_weights()))
@@ -303,7 +307,9 @@ def test_accesses_are_guarded_on_one_rank(monkeypatch):
         "settle": "finish",
         "has_pending": "pending",
         "wait_bytes_max": deferred.LANDING_BYTES_MAX,
+        "called": "called",
     }
+    assert optimizer._forwards is None
     assert [exposed for _, exposed in opened] == ["exposed"]
     # A step waits for all where looks at weights are not seen.
     gate.guard.was_compiled = True
@@ -311,7 +317,26 @@ def test_accesses_are_guarded_on_one_rank(monkeypatch):
     gate.is_open = False
     assert guarded() == list(map(id, params))
     assert len(opened) == 2
+    optimizer._make_gate()
     assert optimizer._gate is gate
+
+
+@pytest.mark.parametrize(
+    ("is_alone", "gate", "is_noted"),
+    [(True, None, True), (True, "gate", False), (False, None, False)],
+)
+def test_a_load_notes_forwards_until_there_is_a_gate(monkeypatch, is_alone, gate, is_noted):
+    calls = []
+    monkeypatch.setattr(
+        OffloadZeroOptimizer,
+        "load_state_dict",
+        lambda _, *args, **named: calls.append((args, named)),
+    )
+    monkeypatch.setattr(deferred, "Forwards", list)
+    optimizer = made(_is_alone=is_alone, _gate=gate, _forwards=None, bit16_groups=[[1, 2], [3]])
+    optimizer.load_state_dict("states", load_optimizer_states=True)
+    assert calls == [(("states",), {"load_optimizer_states": True})]
+    assert optimizer._forwards == ([1, 2, 3] if is_noted else None)
 
 
 # ---- waiting ----

@@ -457,9 +457,10 @@ def test_zenflow_resumes(tmp_path):
     zenflow.program_zenflow_saves(result, str(tmp_path))
     saved, _, losses, at_end = result["went on"]
     assert result["late"]
-    assert_same_partitions(result["loaded"], saved)
-    assert result["resumed"][0] == losses
-    assert_same_partitions(result["resumed"][1], at_end)
+    for name in ("again", "anew"):
+        assert_same_partitions(result["loaded", name], saved)
+        assert result["resumed", name][0] == losses
+        assert_same_partitions(result["resumed", name][1], at_end)
 
 
 # ---- steps that are late ----

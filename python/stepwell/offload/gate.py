@@ -13,6 +13,10 @@ FSDP2 gathers ahead of a forward waits in the gather (`shard_guard`).
 Compiled code has no hooks, and does not look at the class of a parameter. Where torch.compile or
 torch.jit traces a gated module, or a CUDA graph captures its forward, the gate is closed: every
 step then waits for its uploads. The result is the same.
+
+A gate is made by the first step. What that waits for itself no guard sees a look at, and where
+updates are deferred such a look counts. So where a run is resumed, `Forwards` tells the gate which
+modules the forward before that step has called, as the run that went on knows.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from stepwell.offload.guard import Uploads
 
 
-__all__ = ["LANDING_BYTES_MAX", "Gate", "modules_alive", "remove"]
+__all__ = ["LANDING_BYTES_MAX", "Forwards", "Gate", "modules_alive", "remove"]
 
 LANDING_BYTES_MAX = 256 << 20
 """Of `Gate.wait_bytes_max`, where updates are deferred: weights are there before the forward then,
@@ -46,6 +50,7 @@ but for their way up, of 5 ms per share."""
 _LOGGER = logging.getLogger(__name__)
 
 _GATES: weakref.WeakValueDictionary[int, Gate] = weakref.WeakValueDictionary()
+_FORWARDS: weakref.WeakValueDictionary[int, Forwards] = weakref.WeakValueDictionary()
 _KEYS = itertools.count(1)
 
 
@@ -85,6 +90,91 @@ def _is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+class _Tree:
+    """Modules that hold parameters, and what is above and beneath them.
+
+    Args:
+        params: the parameters.
+        modules: all modules.
+    """
+
+    def __init__(
+        self, params: Collection[torch.Tensor], modules: Iterable[torch.nn.Module]
+    ) -> None:
+        self.children: dict[int, list[int]] = {}
+        self.parents: dict[int, list[int]] = {}
+        self.owned: dict[int, list[torch.Tensor]] = {}
+        """The parameters that a module holds itself."""
+        by_id = {id(module): module for module in modules}
+        for module in by_id.values():
+            children = [
+                child for child in module.__dict__.get("_modules", {}).values() if child is not None
+            ]
+            self.children[id(module)] = [id(child) for child in children]
+            for child in children:
+                self.parents.setdefault(id(child), []).append(id(module))
+            owned = [
+                p
+                for p in module.__dict__.get("_parameters", {}).values()
+                if p is not None and p in params
+            ]
+            if owned:
+                self.owned[id(module)] = owned
+        self.gated = [by_id[key] for key in _reached(self.owned, self.parents)]
+        """Those that hold parameters, and all above them."""
+
+
+def _reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
+    """Where `steps` lead from `keys`, which are included; in the order of a walk, each once."""
+    reached: dict[int, None] = {}
+    ahead = list(keys)[::-1]
+    while ahead:
+        key = ahead.pop()
+        if key not in reached:
+            reached[key] = None
+            ahead += steps.get(key, ())[::-1]
+    return list(reached)
+
+
+class Forwards:
+    """Notes which modules are called by forwards in training, while there is no gate.
+
+    Args:
+        params: the parameters of the gate that will be made.
+        called: modules that were called before.
+    """
+
+    def __init__(
+        self, params: Iterable[torch.Tensor], called: Iterable[torch.nn.Module] = ()
+    ) -> None:
+        gated = _Tree(set(params), modules_alive()).gated
+        self._by_id = weakref.WeakValueDictionary({id(module): module for module in gated})
+        self._called = {id(module) for module in called}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        if _something_is_compiled() or any(map(_is_compiled, gated)):
+            # Nor does a gate have hooks there.
+            return
+        key = next(_KEYS)
+        _FORWARDS[key] = self
+        hook = _CallHook(key)
+        self._handles += [module.register_forward_pre_hook(hook) for module in gated]
+        weakref.finalize(self, remove, self._handles)
+
+    def note(self, module: torch.nn.Module) -> None:
+        """The forward of `module` is about to begin."""
+        if module.training:
+            self._called.add(id(module))
+
+    def end(self) -> list[torch.nn.Module]:
+        """Notes no more. Returns the modules that were called and are alive."""
+        if not _something_is_compiled():
+            # What was compiled meanwhile has the hooks in it, and would be compiled again.
+            remove(self._handles)
+        self._handles.clear()
+        found = (self._by_id.get(key) for key in self._called)
+        return [module for module in found if module is not None]
+
+
 class Gate:
     """Hooks on the modules that hold `params`.
 
@@ -99,6 +189,7 @@ class Gate:
             weakly. None: none is.
         wait_bytes_max: of weights that one module waits for at once, before it begins, though only
             modules within it use them; 0: each module waits for its own.
+        called: modules that forwards in training have called already.
     """
 
     def __init__(
@@ -111,6 +202,7 @@ class Gate:
         confirm: Callable[[], None] | None = None,
         has_pending: Callable[[], bool] | None = None,
         wait_bytes_max: int = 0,
+        called: Iterable[torch.nn.Module] = (),
     ) -> None:
         self._params = set(params)
         self.is_on_cuda = any(param.is_cuda for param in self._params)
@@ -128,13 +220,12 @@ class Gate:
         )
         # Whether a forward in training has begun since the last step.
         self._is_entered = False
-        self._children: dict[int, list[int]] = {}
-        self._parents: dict[int, list[int]] = {}
-        self._owned: dict[int, list[torch.Tensor]] = {}
         self._nbytes: dict[int, int] = {}
         self._has_pending = None if has_pending is None else weakref.WeakMethod(has_pending)
         self._wait_bytes_max = wait_bytes_max
         modules = modules_alive()
+        tree = _Tree(self._params, modules)
+        self._children, self._parents, self._owned = tree.children, tree.parents, tree.owned
         self.guard = (
             ShardGuard(self._params, uploads, settle, modules)
             if any(map(is_dtensor, self._params))
@@ -143,36 +234,21 @@ class Gate:
         """What knows which weights are under way."""
         self.is_open = False
         """Whether forwards wait by themselves. If not, the step has to wait for all uploads."""
-        self._attach(modules)
+        self._attach(tree.gated)
+        self._called.update(id(module) for module in called if id(module) in self._by_id)
 
-    def _attach(self, modules: list[torch.nn.Module]) -> None:
-        by_id = {id(module): module for module in modules}
-        for module in modules:
-            children = [
-                child for child in module.__dict__.get("_modules", {}).values() if child is not None
-            ]
-            self._children[id(module)] = [id(child) for child in children]
-            for child in children:
-                self._parents.setdefault(id(child), []).append(id(module))
-            owned = [
-                p
-                for p in module.__dict__.get("_parameters", {}).values()
-                if p is not None and p in self._params
-            ]
-            if owned:
-                self._owned[id(module)] = owned
-        gated = self._reached(self._owned, self._parents)
+    def _attach(self, gated: list[torch.nn.Module]) -> None:
         unowned = len(self._params.difference(*self._owned.values()))
         if _something_is_compiled():
             why = "torch.compile was used before the first step, and would not see hooks"
-        elif compiled := [type(by_id[key]).__name__ for key in gated if _is_compiled(by_id[key])]:
+        elif compiled := [type(module).__name__ for module in gated if _is_compiled(module)]:
             why = f"`{compiled[0]}` is compiled"
         elif unowned:
             why = f"{unowned} parameters are in no module"
             if gc.get_freeze_count():
                 why += " that is seen: gc.freeze() hides modules, call it after the first step"
         else:
-            self._hook([by_id[key] for key in gated])
+            self._hook(gated)
             return
         _LOGGER.info("gate='step': %s, so forwards cannot wait by themselves", why)
 
@@ -233,6 +309,12 @@ class Gate:
         covered = {param for waited in self._waits.values() for param in waited}
         covered.difference_update(exposed)
         return [param for param in params if param not in covered]
+
+    @property
+    def called(self) -> list[torch.nn.Module]:
+        """The modules that forwards in training have called, as far as they are alive."""
+        found = (self._by_id.get(key) for key in self._called)
+        return [module for module in found if module is not None]
 
     @property
     def uncovered(self) -> list[torch.Tensor]:
@@ -321,7 +403,7 @@ class Gate:
 
     def _nbytes_beneath(self, key: int) -> int:
         if key not in self._nbytes:
-            beneath = self._reached([key], self._children)
+            beneath = _reached([key], self._children)
             params = {param for each in beneath for param in self._owned.get(each, ())}
             self._nbytes[key] = sum(param.nbytes for param in params)
         return self._nbytes[key]
@@ -349,12 +431,12 @@ class Gate:
         if self.guard.any_under_way:
             if not is_part:
                 self.guard.confirm()
-            beneath = self._reached([id(module)], self._children)
+            beneath = _reached([id(module)], self._children)
             self.guard.enter(param for key in beneath for param in self._owned.get(key, ()))
 
     def _is_part(self, module: torch.nn.Module) -> bool:
         """Whether `module` is within one that is in training mode."""
-        above = (self._by_id.get(key) for key in self._reached([id(module)], self._parents))
+        above = (self._by_id.get(key) for key in _reached([id(module)], self._parents))
         return any(one is not None and one.training for one in above)
 
     def _end_interrupted_step(self) -> None:
@@ -368,18 +450,6 @@ class Gate:
             # On another thread, while the step goes on.
             self.wait_for_uncovered()
 
-    @staticmethod
-    def _reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
-        """Where `steps` lead from `keys`, which are included; in the order of a walk, each once."""
-        reached: dict[int, None] = {}
-        ahead = list(keys)[::-1]
-        while ahead:
-            key = ahead.pop()
-            if key not in reached:
-                reached[key] = None
-                ahead += steps.get(key, ())[::-1]
-        return list(reached)
-
 
 class _Hook:
     """A hook of the gate with this key.
@@ -391,7 +461,8 @@ class _Hook:
     def __name__(self) -> str:
         raise AttributeError(
             "torch.jit.script cannot compile the hook that waits for the weights of an optimizer. "
-            "hint: script the module before the first step, or use gate='step'"
+            "hint: script the module before the first step and before a state dict is loaded, or "
+            "use gate='step'"
         )
 
     def __init__(self, key: int) -> None:
@@ -399,6 +470,17 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[int]]:
         return type(self), (0,)
+
+
+class _CallHook(_Hook):
+    """Of `Forwards`."""
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return
+        forwards = _FORWARDS.get(self.key)
+        if forwards is not None:
+            forwards.note(module)
 
 
 class _ForwardHook(_Hook):

@@ -21,7 +21,7 @@ from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.engine import Engine
-from stepwell.offload.gate import LANDING_BYTES_MAX, Gate, remove
+from stepwell.offload.gate import LANDING_BYTES_MAX, Forwards, Gate, remove
 from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
@@ -211,6 +211,8 @@ class OffloadAdamW(OffloadStateDicts):
         self._hooked: dict[torch.Tensor, weakref.finalize[Any, OffloadAdamW]] = {}
         self._engine = None
         self._gate: Gate | None = None
+        # Of deferred updates, once state was loaded, until there is a gate.
+        self._forwards: Forwards | None = None
         self._seconds: dict[str, float] = {}
         # Between a submit and the release of its gradients.
         self._is_unreleased = False
@@ -291,12 +293,14 @@ class OffloadAdamW(OffloadStateDicts):
             self._close_engine()
             self._host.let_go(params, self._states)
             self._collector.let_go(params)
-            if self._sharding is not None:
-                self._sharding.shares.remove(params)
             for param in params:
                 self._bound.pop(param, None)
                 if remove_hooks := self._hooked.pop(param, None):
                     remove_hooks()
+        if self._sharding is not None:
+            # Of frozen ones too, which have no twin.
+            shares = self._sharding.shares
+            shares.remove([param for param in shares if param not in living])
 
     def _follow_groups(self) -> None:
         """Makes ready for what has come since groups were added, and lets go of what has gone.
@@ -334,9 +338,7 @@ class OffloadAdamW(OffloadStateDicts):
                 )
                 confirm = ranked.confirm
             gate = None
-            # What is deferred is applied by each rank for itself; its forwards are collective.
-            is_sharded = any(is_dtensor(param) for param in self._twins)
-            if self._gate_mode == "module" and not (is_sharded and self._deferred is not None):
+            if self._is_gated:
                 gate = Gate(
                     self._twins,
                     engine,
@@ -345,9 +347,27 @@ class OffloadAdamW(OffloadStateDicts):
                     confirm=confirm,
                     has_pending=engine.has_pending,
                     wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
+                    called=() if self._forwards is None else self._forwards.end(),
                 )
-            self._engine, self._gate = engine, gate
+            self._engine, self._gate, self._forwards = engine, gate, None
         return self._engine
+
+    @property
+    def _is_gated(self) -> bool:
+        """Whether forwards wait, where they can be seen."""
+        # What is deferred is applied by each rank for itself; its forwards are collective.
+        is_sharded = any(is_dtensor(param) for param in self._twins)
+        return self._gate_mode == "module" and not (is_sharded and self._deferred is not None)
+
+    def _note_forwards(self) -> None:
+        """Until there is a gate: has it know the forwards before the step that makes it.
+
+        Where updates are deferred. So a run that is resumed in a new process sees the same looks at
+        weights as the run that went on.
+        """
+        if self._deferred is not None and self._gate is None and self._is_gated:
+            called = () if self._forwards is None else self._forwards.end()
+            self._forwards = Forwards(self._twins, called)
 
     def _idle_engine(self) -> Engine:
         """The engine, which does not work on a step, or takes gradients meanwhile."""
@@ -361,8 +381,9 @@ class OffloadAdamW(OffloadStateDicts):
         self.synchronize()
         # The engine unpins the host sides.
         self._collector.wait()
-        self._gate = None
-        self._engine = None
+        gate, self._gate, self._engine = self._gate, None, None
+        if gate is not None and self._deferred is not None:
+            self._forwards = Forwards(self._twins, gate.called)
         # What the engine has copied is gone with it.
         self._collector.reset()
 
@@ -849,8 +870,8 @@ class OffloadAdamW(OffloadStateDicts):
         self._host.drop_fresh(params)
         if gate is not None and gate.uncovered:
             # The step itself waits for them, so that the guard sees no access. Those of the first
-            # step: it has seen no forward. Not where memory is shared: writes to it are not seen
-            # anyway.
+            # step of a new run: it has seen no forward. Not where memory is shared: writes to it
+            # are not seen anyway.
             self._twins.mark_stale(param for param in gate.uncovered if param not in shared)
 
     def _left_out(self, params: Collection[torch.Tensor]) -> list[torch.Tensor]:

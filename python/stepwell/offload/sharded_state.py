@@ -140,10 +140,18 @@ def of_rank(sharding: Sharding, param: torch.Tensor, state: Mapping[str, Any]) -
     """The state of a parameter with this rank's pieces as `Rows`, in their memory."""
     return {
         name: _rows(_Cut(sharding, param, name), sharding.peers.rank, value)
-        if _state.is_part(name)
+        if _is_cut(sharding, param, name)
         else value
         for name, value in state.items()
     }
+
+
+def _is_cut(sharding: Sharding, param: torch.Tensor, name: str) -> bool:
+    """Whether each rank has a piece of this part of the state of `param`.
+
+    Not of a frozen parameter whose state was not loaded, but set by the program.
+    """
+    return _state.is_part(name) and param in sharding.shares
 
 
 def _rows(cut: _Cut, rank: int, piece: torch.Tensor) -> Rows:
@@ -208,7 +216,7 @@ def whole(
     peers = sharding.peers
     catalog = {
         index: {
-            name: str(value.dtype) if _state.is_part(name) else None
+            name: str(value.dtype) if _is_cut(sharding, params[index], name) else None
             for name, value in sorted(state.items())
         }
         for index, state in sorted(states.items())
@@ -223,18 +231,18 @@ def whole(
         math.prod(_Cut(sharding, params[index], name).shape) * value.itemsize
         for index, state in states.items()
         for name, value in state.items()
-        if _state.is_part(name)
+        if _is_cut(sharding, params[index], name)
     )
     if is_here:
         _LOGGER.info("%.2f GiB of host memory for the whole state", nbytes / GIB)
     found: dict[int, dict[str, Any]] = {}
     for index, state in sorted(states.items()):
         found[index] = {}
+        param = params[index]
         for name, value in sorted(state.items()):
-            if not _state.is_part(name):
+            if not _is_cut(sharding, param, name):
                 found[index][name] = value.clone() if isinstance(value, torch.Tensor) else value
                 continue
-            param = params[index]
             cut = _Cut(sharding, param, name)
             memory = torch.empty(cut.shape if is_here else 0, dtype=value.dtype, device="cpu")
             for owner, (begin, end) in enumerate(cut.rows):

@@ -20,7 +20,7 @@ import torch
 from stepwell import _core
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["Shares"]
 
@@ -61,6 +61,10 @@ class Shares:
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self._bounds
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """The parameters whose rows are dealt out."""
+        return iter(self._bounds)
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
         """Forgets `params`."""

@@ -43,18 +43,29 @@ class OffloadStateDicts(OffloadState):
         """Makes ready for what has come since groups were added."""
 
     @abc.abstractmethod
+    def _note_forwards(self) -> None:
+        """State was loaded: until there is a gate, forwards are noted for it."""
+
+    @abc.abstractmethod
     def _set_interval(self, interval: int) -> None:
         """Has updates deferred by so many steps from now on."""
 
     def _first_element(self, param: torch.Tensor) -> int:
-        if self._sharding is None or param not in self._twins:
+        if self._sharding is None or param not in self._sharding.shares:
             return 0
         return self._sharding.shares.elements(param)[0]
 
     def _own_state(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
-        if self._sharding is None or param not in self._twins:
+        if self._sharding is None:
             return state
+        # Also the rows of a frozen one: the rank that has their state steps them once it thaws.
+        self._sharding.admit([param], {param: label})
         return sharded_state.own(self._sharding, param, state, label)
+
+    def _host_side(self, param: torch.Tensor) -> torch.Tensor:
+        if self._sharding is None or param in self._twins or param not in self._sharding.shares:
+            return super()._host_side(param)
+        return self._sharding.shares.piece(param, param.detach())
 
     def state_dict(self) -> StateDict:
         """As `stepwell.AdamW.state_dict`, after the last step is complete.
@@ -145,10 +156,19 @@ class OffloadStateDicts(OffloadState):
         self._follow_groups()
         self._host.take_fingerprints(self._twins, self._states)
         self._host.note_load(has_state=bool(state_dict["state"]))
-        super().load_state_dict(state_dict)
+        shares = None if self._sharding is None else self._sharding.shares
+        dealt_out = [] if shares is None else list(shares)
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            if shares is not None:
+                # Other ranks, whose load may have failed earlier, deal out the same from here on.
+                shares.remove(set(shares).difference(dealt_out))
+            raise
         intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
         if self._chosen_interval is not None and intervals and intervals[0] is not None:
             self._set_interval(int(intervals[0]))
+        self._note_forwards()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

@@ -33,7 +33,7 @@ from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.deferred_steps import DeferredSteps
-from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
+from stepwell.offload.gate import LANDING_BYTES_MAX, Forwards, Gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,6 +58,8 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         self._has_warned: set[str] = set()
         self._steps = DeferredSteps(self._deferred, "fp32", self._warn_once)
         self._is_skipped = False
+        # On one rank, once a checkpoint was loaded, until there is a gate.
+        self._forwards: Forwards | None = None
         super().__init__(init_optimizer, *args, plan=plan, **kwargs)
 
     def _open_partitions(self, partitions: list[Partition]) -> Any:
@@ -129,6 +131,9 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
 
     def _check_used(self) -> None:
         super()._check_used()
+        # The first step of a run that is resumed selects for the next one, as in the run that went
+        # on, so looks at weights are to be seen by then.
+        self._make_gate()
         # Before the norm, which is waited for.
         self._partitions.score(
             is_deferred=self._is_deferred(),
@@ -185,20 +190,27 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
 
+    def _make_gate(self) -> None:
+        """On one rank, where accesses wait: makes what they wait at, unless it is there."""
+        if not self._is_alone or self._gate is not None:
+            return
+        params = [param for group in self.bit16_groups for param in group]
+        fragments = {param: self._fragment(param) for param in params}
+        self._gate = Gate(
+            params,
+            _DeferredUploads(self._partitions, fragments),
+            settle=self._partitions.finish,
+            has_pending=self._partitions.has_pending,
+            wait_bytes_max=LANDING_BYTES_MAX,
+            called=() if self._forwards is None else self._forwards.end(),
+        )
+        self._forwards = None
+
     def _guard_weights(self) -> list[torch.Tensor]:
         """Has accesses wait on one rank. Returns the parameters that the step itself waits for."""
-        if not self._is_alone:
+        if self._gate is None:
             return []
         params = [param for group in self.bit16_groups for param in group]
-        if self._gate is None:
-            fragments = {param: self._fragment(param) for param in params}
-            self._gate = Gate(
-                params,
-                _DeferredUploads(self._partitions, fragments),
-                settle=self._partitions.finish,
-                has_pending=self._partitions.has_pending,
-                wait_bytes_max=LANDING_BYTES_MAX,
-            )
         if not self._gate.is_open:
             return params
         self._gate.open(params, self._exposed())
@@ -223,6 +235,12 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
     def checkpoint_event_prologue(self) -> None:
         """A checkpoint is saved or loaded, on all ranks: it has all updates."""
         self.drain()
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As the base class. Looks behind the next step are seen as in the run that went on."""
+        super().load_state_dict(*args, **kwargs)
+        if self._is_alone and self._gate is None:
+            self._forwards = Forwards(param for group in self.bit16_groups for param in group)
 
     def synchronize(self) -> None:
         """As the base class; what is deferred is applied. Weights on several ranks see `drain`."""
