@@ -342,6 +342,35 @@ def interrupted_twice(stage, where):
     return said, losses
 
 
+def undropped(stage):
+    """What is said behind a step that was left, and whose gradients could not be dropped."""
+    engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage))
+    optimizer = engine.optimizer
+    partitions_of, said = optimizer._partitions, []
+
+    def fail_once(name, error):
+        kept = getattr(partitions_of, name)
+
+        def fail(*_, **__):
+            setattr(partitions_of, name, kept)
+            raise error
+
+        setattr(partitions_of, name, fail)
+
+    fail_once("prepare", MemoryError("no memory"))
+    fail_once("drop", OSError("a copy is lost"))
+    for batch in vectors(2):
+        try:
+            train(engine, [batch], squared)
+        except (MemoryError, ValueError) as error:
+            said.append(str(error))
+    # As the hint says.
+    optimizer.zero_grad()
+    losses = train(engine, vectors(1, first=2), squared)
+    engine.destroy()
+    return said, losses
+
+
 def without_memory(stage, *, is_refused, **options):
     """A run in which there is no memory for a step, or that batch does not come."""
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage, **options))
@@ -436,6 +465,7 @@ def program_gradients(result):
             for options in ({}, {"data_types": FP32_SUMS})
         }
         result[f"skipped, ZeRO-{stage}"] = skipped(stage)
+        result[f"undropped, ZeRO-{stage}"] = undropped(stage)
         result[f"without memory, ZeRO-{stage}"] = [
             without_memory(stage, is_refused=is_refused, wall_clock_breakdown=is_refused)
             for is_refused in (False, True)

@@ -115,6 +115,14 @@ def test_a_step_for_which_there_is_no_memory_leaves_no_gradients(runs, stage):
     assert_same(*runs[f"without memory, ZeRO-{stage}"])
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_why_gradients_could_not_be_dropped_is_said_by_the_next_backward(runs, stage):
+    (first, second), losses = runs[f"undropped, ZeRO-{stage}"]
+    assert first == "no memory"
+    assert "gradients could not be dropped: `OSError: a copy is lost`. hint: " in second
+    assert math.isfinite(losses[0])
+
+
 def test_gradients_in_buckets_may_not_be_kept(runs):
     assert runs["handed over"]["kept"] == [(False, True)] * 4
 
