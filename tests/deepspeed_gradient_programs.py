@@ -25,6 +25,12 @@ LEFT_OUT = {
     "fp32 sums": {"gradient_accumulation_steps": 2, "data_types": FP32_SUMS},
 }
 """Options of runs whose program leaves steps out."""
+NOT_DROPPED = {
+    "engine.zero_grad()": lambda engine: engine.zero_grad(),
+    "module.zero_grad()": lambda engine: engine.module.zero_grad(),
+    "nothing": lambda _: None,
+}
+"""What drops no gradient that lies in host memory."""
 OUTSIDE = {
     "ZeRO-1": {"stage": 1},
     "ZeRO-2": {"stage": 2},
@@ -129,7 +135,7 @@ def cleared(config):
     return found
 
 
-def left_out(config, *, extra):
+def left_out(config, *, extra, drop=lambda engine: engine.optimizer.zero_grad()):
     """A run that has the backwards of a step, and drops them, `extra` times before each step."""
     engine = initialize(perceptron(), config)
     count = engine.gradient_accumulation_steps()
@@ -144,7 +150,7 @@ def left_out(config, *, extra):
                 if is_kept or not is_boundary:
                     engine.step()
                 else:
-                    engine.optimizer.zero_grad()
+                    drop(engine)
                     # Where the first micro-batch of the same step is next.
                     engine.micro_steps -= count - 1
             losses += [loss.item()] * is_kept
@@ -443,6 +449,10 @@ def program_gradients(result):
                 left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
                 for extra in (0, 1, 2)
             ]
+        config = configuration(stage=stage, dtype="bf16")
+        result[f"not dropped, ZeRO-{stage}"] = {
+            name: left_out(config, extra=2, drop=drop) for name, drop in NOT_DROPPED.items()
+        }
         result[f"cleared, ZeRO-{stage}"] = [
             cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
         ]
@@ -477,6 +487,12 @@ def program_gradients(result):
             huge(configuration(stage=stage, dtype="bf16", clip=0.1), factor)
             for factor in (1.0, 2.0**80)
         ]
+    # The stage at which DeepSpeed adds them all.
+    result["not dropped, DeepSpeed"] = left_out(
+        configuration(stage=3, dtype="bf16", stepwell={"engine": False}),
+        extra=2,
+        drop=NOT_DROPPED["nothing"],
+    )
     result["handed over"] = handed_over(zero={"reduce_scatter": False})
     for stage in (1, 2):
         result[f"interrupted, ZeRO-{stage}"] = [

@@ -9,7 +9,7 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions
-from deepspeed_gradient_programs import OUTSIDE
+from deepspeed_gradient_programs import NOT_DROPPED, OUTSIDE
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -87,6 +87,16 @@ def test_what_a_program_leaves_out_by_zero_grad_is_not_stepped(runs, stage, name
     undisturbed, *left_out = runs[f"left out, ZeRO-{stage}, {name}"]
     for each in left_out:
         assert_same(each, undisturbed)
+
+
+@pytest.mark.parametrize("name", NOT_DROPPED)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_program_leaves_out_and_does_not_drop_is_added_to_the_next(runs, stage, name):
+    theirs, _ = runs["not dropped, DeepSpeed"]
+    losses, _ = runs[f"not dropped, ZeRO-{stage}"][name]
+    assert losses == theirs
+    undisturbed, *_ = runs[f"left out, ZeRO-{stage}, one backward"]
+    assert losses != undisturbed[0]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
