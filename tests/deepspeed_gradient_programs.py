@@ -25,6 +25,12 @@ LEFT_OUT = {
     "fp32 sums": {"gradient_accumulation_steps": 2, "data_types": FP32_SUMS},
 }
 """Options of runs whose program leaves steps out."""
+NOT_DROPPED = {
+    "engine.zero_grad()": lambda engine: engine.zero_grad(),
+    "module.zero_grad()": lambda engine: engine.module.zero_grad(),
+    "nothing": lambda _: None,
+}
+"""What drops no gradient that lies in host memory."""
 OUTSIDE = {
     "ZeRO-1": {"stage": 1},
     "ZeRO-2": {"stage": 2},
@@ -129,7 +135,7 @@ def cleared(config):
     return found
 
 
-def left_out(config, *, extra):
+def left_out(config, *, extra, drop=lambda engine: engine.optimizer.zero_grad()):
     """A run that has the backwards of a step, and drops them, `extra` times before each step."""
     engine = initialize(perceptron(), config)
     count = engine.gradient_accumulation_steps()
@@ -144,7 +150,7 @@ def left_out(config, *, extra):
                 if is_kept or not is_boundary:
                     engine.step()
                 else:
-                    engine.optimizer.zero_grad()
+                    drop(engine)
                     # Where the first micro-batch of the same step is next.
                     engine.micro_steps -= count - 1
             losses += [loss.item()] * is_kept
@@ -372,6 +378,35 @@ def interrupted_twice(stage, where):
     return said, losses
 
 
+def undropped(stage):
+    """What is said behind a step that was left, and whose gradients could not be dropped."""
+    engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage))
+    optimizer = engine.optimizer
+    partitions_of, said = optimizer._partitions, []
+
+    def fail_once(name, error):
+        kept = getattr(partitions_of, name)
+
+        def fail(*_, **__):
+            setattr(partitions_of, name, kept)
+            raise error
+
+        setattr(partitions_of, name, fail)
+
+    fail_once("prepare", MemoryError("no memory"))
+    fail_once("drop", OSError("a copy is lost"))
+    for batch in vectors(2):
+        try:
+            train(engine, [batch], squared)
+        except (MemoryError, ValueError) as error:
+            said.append(str(error))
+    # As the hint says.
+    optimizer.zero_grad()
+    losses = train(engine, vectors(1, first=2), squared)
+    engine.destroy()
+    return said, losses
+
+
 def without_memory(stage, *, is_refused, **options):
     """A run in which there is no memory for a step, or that batch does not come."""
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=stage, **options))
@@ -450,6 +485,10 @@ def program_gradients(result):
                 left_out(configuration(stage=stage, dtype="bf16", **options), extra=extra)
                 for extra in (0, 1, 2)
             ]
+        config = configuration(stage=stage, dtype="bf16")
+        result[f"not dropped, ZeRO-{stage}"] = {
+            name: left_out(config, extra=2, drop=drop) for name, drop in NOT_DROPPED.items()
+        }
         result[f"cleared, ZeRO-{stage}"] = [
             cleared({**accumulating, "stepwell": {"engine": engine}}) for engine in (True, False)
         ]
@@ -472,6 +511,7 @@ def program_gradients(result):
             for options in ({}, {"data_types": FP32_SUMS})
         }
         result[f"skipped, ZeRO-{stage}"] = skipped(stage)
+        result[f"undropped, ZeRO-{stage}"] = undropped(stage)
         result[f"without memory, ZeRO-{stage}"] = [
             without_memory(stage, is_refused=is_refused, wall_clock_breakdown=is_refused)
             for is_refused in (False, True)
@@ -483,6 +523,12 @@ def program_gradients(result):
             huge(configuration(stage=stage, dtype="bf16", clip=0.1), factor)
             for factor in (1.0, 2.0**80)
         ]
+    # The stage at which DeepSpeed adds them all.
+    result["not dropped, DeepSpeed"] = left_out(
+        configuration(stage=3, dtype="bf16", stepwell={"engine": False}),
+        extra=2,
+        drop=NOT_DROPPED["nothing"],
+    )
     result["handed over"] = [
         handed_over(zero={"reduce_scatter": is_scattered}) for is_scattered in (False, True)
     ]

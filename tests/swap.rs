@@ -31,7 +31,7 @@ use stepwell::{
     tier::{
         Tier,
         swap::{Catalog, Config, Placed, Swap},
-        volume::{Durability, EngineKind, Location, Options},
+        volume::{Durability, EngineKind, Location, Options, Shape, Volume, found},
     },
 };
 use tempfile::TempDir;
@@ -420,6 +420,73 @@ fn another_volume_is_refused_and_stays() {
     let error = other.open().expect_err("of others");
     assert!(error.to_string().contains("other parameters"), "{error}");
     rig.open().expect("it is still there");
+}
+
+/// What records of a volume hold.
+fn records_of(volume: &Volume) -> Vec<Vec<u8>> {
+    let each = 0..volume.num_records();
+    each.map(|record| {
+        let nbytes = volume.record_nbytes(record).expect("a record");
+        let buffer = volume.buffer(SOON).expect("a free buffer");
+        let mut ticket = volume.read(record, buffer).expect("begun");
+        let buffer = ticket.wait(SOON).expect("read").expect("over soon");
+        buffer.as_slice()[..nbytes].to_vec()
+    })
+    .collect()
+}
+
+/// A volume of the same name, with these records.
+fn volume_of(records: &[Vec<u8>], location: &Location, options: &Options) {
+    let shape = Shape::new(records.iter().map(Vec::len).collect());
+    let volume = Volume::create(location, &shape, options, &pool_of(2)).expect("a volume");
+    for (record, bytes) in records.iter().enumerate() {
+        let mut buffer = volume.buffer(SOON).expect("a free buffer");
+        buffer.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
+        let mut ticket = volume.write(record, 1, buffer).expect("begun");
+        ticket.wait(SOON).expect("written").expect("over soon");
+    }
+    volume.commit(1).expect("a commit");
+}
+
+/// Its catalog is at the end in all of them, and has other bytes in each.
+#[test]
+fn a_volume_of_another_release_is_refused_with_both_versions() {
+    let mut rig = Rig::of_split(Durability::Commit);
+    rig.config.options.keep = true;
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    drop((engine, swap));
+    let Config { location, options, .. } = rig.config.clone();
+    let made = Volume::open(&location, &options, &pool_of(2)).expect("the volume");
+    let records = records_of(&made);
+    drop(made);
+    let (catalog, states) = records.split_last().expect("a catalog");
+    let (head, tensors) = catalog.split_at(40);
+    let (magic, identity, run) = (&head[..8], &head[24..32], &head[32..]);
+    let count = (NUMELS.len() as u32).to_le_bytes();
+    let state_format = 1_u32.to_le_bytes();
+    let before_runs = [magic, &state_format, &count, identity, tensors].concat();
+    let with_runs = [magic, &state_format, &count, identity, run, tensors].concat();
+    let later = [magic, &9_u32.to_le_bytes(), b"of any length"].concat();
+    let mut of_other_state = catalog.clone();
+    of_other_state[12] = 7;
+    for (bytes, said) in [
+        (before_runs, "the catalog of version `1`, expected 2"),
+        (with_runs, "the catalog of version `1`, expected 2"),
+        (later, "the catalog of version `9`, expected 2"),
+        (of_other_state, "the state format of version `7`, expected 1"),
+        (b"swstates".to_vec(), "other parameters"),
+        (catalog[..catalog.len() - 1].to_vec(), "other parameters"),
+    ] {
+        found::remove(&location, SOON).expect("removed");
+        volume_of(&[states, &[bytes]].concat(), &location, &options);
+        let error = rig.open().expect_err("of another release").to_string();
+        assert!(error.contains(said) && error.contains("hint: "), "{error}");
+    }
+    found::remove(&location, SOON).expect("it is still there");
+    volume_of(&records, &location, &options);
+    rig.open().expect("the records as they were");
 }
 
 /// A step that a fault ends: its error, and what was uploaded in it.

@@ -9,7 +9,7 @@ import deepspeed_run
 import pytest
 import torch
 from deepspeed_asserts import assert_same_partitions
-from deepspeed_gradient_programs import OUTSIDE
+from deepspeed_gradient_programs import NOT_DROPPED, OUTSIDE
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -89,6 +89,16 @@ def test_what_a_program_leaves_out_by_zero_grad_is_not_stepped(runs, stage, name
         assert_same(each, undisturbed)
 
 
+@pytest.mark.parametrize("name", NOT_DROPPED)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_a_program_leaves_out_and_does_not_drop_is_added_to_the_next(runs, stage, name):
+    theirs, _ = runs["not dropped, DeepSpeed"]
+    losses, _ = runs[f"not dropped, ZeRO-{stage}"][name]
+    assert losses == theirs
+    undisturbed, *_ = runs[f"left out, ZeRO-{stage}, one backward"]
+    assert losses != undisturbed[0]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_has_as_many_micro_batches_as_the_program_says_at_the_time(runs, stage):
     for (counts, *_), (ours, theirs) in runs[f"resized, ZeRO-{stage}"].items():
@@ -113,6 +123,14 @@ def test_a_skipped_step_leaves_no_gradients(runs, stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_for_which_there_is_no_memory_leaves_no_gradients(runs, stage):
     assert_same(*runs[f"without memory, ZeRO-{stage}"])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_why_gradients_could_not_be_dropped_is_said_by_the_next_backward(runs, stage):
+    (first, second), losses = runs[f"undropped, ZeRO-{stage}"]
+    assert first == "no memory"
+    assert "gradients could not be dropped: `OSError: a copy is lost`. hint: " in second
+    assert math.isfinite(losses[0])
 
 
 @pytest.mark.parametrize("is_scattered", [False, True])

@@ -49,6 +49,25 @@ def test_gradients_of_a_failed_backward_are_refused(use):
     use(backward)
 
 
+def test_a_step_that_was_left_is_told_with_what_came_meanwhile():
+    backward = Backward()
+    backward.has_left_step = True
+    with pytest.raises(ValueError, match=r"dropped: another exception came meanwhile. hint: "):
+        backward.check()
+    # Ctrl-C ends the drop, and is raised.
+    with pytest.raises(KeyboardInterrupt), backward.dropping():
+        raise KeyboardInterrupt
+    with pytest.raises(ValueError, match=r"dropped: another exception came meanwhile. hint: "):
+        backward.check()
+    with backward.dropping():
+        raise OSError("a copy is lost")
+    with pytest.raises(ValueError, match=r"dropped: `OSError: a copy is lost`. hint: "):
+        backward.check()
+    with backward.dropping():
+        backward.reset()
+    backward.check()
+
+
 def test_a_forward_within_a_backward_is_no_failure():
     backward = Backward()
     backward.announce()

@@ -360,6 +360,51 @@ def test_dict_that_does_not_fit_changes_nothing(spoil, pattern):
     advance(optimizer, 1, seed=3)
 
 
+# Of torch, that CSR is new.
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("cls", [stepwell.AdamW, stepwell.OffloadAdamW])
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (torch.Tensor.to_sparse, "sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "sparse_csr"),
+        (lambda value: torch.nested.nested_tensor(list(value), layout=torch.jagged), "nested"),
+    ],
+    ids=["coo", "csr", "nested"],
+)
+def test_state_that_is_not_dense_is_refused(change, kind, cls):
+    param = parameter(3, 5)
+    optimizer = cls([param])
+    advance(optimizer, 1, seed=1)
+    packed = copy.deepcopy(optimizer.state_dict())
+    before = snapshot(optimizer)
+    packed["state"][0]["exp_avg_sq"] = change(packed["state"][0]["exp_avg_sq"])
+    pattern = rf"`exp_avg_sq` in .* is `{kind}`, expected a dense tensor(.|\n)*hint: "
+    with pytest.raises(ValueError, match=pattern):
+        optimizer.load_state_dict(packed)
+    assert_same(before, snapshot(optimizer))
+
+
+@pytest.mark.parametrize("step", [torch.ones(2), torch.ones(1).to_sparse()], ids=["two", "sparse"])
+def test_a_step_that_is_no_number_is_refused(step):
+    optimizer = stepped(parameter(3))
+    packed = copy.deepcopy(optimizer.state_dict())
+    packed["state"][0]["step"] = step
+    with pytest.raises(ValueError, match=r"expected a count(.|\n)*hint: "):
+        optimizer.load_state_dict(packed)
+
+
+def test_a_master_that_is_not_dense_is_left_behind(caplog):
+    """As one of another dtype: the parameter is its own master."""
+    param = parameter(8, dtype=torch.bfloat16)
+    optimizer = stepped(param)
+    packed = copy.deepcopy(optimizer.state_dict())
+    packed["state"][0]["trailing"] = packed["state"][0]["trailing"].to_sparse()
+    optimizer.load_state_dict(packed)
+    assert "`trailing` in the loaded state" in caplog.text
+    assert not optimizer.state[param]["trailing"].any()
+
+
 def test_codes_of_another_size_are_refused():
     optimizer = stepped(parameter(100), moments="q8")
     other = stepwell.AdamW([parameter(200)], moments="q8")

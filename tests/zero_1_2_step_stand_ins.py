@@ -3,6 +3,7 @@
 As `zero_1_2_stand_ins.py`.
 """
 
+import contextlib
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -13,6 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from stand_in_optimizers import Gathers, Timers, noted, optimizer_of
 from stepwell.deepspeed.zero import stage_1_2
+from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operand
@@ -32,7 +34,7 @@ def stepping(norm=3.0, *, gathers=False, **more):
     """An optimizer whose step notes its parts, and what it notes."""
     calls = []
     optimizer = made(
-        _backward=SimpleNamespace(check=noted(calls, "check")),
+        _backward=SimpleNamespace(check=noted(calls, "check"), dropping=contextlib.nullcontext),
         _gathers=Gathers(calls) if gathers else None,
         _told_steps=None,
         _norm_round=NormRound(),
@@ -225,6 +227,27 @@ def test_a_step_that_raises_leaves_no_gradients(name, error):
     with pytest.raises(error):
         optimizer.step()
     assert calls[-3:] == ["settled", ("zeroed", True), "drop_gradients"]
+
+
+@pytest.mark.parametrize("name", ["zero_grad", "_drop_gradients"])
+def test_why_gradients_could_not_be_dropped_is_said_next(name):
+    error = mock.Mock(side_effect=MemoryError("no memory"))
+    optimizer, calls = stepping(_apply=error, _backward=Backward())
+
+    def fail(*_, **__):
+        # As where the first of several ways to drop them has worked.
+        optimizer._backward.reset()
+        raise OSError("a copy is lost")
+
+    vars(optimizer)[name] = fail
+    with pytest.raises(MemoryError, match="no memory"):
+        optimizer.step()
+    assert "settled" in calls
+    for use in (optimizer.step, optimizer._backward.announce, optimizer._backward.note_gradient):
+        with pytest.raises(ValueError, match=r"dropped: `OSError: a copy is lost`. hint: "):
+            use()
+    optimizer._backward.reset()
+    optimizer._backward.check()
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -142,6 +142,10 @@ def _problem(param: torch.Tensor, part: _Part, value: object) -> str | None:
     """What keeps `value` from being this part of the state of `param`; None if it fits."""
     if not isinstance(value, torch.Tensor):
         return f"is `{type(value).__name__}`, expected a tensor"
+    # Before its shape and its memory, which such a tensor may not have.
+    if local(value).layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(local(value).layout).removeprefix("torch.")
+        return f"is `{kind}`, expected a dense tensor, as to_dense() gives"
     if value.dtype != part.dtype:
         return f"is `{value.dtype}`, expected `{part.dtype}`"
     if is_dtensor(param) != is_dtensor(value):
@@ -237,7 +241,10 @@ def _floats(shape: Sequence[int]) -> torch.Tensor:
 def step_of(state: State, label: Callable[[], str]) -> int:
     """The number of updates that `state` has seen."""
     step = state.get("step")
-    value = float(step) if isinstance(step, (int, float, torch.Tensor)) else -1.0
+    is_number = isinstance(step, (int, float))
+    if isinstance(step, torch.Tensor):
+        is_number = step.layout == torch.strided and not step.is_nested and step.numel() == 1
+    value = float(cast("float", step)) if is_number else -1.0
     if not (value >= 0 and value.is_integer()):
         raise ValueError(
             f"the state of {label()} has the step `{step}`, expected a count. hint: load a "

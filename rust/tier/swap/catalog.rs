@@ -1,19 +1,25 @@
 //! The catalog: the record that says what the others are of, and how often each tensor was stepped.
 //!
 //! ```text
-//! magic (8 B) | state format u32 | tensors u32 | identity u64 | run u64 |
+//! magic (8 B) | version u32 | state format u32 | tensors u64 | identity u64 | run u64 |
 //! numel u64, count u64, kind (32 B) of each |
 //! ```
 //!
+//! The version is that of these bytes: whoever changes them counts it up. Catalogs before version 2
+//! have the state format in its place, which was always 1.
+//!
 //! The identity is the caller's, of what the tensors are beside that: their names and shapes. The
 //! run is the caller's, too: volumes that step together have the same.
-//! Integers are little-endian. The volume has a checksum of it, and its own version.
+//! Integers are little-endian. The volume has a checksum of it. Its own version is of what is
+//! around records.
 
 use crate::state::{STATE_FORMAT, codecs::MasterKind, layout::Layout};
 
 const MAGIC: &[u8; 8] = b"swstates";
+/// The version of all of this.
+const VERSION: u32 = 2;
 /// Of what is the same in all runs.
-const SAME_BYTES: usize = 24;
+const SAME_BYTES: usize = 32;
 const HEAD_BYTES: usize = SAME_BYTES + 8;
 const KIND_BYTES: usize = 32;
 const TENSOR_BYTES: usize = 16 + KIND_BYTES;
@@ -66,17 +72,55 @@ pub(super) fn encode(layouts: &[Layout], identity: u64, catalog: &Catalog, bytes
 fn head_of(tensors: usize, identity: u64) -> [u8; SAME_BYTES] {
     let mut head = [0; SAME_BYTES];
     head[..8].copy_from_slice(MAGIC);
-    head[8..12].copy_from_slice(&STATE_FORMAT.to_le_bytes());
-    head[12..16].copy_from_slice(&(tensors as u32).to_le_bytes());
-    head[16..].copy_from_slice(&identity.to_le_bytes());
+    head[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    head[12..16].copy_from_slice(&STATE_FORMAT.to_le_bytes());
+    head[16..24].copy_from_slice(&(tensors as u64).to_le_bytes());
+    head[24..].copy_from_slice(&identity.to_le_bytes());
     head
 }
 
-/// What is in `bytes`; None: it is the catalog of others.
-pub(super) fn decode(layouts: &[Layout], identity: u64, bytes: &[u8]) -> Option<Catalog> {
+/// Why bytes are not the catalog of some tensors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoCatalog {
+    /// Another release wrote it.
+    Release {
+        /// What it has of another version.
+        what: &'static str,
+        /// The version that it has.
+        found: u32,
+        /// The version that this release has.
+        expected: u32,
+    },
+    /// It is of others, or no catalog.
+    Foreign,
+}
+
+/// What is in `bytes`, a record.
+///
+/// # Errors
+/// [`NoCatalog`], where it is not the catalog of these tensors.
+pub(super) fn decode(
+    layouts: &[Layout],
+    identity: u64,
+    bytes: &[u8],
+) -> Result<Catalog, NoCatalog> {
+    // First: what follows, and how long it is, depends on them.
+    if let Some(words) = bytes.strip_prefix(MAGIC) {
+        let versions = [("catalog", VERSION), ("state format", STATE_FORMAT)];
+        for ((what, expected), &word) in versions.into_iter().zip(words.as_chunks().0) {
+            let found = u32::from_le_bytes(word);
+            if found != expected {
+                return Err(NoCatalog::Release { what, found, expected });
+            }
+        }
+    }
+    of_these(layouts, identity, bytes).ok_or(NoCatalog::Foreign)
+}
+
+fn of_these(layouts: &[Layout], identity: u64, bytes: &[u8]) -> Option<Catalog> {
     let (head, rest) = bytes.split_at_checked(HEAD_BYTES)?;
     let (same, run) = head.split_at(SAME_BYTES);
-    if same != head_of(layouts.len(), identity) || rest.len() < layouts.len() * TENSOR_BYTES {
+    if same != head_of(layouts.len(), identity) || rest.len() != layouts.len() * TENSOR_BYTES {
         return None;
     }
     let run = u64::from_le_bytes(run.try_into().ok()?);

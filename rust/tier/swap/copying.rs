@@ -7,7 +7,10 @@ use std::{
     time::Duration,
 };
 
-use super::{Catalog, Swap, catalog};
+use super::{
+    Catalog, Swap,
+    catalog::{self, NoCatalog},
+};
 use crate::{
     adam::{
         exchange::{round, widen},
@@ -185,11 +188,6 @@ impl Swap {
                  `stepwell volume rm DRIVE... --name {name}`, and begin anew, without resume"
             )));
         };
-        let expected = self.chunks.record_nbytes();
-        let is_same = self.volume.num_records() == expected.len()
-            && expected.iter().enumerate().all(|(record, &nbytes)| {
-                self.volume.record_nbytes(record).is_ok_and(|found| found == nbytes)
-            });
         let other = || {
             Error::value(format!(
                 "volume `{name}` has the state of other parameters, or other moments, expected \
@@ -198,13 +196,32 @@ impl Swap {
                  of the run that made it; or go on from a checkpoint"
             ))
         };
+        // In any version it is the last record, of other bytes.
+        let record = self.volume.num_records().checked_sub(1).ok_or_else(other)?;
+        if !self.volume.is_written(record)? {
+            return Err(other());
+        }
+        let nbytes = self.volume.record_nbytes(record)?;
+        let buffer = self.end_of(self.volume.read(record, self.buffer()?)?)?;
+        let bytes = &buffer.as_slice()[..nbytes];
+        let catalog = catalog::decode(&self.chunks.layouts(), self.identity, bytes).map_err(
+            |why| match why {
+                NoCatalog::Foreign => other(),
+                NoCatalog::Release { what, found, expected } => Error::value(format!(
+                    "volume `{name}` has the {what} of version `{found}`, expected {expected}: \
+                     another release made it\nhint: go on with that release; or from a \
+                     checkpoint, after `stepwell volume rm DRIVE... --name {name}`"
+                )),
+            },
+        )?;
+        let expected = self.chunks.record_nbytes();
+        let is_same = self.volume.num_records() == expected.len()
+            && expected.iter().enumerate().all(|(record, &nbytes)| {
+                self.volume.record_nbytes(record).is_ok_and(|found| found == nbytes)
+            });
         if !is_same {
             return Err(other());
         }
-        let buffer =
-            self.end_of(self.volume.read(self.chunks.catalog_record(), self.buffer()?)?)?;
-        let found = catalog::decode(&self.chunks.layouts(), self.identity, buffer.as_slice());
-        let catalog = found.ok_or_else(other)?;
         self.pipeline().resume(step, &catalog.counts);
         Ok(catalog)
     }

@@ -164,8 +164,8 @@ impl Swap {
     /// is read.
     ///
     /// # Errors
-    /// As [`Volume::open`]; [`Error::Value`] where it was made for other tensors, or has no
-    /// committed step.
+    /// As [`Volume::open`]; [`Error::Value`] where it was made for other tensors, or by a release
+    /// whose catalog or state has another version, or has no committed step.
     pub fn open(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<(Self, Catalog)> {
         let chunks = Chunks::new(places, config.ram_nbytes, Durability::Commit);
         // Whatever is wrong with it, it is not removed.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["Backward"]
 
@@ -23,6 +29,8 @@ class Backward:
         self._is_running = self._has_gradients = self._has_failed = False
         self.has_left_step = False
         """Set where an exception leaves a step, until its gradients are dropped."""
+        # Why they could not be. Text: an exception would hold what its frames do.
+        self._drop_failure: str | None = None
         self._has_ended = self._is_cleared = False
 
     @property
@@ -73,12 +81,27 @@ class Backward:
         self._has_ended = True
         self._is_running = self._has_gradients = False
 
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        """A context that drops the gradients of a step that an exception has left.
+
+        What fails in it is not raised, in the place of that exception: the next backward or step
+        says it.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self._drop_failure = f"{type(error).__name__}: {error}"
+            # Some of them may be gone, and the rest said to be.
+            self.has_left_step = True
+
     def check(self) -> None:
         """Raises ValueError if there are gradients of a backward, or a step, that has failed."""
         if self.has_left_step:
+            why = self._drop_failure
             raise ValueError(
-                "a step was left by an exception, and its gradients could not be dropped: another "
-                f"exception came meanwhile. {_HINT}"
+                "a step was left by an exception, and its gradients could not be dropped: "
+                f"{'another exception came meanwhile' if why is None else f'`{why}`'}. {_HINT}"
             )
         if self._has_gradients:
             raise ValueError(
@@ -91,3 +114,4 @@ class Backward:
         self._has_ended = self._is_cleared = False
         self._is_running = self._has_gradients = self._has_failed = False
         self.has_left_step = False
+        self._drop_failure = None

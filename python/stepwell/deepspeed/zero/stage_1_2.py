@@ -401,7 +401,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             self._backward.has_left_step = True
             self._partitions.settle()
             # Drops all gradients. Where that fails, the next backward or step says so.
-            with contextlib.suppress(Exception):
+            with self._backward.dropping():
                 self.zero_grad(set_to_none=True)
                 self._drop_gradients()
             stop_all(self.timers)
