@@ -138,8 +138,10 @@ class Held:
     def __contains__(self, group):
         return group in self.groups
 
-    def collect(self, fragment, piece, *, is_owned, is_last):
-        self.calls.append((fragment, piece.tolist(), is_owned, is_last))
+    def collect_all(self, parts, *, is_last):
+        self.calls += [
+            (each.fragment, each.piece.tolist(), each.is_owned, is_last) for each in parts
+        ]
 
     def add(self, fragment, piece):
         self.calls.append((fragment, piece.tolist()))
@@ -175,13 +177,79 @@ def test_reduced_pieces_are_collected(is_last):
     optimizer.is_gradient_accumulation_boundary = lambda: is_last
     for param in params:
         param.grad = torch.ones(3)
+    collected = []
+    gradients.collect_all = lambda parts, *, is_last: collected.append((*parts, is_last))
     pieces = [torch.ones(2), torch.ones(2)]
     optimizer.partition_grads(params, pieces)
     assert share.calls == [(Fragment(0, 8, 2), [1, 1])]
+    ((part, found_last),) = collected
+    assert found_last is is_last
+    assert (part.fragment, part.piece.tolist(), part.is_owned) == (Fragment(1, 6, 2), [1, 1], True)
     # They lie in a bucket, which is written again.
-    assert gradients.calls == [(Fragment(1, 6, 2), [1, 1], False, is_last)]
+    assert part.piece.data_ptr() != pieces[1].data_ptr()
     assert [param.grad for param in params] == [None, None]
     assert optimizer._offload_boundary_param_ids == {0, 1}
+
+
+def waiting(*, is_contiguous=False):
+    """An optimizer whose gradients wait for their reduction, and the bucket."""
+    bucket = SimpleNamespace(params=[], elements=0, process_group=None)
+    optimizer = made(
+        contiguous_gradients=is_contiguous,
+        ipg_buckets={BF16: bucket},
+        get_param_comm_dtype=lambda param: BF16,
+        _get_param_partition_group=lambda param: "group",
+        _producers=set(),
+    )
+    return optimizer, bucket
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_gradient_waits_where_it_is_but_for_one_that_shares_its_memory(monkeypatch, is_shared):
+    monkeypatch.setattr(get_accelerator(), "resolves_data_dependency", lambda: False)
+    monkeypatch.setattr(get_accelerator(), "current_stream", lambda: "stream")
+    optimizer, bucket = waiting()
+    memory = torch.ones(1, 3)
+    grads = [memory.squeeze(0) if is_shared else torch.ones(3), torch.ones(3)]
+    params = [parameter(nth, numel=3) for nth in range(2)]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+        at = grad.data_ptr()
+        optimizer._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
+        is_moved = param.grad.data_ptr() != at
+        assert is_moved is (is_shared and param is params[0])
+        assert param.grad.tolist() == [1, 1, 1]
+    assert bucket.params == params
+    assert (bucket.elements, bucket.process_group) == (6, "group")
+    assert optimizer._producers == {"stream"}
+
+
+@pytest.mark.parametrize("resolves", [False, True])
+def test_a_reduction_is_behind_what_makes_its_gradients(monkeypatch, resolves):
+    calls = []
+    name = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, noted(calls, "reduced"))
+    monkeypatch.setattr(get_accelerator(), "resolves_data_dependency", lambda: resolves)
+    monkeypatch.setattr(get_accelerator(), "current_stream", lambda: "stream")
+    optimizer, _ = waiting()
+    optimizer.reduce_and_partition_stream = SimpleNamespace(
+        wait_stream=lambda stream: calls.append(stream)
+    )
+    param = parameter(0, numel=3)
+    param.grad = torch.ones(3)
+    optimizer._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
+    getattr(optimizer, name)(BF16)
+    assert calls == [*([] if resolves else ["stream"]), "reduced"]
+
+
+def test_gradients_go_to_deepspeeds_buffer_where_that_is_what_is_reduced(monkeypatch):
+    calls = []
+    name = "_DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket"
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, noted(calls, "theirs"))
+    optimizer, bucket = waiting(is_contiguous=True)
+    getattr(optimizer, name)(parameter(0))
+    assert calls == ["theirs"]
+    assert bucket.params == []
 
 
 @pytest.mark.parametrize("piece", [torch.ones(2, dtype=BF16), torch.ones(1)])
