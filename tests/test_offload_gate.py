@@ -18,6 +18,7 @@ from offload_cases import WIDTH, Net, batch, reversed_params
 from offload_landing import Landing
 from optim_cases import bits
 from stepwell.offload import gate as gate_module
+from stepwell.offload import module_tree
 from stepwell.offload.gate import Gate
 
 
@@ -228,8 +229,8 @@ def test_forwards_wait_for_their_own_weights_only():
 
 def test_modules_are_reached_in_the_order_of_a_walk():
     steps = {1: [4, 5], 4: [6], 5: [6, 1]}
-    assert gate_module._reached([1, 2, 3], steps) == [1, 4, 6, 5, 2, 3]
-    assert gate_module._reached([5, 1], steps) == [5, 6, 1, 4]
+    assert module_tree.reached([1, 2, 3], steps) == [1, 4, 6, 5, 2, 3]
+    assert module_tree.reached([5, 1], steps) == [5, 6, 1, 4]
 
 
 def test_every_owner_of_weights_is_gated():

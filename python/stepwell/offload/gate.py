@@ -15,8 +15,8 @@ torch.jit traces a gated module, or a CUDA graph captures its forward, the gate 
 step then waits for its uploads. The result is the same.
 
 A gate is made by the first step. What that waits for itself no guard sees a look at, and where
-updates are deferred such a look counts. So where a run is resumed, `Forwards` tells the gate which
-modules the forward before that step has called, as the run that went on knows.
+updates are deferred such a look counts. So where a run is resumed, `forwards.Forwards` tells the
+gate which modules the forward before that step has called, as the run that went on knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,15 @@ import torch
 
 from stepwell._sharding import is_dtensor
 from stepwell.offload.guard import WeightGuard
+from stepwell.offload.module_tree import (
+    Hook,
+    ModuleTree,
+    is_compiled,
+    modules_alive,
+    reached,
+    remove,
+    something_is_compiled,
+)
 from stepwell.offload.shard_guard import ShardGuard
 
 if TYPE_CHECKING:
@@ -41,7 +49,7 @@ if TYPE_CHECKING:
     from stepwell.offload.guard import Uploads
 
 
-__all__ = ["LANDING_BYTES_MAX", "Forwards", "Gate", "modules_alive", "remove"]
+__all__ = ["LANDING_BYTES_MAX", "Gate"]
 
 LANDING_BYTES_MAX = 256 << 20
 """Of `Gate.wait_bytes_max`, where updates are deferred: weights are there before the forward then,
@@ -50,7 +58,6 @@ but for their way up, of 5 ms per share."""
 _LOGGER = logging.getLogger(__name__)
 
 _GATES: weakref.WeakValueDictionary[int, Gate] = weakref.WeakValueDictionary()
-_FORWARDS: weakref.WeakValueDictionary[int, Forwards] = weakref.WeakValueDictionary()
 _KEYS = itertools.count(1)
 
 
@@ -64,115 +71,6 @@ def _traced(key: int) -> bool:
 
 # What torch.compiler.assume_constant_result does, which takes seconds to import.
 _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def modules_alive() -> list[torch.nn.Module]:
-    """Every module that is alive."""
-    # A class of a proxy may lie about itself; isinstance would ask it.
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
-
-
-def _something_is_compiled() -> bool:
-    """Whether torch.compile has traced anything in this process.
-
-    Hooks that are added later would not be called there.
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and bool(utils.counters["stats"])
-
-
-def _is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of `module` go to compiled code, though nothing may have been traced yet."""
-    return (
-        module.__dict__.get("_compiled_call_impl") is not None
-        or type(module).__name__ == "OptimizedModule"
-        or issubclass(type(module), torch.jit.ScriptModule)
-    )
-
-
-class _Tree:
-    """Modules that hold parameters, and what is above and beneath them.
-
-    Args:
-        params: the parameters.
-        modules: all modules.
-    """
-
-    def __init__(
-        self, params: Collection[torch.Tensor], modules: Iterable[torch.nn.Module]
-    ) -> None:
-        self.children: dict[int, list[int]] = {}
-        self.parents: dict[int, list[int]] = {}
-        self.owned: dict[int, list[torch.Tensor]] = {}
-        """The parameters that a module holds itself."""
-        by_id = {id(module): module for module in modules}
-        for module in by_id.values():
-            children = [
-                child for child in module.__dict__.get("_modules", {}).values() if child is not None
-            ]
-            self.children[id(module)] = [id(child) for child in children]
-            for child in children:
-                self.parents.setdefault(id(child), []).append(id(module))
-            owned = [
-                p
-                for p in module.__dict__.get("_parameters", {}).values()
-                if p is not None and p in params
-            ]
-            if owned:
-                self.owned[id(module)] = owned
-        self.gated = [by_id[key] for key in _reached(self.owned, self.parents)]
-        """Those that hold parameters, and all above them."""
-
-
-def _reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
-    """Where `steps` lead from `keys`, which are included; in the order of a walk, each once."""
-    reached: dict[int, None] = {}
-    ahead = list(keys)[::-1]
-    while ahead:
-        key = ahead.pop()
-        if key not in reached:
-            reached[key] = None
-            ahead += steps.get(key, ())[::-1]
-    return list(reached)
-
-
-class Forwards:
-    """Notes which modules are called by forwards in training, while there is no gate.
-
-    Args:
-        params: the parameters of the gate that will be made.
-        called: modules that were called before.
-    """
-
-    def __init__(
-        self, params: Iterable[torch.Tensor], called: Iterable[torch.nn.Module] = ()
-    ) -> None:
-        gated = _Tree(set(params), modules_alive()).gated
-        self._by_id = weakref.WeakValueDictionary({id(module): module for module in gated})
-        self._called = {id(module) for module in called}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        if _something_is_compiled() or any(map(_is_compiled, gated)):
-            # Nor does a gate have hooks there.
-            return
-        key = next(_KEYS)
-        _FORWARDS[key] = self
-        hook = _CallHook(key)
-        self._handles += [module.register_forward_pre_hook(hook) for module in gated]
-        weakref.finalize(self, remove, self._handles)
-
-    def note(self, module: torch.nn.Module) -> None:
-        """The forward of `module` is about to begin."""
-        if module.training:
-            self._called.add(id(module))
-
-    def end(self) -> list[torch.nn.Module]:
-        """Notes no more. Returns the modules that were called and are alive."""
-        if not _something_is_compiled():
-            # What was compiled meanwhile has the hooks in it, and would be compiled again.
-            remove(self._handles)
-        self._handles.clear()
-        found = (self._by_id.get(key) for key in self._called)
-        return [module for module in found if module is not None]
 
 
 class Gate:
@@ -224,7 +122,7 @@ class Gate:
         self._has_pending = None if has_pending is None else weakref.WeakMethod(has_pending)
         self._wait_bytes_max = wait_bytes_max
         modules = modules_alive()
-        tree = _Tree(self._params, modules)
+        tree = ModuleTree(self._params, modules)
         self._children, self._parents, self._owned = tree.children, tree.parents, tree.owned
         self.guard = (
             ShardGuard(self._params, uploads, settle, modules)
@@ -239,9 +137,9 @@ class Gate:
 
     def _attach(self, gated: list[torch.nn.Module]) -> None:
         unowned = len(self._params.difference(*self._owned.values()))
-        if _something_is_compiled():
+        if something_is_compiled():
             why = "torch.compile was used before the first step, and would not see hooks"
-        elif compiled := [type(module).__name__ for module in gated if _is_compiled(module)]:
+        elif compiled := [type(module).__name__ for module in gated if is_compiled(module)]:
             why = f"`{compiled[0]}` is compiled"
         elif unowned:
             why = f"{unowned} parameters are in no module"
@@ -403,7 +301,7 @@ class Gate:
 
     def _nbytes_beneath(self, key: int) -> int:
         if key not in self._nbytes:
-            beneath = _reached([key], self._children)
+            beneath = reached([key], self._children)
             params = {param for each in beneath for param in self._owned.get(each, ())}
             self._nbytes[key] = sum(param.nbytes for param in params)
         return self._nbytes[key]
@@ -431,12 +329,12 @@ class Gate:
         if self.guard.any_under_way:
             if not is_part:
                 self.guard.confirm()
-            beneath = _reached([id(module)], self._children)
+            beneath = reached([id(module)], self._children)
             self.guard.enter(param for key in beneath for param in self._owned.get(key, ()))
 
     def _is_part(self, module: torch.nn.Module) -> bool:
         """Whether `module` is within one that is in training mode."""
-        above = (self._by_id.get(key) for key in _reached([id(module)], self._parents))
+        above = (self._by_id.get(key) for key in reached([id(module)], self._parents))
         return any(one is not None and one.training for one in above)
 
     def _end_interrupted_step(self) -> None:
@@ -451,39 +349,7 @@ class Gate:
             self.wait_for_uncovered()
 
 
-class _Hook:
-    """A hook of the gate with this key.
-
-    A copy of it that pickle made belongs to no gate, like the module that it was copied with.
-    """
-
-    @property
-    def __name__(self) -> str:
-        raise AttributeError(
-            "torch.jit.script cannot compile the hook that waits for the weights of an optimizer. "
-            "hint: script the module before the first step and before a state dict is loaded, or "
-            "use gate='step'"
-        )
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[int]]:
-        return type(self), (0,)
-
-
-class _CallHook(_Hook):
-    """Of `Forwards`."""
-
-    def __call__(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
-            return
-        forwards = _FORWARDS.get(self.key)
-        if forwards is not None:
-            forwards.note(module)
-
-
-class _ForwardHook(_Hook):
+class _ForwardHook(Hook):
     # Called twice per module and step where activations are computed again: each microsecond is
     # one of the thread that launches the forward.
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
@@ -503,7 +369,7 @@ class _ForwardHook(_Hook):
             gate.enter(module)
 
 
-class _StateHook(_Hook):
+class _StateHook(Hook):
     """Before a state dict is made or loaded."""
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
@@ -513,9 +379,3 @@ class _StateHook(_Hook):
             gate.guard.settle()
         if gate is not None and gate.is_open:
             gate.enter_all(module)
-
-
-def remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
-    """Removes hooks."""
-    for handle in handles:
-        handle.remove()

@@ -21,10 +21,12 @@ from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.engine import Engine
-from stepwell.offload.gate import LANDING_BYTES_MAX, Forwards, Gate, remove
+from stepwell.offload.forwards import Forwards
+from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
 from stepwell.offload.gradients import OnGrad
 from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
+from stepwell.offload.module_tree import remove
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.options import Accumulate, GateMode, check_options
 from stepwell.offload.rank_engine import RankEngine

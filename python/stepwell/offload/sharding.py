@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from stepwell._sharding import is_dtensor
 from stepwell._tensors import contiguous_hint
-from stepwell.offload.gate import modules_alive
+from stepwell.offload.module_tree import modules_alive
 from stepwell.offload.peers import Peers, StepFacts
 from stepwell.offload.shares import Shares
 from stepwell.offload.volume import Durability

@@ -33,7 +33,8 @@ from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.deferred_steps import DeferredSteps
-from stepwell.offload.gate import LANDING_BYTES_MAX, Forwards, Gate
+from stepwell.offload.forwards import Forwards
+from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -1,0 +1,81 @@
+"""Which modules forwards call before there is a gate (`gate`), in a run that is resumed.
+
+A gate is made by the first step, and the run that went on had one before. Where updates are
+deferred a look at a weight behind that step counts. The gate tells a look from a forward only if it
+knows which modules forwards call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stepwell.offload.module_tree import (
+    Hook,
+    ModuleTree,
+    is_compiled,
+    modules_alive,
+    remove,
+    something_is_compiled,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["Forwards"]
+
+_FORWARDS: weakref.WeakValueDictionary[int, Forwards] = weakref.WeakValueDictionary()
+_KEYS = itertools.count(1)
+
+
+class Forwards:
+    """Notes which modules are called by forwards in training, while there is no gate.
+
+    Args:
+        params: the parameters of the gate that will be made.
+        called: modules that were called before.
+    """
+
+    def __init__(
+        self, params: Iterable[torch.Tensor], called: Iterable[torch.nn.Module] = ()
+    ) -> None:
+        gated = ModuleTree(set(params), modules_alive()).gated
+        self._by_id = weakref.WeakValueDictionary({id(module): module for module in gated})
+        self._called = {id(module) for module in called}
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        if something_is_compiled() or any(map(is_compiled, gated)):
+            # Nor does a gate have hooks there.
+            return
+        key = next(_KEYS)
+        _FORWARDS[key] = self
+        hook = _CallHook(key)
+        self._handles += [module.register_forward_pre_hook(hook) for module in gated]
+        weakref.finalize(self, remove, self._handles)
+
+    def note(self, module: torch.nn.Module) -> None:
+        """The forward of `module` is about to begin."""
+        if module.training:
+            self._called.add(id(module))
+
+    def end(self) -> list[torch.nn.Module]:
+        """Notes no more. Returns the modules that were called and are alive."""
+        if not something_is_compiled():
+            # What was compiled meanwhile has the hooks in it, and would be compiled again.
+            remove(self._handles)
+        self._handles.clear()
+        found = (self._by_id.get(key) for key in self._called)
+        return [module for module in found if module is not None]
+
+
+class _CallHook(Hook):
+    """Of `Forwards`."""
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return
+        forwards = _FORWARDS.get(self.key)
+        if forwards is not None:
+            forwards.note(module)

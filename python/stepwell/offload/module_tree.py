@@ -1,0 +1,122 @@
+"""Modules that are alive: which hold parameters, and what is above and beneath them.
+
+Modules are found, not given: an optimizer gets parameters, as torch's do.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+__all__ = [
+    "Hook",
+    "ModuleTree",
+    "is_compiled",
+    "modules_alive",
+    "reached",
+    "remove",
+    "something_is_compiled",
+]
+
+
+def modules_alive() -> list[torch.nn.Module]:
+    """Every module that is alive."""
+    # A class of a proxy may lie about itself; isinstance would ask it.
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+
+
+def something_is_compiled() -> bool:
+    """Whether torch.compile has traced anything in this process.
+
+    Hooks that are added later would not be called there.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["stats"])
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calls of `module` go to compiled code, though nothing may have been traced yet."""
+    return (
+        module.__dict__.get("_compiled_call_impl") is not None
+        or type(module).__name__ == "OptimizedModule"
+        or issubclass(type(module), torch.jit.ScriptModule)
+    )
+
+
+class ModuleTree:
+    """Modules that hold parameters, and what is above and beneath them.
+
+    Args:
+        params: the parameters.
+        modules: all modules.
+    """
+
+    def __init__(
+        self, params: Collection[torch.Tensor], modules: Iterable[torch.nn.Module]
+    ) -> None:
+        self.children: dict[int, list[int]] = {}
+        self.parents: dict[int, list[int]] = {}
+        self.owned: dict[int, list[torch.Tensor]] = {}
+        """The parameters that a module holds itself."""
+        by_id = {id(module): module for module in modules}
+        for module in by_id.values():
+            children = [
+                child for child in module.__dict__.get("_modules", {}).values() if child is not None
+            ]
+            self.children[id(module)] = [id(child) for child in children]
+            for child in children:
+                self.parents.setdefault(id(child), []).append(id(module))
+            owned = [
+                p
+                for p in module.__dict__.get("_parameters", {}).values()
+                if p is not None and p in params
+            ]
+            if owned:
+                self.owned[id(module)] = owned
+        self.gated = [by_id[key] for key in reached(self.owned, self.parents)]
+        """Those that hold parameters, and all above them."""
+
+
+def reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
+    """Where `steps` lead from `keys`, which are included; in the order of a walk, each once."""
+    reached: dict[int, None] = {}
+    ahead = list(keys)[::-1]
+    while ahead:
+        key = ahead.pop()
+        if key not in reached:
+            reached[key] = None
+            ahead += steps.get(key, ())[::-1]
+    return list(reached)
+
+
+class Hook:
+    """A hook on modules, of the gate, or of what notes forwards for it, with this key.
+
+    A copy of it that pickle made belongs to none, like the module that it was copied with.
+    """
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script cannot compile the hook that waits for the weights of an optimizer. "
+            "hint: script the module before the first step and before a state dict is loaded, or "
+            "use gate='step'"
+        )
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+    def __reduce__(self) -> tuple[type[Hook], tuple[int]]:
+        return type(self), (0,)
+
+
+def remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+    """Removes hooks."""
+    for handle in handles:
+        handle.remove()
