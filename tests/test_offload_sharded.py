@@ -400,12 +400,41 @@ def rows_of_a_frozen_layer():
     leaves = optimizer.param_groups[0]["params"].pop(frozen)
     assert leaves is net.up.weight
     optimizer._follow_groups()
+    # Its state is of these rows.
+    assert leaves in shares
+    del optimizer.state[leaves]
+    optimizer._follow_groups()
     assert leaves not in shares
     assert all(param in shares for param in dealt_out)
 
 
 def test_rows_of_a_frozen_layer_come_with_its_state(two):
     two.run(rows_of_a_frozen_layer)
+
+
+def parameters_that_come_back():
+    """In another order than at first, in which their rows would be dealt out otherwise."""
+    found = []
+    for options in ({"shard": True}, {}):
+        stays, *leave = (torch.nn.Parameter(torch.ones(3 * 2048, 96)) for _ in range(3))
+        optimizer = stepwell.OffloadAdamW([stays, *leave], lr=1e-2, **options)
+        params = optimizer.param_groups[0]["params"]
+        for step in range(4):
+            if step == 1:
+                del params[1:]
+            if step == 2:
+                params += leave[::-1]
+            for nth, param in enumerate(params):
+                param.grad = torch.full_like(param, 0.1 * (step + 1) * (nth + 1))
+            optimizer.step()
+        optimizer.synchronize()
+        found.append([bits(param) for param in (stays, *leave)])
+    return found
+
+
+def test_parameters_that_come_back_go_on_with_their_state(two):
+    for sharded, whole in two.run(parameters_that_come_back):
+        assert sharded == whole
 
 
 def more_ranks_than_chunks():

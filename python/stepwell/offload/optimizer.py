@@ -300,9 +300,11 @@ class OffloadAdamW(OffloadStateDicts):
                 if remove_hooks := self._hooked.pop(param, None):
                     remove_hooks()
         if self._sharding is not None:
-            # Of frozen ones too, which have no twin.
-            shares = self._sharding.shares
-            shares.remove([param for param in shares if param not in living])
+            # Of frozen ones too, which have no twin. State that is left is of these rows: one that
+            # comes back goes on with it.
+            shares, states = self._sharding.shares, self._states
+            left = [param for param in shares if param not in living and not states.get(param)]
+            shares.remove(left)
 
     def _follow_groups(self) -> None:
         """Makes ready for what has come since groups were added, and lets go of what has gone.
