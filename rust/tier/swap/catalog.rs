@@ -5,7 +5,7 @@
 //! numel u64, count u64, kind (32 B) of each |
 //! ```
 //!
-//! The version is that of these bytes: whoever changes them counts it up. Catalogs before version 2
+//! The version is that of these bytes, and counts up where they change. Catalogs before version 2
 //! have the state format in its place, which was always 1.
 //!
 //! The identity is the caller's, of what the tensors are beside that: their names and shapes. The
