@@ -149,7 +149,7 @@ fn gradients_may_be_written_before_the_step_by_what_comes_after_their_copies() {
     };
     for count in 1..=2 {
         let mut queued = None;
-        assert!(order(&mut queued, WATCHED) && queued.is_none(), "nothing was taken");
+        assert!(order(&mut queued, SOON) && queued.is_none(), "nothing was taken");
         let mut expected: Vec<Held> =
             all.iter().map(|one| stepped(one, count, &Hyper::default())).collect();
         device.host.pause(Lane::Download, true);

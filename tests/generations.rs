@@ -141,10 +141,14 @@ fn expect(engine: &Engine, parts: &[(usize, Range<usize>)]) -> Result<(), Error>
     Ok(())
 }
 
-/// Expects `early` parts of two tensors, and `late` ones behind a copy that is held up; which of
-/// the tensors are stepped meanwhile. With the late ones the step has the bits of one with all
-/// gradients.
-fn early_steps(early: &[(usize, Range<usize>)], late: &[(usize, Range<usize>)]) -> [bool; 2] {
+/// Expects `early` parts of two tensors, and `late` ones behind a copy that is held up. Meanwhile
+/// each tensor of `are_stepped` is stepped or is not, as it says. With the late ones the step has
+/// the bits of one with all gradients.
+fn assert_early_steps(
+    early: &[(usize, Range<usize>)],
+    late: &[(usize, Range<usize>)],
+    are_stepped: &[(usize, bool)],
+) {
     let mut all = [split(SEGMENT_LEN + 70, 1), split(30, 2), split(10, 3)];
     let hyper = Hyper::default();
     let mut expected = all.each_ref().map(|one| stepped(one, 1, &hyper));
@@ -160,15 +164,17 @@ fn early_steps(early: &[(usize, Range<usize>)], late: &[(usize, Range<usize>)]) 
     unsafe { take_these(&engine, &[all[2].gradient(2)]) }.expect("a gradient");
     expect(&engine, late).expect("parts");
     submit(&engine, &mut all, 1, hyper).expect("a step");
-    let is_stepped =
-        [0, 1].map(|index| engine.wait(index, &(0..1), STREAM, WATCHED).expect("a step"));
+    for &(index, is_stepped) in are_stepped {
+        let timeout = if is_stepped { SOON } else { WATCHED };
+        let found = engine.wait(index, &(0..1), STREAM, timeout).expect("a step");
+        assert_eq!(found, is_stepped, "{index}");
+    }
     device.pause(Lane::Download, false);
     finish(&engine);
     for (one, expected) in all.iter_mut().zip(&mut expected) {
         one.held.assert_same(expected, "the parts");
         one.assert_uploaded();
     }
-    is_stepped
 }
 
 #[test]
@@ -176,16 +182,19 @@ fn a_segment_is_stepped_when_its_parts_are_there() {
     let (whole, end) = (0..SEGMENT_LEN + 70, SEGMENT_LEN..SEGMENT_LEN + 70);
     let (begin, other) = (0..SEGMENT_LEN, 0..30);
     // In several calls, and with several parts of a segment in one.
-    assert_eq!(early_steps(&[(0, whole)], &[(1, other)]), [true, false]);
-    assert_eq!(early_steps(&[(0, begin), (1, 4..30), (1, 0..4)], &[(0, end)]), [true, true]);
+    assert_early_steps(&[(0, whole)], &[(1, other)], &[(0, true), (1, false)]);
+    let begins = [(0, begin), (1, 4..30), (1, 0..4)];
+    assert_early_steps(&begins, &[(0, end)], &[(0, true), (1, true)]);
     // Its last part is late.
     let most = [(0, 0..SEGMENT_LEN), (1, 0..30)];
-    assert!(!early_steps(&most, &[(0, 7..9), (0, SEGMENT_LEN..SEGMENT_LEN + 70)])[0]);
+    let late = [(0, 7..9), (0, SEGMENT_LEN..SEGMENT_LEN + 70)];
+    assert_early_steps(&most, &late, &[(0, false)]);
 }
 
 #[test]
 fn a_segment_without_a_part_is_stepped_when_all_is_there() {
-    assert!(!early_steps(&[(0, 0..SEGMENT_LEN)], &[(0, SEGMENT_LEN..SEGMENT_LEN + 1)])[1]);
+    let late = [(0, SEGMENT_LEN..SEGMENT_LEN + 1)];
+    assert_early_steps(&[(0, 0..SEGMENT_LEN)], &late, &[(1, false)]);
 }
 
 #[test]
