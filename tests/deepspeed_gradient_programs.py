@@ -206,6 +206,48 @@ def shared_memory(engine, rank):
     return losses, []
 
 
+def transposed(param, _):
+    """The gradient is another one, whose rows do not lie one after the other."""
+    if param.grad.dim() == 2:
+        shape = param.grad.shape
+        # No view, which would have a base.
+        memory = torch.empty_strided(shape, (1, shape[0]), dtype=param.grad.dtype)
+        param.grad = memory.copy_(param.grad)
+
+
+def held(param, found):
+    """The program has the memory of the gradient as an array, which no tensor knows of."""
+    array = param.grad.numpy().copy()
+    param.grad = torch.from_numpy(array)
+    found.append(array)
+
+
+def widened(param, _):
+    """Gradients come in another dtype than the weights have: the program says so before."""
+
+
+HOOKS = {
+    transposed: {"dtype": "bf16"},
+    held: {},
+    widened: {"dtype": "bf16", "data_types": FP32_SUMS},
+}
+"""What comes before DeepSpeed's hooks, and the options of its runs."""
+
+
+def hooked(engine, rank, hook, numel):
+    """Losses, and the sums of what the program holds, with buckets of so many elements."""
+    model, found = perceptron(), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: hook(param, found))
+        if hook is widened and hasattr(param, "grad_dtype"):
+            param.grad_dtype = torch.float32
+    config = configuration(stage=3, zero={"reduce_bucket_size": numel}, **HOOKS[hook])
+    made = initialize(model, {**config, "stepwell": {"engine": engine}})
+    losses = train(made, vectors(5, first=10 * rank), squared)
+    made.destroy()
+    return [losses, [float(array.sum()) for array in found]], []
+
+
 def late_copies(engine, rank):
     """Losses with persistent weights in fp32 that are copies of their masters in host memory."""
     made = initialize(
@@ -552,6 +594,11 @@ def program_gradients_ranks(result):
     stepwell.deepspeed.register()
     rank = int(os.environ["RANK"])
     result["ZeRO-3, late copies"] = [late_copies(engine, rank) for engine in (False, True)]
+    for hook in HOOKS:
+        for numel in (2048, 10_000):
+            result[f"ZeRO-3, {hook.__name__}, {numel}"] = [
+                hooked(engine, rank, hook, numel) for engine in (False, True)
+            ]
     result["ZeRO-3, shared memory"] = [shared_memory(engine, rank) for engine in (False, True)]
     for stage in (1, 2, 3):
         for name, options in LEFT_OUT.items():

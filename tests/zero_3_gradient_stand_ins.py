@@ -200,6 +200,8 @@ def waiting(*, is_contiguous=False):
         get_param_comm_dtype=lambda param: BF16,
         _get_param_partition_group=lambda param: "group",
         _producers=set(),
+        dtype=FP32,
+        reduce_bucket_size=100,
     )
     return optimizer, bucket
 
@@ -238,8 +240,30 @@ def test_a_reduction_is_behind_what_makes_its_gradients(monkeypatch, resolves):
     param = parameter(0, numel=3)
     param.grad = torch.ones(3)
     optimizer._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
+    at = param.grad.data_ptr()
     getattr(optimizer, name)(BF16)
     assert calls == [*([] if resolves else ["stream"]), "reduced"]
+    # The reduction of a lone gradient is in its own memory.
+    assert param.grad.data_ptr() != at
+    assert param.grad.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("is_larger", [False, True])
+def test_several_gradients_are_reduced_elsewhere_and_one_larger_than_a_bucket_in_place(
+    monkeypatch, is_larger
+):
+    calls = []
+    name = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, noted(calls, "reduced"))
+    optimizer, bucket = waiting()
+    bucket.params = [parameter(nth, numel=3) for nth in range(1 if is_larger else 2)]
+    bucket.elements = 101 if is_larger else 6
+    for param in bucket.params:
+        param.grad = torch.ones(3)
+    places = [param.grad.data_ptr() for param in bucket.params]
+    getattr(optimizer, name)(BF16)
+    assert calls == ["reduced"]
+    assert [param.grad.data_ptr() for param in bucket.params] == places
 
 
 def test_gradients_go_to_deepspeeds_buffer_where_that_is_what_is_reduced(monkeypatch):

@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from stepwell.offload.engine import stream_of
 from stepwell.offload.finalizers import finalize, postponed
@@ -297,8 +296,12 @@ class _GatherThread:
         if self._stream is None:
             return self._broadcasts(piece)
         # One launch: each takes its turn with those of the thread that launches the forward.
-        with _coalescing_manager(peers.data, self._device, async_ops=True) as launched:
+        peers.data._start_coalescing(self._device)
+        try:
             self._broadcasts(piece)
+        finally:
+            # Or what comes next would wait for an end of this one.
+            launched = peers.data._end_coalescing(self._device)
         return [launched]
 
     def _broadcasts(self, piece: Piece) -> list[Any]:

@@ -45,7 +45,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from stepwell import _core
-from stepwell._tensors import shares_memory, tensor_on
+from stepwell._tensors import is_run, shares_memory, tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.adjacent import clones
@@ -418,11 +418,16 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             return
         if not get_accelerator().resolves_data_dependency():
             self._producers.add(get_accelerator().current_stream())
-        if shares_memory(param.grad):
-            # That of `bias` in `x + bias.unsqueeze(0)` may be what autograd has for `x`: the
-            # reduction would write it, and autograd what is still to be reduced.
-            param.grad.data = param.grad.detach().clone()
-        bucket = self.ipg_buckets[self.get_param_comm_dtype(param)]
+        comm_dtype = self.get_param_comm_dtype(param)
+        bucket, grad = self.ipg_buckets[comm_dtype], param.grad
+        # The dtype of DeepSpeed's buffer is what a gradient of another one is reduced in.
+        fits = bucket.elements + grad.numel() <= self.reduce_bucket_size
+        dtype = comm_dtype if fits and grad.dtype != self.dtype else grad.dtype
+        # The memory of `bias.grad` in `x + bias.unsqueeze(0)` may be what autograd has for `x`: the
+        # reduction would write it, and autograd what is still to be reduced.
+        if shares_memory(grad) or dtype != grad.dtype or not is_run(grad):
+            whole = grad.detach()
+            grad.data = whole.to(dtype, copy=True, memory_format=torch.contiguous_format)
         bucket.params.append(param)
         bucket.process_group = self._get_param_partition_group(param)
         bucket.elements += param.grad.numel()
@@ -433,9 +438,27 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Reduces what is in a bucket, behind the streams on which its gradients are made."""
         for stream in self._producers:
             self.reduce_and_partition_stream.wait_stream(stream)
+        bucket = self.ipg_buckets[communication_data_type]
+        is_alone = len(bucket.params) == 1 and bucket.elements <= self.reduce_bucket_size
+        if is_alone and not self.contiguous_gradients:
+            self._clone_grad(bucket.params[0])
         super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(
             communication_data_type
         )
+
+    def _clone_grad(self, param: Any) -> None:
+        """The gradient of a parameter is in memory of its own, for a reduction that writes there.
+
+        That of several gradients writes a copy of them. A program may hold the memory in a way that
+        nothing shows: its storage, an array, a copy that a stream has yet to make. A gradient that
+        is larger than a bucket is written where it is, as DeepSpeed has it.
+        """
+        accelerator = get_accelerator()
+        with accelerator.stream(self.reduce_and_partition_stream):
+            grad = param.grad.detach()
+            if not accelerator.is_synchronized_device():
+                grad.record_stream(accelerator.current_stream())
+            param.grad.data = grad.clone()
 
     def partition_grads(
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
