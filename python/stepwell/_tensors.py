@@ -104,7 +104,7 @@ def is_run(tensor: torch.Tensor) -> bool:
 
 
 def _count_of_memory(tensor: torch.Tensor) -> int:
-    """How often the memory of `tensor` is referred to, by this call as well."""
+    """How often the memory of `tensor` is referred to in C++."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
 

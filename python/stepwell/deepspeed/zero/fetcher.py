@@ -18,7 +18,8 @@ device never waits for the thread.
 - All ranks gather the same in one order. So what is gathered follows from the order of uses and
   from counts of elements, which are the same on all ranks, and never from how far a step or the
   device has come. From a step to its backward little is gathered ahead: the thread would wait for
-  that part of the step before it launches what is there.
+  that part of the step before it launches what is there. At other times nothing is while more than
+  half of `stage3_prefetch_bucket_size` is ahead.
 
 Cost per use of a module with weights that are there: about 3 microseconds.
 """
