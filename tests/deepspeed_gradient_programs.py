@@ -41,6 +41,17 @@ OUTSIDE = {
 """Options of runs that use a layer outside of the engine's forward."""
 
 
+def raise_once(owner, name, error):
+    """The next call of a method raises `error`; those behind it are as before."""
+    kept = getattr(owner, name)
+
+    def fail(*_, **__):
+        setattr(owner, name, kept)
+        raise error
+
+    setattr(owner, name, fail)
+
+
 def fail_backward(engine, batch, *, plainly=False):
     """A backward that raises when some gradients are there already."""
 
@@ -393,17 +404,9 @@ def interrupted_twice(stage, where):
     partitions_of = optimizer._partitions
     train(engine, vectors(2 * count), squared)
 
-    def interrupt(owner, name):
-        kept = getattr(owner, name)
-
-        def interrupted(*args, **kwargs):
-            setattr(owner, name, kept)
-            raise KeyboardInterrupt
-
-        setattr(owner, name, interrupted)
-
-    interrupt(*((optimizer, "_release_sums") if sums else (partitions_of.gradients, "norm")))
-    interrupt(partitions_of, "settle")
+    first = (optimizer, "_release_sums") if sums else (partitions_of.gradients, "norm")
+    raise_once(*first, KeyboardInterrupt())
+    raise_once(partitions_of, "settle", KeyboardInterrupt())
     said = ""
     for batches in (vectors(count, first=50), vectors(1, first=60)):
         try:
@@ -426,17 +429,8 @@ def undropped(stage):
     optimizer = engine.optimizer
     partitions_of, said = optimizer._partitions, []
 
-    def fail_once(name, error):
-        kept = getattr(partitions_of, name)
-
-        def fail(*_, **__):
-            setattr(partitions_of, name, kept)
-            raise error
-
-        setattr(partitions_of, name, fail)
-
-    fail_once("prepare", MemoryError("no memory"))
-    fail_once("drop", OSError("a copy is lost"))
+    raise_once(partitions_of, "prepare", MemoryError("no memory"))
+    raise_once(partitions_of, "drop", OSError("a copy is lost"))
     for batch in vectors(2):
         try:
             train(engine, [batch], squared)

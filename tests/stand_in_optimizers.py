@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import pytest
 import torch
 
 
@@ -52,6 +53,28 @@ def partitions_of(calls, *, is_any_complete):
         drop=noted(calls, "dropped"),
         gradients=SimpleNamespace(is_any_complete=is_any_complete),
     )
+
+
+def assert_failed_drop_is_said(optimizer, calls, name):
+    """The next use says why `name` could not drop the gradients of a step that was left.
+
+    `optimizer` has a `Backward`, and its step raises a MemoryError.
+    """
+
+    def fail(*_, **__):
+        # As where the first of several ways to drop them has worked.
+        optimizer._backward.reset()
+        raise OSError("a copy is lost")
+
+    vars(optimizer)[name] = fail
+    with pytest.raises(MemoryError, match="no memory"):
+        optimizer.step()
+    assert "settled" in calls
+    for use in (optimizer.step, optimizer._backward.announce, optimizer._backward.note_gradient):
+        with pytest.raises(ValueError, match=r"dropped: `OSError: a copy is lost`. hint: "):
+            use()
+    optimizer._backward.reset()
+    optimizer._backward.check()
 
 
 class Gathers:

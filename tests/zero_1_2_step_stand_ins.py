@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from stand_in_optimizers import Gathers, Timers, noted, optimizer_of
+from stand_in_optimizers import Gathers, Timers, assert_failed_drop_is_said, noted, optimizer_of
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.fragment import Fragment
@@ -233,21 +233,7 @@ def test_a_step_that_raises_leaves_no_gradients(name, error):
 def test_why_gradients_could_not_be_dropped_is_said_next(name):
     error = mock.Mock(side_effect=MemoryError("no memory"))
     optimizer, calls = stepping(_apply=error, _backward=Backward())
-
-    def fail(*_, **__):
-        # As where the first of several ways to drop them has worked.
-        optimizer._backward.reset()
-        raise OSError("a copy is lost")
-
-    vars(optimizer)[name] = fail
-    with pytest.raises(MemoryError, match="no memory"):
-        optimizer.step()
-    assert "settled" in calls
-    for use in (optimizer.step, optimizer._backward.announce, optimizer._backward.note_gradient):
-        with pytest.raises(ValueError, match=r"dropped: `OSError: a copy is lost`. hint: "):
-            use()
-    optimizer._backward.reset()
-    optimizer._backward.check()
+    assert_failed_drop_is_said(optimizer, calls, name)
 
 
 @pytest.mark.parametrize("is_alone", [False, True])

@@ -55,18 +55,20 @@ def add_to_zero(target: torch.Tensor, grad: torch.Tensor) -> None:
     torch.add(grad, 0, out=target)
 
 
+def _norm_dtype(piece: torch.Tensor) -> torch.dtype:
+    # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
+    return torch.float64 if piece.is_cpu else torch.float32
+
+
 def norm_of(piece: torch.Tensor) -> torch.Tensor:
     """The norm of a gradient, where it is: a scalar."""
-    # Sums of many float32 squares are pairwise on GPUs, and are not on CPUs.
-    norm: torch.Tensor = torch.linalg.vector_norm(
-        piece, dtype=torch.float64 if piece.is_cpu else torch.float32
-    )
+    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=_norm_dtype(piece))
     return norm
 
 
 def norms_of(pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """As `norm_of` of each of some gradients on one device, by one call."""
-    dtype = torch.float64 if pieces[0].is_cpu else torch.float32
+    dtype = _norm_dtype(pieces[0])
     norms: Sequence[torch.Tensor] = torch._foreach_norm(list(pieces), dtype=dtype)
     return norms
 
