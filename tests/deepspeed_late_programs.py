@@ -141,6 +141,8 @@ def prefetches(result):
     config["stepwell"] = {**config.get("stepwell", {}), "fetch": "deepspeed"}
     engine, late, _ = trained_late(config)
     squared(engine, next(vectors(1, first=90)))
+    # The forward has waited for the weights, and the step may end a little later.
+    engine.optimizer._partitions.finish()
     coordinator = engine.optimizer._get_param_coordinator()
     size = coordinator._PartitionedParameterCoordinator__prefetch_bucket_sz
     # What DeepSpeed asks: whether there is one, and which is less.
