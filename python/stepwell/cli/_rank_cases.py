@@ -23,7 +23,7 @@ from stepwell.cli._offload_cases import Run, Workload
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "MODELS"]
 
 
 def _replicated(model: torch.nn.Module) -> torch.nn.Module:
@@ -66,8 +66,8 @@ def _deepspeed(stage: int, *, register: bool) -> Callable[[Workload, torch.nn.Mo
 # What reduces gradients into buckets, as ZeRO-2 does where its state is offloaded.
 _ON_DEVICES = "deepspeed, stage=2, all on the devices"
 
-# How the model is made that OffloadAdamW steps. Its forward and backward are timed alone as well.
-_MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
+MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
+"""What a case of OffloadAdamW makes of the model first. That is timed alone as well."""
 
 CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "ddp": alone.stepwell_run,
@@ -108,8 +108,8 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     # Each rank has samples of its own, and the weights of all.
     own = replace(workload, seed=workload.seed + 1000 * rank)
     forward_backward = None
-    if name in _MODELS:
-        model = _MODELS[name](model)
+    if name in MODELS:
+        model = MODELS[name](model)
         bare = alone.bare_run(own, model)
         forward_backward = max(_over_ranks(alone.forward_backward(own, device, bare)))
     alone.sync(device)
