@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import stepwell
 import torch
-from stepwell.deepspeed.plan import device_of, plan
+from stepwell.deepspeed.case import device_of
+from stepwell.deepspeed.plan import plan
 
 
 class DeepSpeedCPUAdam(torch.optim.AdamW):

@@ -52,7 +52,13 @@ SUITES = {
     "optim": (["optim.py", "_[a-z]*.py"], ["test_optim*.py"]),
     "offload": (["offload/[a-z]*.py"], ["test_offload*.py"]),
     "deepspeed": (
-        ["deepspeed/plan.py", "deepspeed/options.py", "deepspeed/zero/operands.py"],
+        [
+            "deepspeed/case.py",
+            "deepspeed/obstacles.py",
+            "deepspeed/plan.py",
+            "deepspeed/options.py",
+            "deepspeed/zero/operands.py",
+        ],
         [
             "test_deepspeed_plan.py",
             "test_deepspeed_obstacles.py",

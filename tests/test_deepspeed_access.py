@@ -3,7 +3,7 @@
 import deepspeed_run
 import pytest
 from deepspeed_asserts import ZERO_3_NORM_RTOL, assert_same_values
-from stepwell.deepspeed import plan
+from stepwell.deepspeed.obstacles import OBSTACLES
 
 PROGRAM_TIMEOUT = 300
 pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 30)
@@ -75,9 +75,7 @@ def test_every_obstacle_says_what_to_change():
             return name
 
     texts = [
-        template.format(case=AnyCase())
-        for row in plan._OBSTACLES
-        for template in (row.reason, row.hint)
+        template.format(case=AnyCase()) for row in OBSTACLES for template in (row.reason, row.hint)
     ]
     assert all(texts)
     # Braces of templates are doubled; nested blocks close doubly.

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 from deepspeed_stand_ins import Engine, nvme, offload, ours, planned, stand_in
+from stepwell.deepspeed.case import device_of
 from stepwell.deepspeed.options import Options, options_of
-from stepwell.deepspeed.plan import device_of, inference_plan
+from stepwell.deepspeed.plan import inference_plan
 from stepwell.offload.volume import Volume
 
 
