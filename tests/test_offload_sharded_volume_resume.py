@@ -190,7 +190,7 @@ def test_a_resumed_volume_does_not_go_with_a_new_one(two, drives):
 def at_another_number_of_ranks(drives):
     gc.collect()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    match = r"for the ranks `\[0, 1\]`(.|\n)*and `\[.\]` share the step(.|\n)*hint"
+    match = r"for the ranks `\[0, 1\]`(.|\n)*and `\[.\]` step together(.|\n)*hint"
     refused_on_all(drives, match, shard=alone)
 
 

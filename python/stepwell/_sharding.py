@@ -27,6 +27,7 @@ __all__ = [
     "PLAIN",
     "agree",
     "check_placements",
+    "cut_of",
     "is_dtensor",
     "is_exactly_dtensor",
     "like",
@@ -112,6 +113,14 @@ def piece_index(param: torch.Tensor) -> int:
     for _, count, here in _cuts(param) if is_dtensor(param) else ():
         index = index * count + here
     return index
+
+
+def cut_of(param: torch.Tensor) -> tuple[object, ...]:
+    """How ranks have cut `param`, and which piece is here, as plain values; empty: it is whole."""
+    if not is_dtensor(param):
+        return ()
+    placements = tuple(map(str, param.placements))
+    return tuple(param.device_mesh.shape), placements, piece_index(param)
 
 
 def longest_piece(param: torch.Tensor) -> int:

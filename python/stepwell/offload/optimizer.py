@@ -127,8 +127,8 @@ class OffloadAdamW(OffloadStateDicts):
             a warning says so and steps are exact.
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
             memory. With `deferred` it has durability "none", and no channels are selected. With
-            `shard` making the optimizer is a call of all ranks that waits for the others. `state`
-            and state dicts are then read from the drives into memory, as a snapshot. Parameters
+            `shard`, and with DTensor parameters, making the optimizer is a call of all ranks that
+            waits for the others, and each has a volume of its own. `state` and state dicts are then read from the drives into memory, as a snapshot. Parameters
             that are added later have their state in host memory.
         shard: whether ranks that hold the same parameters (DistributedDataParallel) share the step:
             True, or the process group of these ranks. Each keeps the state of its rows of every
@@ -553,7 +553,7 @@ class OffloadAdamW(OffloadStateDicts):
 
     def _locked_step(self) -> None:
         begin = time.perf_counter()
-        self._finish()
+        self._finish_last()
         background = time.perf_counter() - begin
         self._tune(begin)
         self._release()
@@ -581,6 +581,19 @@ class OffloadAdamW(OffloadStateDicts):
             self.drain()
             self._excuse_next()
             self._twins.mark_stale(self._twins)
+
+    def _finish_last(self) -> None:
+        """Waits until the last step is complete, and committed where steps are.
+
+        Ranks that share parameters begin the next one together. So they hear of a drive that has
+        failed here, and their volumes are one step ahead at most.
+        """
+        try:
+            self._finish()
+        except OSError:
+            if self._host.swapped is not None and self._sharding is None:
+                self._agree(True)
+            raise
 
     def _excuse_next(self) -> None:
         """The next step is exact for what this one was, not for a look at a weight."""

@@ -1,14 +1,15 @@
 """Volumes of ranks that step together: made together, and gone on from at one step.
 
-Each rank has the state of what it steps on a volume of its own: its rows (`shard=`), or its
-partitions under ZeRO (`deepspeed/zero/swapped.py`).
+Each rank has the state of what it steps on a volume of its own: its rows (`shard=`), its pieces of
+DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
 
 - SHV-1 The steps of all volumes have the same numbers: a rank commits every step that it submits,
   also one that changes none of its rows, and a step that is submitted on one rank is so on all.
 - SHV-2 No rank begins to write a step before all have committed the one before: the thread that
   gathers tells the others that a step is good when it is committed (`gathering.py`), and the next
   one is not submitted before all have told so (`rank_engine.py`). Under ZeRO each rank's own step
-  has ended before it takes part in the norm of the next one.
+  has ended before it takes part in the norm of the next one; with DTensors, before the ranks agree
+  on the next one.
 - SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one step,
   or at two that follow one another. Those that are ahead then still have the step before, whole
   (`rust/tier/volume/commit.rs`, CMT-5), and go back to it.
@@ -30,16 +31,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell._sharding import meshes
+from stepwell.offload.peers import Peers
 from stepwell.offload.ranks import Call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from stepwell import _core
     from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
 
-__all__ = ["RUN_OF_ONE", "agree_on_counts", "close", "fetch_rows", "open_together"]
+__all__ = ["RUN_OF_ONE", "agree_on_counts", "close", "fetch_rows", "open_together", "ranks_of"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,6 +51,38 @@ RUN_OF_ONE = 0
 
 # So many that no two runs draw the same.
 _RUN_BITS = 64
+
+
+def ranks_of(params: Iterable[torch.Tensor], *, commits: bool) -> Ranks | None:
+    """The ranks that hold pieces of DTensors, which step together. Collective.
+
+    Args:
+        params: the parameters.
+        commits: whether their steps are committed to volumes.
+
+    Returns:
+        the ranks; None: there are no DTensors, or nobody but this rank has pieces of them; or
+        there is no group of just these ranks, and steps are not committed.
+
+    Raises:
+        ValueError: steps are committed, and there is no group of just these ranks.
+    """
+    found = meshes(params)
+    if not found:
+        return None
+    together = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in found}
+    group = None
+    if together != {tuple(range(torch.distributed.get_world_size()))}:
+        if len(together) > 1 or found[0].ndim > 1:
+            if not commits:
+                return None
+            raise ValueError(
+                f"`tier` has durability `commit`, and DTensor parameters are on the meshes "
+                f"`{found}`, expected meshes of all ranks, or one mesh of one dimension. hint: "
+                "Volume(..., durability='none')"
+            )
+        group = found[0].get_group()
+    return Peers(group, gathers=False, instead="no `tier`")
 
 
 def open_together(

@@ -11,6 +11,7 @@ Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memo
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import logging
@@ -24,17 +25,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core, _state
-from stepwell._sharding import is_dtensor, local
+from stepwell._sharding import cut_of, like, local
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
-from stepwell.offload.sharded_volume import RUN_OF_ONE, agree_on_counts, close, open_together
-from stepwell.offload.sharding import awaited
+from stepwell.offload.sharded_volume import (
+    RUN_OF_ONE,
+    agree_on_counts,
+    close,
+    open_together,
+    ranks_of,
+)
 from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.volume import Volume
 
@@ -156,7 +163,8 @@ class Swapped:
         volume: what the user has said of it.
         moments: how the moments are held.
         threads: workers that step; None: as the engine chooses.
-        sharding: the ranks that share the step, each with a volume; None: this one steps alone.
+        sharding: the ranks that share the step, each with a volume; None: this one steps all that
+            it has.
     """
 
     def __init__(
@@ -164,7 +172,9 @@ class Swapped:
     ) -> None:
         self.volume = volume
         self.sharding = sharding
-        """The ranks that share the step, each with a volume; None: this one steps alone."""
+        """The ranks that share the step, each with a volume; None: this one steps all it has."""
+        # Those whose volumes are of one run; None: this one's is.
+        self._ranks: Ranks | None = None if sharding is None else sharding.peers
         self._moments = moments
         self._threads = threads
         self._core: _core.Swap | None = None
@@ -226,10 +236,12 @@ class Swapped:
             OSError: a drive is full, or cannot be used; or another rank has failed.
         """
         make = partial(self._open, weights, host_bytes, names)
-        if self.sharding is None:
+        if self._ranks is None:
+            self._ranks = ranks_of(weights, commits=self.commits)
+        if self._ranks is None:
             self._core = make(None, RUN_OF_ONE)
         else:
-            self._core = open_together(self.sharding.peers, make)
+            self._core = open_together(self._ranks, make)
         if self._core is not None:
             weakref.finalize(owner, self._core.close)
         return [param for param in weights if param not in self._indices]
@@ -245,11 +257,6 @@ class Swapped:
         """The volume of this rank, at a step that it is resumed from; None: it needs none."""
         self._indices, self._places, self._weights = {}, {}, {}
         params = [param for param, weight in weights.items() if local(weight).numel()]
-        if any(is_dtensor(param) for param in params):
-            raise ValueError(
-                "`tier` is given with DTensor parameters, expected plain ones. hint: DeepSpeed's "
-                "ZeRO or FSDP2 with the state in host memory"
-            )
         sizes = {param: _state.nbytes(weights[param], self._moments) for param in params}
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
@@ -333,7 +340,7 @@ class Swapped:
                 workers=self._threads,
                 step=step,
                 run=run,
-                commits_each_step=self.sharding is not None and self.commits,
+                commits_each_step=self._ranks is not None and self.commits,
             )
         except (ValueError, OSError) as error:
             self._explain(error)
@@ -341,7 +348,9 @@ class Swapped:
 
     def _identity(self, params: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> int:
         """What names, shapes and this rank's rows say, in 64 bits."""
-        what: list[Any] = [(names.get(param), tuple(param.shape)) for param in params]
+        what: list[Any] = [
+            (names.get(param), tuple(param.shape), *cut_of(param)) for param in params
+        ]
         if self.sharding is not None:
             shares = self.sharding.shares
             what += [shares.rank, shares.world_size, [shares.elements(each) for each in params]]
@@ -372,18 +381,21 @@ class Swapped:
         Only what lies in this rank's folders is known: others may be those of another host, and a
         group of other ranks may have volumes of the same name.
         """
-        if self.sharding is None or not self.volume.resume:
+        ranks = self._ranks
+        if ranks is None or not self.volume.resume:
             return
-        peers = self.sharding.peers
-        made, mine = _ranks_of(self._folders(), f"{self.volume.name}-"), peers.ranks[peers.rank]
+        made, mine = (
+            _ranks_of(self._folders(), f"{self.volume.name}-"),
+            torch.distributed.get_rank(),
+        )
         is_on_drive = isinstance(error, OSError)
-        if not made or made == sorted(peers.ranks) or (mine in made and is_on_drive):
+        if not made or made == sorted(ranks.ranks) or (mine in made and is_on_drive):
             # The error says what is wrong.
             return
         kind = OSError if is_on_drive else ValueError
         raise kind(
             f"{error}; `{self.volume.name}` is there for the ranks `{made}` in the folders of rank "
-            f"`{mine}`, and `{peers.ranks}` share the step. hint: as many ranks go on from a "
+            f"`{mine}`, and `{ranks.ranks}` step together. hint: as many ranks go on from a "
             "volume as have made it, each with its own drives; state gets to another number by "
             "torch.distributed.checkpoint or full_state_dict()"
         ) from error
@@ -406,24 +418,24 @@ class Swapped:
         self.note_places()
         failure: Exception | None = None
         states: dict[torch.Tensor, Any] = {}
-        sharding = self.sharding
-        with awaited(sharding):
+        ranks = self._ranks
+        with contextlib.nullcontext() if ranks is None else ranks.awaited():
             try:
                 for param, count in zip(self._indices, core_counts, strict=True):
                     if count:
                         states[param] = self._resumed(param, weights[param])
             except (ValueError, OSError) as error:
-                if sharding is None:
+                if ranks is None:
                     raise
                 failure = error
         counts = dict.fromkeys(weights, 0) | dict(zip(self._indices, core_counts, strict=True))
-        if sharding is not None:
+        if ranks is not None:
             mine = [count if param in self._indices else None for param, count in counts.items()]
-            found = agree_on_counts(sharding.peers, mine, failure)
+            found = agree_on_counts(ranks, mine, failure)
             counts = dict(zip(counts, found, strict=True))
         steps = max(counts.values(), default=0)
         for param, weight in weights.items():
-            if count := counts[param] if local(param).numel() else steps:
+            if count := counts[param] if param.numel() else steps:
                 if param not in states:
                     # This rank has none of its rows.
                     states[param] = _state.new(weight, self._moments)
@@ -569,8 +581,9 @@ def _ranks_of(folders: Iterable[str], prefix: str) -> list[int]:
 
 
 def _memory_like(place: torch.Tensor) -> torch.Tensor:
-    return _state.zeros(place.numel(), place.dtype).view(place.shape)
+    piece = local(place)
+    return like(place, _state.zeros(piece.numel(), piece.dtype).view(piece.shape))
 
 
 def _nbytes(places: _state.State) -> int:
-    return sum(place.nbytes for name, place in places.items() if name != _state.FINGERPRINTS)
+    return sum(local(place).nbytes for name, place in places.items() if name != _state.FINGERPRINTS)

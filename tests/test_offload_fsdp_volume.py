@@ -1,0 +1,365 @@
+"""OffloadAdamW(tier=Volume(...)) over FSDP2: two ranks, each with its shards' state on a volume."""
+
+import gc
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import stepwell
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sharded_models import Wide, batch, bits
+from sharded_volumes import DTYPE, drives_in, end, files
+from stepwell import _core
+from stepwell._sharding import local
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+LR, CLIP_NORM = 1e-2, 0.5
+HOST_BYTES_MAX = 3 << 20
+"""Room for weights, gradients, buffers, and a part of the state, or with `commit` all of it."""
+
+
+@pytest.fixture
+def drives(tmp_path):
+    return drives_in(tmp_path)
+
+
+class Uneven(torch.nn.Module):
+    """The second rank has no row of `scale`, and fewer of `last`."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = Wide()
+        self.last = torch.nn.Linear(96, 3)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.last(self.wide(x)) * self.scale
+
+
+def sharded(dtype=DTYPE, seed=0, mesh=None):
+    torch.manual_seed(seed)
+    net = Uneven().to(dtype)
+    # FSDP2 shards no scalars.
+    net.wide.scale = torch.nn.Parameter(net.wide.scale.detach().view(1))
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(net.wide, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def in_memory(net, **options):
+    return stepwell.OffloadAdamW(
+        net.named_parameters(), lr=LR, clip_norm=CLIP_NORM, threads=1, **options
+    )
+
+
+def on_volume(
+    net, drives, *, host_bytes_max=HOST_BYTES_MAX, moments="fp32", options=None, **volume
+):
+    return in_memory(
+        net,
+        moments=moments,
+        host_bytes_max=host_bytes_max,
+        tier=stepwell.Volume(drives, **volume),
+        **(options or {}),
+    )
+
+
+def train(net, optimizer, steps, first=0):
+    norms = []
+    for step in range(first, first + steps):
+        net(batch(step, dist.get_rank(), next(net.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+def all_bits(net, optimizer):
+    """Of this rank's weights and state, by the number of the parameter."""
+    # Which has the fingerprints of the weights as they are.
+    states = optimizer.state_dict()["state"]
+    found = {"weights": [bits(local(param.detach())) for param in net.parameters()]}
+    for index, state in states.items():
+        for name, value in state.items():
+            found[index, name] = float(value) if name == "step" else bits(local(value))
+    return found
+
+
+def reference(steps, dtype=DTYPE, moments="fp32"):
+    net = sharded(dtype)
+    optimizer = in_memory(net, moments=moments)
+    norms = train(net, optimizer, steps)
+    return norms, all_bits(net, optimizer)
+
+
+def same_as_in_memory(drives, dtype, moments, durability, host_bytes):
+    expected_norms, expected = reference(6, dtype, moments)
+    net = sharded(dtype)
+    # Beside weights and gradients.
+    host_bytes_max = host_bytes + 2 * sum(local(param).nbytes for param in net.parameters())
+    options = {"moments": moments, "durability": durability}
+    optimizer = on_volume(net, drives, host_bytes_max=host_bytes_max, **options)
+    norms = train(net, optimizer, 3)
+    # From what was looked at, and then from the volume again.
+    assert len(all_bits(net, optimizer)) > 1
+    norms += train(net, optimizer, 3, first=3)
+    assert norms == expected_norms
+    timing = optimizer.timing
+    assert all_bits(net, optimizer) == expected
+    weight = net.wide.up.weight
+    for name, value in optimizer.state[weight].items():
+        assert name == "step" or value.placements == weight.placements
+    return timing["bytes_read"], timing["bytes_written"]
+
+
+# Buffers and a part of the state have room, and the rest has not.
+@pytest.mark.parametrize(
+    ("dtype", "moments", "durability", "host_kib"),
+    [
+        (DTYPE, "fp32", "none", 1800),
+        (DTYPE, "fp32", "commit", 2400),
+        (DTYPE, "q8", "commit", 800),
+        (torch.float32, "fp32", "none", 1400),
+        (torch.float32, "q8", "commit", 800),
+    ],
+    ids=str,
+)
+def test_bits_are_those_of_training_in_memory(two, drives, dtype, moments, durability, host_kib):
+    moved = two.run(same_as_in_memory, drives, dtype, moments, durability, host_kib << 10)
+    assert all(read > 0 and written > 0 for read, written in moved)
+
+
+def deferred(drives):
+    """Forwards of shards are not seen, so every step is exact."""
+    expected_norms, expected = reference(4)
+    net = sharded()
+    optimizer = on_volume(
+        net,
+        drives,
+        durability="none",
+        options={"deferred": stepwell.Deferred(interval=2), "accumulation_steps": 1},
+    )
+    assert train(net, optimizer, 4) == expected_norms
+    assert all_bits(net, optimizer) == expected
+
+
+def test_deferred_updates_have_the_bits_too(two, drives):
+    two.run(deferred, drives)
+
+
+# ---- runs that go on ----
+
+
+def first_run(drives, steps, moments="fp32"):
+    net = sharded()
+    optimizer = on_volume(net, drives, moments=moments, name="run")
+    train(net, optimizer, steps)
+    return end(optimizer)
+
+
+def go_on(drives, first, moments="fp32", steps=3):
+    """As if never stopped."""
+    gc.collect()
+    dist.barrier()
+    net = sharded(seed=9)
+    optimizer = on_volume(net, drives, moments=moments, name="run", resume=True)
+    assert optimizer.committed_steps == first
+    train(net, optimizer, steps, first=first)
+    _, expected = reference(first + steps, moments=moments)
+    assert all_bits(net, optimizer) == expected
+    return end(optimizer)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+def test_a_resumed_run_is_as_if_never_stopped(two, drives, moments):
+    assert two.run(first_run, drives, 3, moments) == [3, 3]
+    expected = [f"run-{rank}.{member}.stepwell" for rank in range(2) for member in range(2)]
+    assert files(drives) == expected
+    assert two.run(go_on, drives, 3, moments) == [6, 6]
+    assert two.run(go_on, drives, 6, moments) == [9, 9]
+
+
+def one_is_behind(drives, steps):
+    """As rank 1 were killed in the last steps, before their commits."""
+    gc.collect()
+    net = sharded()
+    optimizer = on_volume(net, drives, name="run")
+    train(net, optimizer, 2)
+    optimizer.synchronize()
+    aside = drives[0].parent / "aside"
+    aside.mkdir(exist_ok=True)
+    mine = [folder / f"run-1.{member}.stepwell" for member, folder in enumerate(drives)]
+    is_behind = dist.get_rank() == 1
+    if is_behind:
+        for path in mine:
+            shutil.copy(path, aside / path.name)
+    train(net, optimizer, steps, first=2)
+    end(optimizer)
+    del optimizer
+    gc.collect()
+    if is_behind:
+        for path in mine:
+            shutil.copy(aside / path.name, path)
+    dist.barrier()
+
+
+def refused_on_all(drives, match, kind=ValueError):
+    gc.collect()
+    with pytest.raises(kind, match=match):
+        on_volume(sharded(), drives, name="run", resume=True)
+
+
+def test_ranks_that_are_ahead_go_back(two, drives):
+    two.run(one_is_behind, drives, 1)
+    assert two.run(go_on, drives, 2) == [5, 5]
+
+
+def test_volumes_of_steps_further_apart_are_refused(two, drives):
+    two.run(one_is_behind, drives, 2)
+    two.run(refused_on_all, drives, r"at the steps `\[4, 2\]`(.|\n)*hint")
+
+
+def swapped_ranks(drives):
+    for member, folder in enumerate(drives):
+        paths = [folder / f"run-{rank}.{member}.stepwell" for rank in range(2)]
+        aside = folder / "aside"
+        paths[0].rename(aside)
+        paths[1].rename(paths[0])
+        aside.rename(paths[1])
+
+
+def test_a_volume_of_other_shards_is_refused(two, drives):
+    two.run(first_run, drives, 1)
+    swapped_ranks(drives)
+    two.run(refused_on_all, drives, "run", (ValueError, OSError))
+
+
+# ---- failures ----
+
+
+def a_drive_that_fails(drives):
+    net = sharded()
+    optimizer = on_volume(net, drives, name="run")
+    train(net, optimizer, 1)
+    optimizer.synchronize()
+    rank = dist.get_rank()
+    if rank == 1:
+        os.truncate(drives[1] / "run-1.1.stepwell", 1 << 18)
+    net(batch(1, rank, DTYPE)).square().mean().backward()
+    optimizer.step()
+    # The step has failed on rank 1, and is committed on rank 0; the next one begins on neither.
+    for param in net.parameters():
+        param.grad = None
+    kind, match = (OSError, r"(?s)member `1`.*drive1") if rank else (ValueError, "another rank")
+    with pytest.raises(kind, match=match):
+        optimizer.step()
+    return optimizer.committed_steps
+
+
+def test_a_drive_that_fails_on_one_rank_stops_all(two, drives):
+    assert two.run(a_drive_that_fails, drives) == [2, 1]
+
+
+def a_full_drive(drives):
+    gc.collect()
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patched:
+        if rank:
+
+            def full(*_, **__):
+                raise OSError("no space left")
+
+            patched.setattr(_core, "Swap", full)
+        with pytest.raises(OSError, match="no space left"):
+            on_volume(sharded(), drives, name="run")
+    gc.collect()
+
+
+def test_a_rank_without_a_volume_is_told_to_the_others(two, drives):
+    two.run(a_full_drive, drives)
+    assert files(drives) == []
+
+
+def parts_of_the_world(drives):
+    """A mesh of two dimensions over all ranks; one of one dimension over each rank alone."""
+    hybrid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+    net = sharded(mesh=hybrid)
+    optimizer = on_volume(net, drives, name="hybrid")
+    train(net, optimizer, 2)
+    return end(optimizer)
+
+
+def test_meshes_of_two_dimensions_step_together(two, drives):
+    assert two.run(parts_of_the_world, drives) == [2, 2]
+
+
+def trained_until_killed(drives, fifo):
+    net = sharded()
+    optimizer = on_volume(net, drives, name="run")
+    with (fifo if dist.get_rank() == 0 else Path(os.devnull)).open("w") as out:
+        for step in range(1000):
+            train(net, optimizer, 1, first=step)
+            print(step, file=out, flush=True)
+
+
+def resumed_steps(drives):
+    gc.collect()
+    return on_volume(sharded(seed=9), drives, name="run", resume=True).committed_steps
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_that_are_killed_go_on_from_one_step(two, drives, tmp_path, order):
+    two.run(dist.get_world_size)  # They are started.
+    fifo = tmp_path / "steps"
+    os.mkfifo(fifo)
+    for tasks in two.tasks:
+        tasks.put((trained_until_killed, (drives, fifo)))
+    with fifo.open() as lines:
+        step = 0
+        for _ in range(3):
+            step = int(lines.readline())
+        for rank in order:
+            two.processes[rank].kill()
+            two.processes[rank].join(30)
+    two.stop()
+    first, second = two.run(resumed_steps, drives)
+    assert first == second >= step
+    assert two.run(go_on, drives, first) == [first + 3] * 2
+
+
+# ---- checkpoints ----
+
+
+def saved(drives, folder):
+    net = sharded()
+    optimizer = on_volume(net, drives, durability="none")
+    train(net, optimizer, 2)
+    model, state = get_state_dict(net, optimizer)
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder)
+
+
+def loaded(drives, folder):
+    gc.collect()
+    net = sharded(seed=4)
+    optimizer = on_volume(net, drives, durability="none")
+    model, state = get_state_dict(net, optimizer)
+    dcp.load({"model": model, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(net, optimizer, model_state_dict=model, optim_state_dict=state)
+    train(net, optimizer, 3, first=2)
+    _, expected = reference(5)
+    assert all_bits(net, optimizer) == expected
+
+
+def test_checkpoints_of_torch_have_the_state(two, drives, tmp_path):
+    folder = tmp_path / "checkpoint"
+    two.run(partial(saved, folder=folder), drives)
+    two.run(partial(loaded, folder=folder), drives)
