@@ -128,8 +128,9 @@ class OffloadAdamW(OffloadStateDicts):
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
             memory. With `deferred` it has durability "none", and no channels are selected. With
             `shard`, and with DTensor parameters, making the optimizer is a call of all ranks that
-            waits for the others, and each has a volume of its own. `state` and state dicts are then read from the drives into memory, as a snapshot. Parameters
-            that are added later have their state in host memory.
+            waits for the others, and each has a volume of its own. `state` and state dicts are then
+            read from the drives into memory, as a snapshot. Parameters that are added later have
+            their state in host memory.
         shard: whether ranks that hold the same parameters (DistributedDataParallel) share the step:
             True, or the process group of these ranks. Each keeps the state of its rows of every
             parameter and steps those, and gets the new weights of the others, with the same bits as
