@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,9 @@ if TYPE_CHECKING:
 
     from stepwell import _state
     from stepwell._operand import Update
+    from stepwell.offload.background import Background
     from stepwell.offload.engine import Engine
+    from stepwell.offload.gate import Gate
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.twins import Twins
 
@@ -29,16 +29,22 @@ class OffloadState(AdamW):
 
     _host: HostSide
     _twins: Twins
-    _engine: Engine | None
+    _background: Background
     # While a step is decided and submitted, `state` does not settle what is deferred, on the thread
     # that does so.
     _stepping_on: int | None
     # State that the step under way has written to the volume, as it was and as it is.
     _swapping: list[list[tuple[torch.Tensor, _state.State, _state.State]]]
 
-    @abc.abstractmethod
-    def _finish(self) -> None:
-        """Waits until the last step is complete in host memory."""
+    @property
+    def _engine(self) -> Engine | None:
+        """None: it was not needed yet."""
+        return self._background.engine
+
+    @property
+    def _gate(self) -> Gate | None:
+        """None: there is no engine, or forwards do not wait."""
+        return self._background.gate
 
     @property
     def _is_stepping(self) -> bool:
@@ -56,7 +62,7 @@ class OffloadState(AdamW):
 
     def _read_states(self) -> defaultdict[torch.Tensor, _state.State]:
         """As `_states`. What is on a volume is read into memory, but for the step's own thread."""
-        with contextlib.nullcontext() if self._engine is None else self._engine.lock:
+        with self._background.lock():
             states = self._states
             swapped = self._host.swapped
             if swapped is not None and not self._is_stepping:
@@ -72,7 +78,7 @@ class OffloadState(AdamW):
             with self._engine.lock:
                 self._engine.settle()
                 if self._engine.busy:
-                    self._finish()
+                    self._background.finish()
         found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
         for param, before, state in self._swapping[0]:
             if found.get(param) is before:
