@@ -333,7 +333,8 @@ class OffloadAdamW(OffloadStep):
             return
         before = steps.chosen_interval
         try:
-            self._host.defer(steps.at_interval(interval), self._states)
+            has_engine = self._engine is not None
+            self._host.defer(steps.at_interval(interval), self._states, has_engine=has_engine)
         except ValueError as error:
             steps.limit_interval()
             _LOGGER.warning("deferred updates keep interval=%s: %s", before, error)
