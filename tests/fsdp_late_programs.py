@@ -97,7 +97,7 @@ def backward(net, step):
 
 def make_late(optimizer):
     """From now on its steps are late. Forwards have been seen."""
-    engine = optimizer._opened_engine()
+    engine = optimizer._background.opened()
     engine._core = LateEngine(engine._core)
     return engine._core
 

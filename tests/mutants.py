@@ -13,7 +13,7 @@ child that runs all of them under coverage.py.
 Not seen: what runs when a module is imported, and tests that work in processes of their own. Tests
 of several ranks run on one, as far as they pass there; with `--ranks 2` on a second one too, which
 is forked for each. (FSDP2 does not pass there: torch keeps what it finds out of a mesh.) For ZeRO
-there are `zero_in_process.py` and `zero_*_stand_ins.py`.
+there are `zero_in_process*.py` and `zero_*_stand_ins.py`.
 """
 
 import argparse
@@ -69,7 +69,7 @@ SUITES = {
     "zero": (
         ["deepspeed/zero/[a-z]*.py", "deepspeed/state/[a-z]*.py"],
         [
-            "zero_in_process.py",
+            "zero_in_process*.py",
             "zero_*_stand_ins.py",
             "test_deepspeed_deferred_*.py",
             "test_deepspeed_fetcher.py",

@@ -76,7 +76,7 @@ def wrap_core(optimizer, kind):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gathering, "_GatherThread", wrapped)
-        optimizer._opened_engine()
+        optimizer._background.opened()
     return cores[-1]
 
 

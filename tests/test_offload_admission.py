@@ -74,5 +74,5 @@ def test_a_gradient_is_taken_by_an_engine_without_a_step_unless_that_is_deferred
     engine._core = late = LateEngine(engine._core)
     late.keep_busy = True
     late.waits.clear()
-    assert optimizer._idle_engine() is engine
+    assert optimizer._background.idle() is engine
     assert bool(late.waits) is not is_deferred

@@ -128,7 +128,7 @@ def other_optimizer(net, _, kept):
 
 
 def second_of_ours(net, optimizer, kept):
-    gate = optimizer._gate_mode
+    gate = optimizer._background._gate_mode
     if not kept:
         kept["other"] = stepwell.OffloadAdamW(net.parameters(), lr=1e-3, threads=1, gate=gate)
     kept["other"].step()

@@ -219,11 +219,11 @@ def test_a_forward_ends_a_step_that_was_interrupted_twice(monkeypatch):
         patched.setattr(optimizer, "_leave_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-    assert optimizer._is_unreleased
+    assert optimizer._background.is_unreleased
     reference.step()
     # Nothing clears the gradients: the backward adds to them.
     losses = [loss_of(each, 3) for each in (net, twin)]
-    assert not optimizer._is_unreleased
+    assert not optimizer._background.is_unreleased
     for loss, each in zip(losses, (optimizer, reference), strict=True):
         loss.backward()
         each.step()
@@ -240,7 +240,7 @@ def test_interrupts_in_the_release_do_not_end_it(gate, monkeypatch):
     optimizer = ours[1]
     calls, waited = [], []
     release = optimizer._engine.release
-    wait = optimizer._wait_for_weights
+    wait = optimizer._background.wait_for_weights
 
     def interrupted_release():
         calls.append(None)
@@ -256,11 +256,11 @@ def test_interrupts_in_the_release_do_not_end_it(gate, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(optimizer._engine, "release", interrupted_release)
-        patched.setattr(optimizer, "_wait_for_weights", interrupted_wait)
+        patched.setattr(optimizer._background, "wait_for_weights", interrupted_wait)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert (len(calls), len(waited)) == (4, 3)
-    assert not optimizer._is_unreleased
+    assert not optimizer._background.is_unreleased
     theirs[1].step()
     for net, optimizer in (ours, theirs):
         optimizer.zero_grad(set_to_none=False)
@@ -282,13 +282,13 @@ def test_zero_grad_releases_what_an_interrupt_has_left(set_to_none, monkeypatch)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer, "_release", lambda: None)
+        patched.setattr(optimizer._background, "release", lambda: None)
         patched.setattr(optimizer, "_leave_step", interrupt)
-        patched.setattr(optimizer, "_wait_for_weights", interrupt)
+        patched.setattr(optimizer._background, "wait_for_weights", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
-    assert optimizer._is_unreleased
+    assert optimizer._background.is_unreleased
     theirs[1].step()
     for _, optimizer in (ours, theirs):
         optimizer.zero_grad(set_to_none=set_to_none)

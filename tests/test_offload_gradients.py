@@ -304,7 +304,7 @@ def test_copies_are_waited_for_when_the_whole_backward_has_ended(
 def test_each_of_two_backwards_at_once_waits_for_its_copies(monkeypatch):
     params = [torch.nn.Parameter(torch.ones(4)) for _ in range(6)]
     optimizer = stepwell.OffloadAdamW(params, accumulation_steps=1)
-    optimizer._opened_engine()
+    optimizer._background.opened()
     waits = []
     monkeypatch.setattr(
         engine.Engine,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import stepwell
 import torch
 from stepwell import Deferred, OffloadAdamW
+from stepwell.offload import host_side
 from stepwell.offload.deferral import SettledSteps
+from stepwell.offload.deferred import Extents, memory_of
 from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.interval import WINDOW_STEPS, IntervalTuner, StepTimes
 from test_offload_deferred import loss_of, model_of, train
@@ -157,6 +159,29 @@ def test_the_interval_stays_where_there_is_no_memory(
     assert optimizer.deferral is not None and optimizer.deferral.interval == 4
     assert optimizer._engine is not None and optimizer._engine.pending_params
     assert caplog.text.count("keep interval=4") == 1
+
+
+def test_another_interval_counts_on_what_an_engine_gives_back_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A state dict may bring one before the first step: no engine has taken memory by then."""
+    held: list[int] = []
+    announce = host_side.announce
+
+    def noted(*args: int, **options: Any) -> object:
+        held.append(options["held"])
+        return announce(*args, **options)
+
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval="auto"))
+    monkeypatch.setattr(host_side, "announce", noted)
+    saved = optimizer.state_dict()
+    for interval in (5, 6):
+        saved["param_groups"][0]["deferred_interval"] = interval
+        optimizer.load_state_dict(saved)
+        train(model, optimizer, range(1))
+    given_back = memory_of(Extents.of(model.parameters()), Deferred(interval=5)).pinned
+    assert held == [0, given_back]
 
 
 # ---- what is told ----

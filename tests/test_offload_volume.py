@@ -210,10 +210,11 @@ def test_what_waits_for_drives_is_not_pinned(tmp_path, accumulate):
     assert 0 < in_memory < everything
     # Of these two, weights and gradients. Sums come up and go down again in each backward.
     grads = everything if accumulate == "host" else in_memory
-    assert optimizer._opened_engine()._core.pinned_nbytes == in_memory + grads
+    assert optimizer._background.opened()._core.pinned_nbytes == in_memory + grads
     # All of it is on the volume.
-    commits = on_volume(net, tmp_path, accumulate=accumulate)._opened_engine()
-    assert commits._core.pinned_nbytes == (everything if accumulate == "host" else 0)
+    commits = on_volume(net, tmp_path, accumulate=accumulate)
+    pinned_nbytes = commits._background.opened()._core.pinned_nbytes
+    assert pinned_nbytes == (everything if accumulate == "host" else 0)
 
 
 # ---- files ----

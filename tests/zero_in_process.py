@@ -4,72 +4,38 @@ The tests of ZeRO run whole programs in processes of their own, which takes long
 may. Here each test is a run or two of those programs on one rank, against DeepSpeed's own path or
 against what the whole tests expect. pytest does not collect this file by itself: DeepSpeed stays in
 a process that has used it.
+
+Here are steps and what programs do beside them. Where weights and state are is varied in
+`zero_in_process_memory.py`, and when steps end in `zero_in_process_late.py`.
 """
 
 import math
-import os
-import socket
-
-os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed_access_programs as accesses
 import deepspeed_checkpoint_programs as checkpoints
-import deepspeed_fetch_programs as fetch
 import deepspeed_gradient_programs as gradients
-import deepspeed_late_programs as late
-import deepspeed_nvme_programs as nvme
 import deepspeed_offload_access_programs as offload_access
-import deepspeed_offload_param_programs as offload_param
 import deepspeed_offload_programs as offload
 import deepspeed_torch_adam_programs as torch_adam
 import deepspeed_training_programs as training
-import deepspeed_twin_flow_programs as twin_flow
 import deepspeed_weight_programs as weights
-import deepspeed_zenflow_programs as zenflow
 import pytest
 import test_deepspeed_checkpoints
 import test_deepspeed_gradients
-import test_deepspeed_late
-import test_deepspeed_nvme
 import test_deepspeed_offload
 import test_deepspeed_offload_access
-import test_deepspeed_offload_param
 import test_deepspeed_torch_adam
 import test_deepspeed_training
-import test_deepspeed_zenflow_engine
 import torch
 from deepspeed_asserts import assert_same_partitions, assert_same_runs, assert_same_values
 from deepspeed_engines import configuration, initialize, partitions, perceptron, train, vectors
 from deepspeed_engines import squared as loss_of
-from deepspeed_paths import Forked, both, grown, poisoned, uneven, with_experts
-from late_engine import late_ranks
-from test_deepspeed_twin_flow import assert_close, assert_close_partitions
+from deepspeed_paths import Forked, both, grown, poisoned, with_experts
+from zero_one_rank import ENGINES, ON_DEVICE, assert_resumed_by_both, on_both, one_rank  # noqa: F401
 
 # The programs run without pytest's.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-ENGINES = ({"engine": True}, {"engine": False})
 FP32_SUMS = {"gradient_accumulation_steps": 2, "data_types": {"grad_accum_dtype": "fp32"}}
-ON_DEVICE = {"gradient_accumulation_steps": 2, "stepwell": {"accumulate": "device"}}
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_rank():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
-    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
-    import deepspeed
-    import stepwell.deepspeed
-
-    stepwell.deepspeed.register()
-    deepspeed.get_accelerator().is_fp16_supported = lambda: True
-
-
-def on_both(run, config, *arguments, **options):
-    block = config.pop("stepwell", {})
-    return [run({**config, "stepwell": {**block, **one}}, *arguments, **options) for one in ENGINES]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -200,10 +166,15 @@ def test_without_memory(stage, is_timed):
     assert_same_partitions(found[1], expected[1])
 
 
-def test_handed_over():
-    runs = {"handed over": gradients.handed_over(zero={"reduce_scatter": False})}
-    test_deepspeed_gradients.test_gradients_in_buckets_may_not_be_kept(runs)
-    test_deepspeed_gradients.test_gradients_by_sub_group_are_those_of_parameters(runs)
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_handed_over(is_scattered):
+    run = gradients.handed_over(zero={"reduce_scatter": is_scattered})
+    runs = {"handed over": {is_scattered: run}}
+    for test in (
+        test_deepspeed_gradients.test_what_is_kept_of_gradients_is_no_memory_that_is_reduced,
+        test_deepspeed_gradients.test_gradients_by_sub_group_are_those_of_parameters,
+    ):
+        test(runs, is_scattered)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -308,22 +279,6 @@ def test_view():
 # ---- checkpoints ----
 
 
-def assert_resumed_by_both(config, folder):
-    """A run that either path resumes ends as the one that was saved."""
-    engine = initialize(uneven(), config)
-    train(engine, vectors(2), loss_of)
-    engine.save_checkpoint(str(folder))
-    losses = train(engine, vectors(2, first=2), loss_of)
-    after = partitions(engine)
-    engine.destroy()
-    for block in ENGINES:
-        engine = initialize(uneven(seed=1), {**config, "stepwell": block})
-        engine.load_checkpoint(str(folder))
-        assert train(engine, vectors(2, first=2), loss_of) == losses
-        assert_same_partitions(partitions(engine), after)
-        engine.destroy()
-
-
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_checkpoints(stage, tmp_path):
     assert_resumed_by_both(configuration(dtype="bf16", stage=stage), tmp_path)
@@ -356,187 +311,6 @@ def test_saved_and_consolidated(name, tmp_path):
             test_deepspeed_checkpoints.test_universal_checkpoints_without_fp32_masters_are_refused
         )
         check(run, name)
-
-
-# ---- parameters in host memory, and shares of the device ----
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"persistent": 100},
-        {"dtype": "fp32", "persistent": 100},
-        {"gradient_accumulation_steps": 2, "pinned": True},
-        {"zero": {"sub_group_size": 3000}},
-    ],
-)
-def test_parameters_in_host_memory(options):
-    runs = offload_param.both(offload_param.offloaded(**options), steps=3)
-    test_deepspeed_offload_param.assert_same_runs(*runs)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_parameters_in_host_memory_interrupted(dtype):
-    found, expected = (
-        offload_param.interrupted(dtype, is_interrupted=each) for each in (True, False)
-    )
-    assert all(torch.equal(one, other) for one, other in zip(found[0], expected[0], strict=True))
-    assert_same_partitions(found[1], expected[1])
-
-
-def test_memory():
-    result = {}
-    offload_param.memory(result)
-    test_deepspeed_offload_param.test_memory_is_what_is_announced(result)
-    result["touched"] = offload_param.touched()
-    check = test_deepspeed_offload_param.test_weights_and_their_state_are_touched_and_no_bucket_is
-    check(result)
-
-
-test_touched_memory = test_deepspeed_offload_param.test_weights_go_to_memory_that_the_pool_touches
-
-
-@pytest.mark.parametrize(
-    "options", [{"clip": 0.1}, {"ratio": 0.0}, {"gradient_accumulation_steps": 2}]
-)
-def test_share_of_the_device(options):
-    ours, theirs = both(twin_flow.halved(dtype="bf16", **options), steps=3)
-    assert ours["class"] == "OffloadZeroOptimizerStage3"
-    assert_close(ours["losses"], theirs["losses"], 2e-2)
-    assert_close(ours["norms"], theirs["norms"], 2e-2)
-    assert_close_partitions(ours["partitions"], theirs["partitions"])
-
-
-def test_gradients_of_the_share():
-    found, expected = twin_flow.gradients()
-    torch.testing.assert_close(found[0][0], expected)
-    torch.testing.assert_close(found[0][1], torch.full_like(found[0][1], 0.7))
-    first, second, third = twin_flow.unused()
-    assert first.any()
-    assert torch.equal(second, first / 2)
-    assert torch.equal(third, second / 2)
-
-
-def test_share_that_fails():
-    first, second = twin_flow.failing()
-    assert first == second
-    assert "hint: go on from a checkpoint" in first
-
-
-# ---- deferred updates ----
-
-
-def zenflow_runs(options, **run):
-    for zero in (zenflow.with_zenflow(), {}):
-        yield zenflow.linear_run(configuration(**options, zero=zero), **run)
-
-
-@pytest.mark.parametrize("case", zenflow.CASES)
-def test_zenflow(case):
-    ours, exact = zenflow_runs(zenflow.CASES[case])
-    test_deepspeed_zenflow_engine.assert_same_ends(ours, exact)
-
-
-def test_zenflow_poisoned():
-    ours, exact = zenflow_runs(zenflow.CASES["ZeRO-2"], poisoned=(4, 7))
-    sums = {("poisoned", True): ours, ("poisoned", False): exact}
-    test_deepspeed_zenflow_engine.test_steps_that_are_not_finite_are_dropped(sums)
-
-
-def test_zenflow_looks():
-    result = {}
-    zenflow.program_zenflow_on_engine(result)
-    for name, test in vars(test_deepspeed_zenflow_engine).items():
-        if name.startswith("test_") and test.__code__.co_varnames[:1] == ("one_rank",):
-            test(result)
-
-
-def test_zenflow_resumes(tmp_path):
-    result = {}
-    zenflow.program_zenflow_saves(result, str(tmp_path))
-    saved, _, losses, at_end = result["went on"]
-    assert result["late"]
-    for name in ("again", "anew"):
-        assert_same_partitions(result["loaded", name], saved)
-        assert result["resumed", name][0] == losses
-        assert_same_partitions(result["resumed", name][1], at_end)
-
-
-# ---- steps that are late ----
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"dtype": "fp32"},
-        {"gradient_accumulation_steps": 2, "clip": 0.1},
-        ON_DEVICE,
-        {"stepwell": {"gate": "step"}},
-    ],
-)
-def test_late_steps(stage, options, monkeypatch):
-    config = configuration(stage=stage, **{"dtype": "bf16", **options})
-    with late_ranks(monkeypatch):
-        assert_same_runs(*both(config, steps=3))
-
-
-@pytest.mark.parametrize("reader", test_deepspeed_late.READERS)
-def test_readers(reader, monkeypatch):
-    one = {reader: late.readers()[reader]}
-    monkeypatch.setattr(late, "readers", lambda: one)
-    result = {}
-    late.read(result, "late", offload_param.offloaded(persistent=100))
-    late.read(result, "in time", offload_param.offloaded(persistent=100), is_late=False)
-    test_deepspeed_late.test_a_reader_waits(result, reader)
-
-
-@pytest.mark.parametrize("persistent", [0, 100])
-@pytest.mark.parametrize("options", [{}, {"zero": {"sub_group_size": 3000}}, {"clip": 0.1}])
-def test_late_parameters_in_host_memory(persistent, options):
-    found = []
-    for is_late in (True, False):
-        engine, made, losses = late.trained_late(
-            offload_param.offloaded(persistent=persistent, **options), is_late=is_late
-        )
-        assert made is None or made.is_late
-        found.append((losses, offload_param.weights(engine)))
-        engine.destroy()
-    (losses, weights_of), (expected_losses, expected) = found
-    assert losses == expected_losses
-    assert all(map(torch.equal, weights_of, expected))
-
-
-@pytest.mark.parametrize("part", [late.waits, late.prefetches, late.written, late.exposed])
-def test_late_parts(part):
-    result = {}
-    part(result)
-    tests = {
-        late.waits: test_deepspeed_late.test_a_forward_waits_for_what_it_gathers,
-        late.prefetches: test_deepspeed_late.test_nothing_is_prefetched_while_a_step_runs,
-        late.written: test_deepspeed_late.test_what_a_program_writes_comes_after_the_step,
-        late.exposed: test_deepspeed_late.test_a_step_waits_for_what_can_be_reached_otherwise,
-    }
-    tests[part](result)
-
-
-@pytest.mark.parametrize("name", late.ON_ONE_RANK)
-def test_late_on_one_rank(name):
-    found = [late.on_one_rank(name, is_late=is_late) for is_late in (True, False)]
-    test_deepspeed_late.test_zero_2_on_one_rank_waits({"on one rank": {name: found}}, name)
-
-
-def test_masters_are_given_out_when_the_step_has_ended():
-    found = {"given out": late.given_out()}
-    test_deepspeed_late.test_masters_are_given_out_when_the_step_has_ended(found)
-
-
-def test_states_that_move():
-    (losses, found), (expected_losses, expected) = late.moved({})
-    assert losses == expected_losses
-    assert all(map(torch.equal, found, expected))
 
 
 # ---- more paths ----
@@ -627,132 +401,3 @@ def test_too_early(stage):
 
 def test_claims():
     assert accesses.claims_ended() == [True] * 3
-
-
-@pytest.mark.parametrize("options", [{}, {"persistent": 100}])
-def test_parameters_in_host_memory_are_saved(options, tmp_path):
-    assert_resumed_by_both(offload_param.offloaded(**options), tmp_path)
-
-
-# ---- weights that are fetched ----
-
-
-@pytest.fixture
-def copied(monkeypatch):
-    from stepwell.deepspeed.zero.weight_lane import HostWeightLane
-
-    monkeypatch.setattr(HostWeightLane, "copy", HostWeightLane.copy)
-    fetch.copy_as_a_device_does()
-
-
-def assert_same_fetches(ours, theirs):
-    assert ours["losses"] == theirs["losses"]
-    assert all(map(torch.equal, ours["weights"], theirs["weights"]))
-    assert ours.get("most", 0) <= theirs.get("most", 0)
-
-
-@pytest.mark.parametrize("zero", [None, fetch.TIGHT])
-@pytest.mark.parametrize("model", fetch.MODELS)
-def test_fetched(model, zero, copied):
-    assert_same_fetches(*fetch.both(model, zero=zero))
-
-
-@pytest.mark.parametrize("between", [fetch.evaluate, fetch.write, fetch.unhook])
-def test_fetched_between(between, copied):
-    if between is fetch.evaluate:
-        options = {"model": fetch.Tied, "zero": fetch.TIGHT}
-    else:
-        options = {"model": fetch.Model}
-    assert_same_fetches(*fetch.both(between=between, **options))
-
-
-@pytest.mark.parametrize("is_inferred", [False, True])
-def test_fetch_that_fails(is_inferred, copied):
-    ours = fetch.failing("stepwell", is_inferred=is_inferred)
-    assert_same_fetches(ours, fetch.failing("deepspeed"))
-
-
-@pytest.mark.parametrize("look", [fetch.generate, fetch.stopped, fetch.scored, fetch.inferred])
-def test_looks_of_a_language_model(look, copied):
-    ours, theirs = (
-        fetch.spoken(name, look, checkpoints=True, zero=fetch.TIGHT)
-        for name in ("stepwell", "deepspeed")
-    )
-    assert_same_fetches(ours, theirs)
-    assert all(map(torch.equal, ours["looks"], theirs["looks"]))
-
-
-def test_waits_after_a_step():
-    written, waits = fetch.waits_after_a_step()
-    assert all(written)
-    assert waits == []
-
-
-def test_counted(copied):
-    found = fetch.counted()
-    assert (found["live"], found["ahead"], found["depth"]) == (0, 0, 0)
-
-
-# ---- state on volumes ----
-
-
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [
-        (1, {}),
-        (2, {"gradient_accumulation_steps": 2}),
-        (3, {"zero": {"sub_group_size": 66_000}}),
-        (3, {"zero": {"offload_param": {"device": "cpu"}}}),
-    ],
-)
-def test_volumes(stage, options, tmp_path):
-    config = configuration(stage=stage, dtype="bf16", **options)
-    swapped, in_memory = nvme.both(config, tmp_path / "drive")
-    test_deepspeed_nvme.assert_same_run(swapped, in_memory)
-    assert min(swapped["moved"]) > 0
-    assert swapped["left"] == []
-
-
-def test_volumes_of_masters_alone(tmp_path):
-    test_deepspeed_nvme.assert_same_run(
-        *nvme.both(configuration(stage=3), tmp_path / "drive", host_bytes_max=nvme.host_bytes(8))
-    )
-
-
-@pytest.mark.parametrize("stage", nvme.STAGES)
-def test_accesses_of_volumes(stage, tmp_path):
-    config = nvme.bf16(stage)
-    runs = {("accesses", stage): [nvme.accesses(nvme.on_volume(config, tmp_path))]}
-    runs["accesses", stage].append(nvme.accesses(config))
-    test_deepspeed_nvme.test_accessors_get_and_set_what_is_on_the_volume(runs, stage)
-
-
-@pytest.mark.parametrize("stage", nvme.STAGES)
-def test_looks_at_volumes(stage, tmp_path):
-    runs = {("looks", stage): nvme.looks(nvme.on_volume(nvme.bf16(stage), tmp_path))}
-    test_deepspeed_nvme.test_a_look_at_a_fragment_brings_its_chunks_alone(runs, stage)
-
-
-@pytest.mark.parametrize("stage", nvme.STAGES)
-def test_volumes_that_are_resumed(stage, tmp_path):
-    result = {}
-    nvme.resumed(result, tmp_path, stage)
-    runs = {("resumed", stage): result}
-    test_deepspeed_nvme.test_weights_and_counts_are_those_of_the_volume(runs, stage)
-    test_deepspeed_nvme.test_a_volume_with_a_name_is_resumed(runs, stage)
-    test_deepspeed_nvme.test_what_is_no_volume_of_the_run_is_refused(runs, stage)
-
-
-@pytest.mark.parametrize("stage", nvme.STAGES)
-def test_checkpoints_of_volumes(stage, tmp_path):
-    result = {}
-    nvme.checkpoints(result, tmp_path, stage)
-    assert_same_partitions(*result["straight"])
-    for way in ("volume to volume", "volume to memory", "volume to DeepSpeed", "memory to volume"):
-        assert_same_partitions(result[way], result["straight"][1])
-
-
-def test_drives_that_are_full(tmp_path):
-    result = {}
-    nvme.full_drive(result, tmp_path / "full")
-    test_deepspeed_nvme.test_a_full_drive_is_named_and_harms_nothing({"full drive": result})

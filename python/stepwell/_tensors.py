@@ -1,12 +1,13 @@
 """Torch tensors as the core takes them.
 
-Which are fit, where they lie, and that no two of them overlap.
+Which are fit, where they lie, how many refer to their memory, and that no two of them overlap.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from bisect import bisect_left
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 __all__ = [
+    "COUNT_ALONE",
+    "COUNT_ALONE_IN_PYTHON",
     "Written",
     "check_grad",
     "check_memory",
@@ -27,6 +30,7 @@ __all__ = [
     "has_memory",
     "is_run",
     "ordinary_tensors",
+    "references",
     "shares_memory",
     "tensor_on",
     "view",
@@ -103,19 +107,25 @@ def is_run(tensor: torch.Tensor) -> bool:
     )
 
 
-def _count_of_memory(tensor: torch.Tensor) -> int:
-    """How often the memory of `tensor` is referred to in C++."""
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
+def references(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The storage of `tensor`, and how many refer to it in C++ and in Python.
+
+    Tensors that share their memory have one storage. Counts say something beside other counts only.
+    """
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return storage._cdata, count, sys.getrefcount(storage)
 
 
-# It depends on the version of torch.
-_COUNT_ALONE = _count_of_memory(torch.empty(1, device="cpu"))
+_, COUNT_ALONE, COUNT_ALONE_IN_PYTHON = references(torch.empty(1, device="cpu"))
+"""Both counts for a tensor that shares its memory with none. They depend on the versions of torch
+and Python."""
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
     """Whether another tensor, of Python or of C++, refers to the memory of `tensor`."""
-    return _count_of_memory(tensor) > _COUNT_ALONE
+    _, count, _ = references(tensor)
+    return count > COUNT_ALONE
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

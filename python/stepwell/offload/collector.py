@@ -55,6 +55,9 @@ class Collector(abc.ABC):
         host: the host side of the parameters.
     """
 
+    sums_on_host = False
+    """Whether the gradients of several backwards are summed in host memory."""
+
     def __init__(self, host: HostSide) -> None:
         self._host = host
 
@@ -346,6 +349,8 @@ class DeviceCollector(Collector):
 
 class HostCollector(Collector):
     """The gradients of every backward are added to sums in host memory."""
+
+    sums_on_host = True
 
     def __init__(self, host: HostSide) -> None:
         super().__init__(host)

@@ -17,6 +17,7 @@ from stepwell.offload.module_tree import (
     Hook,
     ModuleTree,
     is_compiled,
+    living,
     modules_alive,
     remove,
     something_is_compiled,
@@ -66,8 +67,7 @@ class Forwards:
             # What was compiled meanwhile has the hooks in it, and would be compiled again.
             remove(self._handles)
         self._handles.clear()
-        found = (self._by_id.get(key) for key in self._called)
-        return [module for module in found if module is not None]
+        return living(self._called, self._by_id)
 
 
 class _CallHook(Hook):

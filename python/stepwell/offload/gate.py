@@ -36,6 +36,7 @@ from stepwell.offload.module_tree import (
     Hook,
     ModuleTree,
     is_compiled,
+    living,
     modules_alive,
     reached,
     remove,
@@ -211,8 +212,7 @@ class Gate:
     @property
     def called(self) -> list[torch.nn.Module]:
         """The modules that forwards in training have called, as far as they are alive."""
-        found = (self._by_id.get(key) for key in self._called)
-        return [module for module in found if module is not None]
+        return living(self._called, self._by_id)
 
     @property
     def uncovered(self) -> list[torch.Tensor]:
@@ -334,8 +334,8 @@ class Gate:
 
     def _is_part(self, module: torch.nn.Module) -> bool:
         """Whether `module` is within one that is in training mode."""
-        above = (self._by_id.get(key) for key in reached([id(module)], self._parents))
-        return any(one is not None and one.training for one in above)
+        above = living(reached([id(module)], self._parents), self._by_id)
+        return any(one.training for one in above)
 
     def _end_interrupted_step(self) -> None:
         """Waits for what the last step would have waited for, had Ctrl-C not ended it."""

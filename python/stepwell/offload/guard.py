@@ -16,7 +16,6 @@ Cost per parameter and step: two assignments of a class, a look at a counter, tw
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch.nn import Parameter
 
+from stepwell._tensors import COUNT_ALONE, COUNT_ALONE_IN_PYTHON, references
 from stepwell.offload.finalizers import finalize
 from stepwell.offload.under_way import begin, end, set_grad, without_waiting
 
@@ -213,29 +213,17 @@ def exposed(
         return []
     with without_waiting():
         known = {id(holder): holder for holder in holders}
-        expected = Counter(_references(holder)[0] for holder in known.values())
+        expected = Counter(references(holder)[0] for holder in known.values())
         return [
             tensor for tensor in found if not _is_among(tensor, kind, expected, held=tensor in held)
         ]
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The storage of `tensor`, and how many refer to it in C++ and in Python."""
-    storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return storage._cdata, count, sys.getrefcount(storage)
-
-
-# Both counts for a tensor that shares its memory with none. They depend on the versions of torch
-# and Python.
-_, _ALONE, _ALONE_IN_PYTHON = _references(torch.empty(1, device="cpu"))
-
-
 def _is_alone(tensor: torch.Tensor, kind: type[torch.Tensor], *, held: bool) -> bool:
     if type(tensor) is not kind:
         return False
-    _, count, count_in_python = _references(tensor)
-    return count == _ALONE and count_in_python == _ALONE_IN_PYTHON + held
+    _, count, count_in_python = references(tensor)
+    return count == COUNT_ALONE and count_in_python == COUNT_ALONE_IN_PYTHON + held
 
 
 def _is_among(
@@ -244,9 +232,9 @@ def _is_among(
     """Whether `tensor` is a plain one, and only known tensors use its memory."""
     if type(tensor) is not kind:
         return False
-    storage, count, count_in_python = _references(tensor)
-    is_held_as_expected = count_in_python == _ALONE_IN_PYTHON + held
-    return count - expected[storage] < _ALONE and is_held_as_expected
+    storage, count, count_in_python = references(tensor)
+    is_held_as_expected = count_in_python == COUNT_ALONE_IN_PYTHON + held
+    return count - expected[storage] < COUNT_ALONE and is_held_as_expected
 
 
 def clear_grads(params: Iterable[torch.Tensor]) -> None:

@@ -131,7 +131,7 @@ class HostSide:
             ),
             crossing=self.twins.nbytes(params) + deferral.pinned,
             limit=self._bytes_left(states),
-            held=self._deferral(()).pinned if has_engine else 0,
+            held=self._held(has_engine=has_engine),
             waiting=deferral.pinned,
         )
 
@@ -148,23 +148,37 @@ class HostSide:
             held += self.swapped.memory_bytes
         return self._bytes_max - held
 
-    def defer(self, deferred: Deferred, states: Mapping[torch.Tensor, _state.State]) -> None:
+    def defer(
+        self,
+        deferred: Deferred,
+        states: Mapping[torch.Tensor, _state.State],
+        *,
+        has_engine: bool,
+    ) -> None:
         """Updates are deferred in another way, by an engine that is made anew.
+
+        Args:
+            deferred: how.
+            states: those that the optimizer has.
+            has_engine: as `announce` has it.
 
         Raises:
             ValueError: that takes more memory than there is; nothing was changed.
         """
-        before = self._deferral(())
         after = memory_of(Extents.of(self.twins), deferred)
         announce(
             sum(local(param).numel() for param in self.twins),
             state=0,
             crossing=after.pinned,
             limit=self._bytes_left(states),
-            held=before.pinned,
+            held=self._held(has_engine=has_engine),
             waiting=after.pinned,
         ).end()  # The engine takes it when it is made.
         self._deferred = deferred
+
+    def _held(self, *, has_engine: bool) -> int:
+        """Bytes of what an engine has for deferral; it gives them back when it ends."""
+        return self._deferral(()).pinned if has_engine else 0
 
     def _deferral(self, params: Sequence[torch.Tensor]) -> Memory:
         """What deferred updates take, of all parameters with these."""

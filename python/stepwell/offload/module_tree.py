@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
 __all__ = [
     "Hook",
     "ModuleTree",
     "is_compiled",
+    "living",
     "modules_alive",
     "reached",
     "remove",
@@ -29,6 +30,12 @@ def modules_alive() -> list[torch.nn.Module]:
     """Every module that is alive."""
     # A class of a proxy may lie about itself; isinstance would ask it.
     return [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+
+
+def living(keys: Iterable[int], by_id: Mapping[int, torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules with these ids, as far as `by_id`, which holds them weakly, still has them."""
+    found = (by_id.get(key) for key in keys)
+    return [module for module in found if module is not None]
 
 
 def something_is_compiled() -> bool:

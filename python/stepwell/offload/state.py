@@ -2,26 +2,131 @@
 
 from __future__ import annotations
 
-import abc
-import contextlib
+import copy
 import threading
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
-from stepwell.offload.swapped import StateInMemory
+import torch
+
+from stepwell import _state
 from stepwell.optim import AdamW
 
 if TYPE_CHECKING:
-    from collections import defaultdict
+    from collections.abc import Callable, Iterator
 
-    import torch
-
-    from stepwell import _state
     from stepwell._operand import Update
+    from stepwell.offload.background import Background
     from stepwell.offload.engine import Engine
+    from stepwell.offload.gate import Gate
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.twins import Twins
 
-__all__ = ["OffloadState"]
+__all__ = ["OffloadState", "StateInMemory"]
+
+
+class StateInMemory(defaultdict[torch.Tensor, _state.State]):
+    """The state of an optimizer with a volume, as code outside of a step sees it.
+
+    It has no entries of its own. Each call goes to the optimizer's state as it is then, of which
+    what is on the volume has been read into memory. So it may be kept over steps.
+
+    Args:
+        states: gives that state.
+    """
+
+    def __init__(self, states: Callable[[], defaultdict[torch.Tensor, _state.State]]) -> None:
+        super().__init__(dict)
+        self._states = states
+
+    def __getitem__(self, param: torch.Tensor) -> _state.State:
+        return self._states()[param]
+
+    def __setitem__(self, param: torch.Tensor, state: _state.State) -> None:
+        self._states()[param] = state
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        del self._states()[param]
+
+    def __contains__(self, param: object) -> bool:
+        return param in self._states()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._states())
+
+    def __reversed__(self) -> Iterator[torch.Tensor]:
+        return reversed(self._states())
+
+    def __len__(self) -> int:
+        return len(self._states())
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self._states()) == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __repr__(self) -> str:
+        return repr(self._states())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> Any:
+        return self._states().copy()
+
+    copy = __copy__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._states(), memo)
+
+    def __reduce__(self) -> Any:
+        return self._states().__reduce__()
+
+    def __or__(self, other: Any) -> Any:
+        return self._states() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._states()
+
+    def __ior__(self, other: Any) -> Any:
+        self._states().update(other)
+        return self
+
+    def get(self, param: torch.Tensor, default: Any = None) -> Any:
+        """As dict's."""
+        return self._states().get(param, default)
+
+    def keys(self) -> Any:
+        """As those of a copy: a view of dict's may be kept, and would see places later."""
+        return dict(self._states()).keys()
+
+    def values(self) -> Any:
+        """Likewise."""
+        return dict(self._states()).values()
+
+    def items(self) -> Any:
+        """Likewise."""
+        return dict(self._states()).items()
+
+    def pop(self, *args: Any) -> Any:
+        """As dict's."""
+        return self._states().pop(*args)
+
+    def popitem(self) -> Any:
+        """As dict's."""
+        return self._states().popitem()
+
+    def setdefault(self, param: torch.Tensor, default: Any = None) -> Any:
+        """As dict's."""
+        return self._states().setdefault(param, default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As dict's."""
+        self._states().update(*args, **kwargs)
+
+    def clear(self) -> None:
+        """As dict's."""
+        self._states().clear()
 
 
 class OffloadState(AdamW):
@@ -29,16 +134,22 @@ class OffloadState(AdamW):
 
     _host: HostSide
     _twins: Twins
-    _engine: Engine | None
+    _background: Background
     # While a step is decided and submitted, `state` does not settle what is deferred, on the thread
     # that does so.
     _stepping_on: int | None
     # State that the step under way has written to the volume, as it was and as it is.
     _swapping: list[list[tuple[torch.Tensor, _state.State, _state.State]]]
 
-    @abc.abstractmethod
-    def _finish(self) -> None:
-        """Waits until the last step is complete in host memory."""
+    @property
+    def _engine(self) -> Engine | None:
+        """None: it was not needed yet."""
+        return self._background.engine
+
+    @property
+    def _gate(self) -> Gate | None:
+        """None: there is no engine, or forwards do not wait."""
+        return self._background.gate
 
     @property
     def _is_stepping(self) -> bool:
@@ -56,7 +167,7 @@ class OffloadState(AdamW):
 
     def _read_states(self) -> defaultdict[torch.Tensor, _state.State]:
         """As `_states`. What is on a volume is read into memory, but for the step's own thread."""
-        with contextlib.nullcontext() if self._engine is None else self._engine.lock:
+        with self._background.lock():
             states = self._states
             swapped = self._host.swapped
             if swapped is not None and not self._is_stepping:
@@ -72,7 +183,7 @@ class OffloadState(AdamW):
             with self._engine.lock:
                 self._engine.settle()
                 if self._engine.busy:
-                    self._finish()
+                    self._background.finish()
         found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
         for param, before, state in self._swapping[0]:
             if found.get(param) is before:

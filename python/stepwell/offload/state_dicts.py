@@ -43,10 +43,6 @@ class OffloadStateDicts(OffloadState):
         """Makes ready for what has come since groups were added."""
 
     @abc.abstractmethod
-    def _note_forwards(self) -> None:
-        """State was loaded: until there is a gate, forwards are noted for it."""
-
-    @abc.abstractmethod
     def _set_interval(self, interval: int) -> None:
         """Has updates deferred by so many steps from now on."""
 
@@ -168,7 +164,7 @@ class OffloadStateDicts(OffloadState):
         intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
         if self._chosen_interval is not None and intervals and intervals[0] is not None:
             self._set_interval(int(intervals[0]))
-        self._note_forwards()
+        self._background.note_forwards()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

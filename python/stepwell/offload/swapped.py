@@ -12,12 +12,10 @@ Fingerprints, of which a parameter has 4 bytes per 65,536 elements, stay in memo
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import logging
 import os
 import weakref
-from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,121 +37,17 @@ from stepwell.offload.sharded_volume import (
 from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.volume import Volume
 
-__all__ = ["BUFFERS_BYTES_MAX", "StateInMemory", "Swapped", "make_swap"]
+__all__ = ["BUFFERS_BYTES_MAX", "Swapped", "make_swap"]
 
 _LOGGER = logging.getLogger(__name__)
 
 BUFFERS_BYTES_MAX = 1 << 30
-
-
-class StateInMemory(defaultdict[torch.Tensor, _state.State]):
-    """The state of an optimizer with a volume, as code outside of a step sees it.
-
-    It has no entries of its own. Each call goes to the optimizer's state as it is then, of which
-    what is on the volume has been read into memory. So it may be kept over steps.
-
-    Args:
-        states: gives that state.
-    """
-
-    def __init__(self, states: Callable[[], defaultdict[torch.Tensor, _state.State]]) -> None:
-        super().__init__(dict)
-        self._states = states
-
-    def __getitem__(self, param: torch.Tensor) -> _state.State:
-        return self._states()[param]
-
-    def __setitem__(self, param: torch.Tensor, state: _state.State) -> None:
-        self._states()[param] = state
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        del self._states()[param]
-
-    def __contains__(self, param: object) -> bool:
-        return param in self._states()
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._states())
-
-    def __reversed__(self) -> Iterator[torch.Tensor]:
-        return reversed(self._states())
-
-    def __len__(self) -> int:
-        return len(self._states())
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self._states()) == other
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __repr__(self) -> str:
-        return repr(self._states())
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __copy__(self) -> Any:
-        return self._states().copy()
-
-    copy = __copy__
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._states(), memo)
-
-    def __reduce__(self) -> Any:
-        return self._states().__reduce__()
-
-    def __or__(self, other: Any) -> Any:
-        return self._states() | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | self._states()
-
-    def __ior__(self, other: Any) -> Any:
-        self._states().update(other)
-        return self
-
-    def get(self, param: torch.Tensor, default: Any = None) -> Any:
-        """As dict's."""
-        return self._states().get(param, default)
-
-    def keys(self) -> Any:
-        """As those of a copy: a view of dict's may be kept, and would see places later."""
-        return dict(self._states()).keys()
-
-    def values(self) -> Any:
-        """Likewise."""
-        return dict(self._states()).values()
-
-    def items(self) -> Any:
-        """Likewise."""
-        return dict(self._states()).items()
-
-    def pop(self, *args: Any) -> Any:
-        """As dict's."""
-        return self._states().pop(*args)
-
-    def popitem(self) -> Any:
-        """As dict's."""
-        return self._states().popitem()
-
-    def setdefault(self, param: torch.Tensor, default: Any = None) -> Any:
-        """As dict's."""
-        return self._states().setdefault(param, default)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """As dict's."""
-        self._states().update(*args, **kwargs)
-
-    def clear(self) -> None:
-        """As dict's."""
-        self._states().clear()
 
 
 class Swapped:

@@ -19,7 +19,7 @@ from stepwell._sharding import like, local
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from stepwell.offload.shares import Shares
 
@@ -188,6 +188,13 @@ class Twins:
 
     def __len__(self) -> int:
         return len(self._twins)
+
+    def left_out(self, params: Collection[torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters that have a twin and are not among `params`, which all have one."""
+        if len(params) == len(self._twins):
+            return []
+        known = set(params)
+        return [param for param in self._twins if param not in known]
 
     def __getitem__(self, param: torch.Tensor) -> Twin:
         return self._twins[param]

@@ -1,0 +1,244 @@
+"""What steps in the background: an engine, and the gate in front of forwards.
+
+- Both are made when they are first needed, for the parameters that there are by then. They end when
+  the parameters change, or the interval of deferred updates: an engine is made for a fixed list.
+- Between a submit and `release` the program may not write gradients. So what an error or Ctrl-C has
+  left unreleased stays known until something releases it.
+- Waits go through the gate where there is one: it knows which weights are under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from stepwell._sharding import is_dtensor
+from stepwell.offload.engine import Engine
+from stepwell.offload.forwards import Forwards
+from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
+from stepwell.offload.rank_engine import RankEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from stepwell.offload.collector import Collector
+    from stepwell.offload.deferred import Deferred
+    from stepwell.offload.deferred_steps import DeferredSteps
+    from stepwell.offload.host_side import HostSide
+    from stepwell.offload.options import GateMode
+    from stepwell.offload.sharding import Sharding
+
+__all__ = ["Background"]
+
+
+class Background:
+    """The engine and the gate of one optimizer.
+
+    Args:
+        host: the host side of the parameters.
+        collector: brings gradients there.
+        sharding: the ranks that share steps; None: none does.
+        deferred_steps: which steps are deferred; None: none is.
+        gate_mode: what waits for new weights, as `OffloadAdamW` has it.
+        threads: workers that step, likewise.
+    """
+
+    def __init__(
+        self,
+        host: HostSide,
+        collector: Collector,
+        sharding: Sharding | None,
+        deferred_steps: DeferredSteps | None,
+        *,
+        gate_mode: GateMode,
+        threads: int | None,
+    ) -> None:
+        self._host = host
+        self._twins = host.twins
+        self._collector = collector
+        self._sharding = sharding
+        self._deferred_steps = deferred_steps
+        self._gate_mode = gate_mode
+        self._threads = threads
+        self.engine: Engine | None = None
+        """None: it was not needed yet, or was closed."""
+        self.gate: Gate | None = None
+        """None: there is no engine, or forwards do not wait."""
+        self.is_unreleased = False
+        """Whether a step was submitted whose gradients were not released."""
+        # Of deferred updates, once state was loaded or an engine was closed, until there is a gate.
+        self._forwards: Forwards | None = None
+
+    @property
+    def _deferred(self) -> Deferred | None:
+        return None if self._deferred_steps is None else self._deferred_steps.deferred
+
+    # ---- from the first need to the end ----
+
+    def opened(self) -> Engine:
+        """The engine, which is made when it is first needed: by then all groups are there.
+
+        Raises:
+            OSError: the device or the memory cannot be had.
+        """
+        if self.engine is None:
+            device, twins, swapped = self._host.device, self._twins, self._host.swapped
+            engine: Engine
+            confirm = None
+            if self._sharding is None:
+                engine = Engine(
+                    device,
+                    twins,
+                    twins,
+                    self._threads,
+                    self._deferred,
+                    swapped,
+                    sums_on_host=self._collector.sums_on_host,
+                )
+            else:
+                engine = ranked = RankEngine(
+                    self._sharding, device, twins, twins, self._threads, swapped
+                )
+                confirm = ranked.confirm
+            gate = None
+            if self._is_gated:
+                gate = Gate(
+                    twins,
+                    engine,
+                    self.release,
+                    engine.settle,
+                    confirm=confirm,
+                    has_pending=engine.has_pending,
+                    wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
+                    called=self._end_forwards(),
+                )
+            self.engine, self.gate, self._forwards = engine, gate, None
+        return self.engine
+
+    @property
+    def open_gate(self) -> Gate | None:
+        """The gate where forwards wait; None: a step waits for all of its weights."""
+        return self.gate if self.gate is not None and self.gate.is_open else None
+
+    @property
+    def _is_gated(self) -> bool:
+        """Whether forwards wait, where they can be seen."""
+        # What is deferred is applied by each rank for itself; its forwards are collective.
+        is_sharded = any(is_dtensor(param) for param in self._twins)
+        return self._gate_mode == "module" and not (is_sharded and self._deferred is not None)
+
+    def note_forwards(self) -> None:
+        """Until there is a gate: has it know the forwards before the step that makes it.
+
+        Where updates are deferred. So a run that is resumed in a new process sees the same looks at
+        weights as the run that went on.
+        """
+        if self._deferred is not None and self.gate is None and self._is_gated:
+            self._forwards = Forwards(self._twins, self._end_forwards())
+
+    def _end_forwards(self) -> Sequence[torch.nn.Module]:
+        """Notes forwards no more. Returns the modules that they have called."""
+        return () if self._forwards is None else self._forwards.end()
+
+    def idle(self) -> Engine:
+        """The engine, which may take gradients: its step is over, unless updates are deferred.
+
+        Raises:
+            OSError: the step failed in the background.
+        """
+        engine = self.opened()
+        if engine.busy and self._deferred is None:
+            # Some weight of the last step has not been used.
+            self.finish()
+        return engine
+
+    def close(self) -> None:
+        """Ends the engine and the gate, after the last step.
+
+        Raises:
+            OSError: the step failed in the background.
+        """
+        self.synchronize()
+        # The engine unpins the host sides.
+        self._collector.wait()
+        gate, self.gate, self.engine = self.gate, None, None
+        if gate is not None and self._deferred is not None:
+            self._forwards = Forwards(self._twins, gate.called)
+        # What the engine has copied is gone with it.
+        self._collector.reset()
+
+    # ---- waits ----
+
+    def lock(self) -> AbstractContextManager[object]:
+        """What a thread has that submits a step, or settles what is deferred."""
+        return contextlib.nullcontext() if self.engine is None else self.engine.lock
+
+    def finish(self) -> None:
+        """The last step is complete on the host, and the current stream waits for its weights.
+
+        Raises:
+            OSError: the step failed in the background.
+        """
+        if self.gate is not None:
+            self.gate.finish()
+        elif self.engine is not None:
+            self.engine.finish()
+
+    def settle(self) -> None:
+        """Applies all updates that are deferred, as `Engine.settle` does."""
+        if self.engine is not None:
+            self.engine.settle()
+
+    def synchronize(self) -> None:
+        """Waits until the last step is complete, with all updates.
+
+        Raises:
+            OSError: the step failed in the background.
+        """
+        if self.engine is not None:
+            step = 0 if self.gate is None else self.gate.guard.num_steps
+            self.engine.settle()
+            self.engine.synchronize()
+            self.is_unreleased = False
+            if self.gate is not None:
+                self.gate.clear(step)
+
+    def exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params` whose weights can be reached without an access that the gate sees.
+
+        There is a gate.
+        """
+        assert self.engine is not None and self.gate is not None
+        found = self.gate.exposed(params, self.engine.held)
+        if found:
+            # The engine holds the weights of the last step until its uploads have ended.
+            self.engine.synchronize()
+            found = self.gate.exposed(params, self.engine.held)
+        return found
+
+    # ---- once a step was submitted, or was not ----
+
+    def release(self) -> None:
+        """Once a step was submitted: waits until its gradients may be written. Once is enough."""
+        if self.is_unreleased:
+            assert self.engine is not None
+            self.engine.release()
+            self.is_unreleased = False
+
+    def wait_for_weights(self) -> None:
+        """Once a step was submitted: waits for the weights that no forward waits for."""
+        if (gate := self.open_gate) is not None:
+            gate.wait_for_uncovered()
+        else:
+            self.finish()
+
+    def discard(self) -> None:
+        """Once a step was skipped or refused: forgets what was copied for it.
+
+        No later step takes that, and its gradients may be freed.
+        """
+        if self.engine is not None:
+            self.engine.discard()

@@ -1,0 +1,421 @@
+"""A step of OffloadAdamW: decided on the device, submitted to the background, and what it took.
+
+- One norm of all gradients decides (`_begin_step`): everything that may fail comes before the first
+  change. What is submitted then (`_apply`) is a list of calls that Ctrl-C cannot part.
+- However a step ends, what it would have waited for is waited for: after it gradients may be
+  written, and weights that no forward waits for are there (`_locked_step`, `_leave_step`).
+- A step that is skipped or left by an error has the next one be exact, where updates are deferred.
+
+Cost: the thread waits for the norm, and for copies of gradients that the device does not have yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepwell import _state
+from stepwell._decision import Facts
+from stepwell.offload.deferral import DeferralMetrics
+from stepwell.offload.norm import CLIP_EPS, gradient_norm
+from stepwell.offload.sharding import awaited
+from stepwell.offload.state_dicts import OffloadStateDicts
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from stepwell._operand import Update
+    from stepwell.offload.collector import Collector
+    from stepwell.offload.engine import Engine
+
+__all__ = ["OffloadStep"]
+
+
+class OffloadStep(OffloadStateDicts):
+    """The same as far as it steps."""
+
+    _collector: Collector
+    grad_norm: float | None
+    # What the last step took, as far as the engine does not know it.
+    _seconds: dict[str, float]
+
+    @property
+    def clip_norm(self) -> float | None:
+        """What the norm of all gradients is clipped to; None: no clipping.
+
+        May be changed between steps.
+        """
+        return self._clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, clip_norm: float | None) -> None:
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(
+                f"`clip_norm` is `{clip_norm}`, expected a positive number. "
+                "hint: None for no clipping"
+            )
+        self._clip_norm = clip_norm
+
+    # ---- from the call to its end ----
+
+    def _step(self) -> None:
+        # A look at a weight on another thread may settle what is deferred.
+        with self._background.lock():
+            self._locked_step()
+
+    def _locked_step(self) -> None:
+        begin = time.perf_counter()
+        self._finish_last()
+        background = time.perf_counter() - begin
+        self._tune(begin)
+        self._background.release()
+        begin = time.perf_counter()
+        self._stepping_on = threading.get_ident()
+        try:
+            is_begun = self._begin_step()
+            if is_begun:
+                self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
+                begin = time.perf_counter()
+                self._background.release()
+                self._seconds["release"] = time.perf_counter() - begin
+                self._background.wait_for_weights()
+        except BaseException:
+            # Ctrl-C may have landed behind the submit, and nothing else waits for this.
+            self._leave_step()
+            raise
+        finally:
+            self._stepping_on = None
+            self._collector.reset()
+        self._seconds["background"] = background
+        if not is_begun:
+            self._background.discard()
+            # No forward is ahead that lands weights, so no access would be seen.
+            self._background.settle()
+            self._excuse_next()
+            self._twins.mark_stale(self._twins)
+
+    def _finish_last(self) -> None:
+        """Waits until the last step is complete, and committed where steps are.
+
+        Ranks that share parameters begin the next one together. So they hear of a drive that has
+        failed here, and their volumes are one step apart at most.
+        """
+        try:
+            self._background.finish()
+        except OSError:
+            if self._host.swapped is not None and self._sharding is None:
+                self._agree(True)
+            raise
+
+    def _excuse_next(self) -> None:
+        """The next step is exact for what this one was, not for a look at a weight."""
+        if self._deferred_steps is not None:
+            self._deferred_steps.excuse()
+
+    def _leave_step(self) -> None:
+        """After an error or Ctrl-C in a step: waits for what the step would have waited for.
+
+        Another failure meanwhile is not raised here. The next call meets it again; the program
+        hears of the error that ended the step. Ctrl-C is raised when the waits have ended. They
+        cannot be left out: the program may write gradients that are still being copied.
+        """
+        self._excuse_next()
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    if self._background.is_unreleased:
+                        self._background.release()
+                    else:
+                        if self._engine is not None:
+                            self._engine.withdraw()
+                        self._background.discard()
+                        self._background.settle()
+                        self._twins.mark_stale(self._twins)
+                    self._background.wait_for_weights()
+                break
+            except KeyboardInterrupt as caught:
+                interrupt = caught
+        if interrupt is not None:
+            raise interrupt
+
+    # ---- what is decided, and what is submitted ----
+
+    def _begin_step(self) -> bool:
+        """Decides on the step and hands it to the background; whether there is one."""
+        begin = time.perf_counter()
+        if self._collector.sums_on_host and getattr(self, "found_inf", None) is not None:
+            raise ValueError(
+                "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
+            )
+        found_inf = self._scaler_found_inf()
+        if found_inf and self._sharding is None:
+            return self._is_taken(Facts(found_inf=True), [], None, "")
+        error: ValueError | None = None
+        params: list[torch.Tensor] = []
+        grads: list[torch.Tensor] = []
+        updates: list[Update] = []
+        inverse_scale = 1.0
+        norm = 0.0
+        with awaited(self._sharding):
+            try:
+                inverse_scale = self._inverse_grad_scale()
+                params = self._stepped()
+                grads = self._collector.gradients(params, self._background.idle, self._label)
+                updates = self._updates()
+                if self._sharding is not None:
+                    self._sharding.check_batches()
+            except ValueError as caught:
+                error = caught
+            if self._sharding is None:
+                (has_error,) = self._agree(error is not None)
+            else:
+                found_inf, has_error = self._sharding.agree(
+                    params,
+                    updates,
+                    clip_norm=self.clip_norm,
+                    nonfinite=self._nonfinite,
+                    has_error=error is not None,
+                    found_inf=found_inf,
+                    is_rounded=self._moments != "fp32",
+                    is_written=error is None and bool(self._twins.stale(params)),
+                    checksums=lambda weights: self._background.opened().checksums(weights),
+                    label=self._label,
+                )
+        facts = Facts(found_inf=found_inf, has_error=has_error)
+        if not has_error and not found_inf:
+            with awaited(self._sharding):
+                self._refuse_lost_writes()
+                self._score(params, grads, updates)
+                self._host.reread(params, self.state)
+                collector = self._collector
+                norm = gradient_norm(params, grads, collector.place, read=collector.read)
+                norm *= inverse_scale
+                if self._sharding is not None:
+                    self._sharding.peers.check_norm(norm)
+            self.grad_norm = norm
+            self._seconds = {"norm": time.perf_counter() - begin}
+            facts = Facts(
+                is_nonfinite=not math.isfinite(norm),
+                is_nonzero=norm != 0,
+                is_first_at_lr_0=self._is_first_at_lr_0(),
+            )
+        what = f"the norm of the gradients is `{norm}`"
+        if math.isnan(norm):
+            what += self._collector.explain_nan()
+        if not self._is_taken(facts, updates, error, what):
+            return False
+        self._has_left = True
+        engine = self._background.opened()
+        with engine.decided():
+            # After the norm, which would come down behind them; the step begins with the first that
+            # is there.
+            self._collector.take_missing(params, grads, engine)
+            selects = engine.selector is not None
+            on_device = dict(zip(params, grads, strict=True)) if selects else None
+            self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
+        return True
+
+    def _score(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        updates: Sequence[Update],
+    ) -> None:
+        """Scores channels of which some may be selected; the norm that comes next is waited for.
+
+        Before parameters that were written are read again: it looks for these.
+
+        Args:
+            params: the parameters of the step.
+            grads: their gradients.
+            updates: their updates.
+        """
+        steps = self._deferred_steps
+        if steps is None or not updates:
+            return
+        engine = self._background.opened()
+        selector = engine.selector
+        if selector is None:
+            return
+        # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
+        is_written = any(
+            selector.holds([one]) and self._twins.differs(one) for one in self._twins.stale(params)
+        )
+        if selector.needs_exact or is_written:
+            # Of what was written the device has copies. An exact step drops them.
+            engine.is_settled = True
+        if self._is_deferred(engine, updates):
+            selector.score(params, grads, engine.next_group())
+        elif steps.is_followed_by_deferred(_number_of(updates), is_seen=self._is_seen()):
+            selector.score(params, grads, None)
+        else:
+            selector.score([], [], None)
+
+    def _refuse_lost_writes(self) -> None:
+        """Raises ValueError where a parameter was written that updates are deferred of."""
+        engine = self._engine
+        if engine is not None and self._twins.stale(engine.pending_params):
+            engine.settle()
+
+    def _at_once(
+        self, engine: Engine, updates: Sequence[Update], exposed: Collection[torch.Tensor]
+    ) -> set[torch.Tensor] | None:
+        """The parameters that a deferred step updates at once; None: the step is exact."""
+        steps, gate = self._deferred_steps, self._background.gate
+        if steps is None or gate is None:
+            return None
+        steps.note(_number_of(updates), is_seen=self._is_seen(), is_settled=engine.is_settled)
+        if not self._is_deferred(engine, updates):
+            return None
+        # The step waits for the weights of these, since no forward is known to.
+        return set(gate.not_covered([update.param for update in updates], exposed))
+
+    def _is_seen(self) -> bool:
+        """Whether forwards are seen, and so every other look at a weight."""
+        gate = self._background.open_gate
+        return gate is not None and not gate.guard.was_compiled
+
+    def _is_deferred(self, engine: Engine, updates: Sequence[Update]) -> bool:
+        """Whether the step with these updates is deferred."""
+        return self._deferred_steps is not None and self._deferred_steps.is_deferred(
+            _number_of(updates), is_seen=self._is_seen(), is_settled=engine.is_settled
+        )
+
+    def _stepped(self) -> list[torch.Tensor]:
+        """The parameters that have a gradient, after groups that were edited have been followed."""
+        params, num_known = [], 0
+        for group in self.param_groups:
+            for param in group["params"]:
+                is_known = param in self._twins
+                num_known += is_known
+                if param.grad is not None:
+                    params.append((param, is_known))
+        if num_known < len(self._twins) or not all(is_known for _, is_known in params):
+            self._follow_groups()
+        return [param for param, _ in params]
+
+    def _clip_coefficient(self, norm: float) -> float:
+        if self.clip_norm is None:
+            return 1.0
+        # In this order NaN gives 1: the core takes no scale that is not finite.
+        return min(1.0, self.clip_norm / (norm + CLIP_EPS))
+
+    def _apply(
+        self,
+        updates: list[Update],
+        grad_scale: float,
+        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        for update in updates:
+            if update.operand.is_moved and update.operand.state is not None:
+                # The step goes on in the background, and works on the state itself.
+                _state.make_dense(update.operand.param, update.operand.state, self._moments)
+        swapping = self._host.write_through(updates, self._states)
+        bound_updates = self._bind(updates)
+        params = [update.param for update in updates]
+        engine = self._background.opened()
+        gate = self._background.open_gate
+        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
+        # without it: host and device hold the same weights, and there is nothing to wait for.
+        # Forwards wait by themselves once the step runs.
+        #
+        # Weights of deferred updates land with this step, also those of parameters without update.
+        others = list(set(engine.pending_params).difference(params))
+        landing = [*params, *others]
+        before = [
+            partial(self._twins.mark_stale, self._twins.left_out(landing)),
+            partial(self._twins.note, landing),
+            partial(self._host.fingerprints.mark_outdated, params),
+        ]
+        shared: set[torch.Tensor] = set()
+        if gate is not None:
+            shared.update(self._background.exposed(landing))
+            before.append(partial(gate.open, landing, shared))
+        at_once = None if shared.intersection(others) else self._at_once(engine, updates, shared)
+        if at_once is not None:
+            # What they name in memory is on the volume after this step, and so is what comes next.
+            at_once.update(param for param, _, _ in swapping)
+        selected = []
+        if engine.selector is not None:
+            selected = engine.selector.choose(at_once)
+            engine.selector.drop(at_once or ())
+        submitted = [
+            *engine.submission(bound_updates, grad_scale, at_once, grads, selected),
+            partial(setattr, self._background, "is_unreleased", True),
+            partial(self._swapping.__setitem__, 0, swapping),
+        ]
+        if others:
+            torch.autograd.graph.increment_version(others)
+        self._commit(bound_updates, [*before, *submitted])
+        self._host.fingerprints.mark_verified(params)
+        self._host.drop_fresh(params)
+        if gate is not None and gate.uncovered:
+            # The step itself waits for them, so that the guard sees no access. Those of the first
+            # step of a new run: it has seen no forward. Not where memory is shared: writes to it
+            # are not seen anyway.
+            self._twins.mark_stale(param for param in gate.uncovered if param not in shared)
+
+    # ---- what it took ----
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """What the last step took, in seconds, and the bytes that crossed the bus.
+
+        - `norm`: waiting for the backward, and the norm of its gradients.
+        - `prepare`: until the background had the step.
+        - `release`: until the device had all copies of gradients, which may be written from then
+          on.
+        - `step`: its first chunk to its last; within it `gradients`: waiting for them.
+        - `gate`: forwards that have waited for its weights.
+        - `background`: waiting for the step before, which is to be over.
+        - `bytes_downloaded`, `bytes_uploaded`.
+        - `oldest_age`: how many steps ago the oldest gradient was computed that is deferred.
+        - `bytes_read`, `bytes_written`: with a volume, what its drives have moved since it was
+          made.
+        - `bytes_gathered`: with `shard`, of weights that came from other ranks.
+        - `selected_share`: with `deferred.fraction`, which share of the squared norms the selected
+          channels had when they were chosen.
+        - `selected_bytes`: likewise, device memory for their state.
+        """
+        if self._engine is None:
+            return {}
+        timing = {**self._seconds, "gate": self._engine.seconds_waited, **self._engine.timing()}
+        if self._engine.selector is not None:
+            timing["selected_share"] = self._engine.selector.share
+            timing["selected_bytes"] = self._engine.selected_bytes
+        bytes_downloaded = self._collector.bytes_downloaded
+        if bytes_downloaded is not None:
+            timing["bytes_downloaded"] = bytes_downloaded
+        if self._host.swapped is not None and self._host.swapped.core is not None:
+            timing["bytes_read"], timing["bytes_written"] = self._host.swapped.core.bytes_moved
+        return timing
+
+    @property
+    def deferral(self) -> DeferralMetrics | None:
+        """Deferred updates in the last step; None without `deferred`, and before the first step."""
+        if self._deferred_steps is None or self._engine is None:
+            return None
+        return DeferralMetrics.of(self._deferred_steps.deferred.turns, self.timing)
+
+    def _tune(self, begin: float) -> None:
+        """Has the interval follow what the last step took, which is over."""
+        steps, engine = self._deferred_steps, self._engine
+        if steps is None or steps.chosen_interval is None or engine is None:
+            return
+        interval = steps.measure(
+            begin, self.timing, is_settled=engine.is_settled, has_pending=engine.has_pending()
+        )
+        if interval is not None:
+            self._set_interval(interval)
+
+
+def _number_of(updates: Sequence[Update]) -> int:
+    """Which update it is, from 1, of the parameter that has seen most."""
+    return max(update.step for update in updates)
