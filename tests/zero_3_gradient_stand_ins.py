@@ -16,9 +16,12 @@ from stand_in_optimizers import (
     optimizer_of,
     parameter,
     partitions_of,
+    several,
 )
+from stepwell.deepspeed.zero import stage_3
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
+from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -199,7 +202,9 @@ def waiting(*, is_contiguous=False):
         ipg_buckets={BF16: bucket},
         get_param_comm_dtype=lambda param: BF16,
         _get_param_partition_group=lambda param: "group",
-        _producers=set(),
+        _unreduced=UnreducedGradients(),
+        all2all_process_group=None,
+        reduce_and_partition_stream=None,
         dtype=FP32,
         reduce_bucket_size=100,
     )
@@ -223,7 +228,9 @@ def test_a_gradient_waits_where_it_is_but_for_one_that_shares_its_memory(monkeyp
         assert param.grad.tolist() == [1, 1, 1]
     assert bucket.params == params
     assert (bucket.elements, bucket.process_group) == (6, "group")
-    assert optimizer._producers == {"stream"}
+    followed = []
+    optimizer._unreduced.order(SimpleNamespace(wait_stream=followed.append))
+    assert followed == ["stream"]
 
 
 @pytest.mark.parametrize("resolves", [False, True])
@@ -248,22 +255,64 @@ def test_a_reduction_is_behind_what_makes_its_gradients(monkeypatch, resolves):
     assert param.grad.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("is_larger", [False, True])
-def test_several_gradients_are_reduced_elsewhere_and_one_larger_than_a_bucket_in_place(
-    monkeypatch, is_larger
-):
-    calls = []
-    name = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, noted(calls, "reduced"))
-    optimizer, bucket = waiting()
-    bucket.params = [parameter(nth, numel=3) for nth in range(1 if is_larger else 2)]
-    bucket.elements = 101 if is_larger else 6
-    for param in bucket.params:
-        param.grad = torch.ones(3)
+REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+
+
+def moved(optimizer, bucket, monkeypatch):
+    """Which gradients of a bucket are in other memory when DeepSpeed reduces them."""
     places = [param.grad.data_ptr() for param in bucket.params]
-    getattr(optimizer, name)(BF16)
-    assert calls == ["reduced"]
-    assert [param.grad.data_ptr() for param in bucket.params] == places
+    values = [param.grad.tolist() for param in bucket.params]
+    found = []
+
+    def reduce(*_):
+        found.extend(param.grad.data_ptr() for param in bucket.params)
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, REDUCE, reduce)
+    getattr(optimizer, REDUCE)(BF16)
+    assert [param.grad.tolist() for param in bucket.params] == values
+    return [now != before for now, before in zip(found, places, strict=True)]
+
+
+def filled(bucket, *shapes):
+    bucket.params = [parameter(nth) for nth in range(len(shapes))]
+    for param, shape in zip(bucket.params, shapes, strict=True):
+        param.data = torch.zeros(shape)
+        param.grad = torch.ones(shape)
+    bucket.elements = sum(param.numel() for param in bucket.params)
+
+
+def test_several_gradients_are_reduced_elsewhere(monkeypatch):
+    optimizer, bucket = waiting()
+    filled(bucket, 3, 3)
+    assert moved(optimizer, bucket, monkeypatch) == [False, False]
+
+
+@pytest.mark.parametrize("is_contiguous", [False, True])
+@pytest.mark.parametrize("holder", [None, "view", "storage"])
+def test_one_larger_than_a_bucket_is_reduced_where_it_is_unless_others_hold_it(
+    monkeypatch, holder, is_contiguous
+):
+    optimizer, bucket = waiting(is_contiguous=is_contiguous)
+    filled(bucket, 101)
+    (param,) = bucket.params
+    holders = {"view": lambda: param.grad[:1], "storage": lambda: param.grad.untyped_storage()}
+    held = holder and holders[holder]()
+    assert moved(optimizer, bucket, monkeypatch) == [holder is not None]
+    del held
+    # DeepSpeed's buffer has a smaller one.
+    filled(bucket, 3)
+    assert moved(optimizer, bucket, monkeypatch) == [not is_contiguous]
+
+
+@pytest.mark.parametrize("device_count", [1, 2])
+def test_what_deepspeed_does_not_quantize_it_reduces_one_by_one(monkeypatch, device_count):
+    several(monkeypatch, stage_3.dist, world_size=2)
+    monkeypatch.setattr(get_accelerator(), "device_count", lambda: device_count)
+    optimizer, bucket = waiting()
+    optimizer.all2all_process_group = "groups"
+    filled(bucket, (2, 2), (3, 2), (4,), (4, 3))
+    expected = [False, device_count == 1, device_count == 1, False]
+    assert moved(optimizer, bucket, monkeypatch) == expected
 
 
 def test_gradients_go_to_deepspeeds_buffer_where_that_is_what_is_reduced(monkeypatch):

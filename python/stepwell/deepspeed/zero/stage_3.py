@@ -13,8 +13,8 @@ module needs is brought to the device. The pass writes them there: 2 bytes per p
 bus and in host memory. It goes on behind the next forward. What it writes (weights, masters,
 moments) waits where it is used, each for its own part (`offload.writes`), on any number of ranks.
 
-- Gradients wait where they are until their bucket is reduced. What the reduction leaves of them on
-  this rank is cloned at once, so the memory of all ranks is free behind it.
+- Gradients wait where they are until their bucket is reduced (`zero.unreduced`). What the reduction
+  leaves of them on this rank is cloned at once, so the memory of all ranks is free behind it.
 - Weights are on the device while modules use them by `zero.module_hooks`, where these do not fit
   by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
@@ -45,7 +45,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from stepwell import _core
-from stepwell._tensors import is_run, shares_memory, tensor_on
+from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.adjacent import clones
@@ -66,6 +66,7 @@ from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
+from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
 
@@ -123,8 +124,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if kwargs.get("reduce_scatter", True):
             # Without DeepSpeed's buffer for gradients, whence they are copied once more.
             kwargs["contiguous_gradients"] = False
-        # The streams on which gradients are made.
-        self._producers: set[Any] = set()
+        self._unreduced = UnreducedGradients()
         # Of the weights in host memory, which the engine pins when they are together.
         self._weight_buffers: list[_core.Buffer] = []
         if offload_param_config is not None and all(
@@ -408,57 +408,42 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return Fragment(*self.grad_position[self.get_param_id(param)])
 
     def _DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(self, param: Any) -> None:  # noqa: N802
-        """A gradient waits until its bucket is reduced.
-
-        DeepSpeed copies it to a buffer, whence the reduction copies it once more. Here it stays
-        where it is: a tenth of a millisecond less for each, and no buffer.
-        """
+        """A gradient waits until its bucket is reduced."""
         if self.contiguous_gradients:
             super()._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
             return
-        if not get_accelerator().resolves_data_dependency():
-            self._producers.add(get_accelerator().current_stream())
         comm_dtype = self.get_param_comm_dtype(param)
         bucket, grad = self.ipg_buckets[comm_dtype], param.grad
         # The dtype of DeepSpeed's buffer is what a gradient of another one is reduced in.
         fits = bucket.elements + grad.numel() <= self.reduce_bucket_size
-        dtype = comm_dtype if fits and grad.dtype != self.dtype else grad.dtype
-        # The memory of `bias.grad` in `x + bias.unsqueeze(0)` may be what autograd has for `x`: the
-        # reduction would write it, and autograd what is still to be reduced.
-        if shares_memory(grad) or dtype != grad.dtype or not is_run(grad):
-            whole = grad.detach()
-            grad.data = whole.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self._unreduced.add(grad, comm_dtype if fits and grad.dtype != self.dtype else grad.dtype)
         bucket.params.append(param)
         bucket.process_group = self._get_param_partition_group(param)
-        bucket.elements += param.grad.numel()
+        bucket.elements += grad.numel()
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(  # noqa: N802
         self, communication_data_type: torch.dtype
     ) -> None:
         """Reduces what is in a bucket, behind the streams on which its gradients are made."""
-        for stream in self._producers:
-            self.reduce_and_partition_stream.wait_stream(stream)
-        bucket = self.ipg_buckets[communication_data_type]
-        is_alone = len(bucket.params) == 1 and bucket.elements <= self.reduce_bucket_size
-        if is_alone and not self.contiguous_gradients:
-            self._clone_grad(bucket.params[0])
+        stream, bucket = self.reduce_and_partition_stream, self.ipg_buckets[communication_data_type]
+        self._unreduced.order(stream)
+        # DeepSpeed's buffer has what fits into it.
+        if not self.contiguous_gradients or bucket.elements > self.reduce_bucket_size:
+            grads = self._reduced_in_place([param.grad for param in bucket.params])
+            self._unreduced.set_apart(grads, stream, numel_max=self.reduce_bucket_size)
         super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(
             communication_data_type
         )
 
-    def _clone_grad(self, param: Any) -> None:
-        """The gradient of a parameter is in memory of its own, for a reduction that writes there.
-
-        That of several gradients writes a copy of them. A program may hold the memory in a way that
-        nothing shows: its storage, an array, a copy that a stream has yet to make. A gradient that
-        is larger than a bucket is written where it is, as DeepSpeed has it.
-        """
-        accelerator = get_accelerator()
-        with accelerator.stream(self.reduce_and_partition_stream):
-            grad = param.grad.detach()
-            if not accelerator.is_synchronized_device():
-                grad.record_stream(accelerator.current_stream())
-            param.grad.data = grad.clone()
+    def _reduced_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of a bucket that DeepSpeed may reduce in their own memory; it joins the others."""
+        if self.all2all_process_group is not None:
+            world_size = dist.get_world_size()
+            if world_size // get_accelerator().device_count() > 1:
+                # What it does not quantize it reduces one by one.
+                divisor = 2 * world_size
+                return [each for each in grads if each.dim() == 1 or each.numel() % divisor]
+        return grads if len(grads) == 1 else []
 
     def partition_grads(
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
