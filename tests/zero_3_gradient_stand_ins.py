@@ -21,6 +21,7 @@ from stand_in_optimizers import (
 from stepwell.deepspeed.zero import stage_3
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
+from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
 from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -71,8 +72,11 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
     optimizer = made(
         _backward=SimpleNamespace(is_unended=is_unended, note_cleared=noted(calls, "cleared")),
         _drop_gradients=noted(calls, "all"),
-        _partitions=SimpleNamespace(gradients=SimpleNamespace(drop_sums=noted(calls, "sums"))),
-        _share=SimpleNamespace(drop=noted(calls, "share")),
+        _gradients=SubGroupGradients(
+            SimpleNamespace(drop_sums=noted(calls, "sums")),
+            SimpleNamespace(drop=noted(calls, "share")),
+            FP32,
+        ),
         timers=Timers(),
     )
     optimizer.timers("backward").start()
@@ -170,8 +174,7 @@ def holding(rank=0, world_size=2):
     optimizer = made(
         grad_position={0: [0, 8, 2], 1: [1, 6, 2]},
         fp16_groups=[[params[0]], [params[1]]],
-        _share=share,
-        _partitions=SimpleNamespace(gradients=gradients),
+        _gradients=SubGroupGradients(gradients, share, FP32),
         _get_param_partition_rank=lambda param: rank,
         _offload_boundary_param_ids=set(),
         gradient_accumulation_dtype=FP32,
@@ -365,9 +368,7 @@ def test_gradients_are_not_freed_before_their_reduction(monkeypatch, is_synchron
 
 
 def test_gradients_are_those_of_what_holds_them():
-    optimizer, params, share, gradients = holding()
-    assert optimizer._holder(Fragment(0, 0, 1)) is share
-    assert optimizer._holder(Fragment(1, 0, 1)) is gradients
+    optimizer, params, _, _ = holding()
     grad, group = optimizer._get_fp32_grad_state_partition(params[0], release_swap_buffers=False)
     assert (grad.tolist(), group) == ([8, 8], 0)
     found = optimizer.get_fp32_grad_partitions()

@@ -280,6 +280,8 @@ def test_sub_groups_in_host_memory_are_partitions(monkeypatch, accumulate, offlo
     asked, opened, pinned = [], [], []
 
     class Partitions:
+        gradients = "gradients"
+
         def __init__(self, partitions, **named):
             opened.append((partitions, named))
 
@@ -370,8 +372,7 @@ def test_an_end_waits_for_what_goes_up(monkeypatch):
     optimizer = made(
         _persistent=SimpleNamespace(end=noted(calls, "persistent")),
         _partitions=SimpleNamespace(end=noted(calls, "ended")),
-        _share={0},
+        _share=SimpleNamespace(end=noted(calls, "share")),
     )
     optimizer.destroy()
-    assert calls == ["persistent", "ended", "theirs"]
-    assert 0 not in optimizer._share
+    assert calls == ["persistent", "ended", "share", "theirs"]

@@ -14,7 +14,7 @@ bus and in host memory. It goes on behind the next forward. What it writes (weig
 moments) waits where it is used, each for its own part (`offload.writes`), on any number of ranks.
 
 - Gradients wait where they are until their bucket is reduced (`zero.unreduced`). What the reduction
-  leaves of them on this rank is cloned at once, so the memory of all ranks is free behind it.
+  leaves of them on this rank is cloned at once (`zero.sub_group_gradients`).
 - Weights are on the device while modules use them by `zero.module_hooks`, where these do not fit
   by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
@@ -46,12 +46,10 @@ from stepwell import _core
 from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
-from stepwell.deepspeed.zero.adjacent import clones
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.deepspeed.zero.gradients import Gradients, Part
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
@@ -60,6 +58,7 @@ from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
 from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.step_round import StepRound
+from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
 from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
@@ -271,6 +270,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             adds_on_host=options.accumulate == "host",
             accumulation_steps=self.gradient_accumulation_steps,
         )
+        self._gradients = SubGroupGradients(
+            self._partitions.gradients, self._share, self.gradient_accumulation_dtype
+        )
         # DeepSpeed gathers on a stream of its own.
         self._partitions.are_weights_read_elsewhere = not self.offload_param
         self._operands.forget_unused_volume()
@@ -373,8 +375,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._drop_gradients()
             stop_all(self.timers)
             return
-        self._partitions.gradients.drop_sums()
-        self._share.drop()
+        self._gradients.drop_sums()
         super().zero_grad(set_to_none)
 
     def _drop_gradients(self) -> None:
@@ -447,50 +448,33 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
         """This rank's pieces of some gradients are reduced."""
+        # Beyond the end of a parameter that does not divide by the ranks there is nothing.
+        fragments = [
+            self._fragment(param)
+            if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel
+            else None
+            for param in params_to_release
+        ]
         is_last = self.is_gradient_accumulation_boundary()
-        stream = (
-            None
-            if get_accelerator().is_synchronized_device()
-            else get_accelerator().current_stream()
-        )
-        pieces = [piece.detach().reshape(-1) for piece in grad_partitions]
-        # What is reduced lies in a bucket.
-        is_cloned = all(piece.dtype == self.gradient_accumulation_dtype for piece in pieces)
-        if is_cloned:
-            pieces = clones(pieces)
-        parts: list[Part] = []
-        for param, piece in zip(params_to_release, pieces, strict=True):
-            # Beyond the end of a parameter that does not divide by the ranks there is nothing.
-            if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
+        self._gradients.collect(fragments, grad_partitions, is_last=is_last)
+        accelerator = get_accelerator()
+        stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
+        for param, fragment in zip(params_to_release, fragments, strict=True):
+            if fragment is not None:
                 self._offload_boundary_param_ids.add(param.ds_id)
-                fragment = self._fragment(param)
-                grad = piece.to(self.gradient_accumulation_dtype)
-                # The last piece of a parameter may be shorter.
-                padding = fragment.numel - grad.numel()
-                padded = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
-                is_owned = is_cloned or padded.data_ptr() != piece.data_ptr()
-                if fragment.group in self._share:
-                    self._share.add(fragment, padded)
-                else:
-                    parts.append(Part(fragment, padded, is_owned))
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
-        self._partitions.gradients.collect_all(parts, is_last=is_last)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         # The step sends what has not been sent.
         pass
 
-    def _holder(self, fragment: Fragment) -> DeviceShare | Gradients:
-        """What has the gradient of a fragment."""
-        return self._share if fragment.group in self._share else self._partitions.gradients
-
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
         fragment = self._fragment(param)
-        return self._holder(fragment).gradient(fragment), fragment.group
+        return self._gradients.gradient(fragment), fragment.group
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """The gradients, by the numbers of sub-group and parameter."""
@@ -498,7 +482,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         for params in self.fp16_groups:
             for index, param in enumerate(params):
                 fragment = self._fragment(param)
-                grads[fragment.group][index] = self._holder(fragment).gradient(fragment).float()
+                grads[fragment.group][index] = self._gradients.gradient(fragment).float()
         return grads
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -510,7 +494,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         piece = value.detach().flatten()[begin : begin + fragment.numel]
         # The last piece of a parameter may be shorter.
         padded = torch.nn.functional.pad(piece, (0, fragment.numel - piece.numel()))
-        self._holder(fragment).set_gradient(fragment, padded)
+        self._gradients.set_gradient(fragment, padded)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Sets this rank's piece of a gradient.
@@ -526,7 +510,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 f"`value` has `{value.numel()}` elements, expected {fragment.numel}: the piece of "
                 "the parameter that this rank has. hint: safe_set_full_grad sets the whole"
             )
-        self._holder(fragment).set_gradient(fragment, value.detach().flatten())
+        self._gradients.set_gradient(fragment, value.detach().flatten())
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
@@ -681,7 +665,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Ends the use of the device, and frees the host memory of gradients and uploads."""
         self._persistent.end()
         self._partitions.end()
-        self._share = DeviceShare({})
+        self._share.end()
         super().destroy()
 
 
