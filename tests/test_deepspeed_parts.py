@@ -369,6 +369,8 @@ def round_of(*, world_size=2, has_left=False, others=lambda sums: None, norm_rou
         others(sums)
 
     made = StepRound(norm_round or NormRound(), world_size, all_reduce)
+    # At first it has left none.
+    assert made.has_left is False
     made.has_left = has_left
     return made
 

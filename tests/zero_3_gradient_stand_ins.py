@@ -242,6 +242,17 @@ def test_a_gradient_waits_where_it_is_but_for_one_that_shares_its_memory(monkeyp
     assert followed == ["stream"]
 
 
+def test_what_waits_is_as_deepspeeds_buffer_has_it():
+    # No views, which would share their memory.
+    columns = torch.empty_strided((2, 3), (1, 2)).copy_(torch.arange(6.0).view(2, 3))
+    unreduced = UnreducedGradients()
+    for grad, dtype in ((columns, FP32), (torch.ones(3), BF16)):
+        expected = grad.tolist()
+        unreduced.add(grad, dtype)
+        assert (grad.tolist(), grad.dtype) == (expected, dtype)
+        assert grad.is_contiguous()
+
+
 @pytest.mark.parametrize("resolves", [False, True])
 def test_a_reduction_is_behind_what_makes_its_gradients(monkeypatch, resolves):
     calls = []
@@ -308,8 +319,8 @@ def test_one_larger_than_a_bucket_is_reduced_where_it_is_unless_others_hold_it(
     held = holder and holders[holder]()
     assert moved(optimizer, bucket, monkeypatch) == [holder is not None]
     del held
-    # DeepSpeed's buffer has a smaller one.
-    filled(bucket, 3)
+    # DeepSpeed's buffer has one that fits.
+    filled(bucket, 100)
     assert moved(optimizer, bucket, monkeypatch) == [not is_contiguous]
 
 
