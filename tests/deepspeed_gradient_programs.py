@@ -259,6 +259,38 @@ def hooked(engine, rank, hook, numel):
     return [losses, [float(array.sum()) for array in found]], []
 
 
+class Scaled(torch.nn.Module):
+    """Parameters of one dimension, which DeepSpeed does not quantize."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.factor, self.bias = (torch.nn.Parameter(torch.randn(32)) for _ in range(2))
+
+    def forward(self, x):
+        return x * self.factor + self.bias
+
+
+def quantized(engine, rank):
+    """As `hooked`, of `held`, where DeepSpeed reduces each gradient of a bucket by itself."""
+    from deepspeed.runtime.comm import coalesced_collectives
+
+    # What quantizes is for GPUs. Nothing here is.
+    coalesced_collectives.quantizer_module = "none"
+    model, found = Scaled(), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: held(param, found))
+    made = initialize(
+        model,
+        configuration(
+            stage=3, zero={"zero_quantized_gradients": True}, stepwell={"engine": engine}
+        ),
+    )
+    losses = train(made, vectors(5, first=10 * rank), squared)
+    made.destroy()
+    return [losses, [float(array.sum()) for array in found]], []
+
+
 def late_copies(engine, rank):
     """Losses with persistent weights in fp32 that are copies of their masters in host memory."""
     made = initialize(
@@ -531,8 +563,7 @@ def program_gradients(result):
         result[f"resized, ZeRO-{stage}"] = {
             (counts, *options): [
                 resized(
-                    # Nothing is clipped: DeepSpeed's norms are sums in float32, whose last bit is
-                    # the processor's.
+                    # Nothing is clipped: the last bit of a norm depends on how it was summed.
                     configuration(
                         stage=stage,
                         dtype="bf16",
@@ -596,6 +627,7 @@ def program_gradients_ranks(result):
                 hooked(engine, rank, hook, numel) for engine in (False, True)
             ]
     result["ZeRO-3, shared memory"] = [shared_memory(engine, rank) for engine in (False, True)]
+    result["ZeRO-3, quantized"] = [quantized(engine, rank) for engine in (False, True)]
     for stage in (1, 2, 3):
         for name, options in LEFT_OUT.items():
             result[f"left out, ZeRO-{stage}, {name}"] = [

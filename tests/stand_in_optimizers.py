@@ -11,6 +11,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import pytest
 import torch
+from stepwell.deepspeed.zero.backward import Backward
 
 
 def optimizer_of(cls, fields):
@@ -46,6 +47,13 @@ def backward_of(calls, *, is_cleared=False):
     return SimpleNamespace(**noting, pop_cleared=lambda: is_cleared)
 
 
+def checked(calls):
+    """A `Backward` that notes when it is asked whether something has failed: nothing has."""
+    backward = Backward()
+    backward.check = noted(calls, "check")
+    return backward
+
+
 def partitions_of(calls, *, is_any_complete):
     """Partitions that note what a backward has them do. `is_any_complete`: of their gradients."""
     return SimpleNamespace(
@@ -55,18 +63,16 @@ def partitions_of(calls, *, is_any_complete):
     )
 
 
-def assert_failed_drop_is_said(optimizer, calls, name):
-    """The next use says why `name` could not drop the gradients of a step that was left.
+def assert_failed_drop_is_said(optimizer, calls):
+    """The next use says why the gradients of a step that was left could not be dropped.
 
     `optimizer` has a `Backward`, and its step raises a MemoryError.
     """
 
-    def fail(*_, **__):
-        # As where the first of several ways to drop them has worked.
-        optimizer._backward.reset()
+    def fail():
         raise OSError("a copy is lost")
 
-    vars(optimizer)[name] = fail
+    optimizer._drop_gradients = fail
     with pytest.raises(MemoryError, match="no memory"):
         optimizer.step()
     assert "settled" in calls
@@ -79,6 +85,8 @@ def assert_failed_drop_is_said(optimizer, calls, name):
 
 class Gathers:
     """What several ranks gather with."""
+
+    is_gathered = True
 
     def __init__(self, calls):
         self.calls = calls

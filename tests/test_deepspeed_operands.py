@@ -367,6 +367,10 @@ def test_the_sum_goes_on_as_if_nothing_had_been_set_between_backwards():
     share.set_gradient(fragment, value)
     share.drop()
     assert share.squares() == 0.0
+    assert 3 in share
+    share.end()
+    assert 3 not in share
+    assert share.squares() == 0.0
 
 
 def test_the_share_of_the_device():

@@ -7,10 +7,13 @@ import pytest
 import torch
 from stepwell.deepspeed.zero import gathers
 from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredPersistents, GatheredWeights
+from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
+from stepwell.deepspeed.zero.step_round import StepRound
 
 # ---- backwards that fail ----
 
@@ -49,22 +52,42 @@ def test_gradients_of_a_failed_backward_are_refused(use):
     use(backward)
 
 
+class NoTimers:
+    """DeepSpeed's, of which none was made."""
+
+    @staticmethod
+    def get_timers():
+        return {}
+
+
 def test_a_step_that_was_left_is_told_with_what_came_meanwhile():
-    backward = Backward()
+    backward, settled = Backward(), []
+
+    def leave(drop, settle=lambda: settled.append("settled")):
+        backward.leave_step(settle, drop, NoTimers)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def fail():
+        # As where a part of them is dropped behind this.
+        backward.reset()
+        raise OSError("a copy is lost")
+
     backward.has_left_step = True
     with pytest.raises(ValueError, match=r"dropped: another exception came meanwhile. hint: "):
         backward.check()
-    # Ctrl-C ends the drop, and is raised.
-    with pytest.raises(KeyboardInterrupt), backward.dropping():
-        raise KeyboardInterrupt
-    with pytest.raises(ValueError, match=r"dropped: another exception came meanwhile. hint: "):
-        backward.check()
-    with backward.dropping():
-        raise OSError("a copy is lost")
+    # A second Ctrl-C ends the wait for the step, and is raised; so is one that ends the drop.
+    for calls in ([backward.reset, interrupt], [interrupt]):
+        with pytest.raises(KeyboardInterrupt):
+            leave(*calls)
+        with pytest.raises(ValueError, match=r"dropped: another exception came meanwhile. hint: "):
+            backward.check()
+    assert settled == ["settled"]
+    leave(fail)
     with pytest.raises(ValueError, match=r"dropped: `OSError: a copy is lost`. hint: "):
         backward.check()
-    with backward.dropping():
-        backward.reset()
+    leave(backward.reset)
     backward.check()
 
 
@@ -285,3 +308,127 @@ def test_groups_are_gathered_in_buckets_of_all_ranks(monkeypatch):
             [3, 4, 3, 4, None],
             [0, 2, 1],
         ]
+
+
+# ---- weights that are reached past the guard ----
+
+
+def grouped():
+    """Two groups, each with two parameters on one memory."""
+    flats = [torch.zeros(4), torch.zeros(4)]
+    params = [[torch.nn.Parameter(each) for each in flat.split(2)] for flat in flats]
+    return flats, params, Exposure(flats)
+
+
+def test_weights_are_exposed_while_a_view_lives():
+    flats, params, exposure = grouped()
+
+    def found():
+        return list(map(id, exposure.exposed(flats, params)))
+
+    assert found() == []
+    view = flats[1][:1]
+    assert found() == list(map(id, params[1]))
+    del view
+    assert found() == []
+    storage = flats[0].untyped_storage()
+    assert found() == list(map(id, params[0]))
+    del storage
+    assert found() == []
+
+
+def test_weights_of_a_type_of_its_own_are_exposed():
+    class Tensor(torch.nn.Parameter):
+        pass
+
+    flats, params, exposure = grouped()
+    params[1][0].__class__ = Tensor
+    assert list(map(id, exposure.exposed(flats, params))) == [id(params[1][0])]
+
+
+def test_what_holds_less_than_before_is_the_new_least():
+    flats, params, _ = grouped()
+    view = flats[0][:1]
+    exposure = Exposure(flats)
+    assert exposure.exposed(flats, params) == []
+    del view
+    assert exposure.exposed(flats, params) == []
+    kept = [flats[0][:1]]
+    for _ in kept * 2:
+        assert list(map(id, exposure.exposed(flats, params))) == list(map(id, params[0]))
+
+
+# ---- what ranks say beside their norms ----
+
+
+def round_of(*, world_size=2, has_left=False, others=lambda sums: None, norm_round=None):
+    """A round in which all ranks say the same, but for what `others` adds."""
+
+    def all_reduce(sums):
+        sums.mul_(world_size)
+        others(sums)
+
+    made = StepRound(norm_round or NormRound(), world_size, all_reduce)
+    # At first it has left none.
+    assert made.has_left is False
+    made.has_left = has_left
+    return made
+
+
+def forget():
+    raise AssertionError
+
+
+ALIKE = [2.0, 4.0]
+"""What a rank has gathered."""
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+def test_ranks_add_up_norms_and_those_that_have_left(has_left):
+    found = round_of(world_size=3, has_left=has_left)
+    assert found.add_up(torch.tensor(3.0, dtype=torch.float64), ALIKE) == 9.0
+    # All have left it, if any: nothing was changed.
+    found.check_left()
+    found.check_gathered(forget)
+
+
+@pytest.mark.parametrize("num_left", [1, 2])
+def test_some_ranks_have_left_a_step(num_left):
+    found = round_of(world_size=3, others=lambda sums: sums[2].fill_(num_left))
+    found.check_left()
+    found.add_up(torch.tensor(2.0), [])
+    with pytest.raises(OSError, match=rf"^{num_left} of 3 ranks have left a step by an error"):
+        found.check_left()
+
+
+def test_a_rank_that_cannot_step_ends_the_step_of_the_others():
+    def others(sums):
+        # The one that cannot step has gathered other weights, too.
+        sums[1].add_(1.0)
+        sums[-1].add_(1.0)
+
+    found = round_of(others=others)
+    with pytest.raises(OSError, match=r"cannot take this step: 1, so none .* hint: "):
+        found.add_up(torch.tensor(2.0), ALIKE)
+    found.check_gathered(forget)
+    # This one cannot, either.
+    told = SimpleNamespace(meet=lambda: 1.0, check=lambda num_failed, squared_norm: None)
+    found = round_of(others=others, norm_round=told)
+    found.add_up(torch.tensor(2.0), ALIKE)
+    found.check_gathered(forget)
+
+
+def test_ranks_that_have_gathered_other_weights_are_told_once():
+    forgotten = []
+    found = round_of(others=lambda sums: sums[-1].add_(1.0))
+    found.add_up(torch.tensor(2.0), ALIKE)
+    with pytest.raises(RuntimeError, match="ranks have gathered other weights"):
+        found.check_gathered(lambda: forgotten.append("forgotten"))
+    assert forgotten == ["forgotten"]
+    found.check_gathered(forget)
+
+
+def test_deepspeeds_hooks_have_no_order_to_compare():
+    found = round_of()
+    assert found.add_up(torch.tensor(3.0), []) == 6.0
+    found.check_gathered(forget)

@@ -81,7 +81,8 @@ def test_several_ranks_gather_behind_a_step_that_is_not_waited_for(
     assert (optimizer._told_steps is not None) == (not is_alone and not gathers_behind)
     assert optimizer._operands._rank == 1
     optimizer._backward.check()
-    assert len(optimizer._known_holders) == 1
+    optimizer.bit16_groups = [[torch.nn.Parameter(torch.zeros(3))]]
+    assert optimizer._exposed() == []
 
 
 def test_masters_are_those_that_were_set_until_they_have_homes():
@@ -334,7 +335,7 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
     optimizer.zero_grad(set_to_none=False)
     optimizer.zero_grad()
     dropped = ["dropped"] if is_unended else []
-    assert calls == ["cleared", *dropped, is_unended, "cleared", *dropped, True]
+    assert calls == ["cleared", *(dropped or [False]), "cleared", *(dropped or [True])]
     assert optimizer.timers.running == ([] if is_unended else ["backward"])
 
 
@@ -542,18 +543,20 @@ def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
 def test_a_skipped_step_drops_gradients_and_has_its_timers():
     calls = []
     optimizer = made(
-        zero_grad=lambda set_to_none: calls.append(set_to_none),
         _drop_gradients=noted(calls, "dropped"),
         timers=Timers(),
     )
     optimizer._skip()
-    assert calls == [True, "dropped"]
+    assert calls == ["dropped"]
     # DeepSpeed's engine asks for them.
     assert optimizer.timers.ended == ["optimizer_step", "optimizer_allgather"]
 
 
-def test_nothing_is_left_of_gradients_that_are_dropped():
+def test_nothing_is_left_of_gradients_that_are_dropped(monkeypatch):
     calls = []
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer, "zero_grad", lambda _, set_to_none: calls.append(set_to_none)
+    )
     bucket = SimpleNamespace(clear=noted(calls, "bucket"))
     reset = noted(calls, "reset")
     optimizer = made(
@@ -574,7 +577,7 @@ def test_nothing_is_left_of_gradients_that_are_dropped():
     )
     reduced = optimizer.params_already_reduced
     optimizer._drop_gradients()
-    assert calls == ["dropped", 0, 1, "bucket", "buffers", "reset"]
+    assert calls == ["dropped", 0, 1, True, "bucket", "buffers", "reset"]
     assert optimizer.averaged_gradients == {0: None, 1: None}
     assert optimizer.local_overflow is False
     assert optimizer.extra_large_param_to_reduce == {}

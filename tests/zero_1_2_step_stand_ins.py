@@ -3,7 +3,6 @@
 As `zero_1_2_stand_ins.py`.
 """
 
-import contextlib
 import math
 from types import SimpleNamespace
 from unittest import mock
@@ -12,9 +11,17 @@ import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from stand_in_optimizers import Gathers, Timers, assert_failed_drop_is_said, noted, optimizer_of
+from stand_in_optimizers import (
+    Gathers,
+    Timers,
+    assert_failed_drop_is_said,
+    checked,
+    noted,
+    optimizer_of,
+)
 from stepwell.deepspeed.zero import stage_1_2
 from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operand
@@ -34,7 +41,7 @@ def stepping(norm=3.0, *, gathers=False, **more):
     """An optimizer whose step notes its parts, and what it notes."""
     calls = []
     optimizer = made(
-        _backward=SimpleNamespace(check=noted(calls, "check"), dropping=contextlib.nullcontext),
+        _backward=checked(calls),
         _gathers=Gathers(calls) if gathers else None,
         _told_steps=None,
         _norm_round=NormRound(),
@@ -54,7 +61,6 @@ def stepping(norm=3.0, *, gathers=False, **more):
         ),
         _update_scale=lambda overflow: calls.append(("scale", overflow)),
         _apply=lambda grad_scale: calls.append(("applied", grad_scale)),
-        zero_grad=lambda set_to_none: calls.append(("zeroed", set_to_none)),
         **{
             f"_{name}": noted(calls, name)
             for name in ("check_used", "skip", "release_sums", "drop_gradients", "gather_weights")
@@ -226,14 +232,13 @@ def test_a_step_that_raises_leaves_no_gradients(name, error):
     optimizer, calls = stepping(**{name: mock.Mock(side_effect=error)})
     with pytest.raises(error):
         optimizer.step()
-    assert calls[-3:] == ["settled", ("zeroed", True), "drop_gradients"]
+    assert calls[-2:] == ["settled", "drop_gradients"]
 
 
-@pytest.mark.parametrize("name", ["zero_grad", "_drop_gradients"])
-def test_why_gradients_could_not_be_dropped_is_said_next(name):
+def test_why_gradients_could_not_be_dropped_is_said_next():
     error = mock.Mock(side_effect=MemoryError("no memory"))
     optimizer, calls = stepping(_apply=error, _backward=Backward())
-    assert_failed_drop_is_said(optimizer, calls, name)
+    assert_failed_drop_is_said(optimizer, calls)
 
 
 @pytest.mark.parametrize("is_alone", [False, True])
@@ -452,47 +457,15 @@ def test_masters_and_their_state_are_protected():
     assert list(map(id, holders)) == [id(fragments[each]) for each in (0, 1, 0)]
 
 
-def grouped():
-    """Two groups, each with two parameters on one memory."""
+def test_a_view_of_some_weight_exposes_its_group():
     flats = [torch.zeros(4), torch.zeros(4)]
     params = [[torch.nn.Parameter(each) for each in flat.split(2)] for flat in flats]
-    optimizer = made(bit16_groups_flat=flats, bit16_groups=params)
-    optimizer._known_holders = optimizer._holders()
-    return optimizer, flats, params
-
-
-def test_weights_are_exposed_while_a_view_lives():
-    optimizer, flats, params = grouped()
+    optimizer = made(bit16_groups_flat=flats, bit16_groups=params, _exposure=Exposure(flats))
     assert optimizer._exposed() == []
     view = flats[1][:1]
     assert list(map(id, optimizer._exposed())) == list(map(id, params[1]))
     del view
     assert optimizer._exposed() == []
-    storage = flats[0].untyped_storage()
-    assert list(map(id, optimizer._exposed())) == list(map(id, params[0]))
-    del storage
-    assert optimizer._exposed() == []
-
-
-def test_weights_of_a_type_of_its_own_are_exposed():
-    class Tensor(torch.nn.Parameter):
-        pass
-
-    optimizer, _, params = grouped()
-    params[1][0].__class__ = Tensor
-    assert list(map(id, optimizer._exposed())) == [id(params[1][0])]
-
-
-def test_what_holds_less_than_before_is_the_new_least():
-    optimizer, flats, params = grouped()
-    view = flats[0][:1]
-    optimizer._known_holders = optimizer._holders()
-    assert optimizer._exposed() == []
-    del view
-    assert optimizer._exposed() == []
-    kept = [flats[0][:1]]
-    for _ in kept * 2:
-        assert list(map(id, optimizer._exposed())) == list(map(id, params[0]))
 
 
 def test_a_wait_is_the_gates_where_there_is_one():
@@ -522,13 +495,12 @@ def test_what_reads_or_writes_all_state_waits(monkeypatch, name, expected):
     optimizer = made(
         _partitions=SimpleNamespace(synchronize=noted(calls, "streams")),
         bit16_groups_flat=[torch.zeros(1)],
-        _known_holders=None,
+        _exposure=None,
     )
     optimizer.synchronize = noted(calls, "synchronized")
     assert getattr(optimizer, name)() == ({"step": 1} if name == "state_dict" else None)
     assert calls == expected
-    # They are in other memory then.
-    assert (optimizer._known_holders is not None) is (name == "reload_states")
+    assert (optimizer._exposure is not None) is (name == "reload_states")
 
 
 def test_what_is_in_host_memory_stays_there(monkeypatch):

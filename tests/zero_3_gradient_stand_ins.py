@@ -16,9 +16,13 @@ from stand_in_optimizers import (
     optimizer_of,
     parameter,
     partitions_of,
+    several,
 )
+from stepwell.deepspeed.zero import stage_3
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
+from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
+from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -68,18 +72,21 @@ def test_zero_grad_behind_a_failed_backward_drops_all(monkeypatch, is_unended):
     optimizer = made(
         _backward=SimpleNamespace(is_unended=is_unended, note_cleared=noted(calls, "cleared")),
         _drop_gradients=noted(calls, "all"),
-        _partitions=SimpleNamespace(gradients=SimpleNamespace(drop_sums=noted(calls, "sums"))),
-        _share=SimpleNamespace(drop=noted(calls, "share")),
+        _gradients=SubGroupGradients(
+            SimpleNamespace(drop_sums=noted(calls, "sums")),
+            SimpleNamespace(drop=noted(calls, "share")),
+            FP32,
+        ),
         timers=Timers(),
     )
     optimizer.timers("backward").start()
     for set_to_none in (False, True):
         optimizer.zero_grad(set_to_none)
-        first = ["all"] if is_unended else []
-        assert calls == ["cleared", *first, "sums", "share", set_to_none or is_unended]
+        dropped = ["all"] if is_unended else ["sums", "share", set_to_none]
+        assert calls == ["cleared", *dropped]
         calls.clear()
     optimizer.zero_grad()
-    assert calls[-1] is True
+    assert calls[-1] == ("all" if is_unended else True)
     assert optimizer.timers.running == ([] if is_unended else ["backward"])
 
 
@@ -104,12 +111,17 @@ def test_nothing_is_left_of_gradients_that_are_dropped(monkeypatch, resolves):
     monkeypatch.setattr(get_accelerator(), "resolves_data_dependency", lambda: resolves)
     param = parameter(0)
     param.grad = torch.ones(4)
+
+    def zero_grad(_, set_to_none):
+        calls.append((param.grad, set_to_none))
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "zero_grad", zero_grad)
     optimizer = made(
+        fp16_groups=[[param]],
         _partitions=SimpleNamespace(drop=noted(calls, "dropped")),
         _share=SimpleNamespace(drop=noted(calls, "share")),
         reduce_and_partition_stream=SimpleNamespace(synchronize=noted(calls, "reduced")),
         ipg_buckets={BF16: SimpleNamespace(clear_params=noted(calls, "bucket"))},
-        fp16_groups=[[param]],
         params_already_reduced={0: True, 1: False, 2: True},
         _offload_boundary_param_ids={0},
         parameter_offload=SimpleNamespace(release_backward_leftovers=noted(calls, "leftovers")),
@@ -119,8 +131,9 @@ def test_nothing_is_left_of_gradients_that_are_dropped(monkeypatch, resolves):
     )
     optimizer._drop_gradients()
     waits = [] if resolves else ["reduced"]
-    assert calls == ["dropped", "share", *waits, "bucket", "leftovers", "released", "reset"]
-    assert param.grad is None
+    # No gradient is freed before the reduction that writes it has ended.
+    dropped = ["dropped", "share", *waits, "bucket", (None, True)]
+    assert calls == [*dropped, "leftovers", "released", "reset"]
     assert optimizer.params_already_reduced == dict.fromkeys(range(3), False)
     assert optimizer._offload_boundary_param_ids == set()
     assert optimizer._backward_active_depth == 0
@@ -161,8 +174,7 @@ def holding(rank=0, world_size=2):
     optimizer = made(
         grad_position={0: [0, 8, 2], 1: [1, 6, 2]},
         fp16_groups=[[params[0]], [params[1]]],
-        _share=share,
-        _partitions=SimpleNamespace(gradients=gradients),
+        _gradients=SubGroupGradients(gradients, share, FP32),
         _get_param_partition_rank=lambda param: rank,
         _offload_boundary_param_ids=set(),
         gradient_accumulation_dtype=FP32,
@@ -199,7 +211,9 @@ def waiting(*, is_contiguous=False):
         ipg_buckets={BF16: bucket},
         get_param_comm_dtype=lambda param: BF16,
         _get_param_partition_group=lambda param: "group",
-        _producers=set(),
+        _unreduced=UnreducedGradients(),
+        all2all_process_group=None,
+        reduce_and_partition_stream=None,
         dtype=FP32,
         reduce_bucket_size=100,
     )
@@ -223,7 +237,20 @@ def test_a_gradient_waits_where_it_is_but_for_one_that_shares_its_memory(monkeyp
         assert param.grad.tolist() == [1, 1, 1]
     assert bucket.params == params
     assert (bucket.elements, bucket.process_group) == (6, "group")
-    assert optimizer._producers == {"stream"}
+    followed = []
+    optimizer._unreduced.order(SimpleNamespace(wait_stream=followed.append))
+    assert followed == ["stream"]
+
+
+def test_what_waits_is_as_deepspeeds_buffer_has_it():
+    # No views, which would share their memory.
+    columns = torch.empty_strided((2, 3), (1, 2)).copy_(torch.arange(6.0).view(2, 3))
+    unreduced = UnreducedGradients()
+    for grad, dtype in ((columns, FP32), (torch.ones(3), BF16)):
+        expected = grad.tolist()
+        unreduced.add(grad, dtype)
+        assert (grad.tolist(), grad.dtype) == (expected, dtype)
+        assert grad.is_contiguous()
 
 
 @pytest.mark.parametrize("resolves", [False, True])
@@ -248,22 +275,64 @@ def test_a_reduction_is_behind_what_makes_its_gradients(monkeypatch, resolves):
     assert param.grad.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("is_larger", [False, True])
-def test_several_gradients_are_reduced_elsewhere_and_one_larger_than_a_bucket_in_place(
-    monkeypatch, is_larger
-):
-    calls = []
-    name = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
-    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, name, noted(calls, "reduced"))
-    optimizer, bucket = waiting()
-    bucket.params = [parameter(nth, numel=3) for nth in range(1 if is_larger else 2)]
-    bucket.elements = 101 if is_larger else 6
-    for param in bucket.params:
-        param.grad = torch.ones(3)
+REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
+
+
+def moved(optimizer, bucket, monkeypatch):
+    """Which gradients of a bucket are in other memory when DeepSpeed reduces them."""
     places = [param.grad.data_ptr() for param in bucket.params]
-    getattr(optimizer, name)(BF16)
-    assert calls == ["reduced"]
-    assert [param.grad.data_ptr() for param in bucket.params] == places
+    values = [param.grad.tolist() for param in bucket.params]
+    found = []
+
+    def reduce(*_):
+        found.extend(param.grad.data_ptr() for param in bucket.params)
+
+    monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, REDUCE, reduce)
+    getattr(optimizer, REDUCE)(BF16)
+    assert [param.grad.tolist() for param in bucket.params] == values
+    return [now != before for now, before in zip(found, places, strict=True)]
+
+
+def filled(bucket, *shapes):
+    bucket.params = [parameter(nth) for nth in range(len(shapes))]
+    for param, shape in zip(bucket.params, shapes, strict=True):
+        param.data = torch.zeros(shape)
+        param.grad = torch.ones(shape)
+    bucket.elements = sum(param.numel() for param in bucket.params)
+
+
+def test_several_gradients_are_reduced_elsewhere(monkeypatch):
+    optimizer, bucket = waiting()
+    filled(bucket, 3, 3)
+    assert moved(optimizer, bucket, monkeypatch) == [False, False]
+
+
+@pytest.mark.parametrize("is_contiguous", [False, True])
+@pytest.mark.parametrize("holder", [None, "view", "storage"])
+def test_one_larger_than_a_bucket_is_reduced_where_it_is_unless_others_hold_it(
+    monkeypatch, holder, is_contiguous
+):
+    optimizer, bucket = waiting(is_contiguous=is_contiguous)
+    filled(bucket, 101)
+    (param,) = bucket.params
+    holders = {"view": lambda: param.grad[:1], "storage": lambda: param.grad.untyped_storage()}
+    held = holder and holders[holder]()
+    assert moved(optimizer, bucket, monkeypatch) == [holder is not None]
+    del held
+    # DeepSpeed's buffer has one that fits.
+    filled(bucket, 100)
+    assert moved(optimizer, bucket, monkeypatch) == [not is_contiguous]
+
+
+@pytest.mark.parametrize("device_count", [1, 2])
+def test_what_deepspeed_does_not_quantize_it_reduces_one_by_one(monkeypatch, device_count):
+    several(monkeypatch, stage_3.dist, world_size=2)
+    monkeypatch.setattr(get_accelerator(), "device_count", lambda: device_count)
+    optimizer, bucket = waiting()
+    optimizer.all2all_process_group = "groups"
+    filled(bucket, (2, 2), (3, 2), (4,), (4, 3))
+    expected = [False, device_count == 1, device_count == 1, False]
+    assert moved(optimizer, bucket, monkeypatch) == expected
 
 
 def test_gradients_go_to_deepspeeds_buffer_where_that_is_what_is_reduced(monkeypatch):
@@ -310,9 +379,7 @@ def test_gradients_are_not_freed_before_their_reduction(monkeypatch, is_synchron
 
 
 def test_gradients_are_those_of_what_holds_them():
-    optimizer, params, share, gradients = holding()
-    assert optimizer._holder(Fragment(0, 0, 1)) is share
-    assert optimizer._holder(Fragment(1, 0, 1)) is gradients
+    optimizer, params, _, _ = holding()
     grad, group = optimizer._get_fp32_grad_state_partition(params[0], release_swap_buffers=False)
     assert (grad.tolist(), group) == ([8, 8], 0)
     found = optimizer.get_fp32_grad_partitions()

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from stand_in_optimizers import noted, optimizer_of, parameter, several
 from stepwell.deepspeed.zero import stage_3
 from stepwell.deepspeed.zero.fetcher import Fetcher
+from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -42,7 +43,9 @@ class Made:
     def __init__(self, monkeypatch, *, world_size=1, coordinator=None, behind=()):
         several(monkeypatch, stage_3.dist, world_size=world_size, rank=0)
         self.given, self.calls, self.prefetch, self.opened = [], [], [], []
-        self.partitions = SimpleNamespace(has_ended="has ended", resumed="counts", is_busy=False)
+        self.partitions = SimpleNamespace(
+            has_ended="has ended", resumed="counts", is_busy=False, device=CPU
+        )
 
         def begin(optimizer, module, init_optimizer, **named):
             self.given.append(named)
@@ -59,7 +62,7 @@ class Made:
         monkeypatch.setattr(base, "_get_param_coordinator", lambda _: coordinator)
         ours = OffloadZeroOptimizerStage3
         monkeypatch.setattr(ours, "_release_and_gather", noted(self.calls, "gathered"))
-        monkeypatch.setattr(ours, "_gathered_behind", lambda _: list(behind))
+        monkeypatch.setattr(ours, "_persistent_fragments", lambda _: dict.fromkeys(behind))
         monkeypatch.setattr(stage_3, "bound_prefetch", bound)
         monkeypatch.setattr(stage_3, "is_little_ahead", lambda _: "little")
         operands = SimpleNamespace(resume=lambda *arguments: self.calls.append(arguments))
@@ -70,7 +73,7 @@ class Made:
             return SimpleNamespace(open_data=self.opened.append)
 
         monkeypatch.setattr(stage_3, "Peers", peers)
-        monkeypatch.setattr(stage_3, "GatheredPersistents", lambda *arguments: arguments)
+        monkeypatch.setattr(stage_3, "PersistentGate", lambda *arguments: arguments)
 
     def __call__(self, *, gate="module", is_resumed=False, param_config=None, module=None):
         return OffloadZeroOptimizerStage3(
@@ -154,11 +157,12 @@ def test_deepspeeds_hooks_gather_little_behind_a_step(monkeypatch, gate, world_s
 def test_which_ranks_gather_persistent_parameters_themselves(monkeypatch, gate, world_size, behind):
     make = Made(monkeypatch, world_size=world_size, behind=behind)
     optimizer = make(gate=gate)
-    if gate == "module" and world_size > 1 and behind:
-        assert make.opened == [CPU]
-        assert optimizer._gathers[0] is make.partitions
-    else:
-        assert (make.opened, optimizer._gathers) == ([], None)
+    fragments, partitions, peers = optimizer._persistent
+    assert list(fragments) == (behind if gate == "module" else [])
+    assert partitions is make.partitions
+    is_gathered = bool(world_size > 1 and fragments)
+    assert make.opened == [CPU] * is_gathered
+    assert (peers is not None) is is_gathered
 
 
 def test_at_first_ranks_are_together(monkeypatch):
@@ -168,9 +172,9 @@ def test_at_first_ranks_are_together(monkeypatch):
     optimizer._share = SimpleNamespace(squares=lambda: 0.0)
     assert optimizer._add_up(torch.tensor(1.5)) == 3.0
     # None has left a step, and all have gathered alike.
-    assert optimizer._num_left == 0.0
-    optimizer._check_left()
-    optimizer._check_gathered()
+    optimizer._round.check_left()
+    optimizer._round.check_gathered(mock.Mock(side_effect=AssertionError))
+    assert optimizer._round.has_left is False
     optimizer._backward.check()
 
 
@@ -193,19 +197,25 @@ def persistent():
         grad_position={0: [1, 0, 4], 2: [0, 0, 4], 3: [1, 4, 4]},
         _share={0},
         zero_hpz_partition_size=1,
+        dp_process_group="ranks",
     )
     return optimizer, params
 
 
-def test_persistent_parameters_are_gathered_in_a_common_order(monkeypatch):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_persistent_parameters_come_in_a_common_order(monkeypatch, world_size):
+    several(monkeypatch, stage_3.dist, world_size=world_size)
     optimizer, params = persistent()
-    assert list(map(id, optimizer._persistent_stepped())) == [id(params[3]), id(params[0])]
-    assert list(map(id, optimizer._gathered_behind())) == [id(params[0]), id(params[3])]
+    expected = {params[0]: Fragment(1, 0, 4), params[3]: Fragment(1, 4, 4)}
+    found = optimizer._persistent_fragments()
+    assert list(map(id, found)) == list(map(id, expected))
+    assert list(found.values()) == list(expected.values())
+    # DeepSpeed gathers those of several ranks otherwise.
     optimizer.zero_hpz_partition_size = 2
-    assert optimizer._gathered_behind() == []
+    assert len(optimizer._persistent_fragments()) == (2 if world_size == 1 else 0)
     optimizer.zero_hpz_partition_size = 1
     monkeypatch.setattr(stage_3, "is_autocast_initialized", lambda: True)
-    assert optimizer._gathered_behind() == []
+    assert len(optimizer._persistent_fragments()) == (2 if world_size == 1 else 0)
 
 
 @pytest.mark.parametrize(("partial_offload", "count"), [(1.0, 0), (0.5, 1), (0.4, 1), (0.0, 3)])
@@ -270,6 +280,8 @@ def test_sub_groups_in_host_memory_are_partitions(monkeypatch, accumulate, offlo
     asked, opened, pinned = [], [], []
 
     class Partitions:
+        gradients = "gradients"
+
         def __init__(self, partitions, **named):
             opened.append((partitions, named))
 
@@ -357,12 +369,10 @@ def test_committed_steps_are_counted_behind_the_last_step():
 def test_an_end_waits_for_what_goes_up(monkeypatch):
     calls = []
     monkeypatch.setattr(DeepSpeedZeroOptimizer_Stage3, "destroy", noted(calls, "theirs"))
-    partitions = SimpleNamespace(end=noted(calls, "ended"))
-    gate = SimpleNamespace(finish=noted(calls, "gate"))
-    for each in (gate, None):
-        optimizer = made(_gate=each, _gathers="gathers", _partitions=partitions, _share={0})
-        optimizer.destroy()
-        assert calls == [*(["gate"] if each else []), "ended", "theirs"]
-        assert optimizer._gate is optimizer._gathers is None
-        assert 0 not in optimizer._share
-        calls.clear()
+    optimizer = made(
+        _persistent=SimpleNamespace(end=noted(calls, "persistent")),
+        _partitions=SimpleNamespace(end=noted(calls, "ended")),
+        _share=SimpleNamespace(end=noted(calls, "share")),
+    )
+    optimizer.destroy()
+    assert calls == ["persistent", "ended", "share", "theirs"]

@@ -14,6 +14,7 @@ from stand_in_optimizers import (
     Gathers,
     Timers,
     assert_failed_drop_is_said,
+    checked,
     noted,
     optimizer_of,
     several,
@@ -34,6 +35,21 @@ def made(**fields):
 # ---- steps ----
 
 
+NOT_GATHERED = SimpleNamespace(is_gathered=False, decided=contextlib.nullcontext)
+
+
+def round_of(calls):
+    """A round of ranks that have nothing to say."""
+
+    def check_gathered(forget_order):
+        assert forget_order == "forget order"
+        calls.append("check_gathered")
+
+    return SimpleNamespace(
+        has_left=False, check_left=noted(calls, "check_left"), check_gathered=check_gathered
+    )
+
+
 def stepping(monkeypatch, norm=3.0, *, world_size=1, swapped=None, gathers=False, **more):
     """An optimizer whose step notes its parts, and what it notes."""
     several(monkeypatch, stage_3.dist, world_size=world_size)
@@ -44,15 +60,16 @@ def stepping(monkeypatch, norm=3.0, *, world_size=1, swapped=None, gathers=False
         return optimizer.overflow
 
     optimizer = made(
-        _backward=SimpleNamespace(check=noted(calls, "check"), dropping=contextlib.nullcontext),
-        _gathers=Gathers(calls) if gathers else None,
+        _backward=checked(calls),
+        _persistent=Gathers(calls) if gathers else NOT_GATHERED,
         _norm_round=NormRound(),
         dp_process_group="ranks",
         timers=Timers(),
         loss_scaler=SimpleNamespace(cur_scale=2.0),
         custom_loss_scaler=False,
         clip_grad=0.5,
-        _has_left=False,
+        _round=round_of(calls),
+        _fetcher=SimpleNamespace(forget_order="forget order"),
         _operands=SimpleNamespace(swapped=swapped),
         _partitions=SimpleNamespace(
             gradients=SimpleNamespace(norm=lambda add_up: calls.append("norm") or norm),
@@ -63,15 +80,12 @@ def stepping(monkeypatch, norm=3.0, *, world_size=1, swapped=None, gathers=False
         _loss_scale_update_and_overflow_cleanup=update_scale,
         _apply=lambda grad_scale: calls.append(("applied", grad_scale)),
         _post_step=calls.append,
-        zero_grad=lambda set_to_none: calls.append(("zeroed", set_to_none)),
         **{
             f"_{name}": noted(calls, name)
             for name in (
                 "check_failure",
                 "pre_step",
                 "partition_all_parameters",
-                "check_left",
-                "check_gathered",
                 "drop_gradients",
             )
         },
@@ -96,7 +110,14 @@ def test_a_step_is_applied(monkeypatch, gathers):
     assert (optimizer.overflow, float(optimizer._global_grad_norm)) == (False, 1.5)
     assert optimizer.timers.ended == ["optimizer_step"]
     # The submit takes it back.
-    assert optimizer._has_left is True
+    assert optimizer._round.has_left is True
+
+
+def test_deepspeeds_hooks_have_no_order_to_compare(monkeypatch):
+    optimizer, calls = stepping(monkeypatch, _fetcher=None)
+    optimizer.step()
+    assert "check_left" in calls
+    assert "check_gathered" not in calls
 
 
 @pytest.mark.parametrize("swapped", [None, "volume"])
@@ -115,81 +136,38 @@ def test_a_step_that_is_skipped_decides_nothing(monkeypatch, norm):
     first = [FIRST[0], "finished", *FIRST[1:]]
     assert calls == [*first, *CHECKS, ("scale", True), "drop_gradients"]
     assert not optimizer.timers.ended
-    assert optimizer._has_left is False
+    assert optimizer._round.has_left is False
 
 
-@pytest.mark.parametrize("name", ["_check_left", "_check_gathered", "_apply"])
+@pytest.mark.parametrize("name", ["check_left", "check_gathered", "_apply"])
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_step_that_raises_leaves_no_gradients(monkeypatch, name, error):
-    optimizer, calls = stepping(monkeypatch, **{name: mock.Mock(side_effect=error)})
+    optimizer, calls = stepping(monkeypatch)
+    owner = optimizer if name == "_apply" else optimizer._round
+    vars(owner)[name] = mock.Mock(side_effect=error)
     with pytest.raises(error):
         optimizer.step()
-    assert calls[-3:] == ["settled", ("zeroed", True), "drop_gradients"]
+    assert calls[-2:] == ["settled", "drop_gradients"]
 
 
-@pytest.mark.parametrize("name", ["zero_grad", "_drop_gradients"])
-def test_why_gradients_could_not_be_dropped_is_said_next(monkeypatch, name):
+def test_why_gradients_could_not_be_dropped_is_said_next(monkeypatch):
     error = mock.Mock(side_effect=MemoryError("no memory"))
     optimizer, calls = stepping(monkeypatch, _apply=error, _backward=Backward())
-    assert_failed_drop_is_said(optimizer, calls, name)
+    assert_failed_drop_is_said(optimizer, calls)
 
 
 # ---- what ranks tell each other ----
 
 
-class Order:
-    """What a rank has gathered, as ranks add it up."""
-
-    @staticmethod
-    def end():
-        return [2.0, 4.0]
-
-
-def adding(monkeypatch, *, world_size, has_left=False, sums=lambda sums: None):
-    several(monkeypatch, stage_3.dist, world_size=world_size)
-    add = stage_3.dist.all_reduce
-
-    def all_reduce(tensor, op, group):
-        add(tensor, op, group)
-        sums(tensor)
-
-    monkeypatch.setattr(stage_3.dist, "all_reduce", all_reduce)
-    return made(
+@pytest.mark.parametrize("has_fetcher", [False, True])
+def test_what_is_stepped_on_the_device_counts(has_fetcher):
+    fetcher = SimpleNamespace(gather_order=SimpleNamespace(end=lambda: [2.0, 4.0]))
+    optimizer = made(
         _share=SimpleNamespace(squares=lambda: torch.tensor(1.0)),
-        _fetcher=SimpleNamespace(gather_order=Order, forget_order=lambda: None),
-        dp_process_group="ranks",
-        _has_left=has_left,
-        _has_parted=False,
-        _norm_round=NormRound(),
+        _fetcher=fetcher if has_fetcher else None,
+        _round=SimpleNamespace(add_up=lambda squares, gathered: (float(squares), gathered)),
     )
-
-
-@pytest.mark.parametrize("has_left", [False, True])
-def test_ranks_add_up_norms_and_those_that_have_left(monkeypatch, has_left):
-    optimizer = adding(monkeypatch, world_size=3, has_left=has_left)
-    squares = torch.tensor(2.0, dtype=torch.float64)
-    assert optimizer._add_up(squares) == 9.0
-    assert optimizer._num_left == (3.0 if has_left else 0.0)
-    assert optimizer._has_parted is False
-    # All have left it: nothing was changed.
-    optimizer._check_left()
-    optimizer._check_gathered()
-
-
-def test_a_rank_that_cannot_step_ends_the_step_of_the_others(monkeypatch):
-    def sums(sums):
-        # The one that cannot step has gathered other weights, too.
-        sums[1].add_(1.0)
-        sums[-1].add_(1.0)
-
-    optimizer = adding(monkeypatch, world_size=2, sums=sums)
-    with pytest.raises(OSError, match=r"cannot take this step: 1, so none .* hint: "):
-        optimizer._add_up(torch.tensor(2.0))
-    assert optimizer._has_parted is False
-    # This one cannot, either.
-    optimizer._norm_round = mock.Mock(meet=lambda: 1.0)
-    optimizer._add_up(torch.tensor(2.0))
-    assert optimizer._has_parted is False
+    assert optimizer._add_up(torch.tensor(2.0)) == (3.0, [2.0, 4.0] if has_fetcher else [])
 
 
 @pytest.mark.parametrize("gathers", [False, True])
@@ -223,35 +201,6 @@ def test_a_step_that_has_failed_on_all_ranks_is_not_told_of(monkeypatch):
     with pytest.raises(OSError, match="a rank is gone"):
         optimizer.step()
     assert calls == ["check"]
-
-
-@pytest.mark.parametrize("num_left", [1.0, 2.0])
-def test_some_ranks_have_left_a_step(monkeypatch, num_left):
-    optimizer = adding(monkeypatch, world_size=3)
-    optimizer._num_left = num_left
-    with pytest.raises(OSError, match=rf"^{num_left:.0f} of 3 ranks have left a step by an error"):
-        optimizer._check_left()
-
-
-def test_ranks_that_have_gathered_other_weights_are_told_once(monkeypatch):
-    forgotten = []
-    optimizer = adding(monkeypatch, world_size=2, sums=lambda sums: sums[-1].add_(1.0))
-    optimizer._fetcher.forget_order = noted(forgotten, "forgotten")
-    optimizer._add_up(torch.tensor(2.0))
-    assert optimizer._has_parted is True
-    with pytest.raises(RuntimeError, match="ranks have gathered other weights"):
-        optimizer._check_gathered()
-    assert forgotten == ["forgotten"]
-    optimizer._check_gathered()
-    assert forgotten == ["forgotten"]
-
-
-def test_deepspeeds_hooks_have_no_order_to_compare(monkeypatch):
-    optimizer = adding(monkeypatch, world_size=2)
-    optimizer._fetcher = None
-    assert optimizer._add_up(torch.tensor(2.0)) == 6.0
-    assert optimizer._has_parted is False
-    optimizer._check_gathered()
 
 
 def test_a_step_that_has_failed_half_way_is_the_last():
@@ -288,7 +237,27 @@ def operand_of(kind, *arguments):
     return Operand(tensor, 7, hyper, state, torch.zeros(1), f"{kind} {arguments[0]}")
 
 
-def applied(*, is_gated=True, is_protected=True, gate=None, gathers=None, error=None):
+class Persistent:
+    """Persistent parameters that come behind a step."""
+
+    def __init__(self, calls, gathered):
+        self.calls, self.gathered = calls, gathered
+
+    def uploads(self, weights, masters):
+        assert (weights[0], masters[0]) == ("weight 0", "master 0")
+        return "uploads"
+
+    def open(self, uploads, *, is_protected):
+        self.calls.append(("opened", uploads, is_protected))
+
+    def submission(self, uploads):
+        return [(each, uploads) for each in self.gathered]
+
+    def end_step(self, *, is_protected):
+        self.calls.append(("step ended", is_protected))
+
+
+def applied(*, is_gated=True, is_protected=True, gathered=(), error=None):
     """An optimizer of four groups: in host memory, on the device, empty, and in host memory."""
     calls, prepared = [], []
 
@@ -297,14 +266,14 @@ def applied(*, is_gated=True, is_protected=True, gate=None, gathers=None, error=
         calls.append("prepared")
         return ["submit", "after"]
 
-    def open_gate(operands, uploads):
-        calls.append(("opened", len(operands), uploads))
+    def protect(operands, uploads):
+        calls.append(("protected", len(operands), uploads))
         return is_protected
 
     def commit(operands, submission):
         submit, taken, *rest = submission
         # An error before the submit is of a step that was not taken.
-        assert optimizer._has_left is True
+        assert optimizer._round.has_left is True
         assert submit == "submit"
         taken()
         calls.append(("committed", len(operands), rest))
@@ -331,18 +300,11 @@ def applied(*, is_gated=True, is_protected=True, gate=None, gathers=None, error=
             forget=noted(calls, "forgotten"),
             finish=noted(calls, "finished"),
         ),
-        _persistent_uploads=lambda: "uploads",
-        _open_gate=open_gate,
+        _persistent=Persistent(calls, gathered),
+        _protect=protect,
         _fetcher=None,
-        _gate=gate
-        and SimpleNamespace(
-            is_open=gate == "open",
-            wait_for_uncovered=noted(calls, "uncovered"),
-            finish=noted(calls, "gate finished"),
-        ),
-        _gathers=gathers,
         _failure=None,
-        _has_left=True,
+        _round=SimpleNamespace(has_left=True),
         _is_after_step=False,
     )
     return optimizer, calls, prepared
@@ -359,40 +321,35 @@ def test_a_step_is_that_of_host_memory_and_of_the_device():
     assert (weights, grad_scale) == (optimizer.fp16_partitioned_groups_flat, 0.5)
     assert masters is optimizer.fp32_partitioned_groups_flat
     assert [before for _, before in in_use] == ["host 5", "device 6", "host 7", "host 8"]
-    (*first, (_, num_operands, rest), forgotten, dropped) = calls
-    assert first == [0, 1, 2, 3, "prepared", ("opened", 4, "uploads")]
+    (*first, (_, num_operands, rest), forgotten, dropped, _) = calls
+    opened = [("protected", 4, "uploads"), ("opened", "uploads", True)]
+    assert first == [0, 1, 2, 3, "prepared", *opened]
     assert num_operands == 4
     after, (kind, group, operand, weight, scale) = rest
     assert (after, kind, group, weight, scale) == ("after", "on device", 1, "weight 1", 0.5)
     assert operand.before == "device 6"
     assert [forgotten, dropped] == ["forgotten", "share dropped"]
     assert optimizer._is_after_step is True
-    assert optimizer._has_left is False
+    assert optimizer._round.has_left is False
 
 
 def test_gathers_follow_the_submit():
-    gathers = SimpleNamespace(submission=lambda uploads: [("gather", uploads)])
-    optimizer, calls, _ = applied(gathers=gathers)
+    optimizer, calls, _ = applied(gathered=["gather"])
     optimizer._apply(1.0)
-    (*_, (_, _, rest), _, _) = calls
+    (*_, (_, _, rest), _, _, _) = calls
     assert rest[:2] == [("gather", "uploads"), "after"]
 
 
-@pytest.mark.parametrize("gate", [None, "open", "closed"])
+@pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("is_protected", [False, True])
-def test_a_step_waits_for_what_is_not_seen(gate, is_protected):
-    optimizer, calls, _ = applied(gate=gate, is_protected=is_protected)
+def test_a_step_waits_for_what_is_not_seen(is_gated, is_protected):
+    optimizer, calls, _ = applied(is_gated=is_gated, is_protected=is_protected)
     optimizer._apply(1.0)
-    waits = [] if is_protected else ["finished"]
-    if gate is not None:
-        waits.append("uncovered" if is_protected and gate == "open" else "gate finished")
-    assert calls[calls.index("share dropped") + 1 :] == waits
-
-
-def test_without_a_gate_nothing_goes_up_behind_a_step():
-    optimizer, calls, _ = applied(is_gated=False, is_protected=False)
-    optimizer._apply(1.0)
-    assert ("opened", 4, {}) in calls
+    is_seen = is_gated and is_protected
+    assert ("opened", "uploads", is_seen) in calls
+    assert (("protected", 4, "uploads") in calls) is is_gated
+    waits = [] if is_seen else ["finished"]
+    assert calls[calls.index("share dropped") + 1 :] == [*waits, ("step ended", is_seen)]
 
 
 def test_a_launch_that_fails_is_the_end():

@@ -10,10 +10,11 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from stand_in_optimizers import noted, optimizer_of, parameter, several
-from stepwell.deepspeed.zero import stage_3
+from stand_in_optimizers import noted, optimizer_of, parameter
+from stepwell.deepspeed.zero import persistent_gate
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.persistent import Upload
+from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.stage_3 import OffloadZeroOptimizerStage3
 
 BF16 = torch.bfloat16
@@ -29,45 +30,70 @@ def upload_of(numel, world_size=1):
     )
 
 
-def gating(*, is_protected=True, gathers=None, is_open=True):
+def gating(*, is_gathered=False, is_open=True):
     calls = []
     param = parameter(0, numel=3)
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-    optimizer = made(
-        _plan=SimpleNamespace(gate="module"),
-        _protect=lambda operands, uploads: is_protected,
-        _gate=SimpleNamespace(is_open=is_open, open=lambda params: calls.append("opened")),
-        _gathers=gathers,
-        _uploads=SimpleNamespace(expect=lambda uploads: calls.append("expected")),
+    gate = PersistentGate({}, None, None)
+    gate._gate = SimpleNamespace(
+        is_open=is_open,
+        open=lambda params: calls.append("opened"),
+        wait_for_uncovered=noted(calls, "uncovered"),
+        finish=noted(calls, "finished"),
     )
-    return optimizer, param, calls
+    gate._gathers = "gathers" if is_gathered else None
+    gate._uploads = SimpleNamespace(expect=lambda uploads: calls.append("expected"))
+    return gate, param, calls
 
 
 @pytest.mark.parametrize("is_protected", [False, True])
-@pytest.mark.parametrize("gathers", [None, "gathers"])
+@pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
-def test_persistent_weights_have_their_place_before_the_step(is_protected, gathers, is_open):
-    optimizer, param, calls = gating(is_protected=is_protected, gathers=gathers, is_open=is_open)
+def test_persistent_weights_have_their_place_before_the_step(is_protected, is_gathered, is_open):
+    gate, param, calls = gating(is_gathered=is_gathered, is_open=is_open)
     upload = upload_of(2, world_size=2)
-    assert optimizer._open_gate([], {param: upload}) is is_protected
-    if not is_protected and gathers is None:
+    gate.open({param: upload}, is_protected=is_protected)
+    if not is_protected and not is_gathered:
         assert (calls, param.ds_status) == ([], ZeroParamStatus.NOT_AVAILABLE)
         return
     # So DeepSpeed does not gather it. What pads the last piece is no weight.
     assert param.ds_status == ZeroParamStatus.AVAILABLE
     assert param.data.tolist() == [0, 1, 2]
     assert param.data_ptr() == upload.target.data_ptr()
-    assert calls == ["expected"] * (gathers is None) + ["opened"] * is_open
+    assert calls == ["expected"] * (not is_gathered) + ["opened"] * is_open
 
 
-def test_what_has_nothing_to_upload_is_protected_all_the_same():
-    optimizer, param, calls = gating()
-    assert optimizer._open_gate([], {}) is True
-    optimizer._gate = None
-    assert optimizer._open_gate([], {param: upload_of(3)}) is True
+def test_where_nothing_comes_nothing_is_opened():
+    gate, _, calls = gating(is_gathered=True)
+    gate.open({}, is_protected=True)
     assert calls == []
-    optimizer._plan.gate = "step"
-    assert optimizer._open_gate([], {}) is False
+    gate = PersistentGate({}, None, None)
+    assert gate.uploads([], []) == {}
+    gate.open({}, is_protected=True)
+    gate.end_step(is_protected=False)
+    gate.finish()
+    gate.end()
+    assert not gate.is_gathered
+    assert gate.submission({}) == []
+    with gate.decided():
+        pass
+
+
+@pytest.mark.parametrize("is_protected", [False, True])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_step_waits_for_what_nothing_else_would(is_protected, is_open):
+    gate, _, calls = gating(is_open=is_open)
+    gate.end_step(is_protected=is_protected)
+    assert calls == ["uncovered" if is_protected and is_open else "finished"]
+
+
+def test_no_step_follows_an_end():
+    gate, _, calls = gating(is_gathered=True)
+    gate._fragments = {"param": Fragment(0, 0, 3)}
+    gate.end()
+    assert calls == ["finished"]
+    assert not gate.is_gathered
+    assert gate.uploads([], []) == {}
 
 
 def test_each_partition_waits_for_its_own_part():
@@ -126,82 +152,79 @@ class Gate:
         self.is_open = False
 
 
-def going_up(monkeypatch, *, world_size=1, gathers=None, are_copied_late=False, share=()):
-    several(monkeypatch, stage_3.dist, world_size=world_size)
-    monkeypatch.setattr(stage_3, "Gate", Gate)
-    monkeypatch.setattr(stage_3, "PersistentUploads", lambda *arguments: arguments)
+class Gathered:
+    """Notes what it is made of, and gathers nothing."""
+
+    def __init__(self, *arguments):
+        self.arguments, self.confirm = arguments, "confirm"
+
+    def submission(self, uploads):
+        return [uploads]
+
+    def decided(self):
+        return "decided"
+
+
+FLAT = torch.arange(6.0, dtype=BF16)
+
+
+def going_up(monkeypatch, *, world_size=1, are_copied_late=False):
+    """A gate of one parameter, what gives its uploads, and the parameter."""
+    monkeypatch.setattr(persistent_gate, "Gate", Gate)
+    monkeypatch.setattr(persistent_gate, "PersistentUploads", lambda *arguments: arguments)
+    monkeypatch.setattr(persistent_gate, "GatheredPersistents", Gathered)
+    partitions = SimpleNamespace(are_copied_late=are_copied_late, device=torch.device("cpu"))
+    peers = None if world_size == 1 else SimpleNamespace(world_size=world_size)
     param = parameter(0)
-    flat = torch.arange(6.0, dtype=BF16)
-    stepped = [param]
-    return made(
-        dp_process_group="ranks",
-        _gate=None,
-        _gathers=gathers,
-        _partitions=SimpleNamespace(are_copied_late=are_copied_late),
-        _share=share,
-        # In a common order where several ranks gather them.
-        _persistent_stepped=lambda: stepped if world_size == 1 else None,
-        _gathered_behind=lambda: stepped if world_size > 1 else None,
-        fp16_partitioned_groups_flat=[flat],
-        fp32_partitioned_groups_flat=[flat + 10],
-        grad_position={0: [0, 2, 3]},
-    ), stepped
+    gate = PersistentGate({param: Fragment(0, 2, 3)}, partitions, peers)
+    return gate, lambda: gate.uploads([FLAT], [FLAT + 10]), param
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_persistent_weights_go_up_by_themselves(monkeypatch, world_size):
-    gathers = None if world_size == 1 else SimpleNamespace(confirm="confirm")
-    optimizer, (param,) = going_up(monkeypatch, world_size=world_size, gathers=gathers)
-    ((known, upload),) = optimizer._persistent_uploads().items()
-    gate = optimizer._gate
+    persistent, uploads, param = going_up(monkeypatch, world_size=world_size)
+    assert persistent.is_gathered is (world_size > 1)
+    found = uploads()
+    ((known, upload),) = found.items()
+    gate, partitions = persistent._gate, persistent._partitions
     assert known is param
     assert upload.fragment == Fragment(0, 2, 3)
     assert upload.source.tolist() == [2, 3, 4]
     # Each rank's piece has its place.
     assert (upload.target.numel(), upload.target.dtype) == (3 * world_size, BF16)
-    assert gate.params == [param]
-    if gathers is None:
-        assert gate.uploads is optimizer._uploads
-        device = torch.device("cpu")
-        assert (*gate.uploads, gate.confirm) == (optimizer._partitions, device, None)
+    assert list(map(id, gate.params)) == [id(param)]
+    if world_size == 1:
+        assert gate.uploads is persistent._uploads
+        assert (*gate.uploads, gate.confirm) == (partitions, partitions.device, None)
     else:
-        assert (gate.uploads, gate.confirm) == (gathers, "confirm")
+        assert gate.uploads.arguments[0] is partitions
+        assert gate.confirm == "confirm"
+        assert persistent.submission(found) == [found]
+        assert persistent.decided() == "decided"
     # The last step's are waited for before these.
     assert gate.calls == ["finished"]
-    assert len(optimizer._persistent_uploads()) == 1
-    assert optimizer._gate is gate
+    assert len(uploads()) == 1
+    assert persistent._gate is gate
     assert gate.calls == ["finished"] * 2
 
 
-@pytest.mark.parametrize("share", [(), (0,)])
-def test_what_goes_up_is_what_a_step_writes_first(monkeypatch, share):
-    """A weight that is a copy of its master is written behind the step, but on the device."""
-    optimizer, _ = going_up(monkeypatch, are_copied_late=True, share=share)
-    (upload,) = optimizer._persistent_uploads().values()
-    assert upload.source.tolist() == ([2, 3, 4] if share else [12, 13, 14])
+def test_what_goes_up_is_what_a_step_writes_first(monkeypatch):
+    """A weight that is a copy of its master is written behind the step."""
+    _, uploads, _ = going_up(monkeypatch, are_copied_late=True)
+    (upload,) = uploads().values()
+    assert upload.source.tolist() == [12, 13, 14]
 
 
-@pytest.mark.parametrize("gathers", [None, SimpleNamespace(confirm="confirm")])
-def test_where_code_was_compiled_deepspeed_gathers_on_one_rank(monkeypatch, gathers):
-    world_size = 1 if gathers is None else 2
-    optimizer, _ = going_up(monkeypatch, world_size=world_size, gathers=gathers)
-    optimizer._persistent_uploads()
-    optimizer._gate.guard.was_compiled = True
-    assert len(optimizer._persistent_uploads()) == (gathers is not None)
-    assert optimizer._gate.calls == ["finished", "finished", "closed"]
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_where_code_was_compiled_deepspeed_gathers_on_one_rank(monkeypatch, world_size):
+    persistent, uploads, _ = going_up(monkeypatch, world_size=world_size)
+    uploads()
+    persistent._gate.guard.was_compiled = True
+    assert len(uploads()) == (world_size > 1)
+    assert persistent._gate.calls == ["finished", "finished", "closed"]
 
 
-def test_deepspeed_gathers_where_there_is_nothing_to_go_up(monkeypatch):
-    optimizer, _ = going_up(monkeypatch, world_size=2)
-    assert optimizer._persistent_uploads() == {}
-    optimizer, stepped = going_up(monkeypatch)
-    stepped.clear()
-    assert optimizer._persistent_uploads() == {}
-    assert optimizer._gate is None
-
-
-@pytest.mark.parametrize("has_gate", [False, True])
-def test_what_is_in_host_memory_stays_there(monkeypatch, has_gate):
+def test_what_is_in_host_memory_stays_there(monkeypatch):
     wanted, calls = [], []
     monkeypatch.setattr(
         DeepSpeedZeroOptimizer_Stage3, "offload_states", lambda _, include: wanted.append(include)
@@ -210,10 +233,10 @@ def test_what_is_in_host_memory_stays_there(monkeypatch, has_gate):
         _partitions=SimpleNamespace(
             finish=noted(calls, "finished"), synchronize=noted(calls, "streams")
         ),
-        _gate=SimpleNamespace(finish=noted(calls, "gate")) if has_gate else None,
+        _persistent=SimpleNamespace(finish=noted(calls, "gate")),
     )
     weights, buffer = OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.contiguous_grad_buffer
     optimizer.offload_states()
-    assert calls == ["finished", *(["gate"] if has_gate else []), "streams"]
+    assert calls == ["finished", "gate", "streams"]
     optimizer.offload_states([OffloadStateTypeEnum.optim_states, buffer])
     assert wanted == [[weights, buffer], [buffer]]

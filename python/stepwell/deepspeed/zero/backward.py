@@ -1,14 +1,15 @@
-"""What a backward that raised has left behind is never stepped."""
+"""What a backward or a step that raised has left behind is never stepped. Imports no DeepSpeed."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell.deepspeed.zero.timers import stop_all
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 __all__ = ["Backward"]
 
@@ -81,19 +82,27 @@ class Backward:
         self._has_ended = True
         self._is_running = self._has_gradients = False
 
-    @contextlib.contextmanager
-    def dropping(self) -> Iterator[None]:
-        """A context that drops the gradients of a step that an exception has left.
+    def leave_step(
+        self, settle: Callable[[], None], drop_gradients: Callable[[], None], timers: Any
+    ) -> None:
+        """An exception leaves a step, behind `has_left_step`: none runs and no gradient is left.
 
-        What fails in it is not raised, in the place of that exception: the next backward or step
-        says it.
+        Why gradients could not be dropped is not raised, in the place of that exception: the next
+        backward or step says it.
+
+        Args:
+            settle: waits for the step, if it was submitted.
+            drop_gradients: drops all gradients since the last step, and calls `reset` then.
+            timers: DeepSpeed's.
         """
+        settle()
         try:
-            yield
+            drop_gradients()
         except Exception as error:  # noqa: BLE001
             self._drop_failure = f"{type(error).__name__}: {error}"
             # Some of them may be gone, and the rest said to be.
             self.has_left_step = True
+        stop_all(timers)
 
     def check(self) -> None:
         """Raises ValueError if there are gradients of a backward, or a step, that has failed."""

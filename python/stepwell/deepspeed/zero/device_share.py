@@ -88,6 +88,12 @@ class DeviceShare:
         self._written.clear()
         self._values_set.clear()
 
+    def end(self) -> None:
+        """Frees the memory of gradients. No sub-group is on the device from now on."""
+        self.drop()
+        self._stale.clear()
+        self._grads.clear()
+
     def squares(self) -> torch.Tensor | float:
         """The sum of the squares of all gradients; an element that got none is 0 from now on."""
         for fragment, value in self._values_set.items():

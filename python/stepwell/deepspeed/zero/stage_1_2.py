@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
+from stepwell.deepspeed.zero.exposure import Exposure
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gathers import GatheredWeights
 from stepwell.deepspeed.zero.norm_round import NormRound
@@ -105,7 +105,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             else:
                 self._told_steps = ToldSteps(peers)
         # No weight is read by what DeepSpeed's optimizer holds, but in methods that wait.
-        self._known_holders = self._holders()
+        self._exposure = Exposure(self.bit16_groups_flat)
 
     # ---- data ----
 
@@ -287,9 +287,12 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         """
         self._backward.note_cleared()
         if self._backward.is_unended:
-            set_to_none = True
             self._drop_gradients()
             stop_all(self.timers)
+        else:
+            self._clear_gradients(set_to_none)
+
+    def _clear_gradients(self, set_to_none: bool = True) -> None:
         # Gradients have nothing to wait for.
         with without_waiting():
             super().zero_grad(set_to_none)
@@ -399,12 +402,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         except BaseException:
             # First, and no call: a second Ctrl-C may end those that come next.
             self._backward.has_left_step = True
-            self._partitions.settle()
-            # Drops all gradients. Where that fails, the next backward or step says so.
-            with self._backward.dropping():
-                self.zero_grad(set_to_none=True)
-                self._drop_gradients()
-            stop_all(self.timers)
+            self._backward.leave_step(self._partitions.settle, self._drop_gradients, self.timers)
             raise
         self.timers(OPTIMIZER_ALLGATHER_TIMER).start()
         if self._gathers is None:
@@ -486,7 +484,6 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return float(squared_norm)
 
     def _skip(self) -> None:
-        self.zero_grad(set_to_none=True)
         self._drop_gradients()
         for timer in (OPTIMIZER_STEP_TIMER, OPTIMIZER_ALLGATHER_TIMER):
             self.timers(timer).start()
@@ -495,6 +492,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def _drop_gradients(self) -> None:
         """Drops all gradients since the last step, also those that wait for a reduction."""
         self._forget_gradients()
+        self._clear_gradients()
         for bucket in self.ipg_buckets.values():
             bucket.clear()
         self.extra_large_param_to_reduce.clear()
@@ -502,8 +500,9 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             params.clear()
         self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
         self._release_ipg_buffers()
-        self._backward.reset()
         self._backward_active_depth = 0
+        # Last: what an interrupt has left is told by the next backward or step.
+        self._backward.reset()
 
     def _forget_gradients(self) -> None:
         """Drops all gradients since the last step that are reduced."""
@@ -594,37 +593,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return FragmentUploads(self._partitions, fragments)
 
     def _exposed(self) -> list[torch.Tensor]:
-        """Parameters whose weights can be reached without an access that the gate's guard sees.
-
-        All parameters of a group are on one memory. If it has more holders than DeepSpeed made, a
-        view or `.data` of some parameter is alive.
-        """
-        found = self._holders()
-        exposed = [
-            param
-            for params, counts, known in zip(
-                self.bit16_groups, found, self._known_holders, strict=True
-            )
-            for param in params
-            if type(param) is not torch.nn.Parameter
-            or any(count > least for count, least in zip(counts, known, strict=True))
-        ]
-        self._known_holders = [
-            (min(count, least), min(python_count, python_least))
-            for (count, python_count), (least, python_least) in zip(
-                found, self._known_holders, strict=True
-            )
-        ]
-        return exposed
-
-    def _holders(self) -> list[tuple[int, int]]:
-        """How often the memory of each group's weights is referred to in C++, and in Python."""
-        holders = []
-        for flat in self.bit16_groups_flat:
-            storage = flat.untyped_storage()
-            count: int = torch._C._storage_Use_Count(storage._cdata)
-            holders.append((count, sys.getrefcount(storage)))
-        return holders
+        """Parameters whose weights can be reached without an access that the gate's guard sees."""
+        return self._exposure.exposed(self.bit16_groups_flat, self.bit16_groups)
 
     def synchronize(self) -> None:
         """Waits until the last step is complete in host memory.
@@ -662,7 +632,8 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
     def reload_states(self, non_blocking: bool = False) -> None:
         """As DeepSpeed's."""
         super().reload_states(non_blocking)
-        self._known_holders = self._holders()
+        # They are in other memory.
+        self._exposure = Exposure(self.bit16_groups_flat)
 
     def destroy(self) -> None:
         """Ends the use of the device, and of a volume."""

@@ -13,16 +13,15 @@ module needs is brought to the device. The pass writes them there: 2 bytes per p
 bus and in host memory. It goes on behind the next forward. What it writes (weights, masters,
 moments) waits where it is used, each for its own part (`offload.writes`), on any number of ranks.
 
-- Gradients wait where they are until their bucket is reduced. What the reduction leaves of them on
-  this rank is cloned at once, so the memory of all ranks is free behind it.
+- Gradients wait where they are until their bucket is reduced (`zero.unreduced`). What the reduction
+  leaves of them on this rank is cloned at once (`zero.sub_group_gradients`).
 - Weights are on the device while modules use them by `zero.module_hooks`, where these do not fit
   by DeepSpeed's hooks.
 - A gather reads a partition after the thread has waited for it, so its copy to the device begins
   after the workers' writes. DeepSpeed waits for each gather before it uses it, and for those left
   when a step begins; `zero.fetcher` waits for all of its copies and gathers then. So all have ended
   when the next step writes.
-- Persistent parameters go up one by one, when something waits for them; several ranks gather them
-  behind the step (`zero.persistent`).
+- Persistent parameters come by themselves behind the step (`zero.persistent_gate`).
 - Several ranks gather ahead alike. Between a step and its backward it is little: the thread would
   wait for later parts of the step. DeepSpeed's hooks gather one bucket then, where by themselves
   they gather one more with each module.
@@ -30,10 +29,10 @@ moments) waits where it is used, each for its own part (`offload.writes`), on an
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,32 +40,29 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import is_autocast_initialized
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
 from stepwell import _core
-from stepwell._tensors import is_run, shares_memory, tensor_on
+from stepwell._tensors import tensor_on
 from stepwell.deepspeed.options import with_unpinned_weights
 from stepwell.deepspeed.state.home import RamHome
-from stepwell.deepspeed.zero.adjacent import clones
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.device_share import DeviceShare
 from stepwell.deepspeed.zero.fetcher import Fetcher
 from stepwell.deepspeed.zero.fragment import Fragment
-from stepwell.deepspeed.zero.gather_order import GatherOrder
-from stepwell.deepspeed.zero.gathers import GatheredPersistents
-from stepwell.deepspeed.zero.gradients import Gradients, Part
 from stepwell.deepspeed.zero.module_hooks import ModuleHooks
 from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import Partitions, PartitionWork, Update
-from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
+from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
+from stepwell.deepspeed.zero.step_round import StepRound
+from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
 from stepwell.deepspeed.zero.swapped import swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
-from stepwell.offload.gate import Gate
+from stepwell.deepspeed.zero.unreduced import UnreducedGradients
 from stepwell.offload.peers import Peers
 
 if TYPE_CHECKING:
@@ -74,6 +70,7 @@ if TYPE_CHECKING:
 
     from stepwell.deepspeed.plan import Plan
     from stepwell.deepspeed.zero.operands import Operand
+    from stepwell.deepspeed.zero.persistent import Upload
 
 __all__ = ["OffloadZeroOptimizerStage3"]
 
@@ -99,22 +96,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._backward = Backward()
         self._norm_round = NormRound()
         self._operands = Operands(init_optimizer, dist.get_rank())
-        # Of persistent parameters, where their weights are in host memory.
-        self._gate: Gate | None = None
-        self._uploads: PersistentUploads
-        # Of several ranks.
-        self._gathers: GatheredPersistents | None = None
         # From a step to the backward that follows.
         self._is_after_step = False
         # None: DeepSpeed's hooks have weights on the device.
         self._fetcher: Fetcher | None = None
         # Why parameters and state are not those of any step.
         self._failure: str | None = None
-        # Whether this rank has not taken a step on which all ranks have decided.
-        self._has_left = False
-        self._num_left: float
-        # Whether ranks have gathered other weights since the last step.
-        self._has_parted = False
         # The engine pins what crosses the bus. What DeepSpeed makes for gradients is not touched
         # then, and takes no memory.
         # The state may be on a volume, of which DeepSpeed's swapper knows nothing.
@@ -123,8 +110,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if kwargs.get("reduce_scatter", True):
             # Without DeepSpeed's buffer for gradients, whence they are copied once more.
             kwargs["contiguous_gradients"] = False
-        # The streams on which gradients are made.
-        self._producers: set[Any] = set()
+        self._unreduced = UnreducedGradients()
         # Of the weights in host memory, which the engine pins when they are together.
         self._weight_buffers: list[_core.Buffer] = []
         if offload_param_config is not None and all(
@@ -143,16 +129,24 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         if self._plan.is_resumed:
             self._operands.resume(self._partitions.resumed, self.fp32_partitioned_groups_flat)
             self._release_and_gather()
+        ranks = self.dp_process_group
+        self._round = StepRound(
+            self._norm_round,
+            dist.get_world_size(group=ranks),
+            partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=ranks),
+        )
         coordinator = self._get_param_coordinator()
         self._fetcher = coordinator if isinstance(coordinator, Fetcher) else None
         if self._fetcher is not None:
             self._fetcher.has_step_ended = self._partitions.has_ended
         elif self._is_gated:
             self._bound_prefetch()
-        if self._is_gated and not self._is_alone and self._gathered_behind():
+        fragments = self._persistent_fragments() if self._is_gated else {}
+        peers: Peers | None = None
+        if fragments and not self._is_alone:
             peers = Peers(self.dp_process_group, instead='"stepwell": {"gate": "step"}')
-            peers.open_data(torch.device(get_accelerator().current_device_name()))
-            self._gathers = GatheredPersistents(self._partitions, peers)
+            peers.open_data(self._partitions.device)
+        self._persistent = PersistentGate(fragments, self._partitions, peers)
 
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
         """Called by DeepSpeed's constructor; makes what fetches weights for modules.
@@ -185,21 +179,21 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
 
         bound_prefetch(coordinator, may_prefetch)
 
-    def _gathered_behind(self) -> list[Any]:
-        """The persistent parameters that several ranks gather behind a step, in a common order."""
-        # Those have secondary partitions, or are gathered in another dtype: DeepSpeed gathers them.
-        if self.zero_hpz_partition_size > 1 or is_autocast_initialized():
-            return []
-        return sorted(self._persistent_stepped(), key=self._fragment)
+    def _persistent_fragments(self) -> dict[Any, Fragment]:
+        """What this rank steps in host memory of persistent parameters, in a common order.
 
-    def _persistent_stepped(self) -> list[Any]:
-        """The persistent parameters that are stepped in host memory."""
-        return [
-            param
+        Their new weights come by themselves. None where DeepSpeed gathers all.
+        """
+        # They have secondary partitions, or are gathered in another dtype.
+        if not self._is_alone and (self.zero_hpz_partition_size > 1 or is_autocast_initialized()):
+            return {}
+        stepped = {
+            param: self._fragment(param)
             for param in self.persistent_parameters
             if self.get_param_id(param) in self.grad_position
             and self._fragment(param).group not in self._share
-        ]
+        }
+        return dict(sorted(stepped.items(), key=itemgetter(1)))
 
     @property
     def subgroup_to_device(self) -> dict[int, str]:
@@ -275,6 +269,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             is_pinned=self._plan.is_pinned,
             adds_on_host=options.accumulate == "host",
             accumulation_steps=self.gradient_accumulation_steps,
+        )
+        self._gradients = SubGroupGradients(
+            self._partitions.gradients, self._share, self.gradient_accumulation_dtype
         )
         # DeepSpeed gathers on a stream of its own.
         self._partitions.are_weights_read_elsewhere = not self.offload_param
@@ -375,11 +372,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """
         self._backward.note_cleared()
         if self._backward.is_unended:
-            set_to_none = True
             self._drop_gradients()
             stop_all(self.timers)
-        self._partitions.gradients.drop_sums()
-        self._share.drop()
+            return
+        self._gradients.drop_sums()
         super().zero_grad(set_to_none)
 
     def _drop_gradients(self) -> None:
@@ -390,17 +386,20 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self.reduce_and_partition_stream.synchronize()
         for bucket in self.ipg_buckets.values():
             bucket.clear_params()
+        # DeepSpeed would record a stream for each, which a device without streams refuses.
         for params in self.fp16_groups:
             for param in params:
                 param.grad = None
+        super().zero_grad(set_to_none=True)
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
         self._offload_boundary_param_ids: set[int] = set()
         # Weights that the backward had gathered.
         self.parameter_offload.release_backward_leftovers()
         self._partition_all_parameters()
-        self._backward.reset()
         self._backward_active_depth = 0
+        # Last: what an interrupt has left is told by the next backward or step.
+        self._backward.reset()
 
     # ---- gradients ----
 
@@ -408,106 +407,74 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         return Fragment(*self.grad_position[self.get_param_id(param)])
 
     def _DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(self, param: Any) -> None:  # noqa: N802
-        """A gradient waits until its bucket is reduced.
-
-        DeepSpeed copies it to a buffer, whence the reduction copies it once more. Here it stays
-        where it is: a tenth of a millisecond less for each, and no buffer.
-        """
+        """A gradient waits until its bucket is reduced."""
         if self.contiguous_gradients:
             super()._DeepSpeedZeroOptimizer_Stage3__add_grad_to_ipg_bucket(param)
             return
-        if not get_accelerator().resolves_data_dependency():
-            self._producers.add(get_accelerator().current_stream())
         comm_dtype = self.get_param_comm_dtype(param)
         bucket, grad = self.ipg_buckets[comm_dtype], param.grad
         # The dtype of DeepSpeed's buffer is what a gradient of another one is reduced in.
         fits = bucket.elements + grad.numel() <= self.reduce_bucket_size
-        dtype = comm_dtype if fits and grad.dtype != self.dtype else grad.dtype
-        # The memory of `bias.grad` in `x + bias.unsqueeze(0)` may be what autograd has for `x`: the
-        # reduction would write it, and autograd what is still to be reduced.
-        if shares_memory(grad) or dtype != grad.dtype or not is_run(grad):
-            whole = grad.detach()
-            grad.data = whole.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        self._unreduced.add(grad, comm_dtype if fits and grad.dtype != self.dtype else grad.dtype)
         bucket.params.append(param)
         bucket.process_group = self._get_param_partition_group(param)
-        bucket.elements += param.grad.numel()
+        bucket.elements += grad.numel()
 
     def _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(  # noqa: N802
         self, communication_data_type: torch.dtype
     ) -> None:
         """Reduces what is in a bucket, behind the streams on which its gradients are made."""
-        for stream in self._producers:
-            self.reduce_and_partition_stream.wait_stream(stream)
-        bucket = self.ipg_buckets[communication_data_type]
-        is_alone = len(bucket.params) == 1 and bucket.elements <= self.reduce_bucket_size
-        if is_alone and not self.contiguous_gradients:
-            self._clone_grad(bucket.params[0])
+        stream, bucket = self.reduce_and_partition_stream, self.ipg_buckets[communication_data_type]
+        self._unreduced.order(stream)
+        # DeepSpeed's buffer has what fits into it.
+        if not self.contiguous_gradients or bucket.elements > self.reduce_bucket_size:
+            grads = self._reduced_in_place([param.grad for param in bucket.params])
+            self._unreduced.set_apart(grads, stream, numel_max=self.reduce_bucket_size)
         super()._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(
             communication_data_type
         )
 
-    def _clone_grad(self, param: Any) -> None:
-        """The gradient of a parameter is in memory of its own, for a reduction that writes there.
-
-        That of several gradients writes a copy of them. A program may hold the memory in a way that
-        nothing shows: its storage, an array, a copy that a stream has yet to make. A gradient that
-        is larger than a bucket is written where it is, as DeepSpeed has it.
-        """
-        accelerator = get_accelerator()
-        with accelerator.stream(self.reduce_and_partition_stream):
-            grad = param.grad.detach()
-            if not accelerator.is_synchronized_device():
-                grad.record_stream(accelerator.current_stream())
-            param.grad.data = grad.clone()
+    def _reduced_in_place(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of a bucket that DeepSpeed may reduce in their own memory; it joins the others."""
+        if self.all2all_process_group is not None:
+            world_size = dist.get_world_size()
+            if world_size // get_accelerator().device_count() > 1:
+                # What it does not quantize it reduces one by one.
+                divisor = 2 * world_size
+                return [each for each in grads if each.dim() == 1 or each.numel() % divisor]
+        return grads if len(grads) == 1 else []
 
     def partition_grads(
         self, params_to_release: Sequence[Any], grad_partitions: Sequence[torch.Tensor]
     ) -> None:
         """This rank's pieces of some gradients are reduced."""
+        # Beyond the end of a parameter that does not divide by the ranks there is nothing.
+        fragments = [
+            self._fragment(param)
+            if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel
+            else None
+            for param in params_to_release
+        ]
         is_last = self.is_gradient_accumulation_boundary()
-        stream = (
-            None
-            if get_accelerator().is_synchronized_device()
-            else get_accelerator().current_stream()
-        )
-        pieces = [piece.detach().reshape(-1) for piece in grad_partitions]
-        # What is reduced lies in a bucket.
-        is_cloned = all(piece.dtype == self.gradient_accumulation_dtype for piece in pieces)
-        if is_cloned:
-            pieces = clones(pieces)
-        parts: list[Part] = []
-        for param, piece in zip(params_to_release, pieces, strict=True):
-            # Beyond the end of a parameter that does not divide by the ranks there is nothing.
-            if param.partition_numel() * self._get_param_partition_rank(param) < param.ds_numel:
+        self._gradients.collect(fragments, grad_partitions, is_last=is_last)
+        accelerator = get_accelerator()
+        stream = None if accelerator.is_synchronized_device() else accelerator.current_stream()
+        for param, fragment in zip(params_to_release, fragments, strict=True):
+            if fragment is not None:
                 self._offload_boundary_param_ids.add(param.ds_id)
-                fragment = self._fragment(param)
-                grad = piece.to(self.gradient_accumulation_dtype)
-                # The last piece of a parameter may be shorter.
-                padding = fragment.numel - grad.numel()
-                padded = torch.nn.functional.pad(grad, (0, padding)) if padding else grad
-                is_owned = is_cloned or padded.data_ptr() != piece.data_ptr()
-                if fragment.group in self._share:
-                    self._share.add(fragment, padded)
-                else:
-                    parts.append(Part(fragment, padded, is_owned))
             if stream is not None and param.grad is not None:
                 param.grad.record_stream(stream)
             param.grad = None
-        self._partitions.gradients.collect_all(parts, is_last=is_last)
 
     def _finalize_offload_gradient_accumulation(self) -> None:
         # The step sends what has not been sent.
         pass
 
-    def _holder(self, fragment: Fragment) -> DeviceShare | Gradients:
-        """What has the gradient of a fragment."""
-        return self._share if fragment.group in self._share else self._partitions.gradients
-
     def _get_fp32_grad_state_partition(
         self, param: Any, release_swap_buffers: bool
     ) -> tuple[torch.Tensor, int]:
         fragment = self._fragment(param)
-        return self._holder(fragment).gradient(fragment), fragment.group
+        return self._gradients.gradient(fragment), fragment.group
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """The gradients, by the numbers of sub-group and parameter."""
@@ -515,7 +482,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         for params in self.fp16_groups:
             for index, param in enumerate(params):
                 fragment = self._fragment(param)
-                grads[fragment.group][index] = self._holder(fragment).gradient(fragment).float()
+                grads[fragment.group][index] = self._gradients.gradient(fragment).float()
         return grads
 
     def set_fp32_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
@@ -527,7 +494,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         piece = value.detach().flatten()[begin : begin + fragment.numel]
         # The last piece of a parameter may be shorter.
         padded = torch.nn.functional.pad(piece, (0, fragment.numel - piece.numel()))
-        self._holder(fragment).set_gradient(fragment, padded)
+        self._gradients.set_gradient(fragment, padded)
 
     def set_local_grad_for_param(self, value: torch.Tensor, param: Any) -> None:
         """Sets this rank's piece of a gradient.
@@ -543,7 +510,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 f"`value` has `{value.numel()}` elements, expected {fragment.numel}: the piece of "
                 "the parameter that this rank has. hint: safe_set_full_grad sets the whole"
             )
-        self._holder(fragment).set_gradient(fragment, value.detach().flatten())
+        self._gradients.set_gradient(fragment, value.detach().flatten())
 
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[[torch.Tensor, Any], torch.Tensor], param_list: Sequence[Any]
@@ -562,7 +529,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         """Steps all partitions, or skips the step if a gradient is not finite."""
         # Not told: the others are still in the backward that this rank has left.
         self._backward.check()
-        if self._gathers is not None:
+        if self._persistent.is_gathered:
             # A rank whose last step has failed tells the others now, and all raise.
             self._partitions.finish()
         is_alone = self._is_alone
@@ -580,74 +547,32 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                     # No rank writes a step before all have committed the last one.
                     self._partitions.finish()
                 norm = self._partitions.gradients.norm(self._add_up)
-            self._check_left()
-            self._check_gathered()
+            self._round.check_left()
+            if self._fetcher is not None:
+                self._round.check_gathered(self._fetcher.forget_order)
             self.overflow = not math.isfinite(norm)
             if self._loss_scale_update_and_overflow_cleanup():
+                # It has called `zero_grad`, which keeps complete ones.
                 self._drop_gradients()
                 return
-            with contextlib.nullcontext() if self._gathers is None else self._gathers.decided():
-                self._has_left = True
+            with self._persistent.decided():
+                self._round.has_left = True
                 self._global_grad_norm = global_norm(norm, scale)
                 self.timers(OPTIMIZER_STEP_TIMER).start()
                 self._apply(gradient_scale(norm, scale, self.clip_grad))
         except BaseException:
             # First, and no call: a second Ctrl-C may end those that come next.
             self._backward.has_left_step = True
-            self._partitions.settle()
-            # Drops all gradients. Where that fails, the next backward or step says so.
-            with self._backward.dropping():
-                self.zero_grad(set_to_none=True)
-                self._drop_gradients()
-            stop_all(self.timers)
+            self._backward.leave_step(self._partitions.settle, self._drop_gradients, self.timers)
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
 
     def _add_up(self, squares: torch.Tensor) -> float:
-        """The sum of this rank's squared norm and those of the others.
-
-        With it the ranks count those that have left the step before by an error and those that
-        cannot take this one, and compare what they have gathered.
-        """
+        """The sum of this rank's squared norm and those of the others, as `StepRound.add_up`."""
         squares += self._share.squares()
         gathered = [] if self._fetcher is None else self._fetcher.gather_order.end()
-        numbers = [self._norm_round.meet(), float(self._has_left), *gathered]
-        beside = squares.new_tensor(numbers)
-        sums = torch.cat((squares.reshape(1), beside))
-        dist.all_reduce(sums, op=dist.ReduceOp.SUM, group=self.dp_process_group)
-        # One copy to the host, for which it waits.
-        squared_norm, num_failed, self._num_left, *gathered = sums.tolist()
-        self._norm_round.check(num_failed, squared_norm)
-        world_size = dist.get_world_size(group=self.dp_process_group)
-        # Of a step that no rank takes there is nothing to say.
-        if not num_failed and not GatherOrder.is_common(gathered, world_size):
-            self._has_parted = True
-        return float(squared_norm)
-
-    def _check_gathered(self) -> None:
-        """Raises RuntimeError where ranks have gathered other weights since the last step."""
-        has_parted, self._has_parted = self._has_parted, False
-        if self._fetcher is not None and has_parted:
-            self._fetcher.forget_order()
-            raise RuntimeError(
-                "ranks have gathered other weights, or in another order, since the last step, so "
-                "what they have computed with is mixed up. Nothing was stepped. hint: under ZeRO-3 "
-                "all ranks call the same modules in one order, and write partitions alike"
-            )
-
-    def _check_left(self) -> None:
-        """Raises OSError where some ranks have taken a step, and others have left it.
-
-        Where all have left it nothing was changed, and they go on.
-        """
-        world_size = dist.get_world_size(group=self.dp_process_group)
-        if 0 < self._num_left < world_size:
-            raise OSError(
-                f"{self._num_left:.0f} of {world_size} ranks have left a step by an error, and the "
-                "others have taken it: the weights are not those of any step. hint: the error of "
-                "that rank says why; resume all ranks from a checkpoint"
-            )
+        return self._round.add_up(squares, gathered)
 
     def _apply(self, grad_scale: float) -> None:
         partitions = self._partitions
@@ -677,15 +602,15 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             for call in share.step_of(group, operand, weights[group], grad_scale)
         ]
         # While the last step is the last.
-        uploads = self._persistent_uploads() if self._is_gated else {}
+        uploads = self._persistent.uploads(weights, masters)
         submission = partitions.prepare(updates, weights, in_use, grad_scale=grad_scale)
         # Before the submit, behind which Ctrl-C may land; without one it does no harm.
-        is_gated = self._open_gate(operands, uploads)
+        is_protected = self._is_gated and self._protect(operands, uploads)
+        self._persistent.open(uploads, is_protected=is_protected)
         self._set_after_step(is_after=True)
-        gathers = self._gathers
-        gather = [] if gathers is None else gathers.submission(uploads)
+        gather = self._persistent.submission(uploads)
         try:
-            taken = partial(setattr, self, "_has_left", False)
+            taken = partial(setattr, self._round, "has_left", False)
             calls = [submission[0], taken, *gather, *submission[1:], *on_device]
             self._operands.commit(operands, calls)
         except RuntimeError as error:
@@ -694,13 +619,9 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             self._check_failure()
         partitions.forget()
         share.drop()
-        if not is_gated:
+        if not is_protected:
             partitions.finish()
-        if self._gate is not None:
-            if is_gated and self._gate.is_open:
-                self._gate.wait_for_uncovered()
-            else:
-                self._gate.finish()
+        self._persistent.end_step(is_protected=is_protected)
 
     def _check_failure(self) -> None:
         """Raises OSError if a step has failed half-way."""
@@ -712,21 +633,6 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             )
 
     # ---- waiting ----
-
-    def _open_gate(self, operands: Sequence[Operand], uploads: dict[Any, Upload]) -> bool:
-        """Whether uses of what the step writes wait, each for its part of it."""
-        is_protected = self._is_gated and self._protect(operands, uploads)
-        # Several ranks gather, whether this one waits or not.
-        if self._gate is not None and uploads and (is_protected or self._gathers is not None):
-            if self._gathers is None:
-                self._uploads.expect(uploads)
-            for param, upload in uploads.items():
-                param.data = upload.target[: param.ds_numel].view(param.ds_shape)
-                # So DeepSpeed does not gather it.
-                param.ds_status = ZeroParamStatus.AVAILABLE
-            if self._gate.is_open:
-                self._gate.open(uploads)
-        return is_protected
 
     def _protect(self, operands: Sequence[Operand], uploads: dict[Any, Upload]) -> bool:
         """Whether every use of what the step writes is going to wait."""
@@ -747,53 +653,19 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 parts[param.ds_tensor].append(self._fragment(param))
         return self._partitions.protect(parts, holders)
 
-    def _persistent_uploads(self) -> dict[Any, Upload]:
-        """Persistent parameters that go up by themselves; the others DeepSpeed gathers."""
-        stepped = self._persistent_stepped() if self._is_alone else self._gathered_behind()
-        if not stepped or not (self._is_alone or self._gathers):
-            return {}
-        device = torch.device(get_accelerator().current_device_name())
-        if self._gate is None and self._gathers is not None:
-            self._gate = Gate(stepped, self._gathers, confirm=self._gathers.confirm)
-        elif self._gate is None:
-            self._uploads = PersistentUploads(self._partitions, device)
-            self._gate = Gate(stepped, self._uploads)
-        # Of the step before.
-        self._gate.finish()
-        if self._gate.guard.was_compiled:
-            self._gate.close()
-        if not (self._gate.is_open or self._gathers):
-            return {}
-        world_size = dist.get_world_size(group=self.dp_process_group)
-        uploads: dict[Any, Upload] = {}
-        for param in stepped:
-            fragment = self._fragment(param)
-            flat = self.fp16_partitioned_groups_flat[fragment.group]
-            if self._partitions.are_copied_late and fragment.group not in self._share:
-                # What is uploaded is read before the copy.
-                flat = self.fp32_partitioned_groups_flat[fragment.group].detach()
-            source = flat.narrow(0, fragment.begin, fragment.numel)
-            target = torch.empty(world_size * fragment.numel, dtype=source.dtype, device=device)
-            uploads[param] = Upload(fragment, source, target)
-        return uploads
-
     def offload_states(self, include: Collection[Any] | None = None, **kwargs: Any) -> None:
         """As DeepSpeed's, of what is not in host memory already."""
         self._partitions.finish()
-        if self._gate is not None:
-            self._gate.finish()
+        self._persistent.finish()
         self._partitions.synchronize()
         wanted = [kind for kind in _ON_DEVICE if include is None or kind in include]
         super().offload_states(include=wanted, **kwargs)
 
     def destroy(self) -> None:
         """Ends the use of the device, and frees the host memory of gradients and uploads."""
-        if self._gate is not None:
-            self._gate.finish()
-        # With them ends the thread that gathers, which has the engine.
-        self._gate = self._gathers = None
+        self._persistent.end()
         self._partitions.end()
-        self._share = DeviceShare({})
+        self._share.end()
         super().destroy()
 
 

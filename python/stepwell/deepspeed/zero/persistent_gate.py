@@ -1,0 +1,143 @@
+"""What waits for persistent parameters of ZeRO-3 behind a step.
+
+Imports DeepSpeed's states of parameters, and is imported late.
+
+On one rank each of them goes up when something waits for it (`zero.persistent`). Several ranks
+gather them, whether one of them waits or not (`zero.gathers`). DeepSpeed gathers none of these: to
+it they are gathered, in memory of the step. What it reads of them, and the program, waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+from stepwell.deepspeed.zero.gathers import GatheredPersistents
+from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
+from stepwell.offload.gate import Gate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+    from functools import partial
+
+    from stepwell.deepspeed.zero.fragment import Fragment
+    from stepwell.deepspeed.zero.partitions import Partitions
+    from stepwell.offload.peers import Peers
+
+__all__ = ["PersistentGate"]
+
+
+class PersistentGate:
+    """Persistent parameters whose new weights come by themselves.
+
+    Args:
+        fragments: what is stepped of each here, in the order of all ranks; none: DeepSpeed gathers.
+        partitions: what steps them.
+        peers: the ranks that gather them; None: there is one rank.
+    """
+
+    def __init__(
+        self, fragments: Mapping[Any, Fragment], partitions: Partitions, peers: Peers | None
+    ) -> None:
+        self._fragments = dict(fragments)
+        self._partitions = partitions
+        self._world_size = 1 if peers is None else peers.world_size
+        self._gathers = None if peers is None else GatheredPersistents(partitions, peers)
+        self._uploads: PersistentUploads
+        # The first step makes it.
+        self._gate: Gate | None = None
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether several ranks gather them."""
+        return self._gathers is not None
+
+    def decided(self) -> AbstractContextManager[None]:
+        """A context in which a step is taken that all ranks have decided on."""
+        return contextlib.nullcontext() if self._gathers is None else self._gathers.decided()
+
+    def uploads(
+        self, weights: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]
+    ) -> dict[Any, Upload]:
+        """What comes with the next step; what came with the last one is there.
+
+        Empty where DeepSpeed gathers, as on one rank where code was compiled.
+
+        Args:
+            weights: of each sub-group, flat.
+            masters: likewise.
+        """
+        if not self._fragments:
+            return {}
+        if self._gate is None and self._gathers is not None:
+            self._gate = Gate(self._fragments, self._gathers, confirm=self._gathers.confirm)
+        elif self._gate is None:
+            self._uploads = PersistentUploads(self._partitions, self._partitions.device)
+            self._gate = Gate(self._fragments, self._uploads)
+        self._gate.finish()
+        if self._gate.guard.was_compiled:
+            self._gate.close()
+        if not (self._gate.is_open or self._gathers):
+            return {}
+        uploads: dict[Any, Upload] = {}
+        for param, fragment in self._fragments.items():
+            flat = weights[fragment.group]
+            if self._partitions.are_copied_late:
+                # What is uploaded is read before the copy.
+                flat = masters[fragment.group].detach()
+            source = flat.narrow(0, fragment.begin, fragment.numel)
+            target = torch.empty(
+                self._world_size * fragment.numel,
+                dtype=source.dtype,
+                device=self._partitions.device,
+            )
+            uploads[param] = Upload(fragment, source, target)
+        return uploads
+
+    def open(self, uploads: Mapping[Any, Upload], *, is_protected: bool) -> None:
+        """Uses of `uploads` wait from now on, before the step is submitted.
+
+        Args:
+            uploads: of this step.
+            is_protected: whether every use of what the step writes waits. If not, one rank leaves
+                them to DeepSpeed.
+        """
+        # Several ranks gather, whether this one waits or not.
+        if self._gate is None or not uploads or not (is_protected or self._gathers):
+            return
+        if self._gathers is None:
+            self._uploads.expect(uploads)
+        for param, upload in uploads.items():
+            param.data = upload.target[: param.ds_numel].view(param.ds_shape)
+            # So DeepSpeed does not gather it.
+            param.ds_status = ZeroParamStatus.AVAILABLE
+        if self._gate.is_open:
+            self._gate.open(uploads)
+
+    def submission(self, uploads: Mapping[Any, Upload]) -> list[partial[Any]]:
+        """The calls that begin to gather `uploads`, made directly after the step is submitted."""
+        return [] if self._gathers is None else self._gathers.submission(uploads)
+
+    def end_step(self, *, is_protected: bool) -> None:
+        """The step waits for what nothing else would, and for all unless `is_protected`."""
+        if self._gate is None:
+            return
+        if is_protected and self._gate.is_open:
+            self._gate.wait_for_uncovered()
+        else:
+            self._gate.finish()
+
+    def finish(self) -> None:
+        """Waits until all of them are there."""
+        if self._gate is not None:
+            self._gate.finish()
+
+    def end(self) -> None:
+        """Waits as `finish`; no step follows. What gathers, and has the engine, ends."""
+        self.finish()
+        self._fragments.clear()
+        self._gate = self._gathers = None
