@@ -42,10 +42,8 @@ class Exposure:
         """
         exposed: list[torch.Tensor] = []
         for nth, (flat, params) in enumerate(zip(flats, groups, strict=True)):
-            (_, count, count_in_python), (least, least_in_python) = (
-                references(flat),
-                self._known[nth],
-            )
+            _, count, count_in_python = references(flat)
+            least, least_in_python = self._known[nth]
             is_held = count > least or count_in_python > least_in_python
             exposed += [
                 param for param in params if is_held or type(param) is not torch.nn.Parameter
