@@ -134,9 +134,9 @@ class EngineTrainer:
 
     def drain(self) -> None:
         """Applies what is pending."""
-        self.optimizer.drain()
         deferral = self.optimizer.deferral
         self.share = 0.0 if deferral is None else deferral.captured_share
+        self.optimizer.drain()
 
 
 def deferred_of(delay: Delay) -> Deferred:
@@ -375,13 +375,13 @@ def plan(size: str, tasks: Iterable[Task]) -> list[Work]:
     once: list[tuple[By, Delay | None]] = [
         ("zenflow auto", ZENFLOW),
         ("zenflow untouched", ZENFLOW),
-        ("engine", plain(4)),
     ]
     more: list[tuple[By, Delay | None]] = [
         ("simulation", ZENFLOW),
         ("simulation", SELECTED),
         ("simulation", None),
         ("zenflow in turn", ZENFLOW),
+        ("engine", plain(4)),
     ]
 
     def works(
@@ -394,10 +394,11 @@ def plan(size: str, tasks: Iterable[Task]) -> list[Work]:
         ]
 
     # Seeds first where the spread of seeds is what gaps are held against.
-    first = [*works("tune", main, range(SEEDS)), *works("tune", [*once, *more], [0])]
-    first += [*works("new", main, [0]), *works("new", [*once, *more], [0])]
-    rest = [*works("new", main, range(1, SEEDS)), *works("tune", more, range(1, SEEDS))]
-    return [work for work in [*first, *rest] if work.case.task in set(tasks)]
+    found = [*works("tune", main, range(SEEDS)), *works("tune", once, [0])]
+    found += [*works("new", main, [0]), *works("tune", more, [0])]
+    found += [*works("new", [*once, *more], [0]), *works("new", main, range(1, SEEDS))]
+    found += works("tune", more, range(1, SEEDS))
+    return [work for work in found if work.case.task in set(tasks)]
 
 
 def key_of(by: str, case: dict[str, Any], base: float | None) -> str:

@@ -436,7 +436,7 @@ def follow(trainer: Trains, case: Case, text: Text) -> Generator[None, None, End
     means = [statistics.fmean(curve[at : at + LAST]) for at in range(0, case.steps, LAST)]
     line = {
         "case": dataclasses.asdict(case),
-        "parameters": sum(master.numel() for master in masters),
+        "parameters": sum(param.numel() for param in trainer.model.parameters()),
         "tokens_per_step": size.batch_size * size.sequence_length,
         "train_loss": statistics.fmean(curve[-LAST:]),
         "validation_loss": float(validated[-1][1]),
