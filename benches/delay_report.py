@@ -1,9 +1,10 @@
 """The tables and the picture of `docs/deferral_quality.md`, from the runs of `delay_study.py`.
 
-    python benches/delay_report.py RUNS.jsonl [...] [--page docs/deferral_quality.md]
+    python benches/delay_report.py RUNS.jsonl [...] [--engine RUNS.jsonl] [--page PAGE.md]
 
-Without `--page` the tables are printed. With it they take the place of those between the page's two
-marks, and the picture beside the page is drawn (matplotlib: `pip install 'stepwell[plot]'`).
+`--engine` has the runs of `delay_engine.py`, which get tables of their own. Without `--page` tables
+are printed. With it they take the place of those between the page's marks, and the picture beside
+the page is drawn (matplotlib: `pip install 'stepwell[plot]'`).
 
 Losses are of validation, but where a column says otherwise. A *gap* is the loss of a run less that
 of the exact run with the same seed, from the same base: the mean over what both have.
@@ -18,7 +19,7 @@ import statistics
 import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from delay_simulation import Delay
 from delay_study import describe, lr_name
@@ -28,13 +29,32 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
+MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
+ENGINE_MARKS = "<!-- engine: begin -->", "<!-- engine: end -->"
 DEFAULT = Delay()
 """What `stepwell.Deferred()` is."""
 FINE_TUNING_LR_MAX = 1e-4
 """Up to it, gaps are held against the spread of seeds."""
 SHARE_MAX = 0.5
 """Elsewhere, of the gap of ZenFlow's way."""
+MAKERS = {
+    "engine": "`OffloadAdamW`: {}",
+    "simulation": "simulated: {}",
+    "zenflow": "DeepSpeed's ZenFlow",
+    "zenflow in turn": "DeepSpeed's ZenFlow, `overlap_step` false",
+    "zenflow untouched": "DeepSpeed's ZenFlow, its matrices not put right",
+    "zenflow auto": 'DeepSpeed\'s ZenFlow, `update_interval` "auto", its default',
+}
+"""What stepped a model, in words; with the words for what was deferred."""
+ENGINE_COLUMNS = [
+    "",
+    "seeds",
+    "gap",
+    "gap in training",
+    "exact steps to the same loss",
+    "within the seeds",
+    "from its simulation",
+]
 COLUMNS = [
     "",
     "seeds",
@@ -58,6 +78,8 @@ class Run:
     """The loss of what it started from, which names that; None: from nothing."""
     delay: Delay | None
     """None: exact."""
+    by: str
+    """What stepped the model."""
     line: dict[str, Any]
     """All of it."""
 
@@ -65,6 +87,12 @@ class Run:
     def pair(self) -> tuple[int, float | None]:
         """What runs that are compared have in common."""
         return self.seed, self.base
+
+    @property
+    def failed(self) -> str | None:
+        """Why it has no losses; None: it has."""
+        words: str | None = self.line.get("failed")
+        return words
 
     @property
     def loss(self) -> float:
@@ -87,8 +115,35 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
             delay = None if case["delay"] is None else Delay(**case["delay"])
             setting = (case["size"], case["task"], case["lr"])
             if case["task"] != "base":
-                runs.append(Run(setting, case["seed"], line.get("base"), delay, line))
+                by = line.get("by", "simulation")
+                runs.append(Run(setting, case["seed"], line.get("base"), delay, by, line))
     return runs
+
+
+Exact: TypeAlias = "dict[tuple[int, float | None], Run]"
+"""Exact runs by what they share with those that are compared with them."""
+
+
+def gap_of(runs: Iterable[Run], exact: Exact) -> float:
+    """How much higher the loss ends than that of exact steps."""
+    return statistics.fmean(run.loss - exact[run.pair].loss for run in runs)
+
+
+def train_gap_of(runs: Iterable[Run], exact: Exact) -> float:
+    """The same of the training loss."""
+    return statistics.fmean(run.train_loss - exact[run.pair].train_loss for run in runs)
+
+
+def exact_steps_of(runs: Iterable[Run], exact: Exact) -> str:
+    """How many exact steps reach the loss that runs end at."""
+    steps = []
+    for run in runs:
+        losses = exact[run.pair].line["validation_losses"]
+        found = first_at_most(losses, run.loss)
+        if found is None:
+            return f"≥ {losses[-1][0]}"
+        steps.append(found)
+    return f"{statistics.fmean(steps):.0f}"
 
 
 class Setting:
@@ -121,24 +176,15 @@ class Setting:
 
     def gap(self, delay: Delay) -> float:
         """How much higher the loss ends than that of exact steps."""
-        runs = self.deferred[delay]
-        return statistics.fmean(run.loss - self.exact[run.pair].loss for run in runs)
+        return gap_of(self.deferred[delay], self.exact)
 
     def train_gap(self, delay: Delay) -> float:
         """The same of the training loss."""
-        runs = self.deferred[delay]
-        return statistics.fmean(run.train_loss - self.exact[run.pair].train_loss for run in runs)
+        return train_gap_of(self.deferred[delay], self.exact)
 
     def exact_steps(self, delay: Delay) -> str:
         """How many exact steps reach the loss that runs end at."""
-        steps = []
-        for run in self.deferred[delay]:
-            exact = self.exact[run.pair]
-            found = first_at_most(exact.line["validation_losses"], run.loss)
-            if found is None:
-                return f"≥ {exact.line['validation_losses'][-1][0]}"
-            steps.append(found)
-        return f"{statistics.fmean(steps):.0f}"
+        return exact_steps_of(self.deferred[delay], self.exact)
 
     def of_zenflow(self, delay: Delay) -> float | None:
         """The gap over that of ZenFlow's way with the same interval and fraction."""
@@ -158,8 +204,8 @@ class Setting:
         share = self.of_zenflow(delay)
         return "" if share is None else "yes" if share <= SHARE_MAX else "no"
 
-    def table(self) -> str:
-        """In Markdown, the smallest gap first."""
+    def heading(self) -> list[str]:
+        """What is above a table."""
         losses = [run.loss for run in self.exact.values()]
         first = next(iter(self.exact.values()))
         steps = first.line["validation_losses"][-1][0]
@@ -167,14 +213,11 @@ class Setting:
         words = f"{steps:,} steps. Validation loss of exact runs: {exact}"
         if self.spread is not None:
             words += f"; those from one base are {self.spread:.4f} apart at most"
-        lines = [
-            f"### {title(self)}",
-            "",
-            textwrap.fill(f"{words}.", 100),
-            "",
-            f"| {' | '.join(COLUMNS)} |",
-            "|---" * len(COLUMNS) + "|",
-        ]
+        return [f"### {title(self)}", "", textwrap.fill(f"{words}.", 100), ""]
+
+    def table(self) -> str:
+        """In Markdown, the smallest gap first."""
+        lines = [*self.heading(), f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
         for delay in sorted(self.deferred, key=self.gap):
             name = describe(delay)
             share = self.of_zenflow(delay)
@@ -211,16 +254,72 @@ def title(setting: Setting) -> str:
     """What a setting is."""
     first = next(iter(setting.exact.values()))
     millions = first.line["parameters"] / 1e6
+    count = f"{millions:.0f}" if millions >= 10 else f"{millions:.1f}"
     what = "fine-tuning" if setting.task == "tune" else "from nothing"
-    return f"{millions:.0f} M parameters, {what} at lr {lr_name(setting.lr)}"
+    return f"{count} M parameters, {what} at lr {lr_name(setting.lr)}"
 
 
 def settings_of(runs: Sequence[Run]) -> list[Setting]:
     """Fine-tuning first, large models first."""
     found = [Setting(setting, runs) for setting in {run.setting for run in runs}]
     found = [setting for setting in found if setting.exact and setting.deferred]
-    order = {"large": 0, "small": 1, "tiny": 2}
+    order = {"large": 0, "small": 1, "micro": 2, "tiny": 3}
     return sorted(found, key=lambda one: (one.task != "tune", order[one.size], one.lr))
+
+
+# ---- the engine, and DeepSpeed -------------------------------------------------------------------
+
+
+def engine_table(setting: Setting, runs: Iterable[Run]) -> str:
+    """In Markdown: what all makers' runs end above the engine's exact ones.
+
+    Args:
+        setting: of the engine's runs.
+        runs: of all makers.
+    """
+    made: dict[tuple[str, Delay | None], dict[tuple[int, float | None], Run]] = {}
+    for run in runs:
+        if run.setting == (setting.size, setting.task, setting.lr) and run.pair in setting.exact:
+            made.setdefault((run.by, run.delay), {})[run.pair] = run
+    rows: list[tuple[float, str]] = []
+    for (by, delay), found in made.items():
+        if by == "engine" and delay is None:
+            continue
+        name = MAKERS[by].format(named(delay, is_engine=by == "engine"))
+        name = f"**{name}**" if by == "engine" and delay == DEFAULT else name
+        ended = [run for run in found.values() if run.failed is None]
+        if not ended:
+            words = next(run.failed for run in found.values())
+            rows.append((float("inf"), f"| {name} | {len(found)} | {words} | | | no | |"))
+            continue
+        gap = gap_of(ended, setting.exact)
+        is_within = "" if setting.spread is None else "yes" if gap <= setting.spread else "no"
+        twins = made.get(("simulation", delay), {}) if by != "simulation" else {}
+        distances = [abs(run.loss - twins[run.pair].loss) for run in ended if run.pair in twins]
+        cells = [
+            name,
+            str(len(ended)),
+            f"{gap:+.4f}",
+            f"{train_gap_of(ended, setting.exact):+.4f}",
+            exact_steps_of(ended, setting.exact),
+            is_within,
+            f"{max(distances):.4f}" if distances else "",
+        ]
+        rows.append((gap, f"| {' | '.join(cells)} |"))
+    head = [f"| {' | '.join(ENGINE_COLUMNS)} |", "|---" * len(ENGINE_COLUMNS) + "|"]
+    return "\n".join([*setting.heading(), *head, *(row for _, row in sorted(rows))])
+
+
+def named(delay: Delay | None, *, is_engine: bool) -> str:
+    """A delay in words; the engine takes rows or columns."""
+    words = describe(delay)
+    return words.replace("rows", "channels") if is_engine else words
+
+
+def engine_tables(runs: Sequence[Run]) -> str:
+    """Of all settings."""
+    settings = settings_of([run for run in runs if run.by == "engine"])
+    return "\n\n".join(engine_table(setting, runs) for setting in settings)
 
 
 # ---- the picture ---------------------------------------------------------------------------------
@@ -285,21 +384,39 @@ def write_picture(settings: Sequence[Setting], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the tables and the picture of the study.")
     parser.add_argument("runs", type=Path, nargs="+", help="what `delay_study.py` wrote")
+    parser.add_argument("--engine", type=Path, help="what `delay_engine.py` wrote")
     parser.add_argument("--page", type=Path, help="the page that the tables go to")
     options = parser.parse_args()
     settings = settings_of(read_runs(options.runs))
     tables = "\n\n".join(setting.table() for setting in settings)
+    of_engine = engine_tables(read_runs([options.engine])) if options.engine else ""
     if options.page is None:
-        print(tables)
+        print(f"{tables}\n\n{of_engine}")
         return
-    before, _, rest = options.page.read_text().partition(BEGIN)
-    _, mark, after = rest.partition(END)
-    if not mark:
-        parser.error(f"`{options.page}` has not both marks, expected `{BEGIN}` and `{END}`")
     picture = options.page.with_suffix(".svg")
     seen = f"![Validation loss above that of exact steps; the band is seeds]({picture.name})"
-    options.page.write_text(f"{before}{BEGIN}\n\n{seen}\n\n{tables}\n\n{END}{after}")
+    try:
+        page = put_between(options.page.read_text(), MARKS, f"{seen}\n\n{tables}")
+        if of_engine:
+            page = put_between(page, ENGINE_MARKS, of_engine)
+    except ValueError as error:
+        parser.error(f"`{options.page}`: {error}")
+    options.page.write_text(page)
     write_picture(settings, picture)
+
+
+def put_between(page: str, marks: tuple[str, str], body: str) -> str:
+    """A page with another text between two marks.
+
+    Raises:
+        ValueError: it has not both.
+    """
+    begin, end = marks
+    before, _, rest = page.partition(begin)
+    _, mark, after = rest.partition(end)
+    if not mark:
+        raise ValueError(f"a mark is missing, expected `{begin}` and `{end}`")
+    return f"{before}{begin}\n\n{body}\n\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["Case", "describe", "lr_name", "plan"]
+__all__ = ["Case", "Ended", "Trains", "describe", "follow", "lr_name", "model_of", "plan"]
 
 Task: TypeAlias = Literal["base", "new", "tune"]
 
@@ -80,7 +80,7 @@ class Size:
     slots: int
     """How many runs share the GPU."""
     seconds_per_step: float
-    """On an H200, in a slot, as planned with."""
+    """On an H200, in a slot, as planned with; of "micro" on one core."""
 
     @property
     def heads(self) -> int:
@@ -99,6 +99,15 @@ SIZES = {
         steps=40,
         slots=2,
         seconds_per_step=0.01,
+    ),
+    "micro": Size(
+        hidden=64,
+        layers=2,
+        sequence_length=64,
+        base_lr=3e-3,
+        base_steps=1500,
+        slots=1,
+        seconds_per_step=0.02,
     ),
     "small": Size(
         hidden=512, layers=8, base_lr=1e-3, base_steps=4000, slots=4, seconds_per_step=0.012
@@ -280,6 +289,40 @@ class Case:
         return Hyper(betas=(0.9, 0.95), weight_decay=0.1)
 
 
+class Trains(Protocol):
+    """A model, and what steps it."""
+
+    @property
+    def model(self) -> Llama:
+        """What is trained."""
+
+    @property
+    def share(self) -> float:
+        """The share of the squared norm that selected channels had when they were selected."""
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """The fp32 weights, for runs that start from them."""
+
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        """One step with these tokens (int64, batch x (sequence + 1)). Returns its loss."""
+
+    def drain(self) -> None:
+        """Applies what is pending. No step comes after it."""
+
+
+def model_of(
+    case: Case, masters: Sequence[torch.Tensor] | None, device: torch.device, dtype: torch.dtype
+) -> Llama:
+    """The model of a run, from these weights, or from nothing."""
+    with device:
+        model = Llama(SIZES[case.size], seed=case.seed).to(dtype)
+    if masters is not None:
+        with torch.no_grad():
+            torch._foreach_copy_(list[torch.Tensor](model.parameters()), list(masters))
+    return model
+
+
 class Trainer:
     """A model and its optimizer; forward, backward and the copy of gradients are one CUDA graph.
 
@@ -296,13 +339,8 @@ class Trainer:
         capture: bool = True,
     ) -> None:
         size = SIZES[case.size]
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        with device:
-            self.model = Llama(size, seed=case.seed).to(dtype)
+        self.model = model_of(case, masters, device, torch.bfloat16)
         params = list(self.model.parameters())
-        if masters is not None:
-            with torch.no_grad():
-                torch._foreach_copy_(list[torch.Tensor](params), list(masters))
         self.optimizer = Simulation(params, case.lrs(), case.hyper, case.delay, fuse=fuse)
         self._params = params
         self._batch = torch.zeros(
@@ -334,10 +372,25 @@ class Trainer:
         self.optimizer.step()
         return self._loss
 
-    @torch.no_grad()
-    def validate(self, batches: Callable[[int], torch.Tensor], count: int) -> torch.Tensor:
-        """The mean loss of some batches, with the weights as they are."""
-        return torch.stack([self.model(batches(index)) for index in range(count)]).mean()
+    @property
+    def share(self) -> float:
+        """What selected channels captured."""
+        return self.optimizer.share
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """The fp32 weights."""
+        return self.optimizer.masters
+
+    def drain(self) -> None:
+        """Applies what is pending."""
+        self.optimizer.drain()
+
+
+@torch.no_grad()
+def validate(model: Llama, batches: Callable[[int], torch.Tensor], count: int) -> torch.Tensor:
+    """The mean loss of some batches, with the weights as they are."""
+    return torch.stack([model(batches(index)) for index in range(count)]).mean()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,9 +411,13 @@ def train(
     *,
     fuse: bool,
 ) -> Generator[None, None, Ended]:
-    """A run; it gives way after each step."""
-    size, begin = SIZES[case.size], time.monotonic()
-    trainer = Trainer(case, masters, device, fuse=fuse)
+    """A run of the simulation; it gives way after each step."""
+    return (yield from follow(Trainer(case, masters, device, fuse=fuse), case, text))
+
+
+def follow(trainer: Trains, case: Case, text: Text) -> Generator[None, None, Ended]:
+    """A run of any trainer; it gives way after each step."""
+    size, device, begin = SIZES[case.size], text.training.device, time.monotonic()
     sample = batches(text.training, size, case.steps, 1000 + case.seed)
     count = 16
     held_out = batches(text.validation, size, count, 5)
@@ -368,24 +425,24 @@ def train(
     validated: list[tuple[int, torch.Tensor]] = []
     for step in range(case.steps):
         if case.delay is None and step % VALIDATED_EVERY == 0:
-            validated.append((step, trainer.validate(held_out, count)))
+            validated.append((step, validate(trainer.model, held_out, count)))
         losses[step] = trainer.step(sample(step))
         yield
-    trainer.optimizer.drain()
-    validated.append((case.steps, trainer.validate(held_out, count)))
+    trainer.drain()
+    validated.append((case.steps, validate(trainer.model, held_out, count)))
     # Other streams read them when this one has been waited for, which the next line does.
-    masters = [one.detach().clone() for one in trainer.optimizer.masters]
+    masters = [one.detach().clone() for one in trainer.masters]
     curve = losses.tolist()
     means = [statistics.fmean(curve[at : at + LAST]) for at in range(0, case.steps, LAST)]
     line = {
         "case": dataclasses.asdict(case),
-        "parameters": sum(master.numel() for master in masters),
+        "parameters": sum(param.numel() for param in trainer.model.parameters()),
         "tokens_per_step": size.batch_size * size.sequence_length,
         "train_loss": statistics.fmean(curve[-LAST:]),
         "validation_loss": float(validated[-1][1]),
         "train_losses": [round(mean, 5) for mean in means],
         "validation_losses": [(at, round(float(loss), 5)) for at, loss in validated],
-        "share": trainer.optimizer.share,
+        "share": trainer.share,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "seconds": round(time.monotonic() - begin, 2),

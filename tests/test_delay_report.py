@@ -96,6 +96,50 @@ def test_a_run_that_ends_lower_takes_no_fewer_steps(report: ModuleType, tmp_path
     assert setting_of(report, tmp_path, lines).exact_steps(report.Delay()) == "≥ 100"
 
 
+def test_other_makers_are_held_against_the_exact_runs_of_the_engine(
+    report: ModuleType, tmp_path: Path
+) -> None:
+    zenflow = report.Delay(predict=False, average=True, fraction=0.1, channels="columns")
+
+    def made(by: str, loss: float, *, seed: int = 0, delay: Any = None) -> str:
+        found = json.loads(line(report, loss, seed=seed, delay=delay))
+        return json.dumps(found | {"by": by})
+
+    failed = {"failed": "the loss of step 1 is nan", "by": "zenflow auto"}
+    lines = [
+        made("engine", 2.0),
+        made("engine", 2.3, seed=1),
+        made("engine", 2.1, delay=report.Delay()),
+        made("engine", 2.6, seed=1, delay=report.Delay()),
+        made("simulation", 2.1, delay=report.Delay()),
+        made("simulation", 2.5, seed=1, delay=report.Delay()),
+        made("simulation", 2.25),
+        made("zenflow", 2.5, delay=zenflow),
+        json.dumps(json.loads(line(report, 0.0, delay=zenflow)) | failed),
+    ]
+    path = tmp_path / "engine.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    rows = report.engine_tables(report.read_runs([path])).splitlines()[-5:]
+    default = "**`OffloadAdamW`: deferred S=4 predicted**"
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    # Seed 1 comes down from 3.0 to 2.3 between steps 50 and 100: to 2.5 in step 86.
+    assert cells == [
+        ["simulated: deferred S=4 predicted", "2", "+0.1500", "+0.1500", "90", "yes", ""],
+        [default, "2", "+0.2000", "+0.2000", "87", "yes", "0.1000"],
+        ["simulated: exact", "1", "+0.2500", "+0.2500", "88", "yes", ""],
+        ["DeepSpeed's ZenFlow", "1", "+0.5000", "+0.5000", "75", "no", ""],
+        [report.MAKERS["zenflow auto"], "1", failed["failed"], "", "", "no", ""],
+    ]
+
+
+def test_marks_keep_what_is_around_them(report: ModuleType) -> None:
+    begin, end = report.ENGINE_MARKS
+    page = report.put_between(f"a\n{begin}\nold\n{end}\nb\n", report.ENGINE_MARKS, "new")
+    assert page == f"a\n{begin}\n\nnew\n\n{end}\nb\n"
+    with pytest.raises(ValueError, match="a mark is missing"):
+        report.put_between(f"a\n{begin}\n", report.ENGINE_MARKS, "new")
+
+
 def test_the_page_and_its_picture_are_those_of_the_runs(report: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = [line(report, 2.0), line(report, 2.3, delay=report.Delay())]
