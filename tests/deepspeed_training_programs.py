@@ -167,9 +167,12 @@ def program_zenflow(result, overlap):
         "overlap_step": overlap,
     }
     config = configuration(dtype="bf16", zero={"zenflow": zenflow}, stepwell={"zenflow": False})
+    weight = perceptron()[0].weight.detach().bfloat16()
     engine = initialize(perceptron(), config)
     plan = engine.stepwell_plan
     result["plan"] = plan.reasons, plan.warning
+    found = engine.module[0].weight.detach()
+    result["is_shuffled"] = torch.equal(found.flatten(), weight.t().flatten())
     result["losses"] = train(engine, vectors(24), squared)
     result["optimizer"] = type(engine.optimizer.optimizer).__name__
     process = getattr(engine.optimizer, "process", None)

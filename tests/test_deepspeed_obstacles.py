@@ -1,5 +1,6 @@
 """What the plan of an engine leaves to DeepSpeed: each obstacle, and what is said of it."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -116,6 +117,19 @@ def test_a_user_who_has_turned_the_engine_off_knows():
     found = planned(Engine(block={"engine": False}))
     assert found.zero_class is None
     assert found.warning is None
+
+
+@pytest.mark.parametrize("block", [{}, {"zenflow": False}, {"engine": False}], ids=str)
+def test_that_deepspeeds_zenflow_shuffles_a_model_is_told(block):
+    def told(release, **changed):
+        sys.modules["deepspeed"].__version__ = release
+        found = planned(Engine(block=block, zenflow=True, **changed)).warning
+        return "shuffles the elements of every matrix" in (found or "")
+
+    assert [told(release) for release in ("0.19.6", "0.19.7", "0.19.8")] == [False, True, True]
+    # Of these nothing is known.
+    assert not told("0.19.9")
+    assert not told("0.19.8", zero_optimization_stage=3)
 
 
 def test_another_version_is_advised_to_be_the_tested_one():

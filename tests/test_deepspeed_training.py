@@ -166,7 +166,8 @@ def test_zenflow(tmp_path, overlap):
     reason = 'zero_optimization.zenflow is on: "zenflow" is false in the block `stepwell`'
     reasons, warning = result["plan"]
     assert (reasons[-1] == reason) if HAS_ENGINE else reasons[-1].startswith(f"DeepSpeed {RELEASE}")
-    assert warning is None
+    # DeepSpeed's own, which another release may mend: then the warning goes.
+    assert ("shuffles the elements of every matrix" in (warning or "")) == result["is_shuffled"]
     losses = torch.tensor(result["losses"])
     assert losses.isfinite().all()
     assert losses[-4:].mean() < losses[:4].mean()

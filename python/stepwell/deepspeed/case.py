@@ -8,6 +8,7 @@ and `plan.py` decides.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ _ENGINE_KEYS = ("gate", "accumulate", "fetch", "threads", "host_bytes_max")
 _VOLUME_KEYS = ("nvme_paths", "volume")
 # Of `offload_optimizer` with device `nvme`: what only DeepSpeed's own swapper reads.
 _SWAPPER_KEYS = ("buffer_count", "pipeline_read", "pipeline_write", "fast_init")
+# Of DeepSpeed: those whose ZenFlow views row by row what it stores column by column.
+_SHUFFLING_RELEASES = ("0.19.7", "0.19.8")
 
 
 def device_of(offload: Any) -> str | None:
@@ -174,6 +177,13 @@ class Case(NamedTuple):
         """Why ZenFlow is DeepSpeed's own, behind a colon; empty: it is not known."""
         why = vars(self.engine).get("stepwell_zenflow_obstacle")
         return "" if why is None else f": {why}"
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether DeepSpeed's own ZenFlow shuffles the model's matrices as it begins."""
+        release = getattr(sys.modules.get("deepspeed"), "__version__", None)
+        is_own = bool(self.engine.zenflow) and self.stage < STAGE_3
+        return is_own and release in _SHUFFLING_RELEASES
 
     @property
     def has_coded_moments(self) -> bool:
