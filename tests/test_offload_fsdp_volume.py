@@ -242,6 +242,78 @@ def test_a_volume_of_other_shards_is_refused(two, drives):
     two.run(refused_on_all, drives, "run", (ValueError, OSError))
 
 
+# ---- plain parameters beside shards: each rank has its own, and its own gradients of them ----
+
+
+def with_own(seed=0):
+    net = sharded(seed=seed)
+    net.own = torch.nn.Parameter(torch.ones(300, dtype=DTYPE))
+    return net
+
+
+def backward(net, step):
+    net(batch(step, dist.get_rank(), DTYPE)).square().mean().backward()
+
+
+def train_own(net, optimizer, step, *, shards):
+    """A step in which rank 1 alone has a gradient of its own parameter."""
+    if shards:
+        backward(net, step)
+    if dist.get_rank() == 1:
+        net.own.grad = torch.full_like(net.own, 1 / (step + 1))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_run(drives, shards, first=0, **volume):
+    gc.collect()
+    dist.barrier()
+    net = with_own(seed=first)
+    optimizer = on_volume(net, drives, **volume)
+    for step, has_shards in enumerate(shards, first):
+        train_own(net, optimizer, step, shards=has_shards)
+    return all_bits(net, optimizer), end(optimizer)
+
+
+def own_runs(drives, shards, more):
+    """A run that goes on, and then one that was never stopped."""
+    _, first = own_run(drives, shards, name="run")
+    found, last = own_run(drives, more, first, name="run", resume=True)
+    expected, _ = own_run(drives, [*shards, *more], name="whole")
+    assert found == expected
+    return first, last
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [[True, True]],
+    ids=str,
+)
+def test_ranks_go_on_with_other_updates_of_plain_parameters(two, drives, shards):
+    more = [True, True]
+    count = len(shards)
+    # Rank 0 never steps the parameter of its own, and its weight is that of the program.
+    assert two.run(own_runs, drives, shards, more) == [(count, count + 2)] * 2
+
+
+def one_more(drives, number):
+    """Rank 1 has a parameter more."""
+    gc.collect()
+    dist.barrier()
+    net = with_own(seed=number)
+    if dist.get_rank() == 0:
+        del net.own
+    optimizer = on_volume(net, drives, name="run", resume=number > 0)
+    backward(net, number)
+    optimizer.step()
+    return end(optimizer)
+
+
+def test_ranks_with_other_plain_parameters_go_on(two, drives):
+    assert two.run(one_more, drives, 0) == [1, 1]
+    assert two.run(one_more, drives, 1) == [2, 2]
+
+
 # ---- failures ----
 
 

@@ -199,7 +199,8 @@ def agree_on_counts(
 
     Args:
         ranks: the ranks.
-        mine: of each parameter, or partition, the count; None: this rank has nothing of it.
+        mine: of each parameter, or partition, that the ranks share, the count; None: this rank has
+            nothing of it.
         failure: why this rank's volume cannot be read.
 
     Raises:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core, _state
-from stepwell._sharding import cut_of, like, local
+from stepwell._sharding import cut_of, like, local, meshes
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
@@ -324,9 +324,10 @@ class Swapped:
                 failure = error
         counts = dict.fromkeys(weights, 0) | dict(zip(self._indices, core_counts, strict=True))
         if ranks is not None:
-            mine = [count if param in self._indices else None for param, count in counts.items()]
-            found = agree_on_counts(ranks, mine, failure)
-            counts = dict(zip(counts, found, strict=True))
+            # Of plain parameters beside DTensors each rank has its own, and its own updates.
+            common = [param for param in counts if self.sharding is not None or meshes([param])]
+            mine = [counts[param] if param in self._indices else None for param in common]
+            counts.update(zip(common, agree_on_counts(ranks, mine, failure), strict=True))
         steps = max(counts.values(), default=0)
         for param, weight in weights.items():
             if count := counts[param] if param.numel() else steps:
