@@ -286,11 +286,11 @@ def own_runs(drives, shards, more):
 
 @pytest.mark.parametrize(
     "shards",
-    [[True, True]],
+    [[True, True], [True, False, True], [True, False, False, True], [True, False]],
     ids=str,
 )
 def test_ranks_go_on_with_other_updates_of_plain_parameters(two, drives, shards):
-    more = [True, True]
+    more = [False, True]
     count = len(shards)
     # Rank 0 never steps the parameter of its own, and its weight is that of the program.
     assert two.run(own_runs, drives, shards, more) == [(count, count + 2)] * 2
@@ -314,10 +314,39 @@ def test_ranks_with_other_plain_parameters_go_on(two, drives):
     assert two.run(one_more, drives, 1) == [2, 2]
 
 
+def a_nan_of_its_own(drives, nonfinite, has_volume):
+    gc.collect()
+    net = with_own()
+    options = {"nonfinite": nonfinite}
+    if has_volume:
+        optimizer = on_volume(net, drives, name="run", options=options)
+    else:
+        optimizer = in_memory(net, **options)
+    train_own(net, optimizer, 0, shards=True)
+    before = all_bits(net, optimizer)
+    backward(net, 1)
+    if dist.get_rank() == 1:
+        net.own.grad = torch.full_like(net.own, torch.nan)
+    if nonfinite == "skip":
+        optimizer.step()
+    else:
+        match = "norm of the gradients is `nan`" if dist.get_rank() else "of another rank"
+        with pytest.raises(ValueError, match=match):
+            optimizer.step()
+    assert all_bits(net, optimizer) == before
+    return optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("has_volume", [False, True])
+@pytest.mark.parametrize(("nonfinite", "num_skipped"), [("skip", 1), ("raise", 0)])
+def test_a_nan_of_one_rank_is_that_of_all(two, drives, nonfinite, num_skipped, has_volume):
+    assert two.run(a_nan_of_its_own, drives, nonfinite, has_volume) == [num_skipped] * 2
+
+
 # ---- failures ----
 
 
-def a_drive_that_fails(drives):
+def a_drive_that_fails(drives, found_inf):
     net = sharded()
     optimizer = on_volume(net, drives, name="run")
     train(net, optimizer, 1)
@@ -330,14 +359,21 @@ def a_drive_that_fails(drives):
     # The step has failed on rank 1, and is committed on rank 0; the next one begins on neither.
     for param in net.parameters():
         param.grad = None
+    if found_inf:
+        # As GradScaler has it. Rank 0 skips the step, and is there to hear of the failure.
+        optimizer.found_inf = torch.ones(())
+        if not rank:
+            optimizer.step()
+            return optimizer.committed_steps
     kind, match = (OSError, r"(?s)member `1`.*drive1") if rank else (ValueError, "another rank")
     with pytest.raises(kind, match=match):
         optimizer.step()
     return optimizer.committed_steps
 
 
-def test_a_drive_that_fails_on_one_rank_stops_all(two, drives):
-    assert two.run(a_drive_that_fails, drives) == [2, 1]
+@pytest.mark.parametrize("found_inf", [False, True])
+def test_a_drive_that_fails_on_one_rank_stops_all(two, drives, found_inf):
+    assert two.run(a_drive_that_fails, drives, found_inf) == [2, 1]
 
 
 def a_full_drive(drives):

@@ -5,6 +5,8 @@ DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
 
 - SHV-1 The steps of all volumes have the same numbers: a rank commits every step that it submits,
   also one that changes none of its rows, and a step that is submitted on one rank is so on all.
+  With DTensors a rank may have no update where others step plain parameters of their own: it
+  submits an empty step then.
 - SHV-2 No rank begins to write a step before all have committed the one before: the thread that
   gathers tells the others that a step is good when it is committed (`gathering.py`), and the next
   one is not submitted before all have told so (`rank_engine.py`). Under ZeRO each rank's own step
