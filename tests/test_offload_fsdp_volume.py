@@ -396,6 +396,28 @@ def test_a_rank_without_a_volume_is_told_to_the_others(two, drives):
     assert files(drives) == []
 
 
+def too_little_memory(drives, in_groups):
+    gc.collect()
+    net = sharded()
+    named = list(net.named_parameters())
+    rank = dist.get_rank()
+    kind, match = (ValueError, "host_bytes_max") if rank else (OSError, "rank 1 has left")
+    with pytest.raises(kind, match=match):
+        stepwell.OffloadAdamW(
+            [{"params": [each]} for each in named] if in_groups else named,
+            host_bytes_max=1 << 13 if rank else HOST_BYTES_MAX,
+            tier=stepwell.Volume(drives, name="run"),
+        )
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_a_rank_with_too_little_memory_is_told_to_the_others(two, drives, in_groups):
+    two.run(too_little_memory, drives, in_groups)
+    assert files(drives) == []
+    # The ranks are not apart.
+    assert two.run(first_run, drives, 1) == [1, 1]
+
+
 def parts_of_the_world(drives):
     """A mesh of two dimensions over all ranks; one of one dimension over each rank alone."""
     hybrid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))

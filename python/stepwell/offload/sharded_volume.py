@@ -55,16 +55,19 @@ RUN_OF_ONE = 0
 _RUN_BITS = 64
 
 
-def ranks_of(params: Iterable[torch.Tensor], *, commits: bool) -> Ranks | None:
+def ranks_of(
+    params: Iterable[torch.Tensor], *, commits: bool, known: Ranks | None = None
+) -> Ranks | None:
     """The ranks that hold pieces of DTensors, which step together. Collective.
 
     Args:
         params: the parameters.
         commits: whether their steps are committed to volumes.
+        known: those of some of the parameters.
 
     Returns:
-        the ranks; None: there are no DTensors, or nobody but this rank has pieces of them; or
-        there is no group of just these ranks, and steps are not committed.
+        the ranks, `known` if they are; None: there are no DTensors, or nobody but this rank has
+        pieces of them; or there is no group of just these ranks, and steps are not committed.
 
     Raises:
         ValueError: steps are committed, and there is no group of just these ranks.
@@ -77,14 +80,14 @@ def ranks_of(params: Iterable[torch.Tensor], *, commits: bool) -> Ranks | None:
     if together != {tuple(range(torch.distributed.get_world_size()))}:
         if len(together) > 1 or found[0].ndim > 1:
             if not commits:
-                return None
+                return known
             raise ValueError(
                 f"`tier` has durability `commit`, and DTensor parameters are on the meshes "
                 f"`{found}`, expected meshes of all ranks, or one mesh of one dimension. hint: "
                 "Volume(..., durability='none')"
             )
         group = found[0].get_group()
-    return Peers(group, gathers=False, instead="no `tier`")
+    return known or Peers(group, gathers=False, instead="no `tier`")
 
 
 def open_together(

@@ -38,6 +38,7 @@ from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
@@ -105,6 +106,28 @@ class Swapped:
 
     # ---- the beginning ----
 
+    def awaited(self, params: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """A context in which others wait for this rank to `open` the volume. Collective.
+
+        Where an error ends it, they are told of that.
+
+        Args:
+            params: those that are known so far.
+
+        Raises:
+            ValueError: their ranks cannot step together.
+            OSError: another rank is gone.
+        """
+        if self.sharding is not None:
+            # The optimizer has them wait from the beginning.
+            return contextlib.nullcontext()
+        self._meet(params)
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.awaited()
+
+    def _meet(self, params: Iterable[torch.Tensor]) -> None:
+        if self.sharding is None:
+            self._ranks = ranks_of(params, commits=self.commits, known=self._ranks)
+
     def open(
         self,
         owner: object,
@@ -130,8 +153,7 @@ class Swapped:
             OSError: a drive is full, or cannot be used; or another rank has failed.
         """
         make = partial(self._open, weights, host_bytes, names)
-        if self._ranks is None:
-            self._ranks = ranks_of(weights, commits=self.commits)
+        self._meet(weights)
         if self._ranks is None:
             self._core = make(None, RUN_OF_ONE)
         else:
