@@ -242,10 +242,111 @@ def test_a_volume_of_other_shards_is_refused(two, drives):
     two.run(refused_on_all, drives, "run", (ValueError, OSError))
 
 
+# ---- plain parameters beside shards: each rank has its own, and its own gradients of them ----
+
+
+def with_own(seed=0):
+    net = sharded(seed=seed)
+    net.own = torch.nn.Parameter(torch.ones(300, dtype=DTYPE))
+    return net
+
+
+def backward(net, step):
+    net(batch(step, dist.get_rank(), DTYPE)).square().mean().backward()
+
+
+def train_own(net, optimizer, step, *, shards):
+    """A step in which rank 1 alone has a gradient of its own parameter."""
+    if shards:
+        backward(net, step)
+    if dist.get_rank() == 1:
+        net.own.grad = torch.full_like(net.own, 1 / (step + 1))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_run(drives, shards, first=0, **volume):
+    gc.collect()
+    dist.barrier()
+    net = with_own(seed=first)
+    optimizer = on_volume(net, drives, **volume)
+    for step, has_shards in enumerate(shards, first):
+        train_own(net, optimizer, step, shards=has_shards)
+    return all_bits(net, optimizer), end(optimizer)
+
+
+def own_runs(drives, shards, more):
+    """A run that goes on, and then one that was never stopped."""
+    _, first = own_run(drives, shards, name="run")
+    found, last = own_run(drives, more, first, name="run", resume=True)
+    expected, _ = own_run(drives, [*shards, *more], name="whole")
+    assert found == expected
+    return first, last
+
+
+@pytest.mark.parametrize(
+    "shards",
+    [[True, True], [True, False, True], [True, False, False, True], [True, False]],
+    ids=str,
+)
+def test_ranks_go_on_with_other_updates_of_plain_parameters(two, drives, shards):
+    more = [False, True]
+    count = len(shards)
+    # Rank 0 never steps the parameter of its own, and its weight is that of the program.
+    assert two.run(own_runs, drives, shards, more) == [(count, count + 2)] * 2
+
+
+def one_more(drives, number):
+    """Rank 1 has a parameter more."""
+    gc.collect()
+    dist.barrier()
+    net = with_own(seed=number)
+    if dist.get_rank() == 0:
+        del net.own
+    optimizer = on_volume(net, drives, name="run", resume=number > 0)
+    backward(net, number)
+    optimizer.step()
+    return end(optimizer)
+
+
+def test_ranks_with_other_plain_parameters_go_on(two, drives):
+    assert two.run(one_more, drives, 0) == [1, 1]
+    assert two.run(one_more, drives, 1) == [2, 2]
+
+
+def a_nan_of_its_own(drives, nonfinite, has_volume):
+    gc.collect()
+    net = with_own()
+    options = {"nonfinite": nonfinite}
+    if has_volume:
+        optimizer = on_volume(net, drives, name="run", options=options)
+    else:
+        optimizer = in_memory(net, **options)
+    train_own(net, optimizer, 0, shards=True)
+    before = all_bits(net, optimizer)
+    backward(net, 1)
+    if dist.get_rank() == 1:
+        net.own.grad = torch.full_like(net.own, torch.nan)
+    if nonfinite == "skip":
+        optimizer.step()
+    else:
+        match = "norm of the gradients is `nan`" if dist.get_rank() else "of another rank"
+        with pytest.raises(ValueError, match=match):
+            optimizer.step()
+    assert all_bits(net, optimizer) == before
+    return optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("has_volume", [False, True])
+@pytest.mark.parametrize(("nonfinite", "num_skipped"), [("skip", 1), ("raise", 0)])
+def test_a_nan_of_one_rank_is_that_of_all(two, drives, nonfinite, num_skipped, has_volume):
+    assert two.run(a_nan_of_its_own, drives, nonfinite, has_volume) == [num_skipped] * 2
+
+
 # ---- failures ----
 
 
-def a_drive_that_fails(drives):
+def a_drive_that_fails(drives, found_inf):
     net = sharded()
     optimizer = on_volume(net, drives, name="run")
     train(net, optimizer, 1)
@@ -258,14 +359,21 @@ def a_drive_that_fails(drives):
     # The step has failed on rank 1, and is committed on rank 0; the next one begins on neither.
     for param in net.parameters():
         param.grad = None
+    if found_inf:
+        # As GradScaler has it. Rank 0 skips the step, and is there to hear of the failure.
+        optimizer.found_inf = torch.ones(())
+        if not rank:
+            optimizer.step()
+            return optimizer.committed_steps
     kind, match = (OSError, r"(?s)member `1`.*drive1") if rank else (ValueError, "another rank")
     with pytest.raises(kind, match=match):
         optimizer.step()
     return optimizer.committed_steps
 
 
-def test_a_drive_that_fails_on_one_rank_stops_all(two, drives):
-    assert two.run(a_drive_that_fails, drives) == [2, 1]
+@pytest.mark.parametrize("found_inf", [False, True])
+def test_a_drive_that_fails_on_one_rank_stops_all(two, drives, found_inf):
+    assert two.run(a_drive_that_fails, drives, found_inf) == [2, 1]
 
 
 def a_full_drive(drives):
@@ -286,6 +394,28 @@ def a_full_drive(drives):
 def test_a_rank_without_a_volume_is_told_to_the_others(two, drives):
     two.run(a_full_drive, drives)
     assert files(drives) == []
+
+
+def too_little_memory(drives, in_groups):
+    gc.collect()
+    net = sharded()
+    named = list(net.named_parameters())
+    rank = dist.get_rank()
+    kind, match = (ValueError, "host_bytes_max") if rank else (OSError, "rank 1 has left")
+    with pytest.raises(kind, match=match):
+        stepwell.OffloadAdamW(
+            [{"params": [each]} for each in named] if in_groups else named,
+            host_bytes_max=1 << 13 if rank else HOST_BYTES_MAX,
+            tier=stepwell.Volume(drives, name="run"),
+        )
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_a_rank_with_too_little_memory_is_told_to_the_others(two, drives, in_groups):
+    two.run(too_little_memory, drives, in_groups)
+    assert files(drives) == []
+    # The ranks are not apart.
+    assert two.run(first_run, drives, 1) == [1, 1]
 
 
 def parts_of_the_world(drives):

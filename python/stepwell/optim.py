@@ -311,7 +311,13 @@ class Adam(StateDicts):
         return found
 
     def _is_taken(
-        self, facts: Facts, updates: Sequence[Update], error: ValueError | None, nonfinite: str
+        self,
+        facts: Facts,
+        updates: Sequence[Update],
+        error: ValueError | None,
+        nonfinite: str,
+        *,
+        is_awaited: bool = False,
     ) -> bool:
         """Whether the updates are to be applied; if not, this has done what is to be done instead.
 
@@ -320,6 +326,7 @@ class Adam(StateDicts):
             updates: of the step.
             error: what keeps this rank from stepping.
             nonfinite: what is not finite, if anything is.
+            is_awaited: whether a step without updates is taken as well.
 
         Raises:
             ValueError: the step is refused.
@@ -342,7 +349,7 @@ class Adam(StateDicts):
         elif outcome is Outcome.MAKE_STATE:
             for update in updates:
                 self.state[update.param] = self._fresh_state(update)
-        return outcome is Outcome.STEP and len(updates) > 0
+        return outcome is Outcome.STEP and (is_awaited or len(updates) > 0)
 
     def _scaler_found_inf(self) -> bool:
         """Whether a GradScaler has found a gradient that is not finite."""

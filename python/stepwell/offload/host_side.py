@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from stepwell.offload.twins import Twins
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
@@ -70,6 +72,15 @@ class HostSide:
         # Where a volume has state, that is given a place when all parameters are known.
         self._is_open = swapped is None
         self._has_warned_of_weights = False
+
+    def awaited(self, params: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """A context in which `params`, which are new, are admitted.
+
+        Where the volume is not open yet, other ranks wait for this one to open it.
+        """
+        if self.swapped is None or self._is_open:
+            return contextlib.nullcontext()
+        return self.swapped.awaited([*self.twins, *params])
 
     def check(self, params: Sequence[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
         """Raises ValueError if `params`, which are new, could not be stepped.

@@ -238,18 +238,22 @@ class OffloadAdamW(OffloadStep):
         self._let_go()
         new = [param for param in params if param.requires_grad and param not in self._twins]
         if new:
-            labels = dict(self._labelled())
-            self._host.check(new, labels)
-            self._collector.check(new, labels)
-            if self._sharding is not None:
-                self._sharding.admit(new, labels)
-            has_engine = self._engine is not None
-            with self._host.announce(new, self._states, has_engine=has_engine):
-                # It is made for a fixed list of parameters.
-                self._background.close()
-                self._collector.prepare(local(new[0]).device)
-                self._host.admit(new, self._states)
+            with self._host.awaited(new):
+                self._admit_new(new)
         self._hook()
+
+    def _admit_new(self, new: list[torch.Tensor]) -> None:
+        labels = dict(self._labelled())
+        self._host.check(new, labels)
+        self._collector.check(new, labels)
+        if self._sharding is not None:
+            self._sharding.admit(new, labels)
+        has_engine = self._engine is not None
+        with self._host.announce(new, self._states, has_engine=has_engine):
+            # It is made for a fixed list of parameters.
+            self._background.close()
+            self._collector.prepare(local(new[0]).device)
+            self._host.admit(new, self._states)
 
     def _let_go(self) -> None:
         """Frees the host memory of parameters that are in no group any more.

@@ -121,6 +121,7 @@ class Peers(Ranks):
 
     Raises:
         ValueError: there is no process group, or no gloo, or this rank is not in it.
+        OSError: another rank is gone, or makes none.
     """
 
     def __init__(
@@ -174,13 +175,18 @@ class Peers(Ranks):
     def _new_group(self, backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
         is_whole_world = len(self.ranks) == dist.get_world_size()
         with contextlib.nullcontext() if is_whole_world else _counted_apart(tuple(self.ranks)):
-            group = dist.new_group(
-                self.ranks,
-                timeout=timeout,
-                backend=backend,
-                # Ranks outside of a part of the world make no optimizer, or another.
-                use_local_synchronization=not is_whole_world,
-            )
+            try:
+                group = dist.new_group(
+                    self.ranks,
+                    timeout=timeout,
+                    backend=backend,
+                    # Ranks outside of a part of the world make no optimizer, or another.
+                    use_local_synchronization=not is_whole_world,
+                )
+            except RuntimeError as error:
+                raise OSError(
+                    f"{why_lost(error)}. An optimizer of several ranks is made by all of them"
+                ) from error
         assert isinstance(group, dist.ProcessGroup)
         return group
 

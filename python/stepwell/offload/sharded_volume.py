@@ -5,6 +5,8 @@ DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
 
 - SHV-1 The steps of all volumes have the same numbers: a rank commits every step that it submits,
   also one that changes none of its rows, and a step that is submitted on one rank is so on all.
+  With DTensors a rank may have no update where others step plain parameters of their own: it
+  submits an empty step then.
 - SHV-2 No rank begins to write a step before all have committed the one before: the thread that
   gathers tells the others that a step is good when it is committed (`gathering.py`), and the next
   one is not submitted before all have told so (`rank_engine.py`). Under ZeRO each rank's own step
@@ -53,16 +55,19 @@ RUN_OF_ONE = 0
 _RUN_BITS = 64
 
 
-def ranks_of(params: Iterable[torch.Tensor], *, commits: bool) -> Ranks | None:
+def ranks_of(
+    params: Iterable[torch.Tensor], *, commits: bool, known: Ranks | None = None
+) -> Ranks | None:
     """The ranks that hold pieces of DTensors, which step together. Collective.
 
     Args:
         params: the parameters.
         commits: whether their steps are committed to volumes.
+        known: those of some of the parameters.
 
     Returns:
-        the ranks; None: there are no DTensors, or nobody but this rank has pieces of them; or
-        there is no group of just these ranks, and steps are not committed.
+        the ranks, `known` if they are; None: there are no DTensors, or nobody but this rank has
+        pieces of them; or there is no group of just these ranks, and steps are not committed.
 
     Raises:
         ValueError: steps are committed, and there is no group of just these ranks.
@@ -75,14 +80,14 @@ def ranks_of(params: Iterable[torch.Tensor], *, commits: bool) -> Ranks | None:
     if together != {tuple(range(torch.distributed.get_world_size()))}:
         if len(together) > 1 or found[0].ndim > 1:
             if not commits:
-                return None
+                return known
             raise ValueError(
                 f"`tier` has durability `commit`, and DTensor parameters are on the meshes "
                 f"`{found}`, expected meshes of all ranks, or one mesh of one dimension. hint: "
                 "Volume(..., durability='none')"
             )
         group = found[0].get_group()
-    return Peers(group, gathers=False, instead="no `tier`")
+    return known or Peers(group, gathers=False, instead="no `tier`")
 
 
 def open_together(
@@ -199,7 +204,8 @@ def agree_on_counts(
 
     Args:
         ranks: the ranks.
-        mine: of each parameter, or partition, the count; None: this rank has nothing of it.
+        mine: of each parameter, or partition, that the ranks share, the count; None: this rank has
+            nothing of it.
         failure: why this rank's volume cannot be read.
 
     Raises:

@@ -22,6 +22,7 @@ import torch
 
 from stepwell import _state
 from stepwell._decision import Facts
+from stepwell._sharding import is_dtensor
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.sharding import awaited
@@ -110,7 +111,7 @@ class OffloadStep(OffloadStateDicts):
             self._background.finish()
         except OSError:
             if self._host.swapped is not None and self._sharding is None:
-                self._agree(True)
+                self._agree_on_step(found_inf=False, has_error=True, params=[], updates=[])
             raise
 
     def _excuse_next(self) -> None:
@@ -155,8 +156,9 @@ class OffloadStep(OffloadStateDicts):
                 "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
             )
         found_inf = self._scaler_found_inf()
-        if found_inf and self._sharding is None:
+        if found_inf and self._sharding is None and not self._agreeing_meshes():
             return self._is_taken(Facts(found_inf=True), [], None, "")
+        is_apart = is_awaited = False
         error: ValueError | None = None
         params: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
@@ -174,7 +176,12 @@ class OffloadStep(OffloadStateDicts):
             except ValueError as caught:
                 error = caught
             if self._sharding is None:
-                (has_error,) = self._agree(error is not None)
+                found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
+                    found_inf=found_inf,
+                    has_error=error is not None,
+                    params=params,
+                    updates=updates,
+                )
             else:
                 found_inf, has_error = self._sharding.agree(
                     params,
@@ -201,15 +208,20 @@ class OffloadStep(OffloadStateDicts):
                     self._sharding.peers.check_norm(norm)
             self.grad_norm = norm
             self._seconds = {"norm": time.perf_counter() - begin}
+            is_nonfinite, is_nonzero = not math.isfinite(norm), norm != 0
+            if is_apart:
+                is_nonfinite, is_nonzero = self._agree(is_nonfinite, is_nonzero)
             facts = Facts(
-                is_nonfinite=not math.isfinite(norm),
-                is_nonzero=norm != 0,
+                is_nonfinite=is_nonfinite,
+                is_nonzero=is_nonzero,
                 is_first_at_lr_0=self._is_first_at_lr_0(),
             )
         what = f"the norm of the gradients is `{norm}`"
         if math.isnan(norm):
             what += self._collector.explain_nan()
-        if not self._is_taken(facts, updates, error, what):
+        elif facts.is_nonfinite and math.isfinite(norm):
+            what = "a gradient of another rank is not finite"
+        if not self._is_taken(facts, updates, error, what, is_awaited=is_awaited):
             return False
         self._has_left = True
         engine = self._background.opened()
@@ -221,6 +233,25 @@ class OffloadStep(OffloadStateDicts):
             on_device = dict(zip(params, grads, strict=True)) if selects else None
             self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
         return True
+
+    def _agree_on_step(
+        self,
+        *,
+        found_inf: bool,
+        has_error: bool,
+        params: Sequence[torch.Tensor],
+        updates: Sequence[Update],
+    ) -> list[bool]:
+        """What any of the ranks that hold pieces of DTensors knows before a step.
+
+        Returns:
+            `found_inf`; `has_error`; whether ranks may have different norms, since some have
+            parameters of their own; whether one steps what others may not have, and all commit.
+        """
+        places = {param.device_mesh if is_dtensor(param) else None for param in params}
+        swapped = self._host.swapped
+        commits = swapped is not None and swapped.commits
+        return self._agree(found_inf, has_error, len(places) > 1, commits and len(updates) > 0)
 
     def _score(
         self,

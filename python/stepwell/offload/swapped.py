@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _core, _state
-from stepwell._sharding import cut_of, like, local
+from stepwell._sharding import cut_of, like, local, meshes
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
@@ -38,6 +38,7 @@ from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
@@ -105,6 +106,28 @@ class Swapped:
 
     # ---- the beginning ----
 
+    def awaited(self, params: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+        """A context in which others wait for this rank to `open` the volume. Collective.
+
+        Where an error ends it, they are told of that.
+
+        Args:
+            params: those that are known so far.
+
+        Raises:
+            ValueError: their ranks cannot step together.
+            OSError: another rank is gone.
+        """
+        if self.sharding is not None:
+            # The optimizer has them wait from the beginning.
+            return contextlib.nullcontext()
+        self._meet(params)
+        return contextlib.nullcontext() if self._ranks is None else self._ranks.awaited()
+
+    def _meet(self, params: Iterable[torch.Tensor]) -> None:
+        if self.sharding is None:
+            self._ranks = ranks_of(params, commits=self.commits, known=self._ranks)
+
     def open(
         self,
         owner: object,
@@ -130,8 +153,7 @@ class Swapped:
             OSError: a drive is full, or cannot be used; or another rank has failed.
         """
         make = partial(self._open, weights, host_bytes, names)
-        if self._ranks is None:
-            self._ranks = ranks_of(weights, commits=self.commits)
+        self._meet(weights)
         if self._ranks is None:
             self._core = make(None, RUN_OF_ONE)
         else:
@@ -324,9 +346,10 @@ class Swapped:
                 failure = error
         counts = dict.fromkeys(weights, 0) | dict(zip(self._indices, core_counts, strict=True))
         if ranks is not None:
-            mine = [count if param in self._indices else None for param, count in counts.items()]
-            found = agree_on_counts(ranks, mine, failure)
-            counts = dict(zip(counts, found, strict=True))
+            # Of plain parameters beside DTensors each rank has its own, and its own updates.
+            common = [param for param in counts if self.sharding is not None or meshes([param])]
+            mine = [counts[param] if param in self._indices else None for param in common]
+            counts.update(zip(common, agree_on_counts(ranks, mine, failure), strict=True))
         steps = max(counts.values(), default=0)
         for param, weight in weights.items():
             if count := counts[param] if param.numel() else steps:
