@@ -56,8 +56,8 @@ _RUN_BITS = 64
 
 
 def ranks_of(
-    params: Iterable[torch.Tensor], *, commits: bool, known: Ranks | None = None
-) -> Ranks | None:
+    params: Iterable[torch.Tensor], *, commits: bool, known: Peers | None = None
+) -> Peers | None:
     """The ranks that hold pieces of DTensors, which step together. Collective.
 
     Args:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell.offload.ranks import Ranks
+    from stepwell.offload.peers import Peers
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.volume import Volume
 
@@ -69,7 +69,7 @@ class Swapped:
         self.sharding = sharding
         """The ranks that share the step, each with a volume; None: this one steps all it has."""
         # Those whose volumes are of one run; None: this one's is.
-        self._ranks: Ranks | None = None if sharding is None else sharding.peers
+        self._ranks: Peers | None = None if sharding is None else sharding.peers
         self._moments = moments
         self._threads = threads
         self._core: _core.Swap | None = None
@@ -300,10 +300,8 @@ class Swapped:
         ranks = self._ranks
         if ranks is None or not self.volume.resume:
             return
-        made, mine = (
-            _ranks_of(self._folders(), f"{self.volume.name}-"),
-            torch.distributed.get_rank(),
-        )
+        made = _ranks_of(self._folders(), f"{self.volume.name}-")
+        mine = ranks.ranks[ranks.rank]
         is_on_drive = isinstance(error, OSError)
         if not made or made == sorted(ranks.ranks) or (mine in made and is_on_drive):
             # The error says what is wrong.
