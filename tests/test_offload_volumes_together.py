@@ -239,7 +239,7 @@ def test_volumes_of_other_ranks_are_named(tmp_path, monkeypatch, made, explained
     if raised:
         assert type(raised.value) is type(error)
         assert f"{error}; `run` is there for the ranks `{made}`" in str(raised.value)
-        assert "of rank `7`, and `[4, 7]` share the step" in str(raised.value)
+        assert "of rank `7`, and `[4, 7]` step together" in str(raised.value)
     # The order in which a program names its ranks is nothing; nor is there more to say of a volume
     # that is new, or of one rank's.
     if made == [4, 7]:
