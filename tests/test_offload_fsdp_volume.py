@@ -5,6 +5,7 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import stepwell
@@ -15,6 +16,7 @@ from sharded_models import Wide, batch, bits
 from sharded_volumes import DTYPE, drives_in, end, files
 from stepwell import _core
 from stepwell._sharding import local
+from stepwell.offload import sharded_volume
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -418,8 +420,7 @@ def test_a_rank_with_too_little_memory_is_told_to_the_others(two, drives, in_gro
     assert two.run(first_run, drives, 1) == [1, 1]
 
 
-def parts_of_the_world(drives):
-    """A mesh of two dimensions over all ranks; one of one dimension over each rank alone."""
+def hybrid_shards(drives):
     hybrid = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
     net = sharded(mesh=hybrid)
     optimizer = on_volume(net, drives, name="hybrid")
@@ -428,7 +429,45 @@ def parts_of_the_world(drives):
 
 
 def test_meshes_of_two_dimensions_step_together(two, drives):
-    assert two.run(parts_of_the_world, drives) == [2, 2]
+    assert two.run(hybrid_shards, drives) == [2, 2]
+
+
+def mesh_of(ranks, *, ndim=1):
+    """As `ranks_of` sees a mesh."""
+    return SimpleNamespace(
+        mesh=torch.tensor(ranks), ndim=ndim, get_group=lambda: f"the group of {ranks}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("meshes", "expected"),
+    [
+        ([mesh_of([0, 1, 2, 3])], None),
+        ([mesh_of([[0, 1], [2, 3]], ndim=2)], None),
+        ([mesh_of([0, 1]), mesh_of([0, 1, 2, 3])], None),
+        ([mesh_of([2, 3])], "the group of [2, 3]"),
+        ([mesh_of([0, 1]), mesh_of([0, 2])], "refused"),
+        ([mesh_of([[0, 1]], ndim=2)], "refused"),
+    ],
+    ids=str,
+)
+def test_the_ranks_of_meshes_are_all_or_those_of_one(monkeypatch, meshes, expected):
+    def peers(group, **_):
+        return SimpleNamespace(group=group, ranks=[3, 2] if group else [0, 1, 2, 3])
+
+    monkeypatch.setattr(sharded_volume, "meshes", lambda _: meshes)
+    monkeypatch.setattr(sharded_volume, "Peers", peers)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    if expected == "refused":
+        assert sharded_volume.ranks_of([], commits=False) is None
+        with pytest.raises(ValueError, match="hint"):
+            sharded_volume.ranks_of([], commits=True)
+        return
+    found = sharded_volume.ranks_of([], commits=True)
+    assert found.group == expected
+    assert sharded_volume.ranks_of([], commits=True, known=found) is found
+    others = SimpleNamespace(ranks=[0, 1])
+    assert sharded_volume.ranks_of([], commits=True, known=others) is not others
 
 
 def trained_until_killed(drives, fifo):

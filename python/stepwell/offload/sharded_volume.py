@@ -60,6 +60,8 @@ def ranks_of(
 ) -> Peers | None:
     """The ranks that hold pieces of DTensors, which step together. Collective.
 
+    Where some of them are on a mesh of all ranks, these are all ranks.
+
     Args:
         params: the parameters.
         commits: whether their steps are committed to volumes.
@@ -75,19 +77,21 @@ def ranks_of(
     found = meshes(params)
     if not found:
         return None
-    together = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in found}
-    group = None
-    if together != {tuple(range(torch.distributed.get_world_size()))}:
-        if len(together) > 1 or found[0].ndim > 1:
+    of_meshes = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in found}
+    together, group = tuple(range(torch.distributed.get_world_size())), None
+    if together not in of_meshes:
+        if len(of_meshes) > 1 or found[0].ndim > 1:
             if not commits:
                 return known
             raise ValueError(
                 f"`tier` has durability `commit`, and DTensor parameters are on the meshes "
-                f"`{found}`, expected meshes of all ranks, or one mesh of one dimension. hint: "
+                f"`{found}`, expected one of all ranks, or a single one of one dimension. hint: "
                 "Volume(..., durability='none')"
             )
-        group = found[0].get_group()
-    return known or Peers(group, gathers=False, instead="no `tier`")
+        (together,), group = of_meshes, found[0].get_group()
+    if known is not None and tuple(sorted(known.ranks)) == together:
+        return known
+    return Peers(group, gathers=False, instead="no `tier`")
 
 
 def open_together(

@@ -307,11 +307,16 @@ class Swapped:
             # The error says what is wrong.
             return
         kind = OSError if is_on_drive else ValueError
+        # Fingerprints and codes are of a shard.
+        way = (
+            "state of float32 parameters gets to another number by torch.distributed.checkpoint"
+            if self.sharding is None
+            else "state gets to another number by torch.distributed.checkpoint or full_state_dict()"
+        )
         raise kind(
             f"{error}; `{self.volume.name}` is there for the ranks `{made}` in the folders of rank "
             f"`{mine}`, and `{ranks.ranks}` step together. hint: as many ranks go on from a "
-            "volume as have made it, each with its own drives; state gets to another number by "
-            "torch.distributed.checkpoint or full_state_dict()"
+            f"volume as have made it, each with its own drives; {way}"
         ) from error
 
     def close(self) -> None:
