@@ -1,6 +1,9 @@
 """What tests of ranks with a volume each share: models on them, runs that end and go on."""
 
 import gc
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import stepwell
@@ -12,6 +15,16 @@ from stepwell.offload.twins import Twins
 from torch.nn.parallel import DistributedDataParallel
 
 DTYPE = torch.bfloat16
+FITTING = [
+    (DTYPE, "fp32", "none", 1800),
+    (DTYPE, "fp32", "commit", 2400),
+    (torch.float32, "fp32", "none", 1400),
+    (torch.float32, "q8", "commit", 800),
+]
+"""Dtype, moments, durability, and KiB of host memory beside weights and gradients of half a `Wide`.
+
+Buffers and a part of the state have room there, and the rest has not.
+"""
 
 
 def drives_in(folder):
@@ -39,6 +52,51 @@ def in_memory(net, **options):
     return stepwell.OffloadAdamW(
         net.named_parameters(), lr=1e-2, clip_norm=0.5, threads=1, **options
     )
+
+
+def _members(drives, rank):
+    """The files of the volume `run` of a rank, and where they are set aside."""
+    names = [f"run-{rank}.{member}.stepwell" for member in range(len(drives))]
+    aside = drives[0].parent / "aside"
+    return [(folder / name, aside / name) for folder, name in zip(drives, names, strict=True)]
+
+
+def set_aside(drives, rank):
+    """Keeps the volume of a rank as it is now."""
+    for path, aside in _members(drives, rank):
+        aside.parent.mkdir(exist_ok=True)
+        shutil.copy(path, aside)
+
+
+def put_back(drives, rank):
+    """The volume of a rank is as it was set aside: as the rank were killed since then."""
+    for path, aside in _members(drives, rank):
+        shutil.copy(aside, path)
+
+
+def told_steps(fifo):
+    """What a rank writes its steps to: rank 0 to a pipe."""
+    return (fifo if dist.get_rank() == 0 else Path(os.devnull)).open("w")
+
+
+def kill_in_steps(two, order, fifo, program, *arguments):
+    """Kills two ranks that step, one after the other; the last step of which rank 0 has told.
+
+    The program writes each of its steps to `told_steps(fifo)`, its last argument, in a line.
+    """
+    two.run(dist.get_world_size)  # They are started.
+    os.mkfifo(fifo)
+    for tasks in two.tasks:
+        tasks.put((program, (*arguments, fifo)))
+    with fifo.open() as lines:
+        step = 0
+        for _ in range(3):
+            step = int(lines.readline())
+        for rank in order:
+            two.processes[rank].kill()
+            two.processes[rank].join(30)
+    two.stop()
+    return step
 
 
 def files(drives):

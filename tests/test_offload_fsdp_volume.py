@@ -2,9 +2,7 @@
 
 import gc
 import os
-import shutil
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from sharded_models import Wide, batch, bits
-from sharded_volumes import DTYPE, drives_in, end, files
+from sharded_volumes import (
+    DTYPE,
+    FITTING,
+    drives_in,
+    end,
+    files,
+    kill_in_steps,
+    put_back,
+    set_aside,
+    told_steps,
+)
 from stepwell import _core
 from stepwell._sharding import local
 from stepwell.offload import sharded_volume
@@ -122,16 +130,9 @@ def same_as_in_memory(drives, dtype, moments, durability, host_bytes):
     return timing["bytes_read"], timing["bytes_written"]
 
 
-# Buffers and a part of the state have room, and the rest has not.
 @pytest.mark.parametrize(
     ("dtype", "moments", "durability", "host_kib"),
-    [
-        (DTYPE, "fp32", "none", 1800),
-        (DTYPE, "fp32", "commit", 2400),
-        (DTYPE, "q8", "commit", 800),
-        (torch.float32, "fp32", "none", 1400),
-        (torch.float32, "q8", "commit", 800),
-    ],
+    [*FITTING, (DTYPE, "q8", "commit", 800)],
     ids=str,
 )
 def test_bits_are_those_of_training_in_memory(two, drives, dtype, moments, durability, host_kib):
@@ -196,20 +197,15 @@ def one_is_behind(drives, steps):
     optimizer = on_volume(net, drives, name="run")
     train(net, optimizer, 2)
     optimizer.synchronize()
-    aside = drives[0].parent / "aside"
-    aside.mkdir(exist_ok=True)
-    mine = [folder / f"run-1.{member}.stepwell" for member, folder in enumerate(drives)]
     is_behind = dist.get_rank() == 1
     if is_behind:
-        for path in mine:
-            shutil.copy(path, aside / path.name)
+        set_aside(drives, 1)
     train(net, optimizer, steps, first=2)
     end(optimizer)
     del optimizer
     gc.collect()
     if is_behind:
-        for path in mine:
-            shutil.copy(aside / path.name, path)
+        put_back(drives, 1)
     dist.barrier()
 
 
@@ -439,19 +435,20 @@ def mesh_of(ranks, *, ndim=1):
     )
 
 
-@pytest.mark.parametrize(
-    ("meshes", "expected"),
-    [
-        ([mesh_of([0, 1, 2, 3])], None),
-        ([mesh_of([[0, 1], [2, 3]], ndim=2)], None),
-        ([mesh_of([0, 1]), mesh_of([0, 1, 2, 3])], None),
-        ([mesh_of([2, 3])], "the group of [2, 3]"),
-        ([mesh_of([0, 1]), mesh_of([0, 2])], "refused"),
-        ([mesh_of([[0, 1]], ndim=2)], "refused"),
-    ],
-    ids=str,
-)
-def test_the_ranks_of_meshes_are_all_or_those_of_one(monkeypatch, meshes, expected):
+MESHES = {
+    "all ranks": ([mesh_of([0, 1, 2, 3])], None),
+    "all ranks, two dimensions": ([mesh_of([[0, 1], [2, 3]], ndim=2)], None),
+    "all ranks and some": ([mesh_of([0, 1]), mesh_of([0, 1, 2, 3])], None),
+    "some": ([mesh_of([2, 3])], "the group of [2, 3]"),
+    "some and others": ([mesh_of([0, 1]), mesh_of([0, 2])], "refused"),
+    "some, two dimensions": ([mesh_of([[0, 1]], ndim=2)], "refused"),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_ranks_of_meshes_are_all_or_those_of_one(monkeypatch, name):
+    meshes, expected = MESHES[name]
+
     def peers(group, **_):
         return SimpleNamespace(group=group, ranks=[3, 2] if group else [0, 1, 2, 3])
 
@@ -473,7 +470,7 @@ def test_the_ranks_of_meshes_are_all_or_those_of_one(monkeypatch, meshes, expect
 def trained_until_killed(drives, fifo):
     net = sharded()
     optimizer = on_volume(net, drives, name="run")
-    with (fifo if dist.get_rank() == 0 else Path(os.devnull)).open("w") as out:
+    with told_steps(fifo) as out:
         for step in range(1000):
             train(net, optimizer, 1, first=step)
             print(step, file=out, flush=True)
@@ -487,19 +484,7 @@ def resumed_steps(drives):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_ranks_that_are_killed_go_on_from_one_step(two, drives, tmp_path, order):
-    two.run(dist.get_world_size)  # They are started.
-    fifo = tmp_path / "steps"
-    os.mkfifo(fifo)
-    for tasks in two.tasks:
-        tasks.put((trained_until_killed, (drives, fifo)))
-    with fifo.open() as lines:
-        step = 0
-        for _ in range(3):
-            step = int(lines.readline())
-        for rank in order:
-            two.processes[rank].kill()
-            two.processes[rank].join(30)
-    two.stop()
+    step = kill_in_steps(two, order, tmp_path / "steps", trained_until_killed, drives)
     first, second = two.run(resumed_steps, drives)
     assert first == second >= step
     assert two.run(go_on, drives, first) == [first + 3] * 2

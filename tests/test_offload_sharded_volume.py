@@ -15,7 +15,16 @@ from sharded_models import (
     train,
     train_alike,
 )
-from sharded_volumes import DTYPE, assert_same, drives_in, end, in_memory, on_volume, pinned_bytes
+from sharded_volumes import (
+    DTYPE,
+    FITTING,
+    assert_same,
+    drives_in,
+    end,
+    in_memory,
+    on_volume,
+    pinned_bytes,
+)
 from stepwell import _core
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,17 +53,7 @@ def same_as_in_memory(drives, dtype, moments, durability, host_bytes):
     return timing["bytes_read"], timing["bytes_written"]
 
 
-# Buffers and a part of the state have room, and the rest has not.
-@pytest.mark.parametrize(
-    ("dtype", "moments", "durability", "host_kib"),
-    [
-        (DTYPE, "fp32", "none", 1800),
-        (DTYPE, "fp32", "commit", 2400),
-        (torch.float32, "fp32", "none", 1400),
-        (torch.float32, "q8", "commit", 800),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "moments", "durability", "host_kib"), FITTING, ids=str)
 def test_bits_are_those_of_training_in_memory(two, drives, dtype, moments, durability, host_kib):
     moved = two.run(same_as_in_memory, drives, dtype, moments, durability, host_kib << 10)
     assert all(read > 0 and written > 0 for read, written in moved)

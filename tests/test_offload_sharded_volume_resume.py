@@ -4,7 +4,6 @@ import gc
 import os
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,13 @@ from sharded_volumes import (
     files,
     first_run,
     go_on,
+    kill_in_steps,
     on_volume,
+    put_back,
     reference,
     refused_on_all,
+    set_aside,
+    told_steps,
 )
 from stepwell.offload import sharded_volume
 from stepwell.offload.swapped import Swapped
@@ -52,20 +55,14 @@ def one_commits_and_the_other_does_not(drives, behind, steps):
     ddp = DistributedDataParallel(net)
     train(ddp, optimizer, 2)
     optimizer.synchronize()
-    aside = drives[0].parent / "aside"
     if rank in behind:
-        for member, folder in enumerate(drives):
-            name = f"run-{rank}.{member}.stepwell"
-            aside.mkdir(exist_ok=True)
-            shutil.copy(folder / name, aside / name)
+        set_aside(drives, rank)
     train(ddp, optimizer, steps, first=2)
     end(optimizer)
     del optimizer
     gc.collect()
     if rank in behind:
-        for member, folder in enumerate(drives):
-            name = f"run-{rank}.{member}.stepwell"
-            shutil.copy(aside / name, folder / name)
+        put_back(drives, rank)
     dist.barrier()
 
 
@@ -129,12 +126,12 @@ def test_the_step_that_all_volumes_have():
             common_step(steps)
 
 
-def trained_until_killed(drives, resume, fifo):
-    net = make(DTYPE, seed=3 if resume else 0)
-    optimizer = on_volume(net, drives, name="run", resume=resume)
+def trained_until_killed(drives, fifo):
+    net = make(DTYPE)
+    optimizer = on_volume(net, drives, name="run")
     ddp = DistributedDataParallel(net)
-    with (fifo if dist.get_rank() == 0 else Path(os.devnull)).open("w") as out:
-        for step in range(optimizer.committed_steps, 1000):
+    with told_steps(fifo) as out:
+        for step in range(1000):
             train(ddp, optimizer, 1, first=step)
             print(step, file=out, flush=True)
 
@@ -142,19 +139,7 @@ def trained_until_killed(drives, resume, fifo):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_ranks_that_are_killed_go_on_from_one_step(two, drives, tmp_path, order):
-    two.run(dist.get_world_size)  # They are started.
-    fifo = tmp_path / "steps"
-    os.mkfifo(fifo)
-    for tasks in two.tasks:
-        tasks.put((trained_until_killed, (drives, False, fifo)))
-    with fifo.open() as lines:
-        step = 0
-        for _ in range(3):
-            step = int(lines.readline())
-        for rank in order:
-            two.processes[rank].kill()
-            two.processes[rank].join(30)
-    two.stop()
+    step = kill_in_steps(two, order, tmp_path / "steps", trained_until_killed, drives)
     committed = two.run(steps_and_bits, drives)
     assert committed[0] == committed[1]
     assert committed[0] >= step
