@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import time
 from collections import Counter
 from dataclasses import replace
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+from zero_3_phases import WARM_UP, milliseconds, workload_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from stepwell.cli._offload_cases import Run
 
 PHASES = ("forward", "backward", "update")
-WARM_UP = 4
 OPERATIONS = 20
 """How many are printed."""
 
@@ -95,11 +94,6 @@ class Phases:
         return {"step": milliseconds(self.steps), **walls, "threads": by_phase}
 
 
-def milliseconds(seconds: list[float]) -> float:
-    """The median."""
-    return round(1e3 * statistics.median(seconds), 1)
-
-
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """The length of the union of spans, in their unit."""
     total, until = 0.0, float("-inf")
@@ -140,24 +134,13 @@ def profiled(run: Run, batches: list[torch.Tensor]) -> dict[str, object]:
 def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str, object]:
     """Runs a rank of a case in this process."""
     from stepwell.cli import _rank_cases as ranked
-    from stepwell.cli._offload_cases import Workload
 
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    workload = Workload(
-        size=size,
-        sequence_length=sequence_length,
-        micro_batch=1,
-        accumulation=1,
-        steps=2 * steps,
-        warm_up_steps=WARM_UP,
-        clip_norm=1.0,
-        seed=0,
-        text=None,
-    )
+    workload = workload_of(size, sequence_length, steps)
     model = workload.model(device)
     if name in ranked.MODELS:
         model = ranked.MODELS[name](model)

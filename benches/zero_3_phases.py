@@ -26,7 +26,12 @@ import time
 from collections import Counter
 
 import torch
+from stepwell.cli._offload_cases import Workload
 
+__all__ = ["WARM_UP", "milliseconds", "workload_of"]
+
+WARM_UP = 4
+"""Steps that are not measured."""
 CASES = (
     "deepspeed, offload_param",
     "deepspeed on stepwell, offload_param, fetch=deepspeed",
@@ -83,10 +88,24 @@ def milliseconds(values: list[float]) -> float:
     return round(1e3 * statistics.median(values), 1)
 
 
+def workload_of(size: str, sequence_length: int, steps: int) -> Workload:
+    """What a case trains: `steps` that are timed, and as many that are looked into."""
+    return Workload(
+        size=size,
+        sequence_length=sequence_length,
+        micro_batch=1,
+        accumulation=1,
+        steps=2 * steps,
+        warm_up_steps=WARM_UP,
+        clip_norm=1.0,
+        seed=0,
+        text=None,
+    )
+
+
 def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str, object]:
     """Runs a case in this process."""
     from stepwell.cli._offload_cases import CASES as KNOWN
-    from stepwell.cli._offload_cases import Workload
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
@@ -94,17 +113,7 @@ def measure(name: str, size: str, sequence_length: int, steps: int) -> dict[str,
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    workload = Workload(
-        size=size,
-        sequence_length=sequence_length,
-        micro_batch=1,
-        accumulation=1,
-        steps=2 * steps,
-        warm_up_steps=4,
-        clip_norm=1.0,
-        seed=0,
-        text=None,
-    )
+    workload = workload_of(size, sequence_length, steps)
     model = workload.model(device)
     begin = time.perf_counter()
     run = KNOWN[name](workload, model)

@@ -61,17 +61,27 @@ def _members(drives, rank):
     return [(folder / name, aside / name) for folder, name in zip(drives, names, strict=True)]
 
 
-def set_aside(drives, rank):
-    """Keeps the volume of a rank as it is now."""
-    for path, aside in _members(drives, rank):
+def step_and_set_back(begin, drives, behind, steps):
+    """Two steps and `steps` more; as the ranks `behind` were killed in these, before their commits.
+
+    `begin`: gives an optimizer with the volume `run`, and what trains it: called with the number of
+    steps, and with the first.
+    """
+    gc.collect()
+    optimizer, trained = begin()
+    mine = _members(drives, dist.get_rank()) if dist.get_rank() in behind else []
+    trained(2, 0)
+    optimizer.synchronize()
+    for path, aside in mine:
         aside.parent.mkdir(exist_ok=True)
         shutil.copy(path, aside)
-
-
-def put_back(drives, rank):
-    """The volume of a rank is as it was set aside: as the rank were killed since then."""
-    for path, aside in _members(drives, rank):
+    trained(steps, 2)
+    end(optimizer)
+    del optimizer, trained
+    gc.collect()
+    for path, aside in mine:
         shutil.copy(aside, path)
+    dist.barrier()
 
 
 def told_steps(fifo):

@@ -18,8 +18,7 @@ from sharded_volumes import (
     end,
     files,
     kill_in_steps,
-    put_back,
-    set_aside,
+    step_and_set_back,
     told_steps,
 )
 from stepwell import _core
@@ -192,21 +191,13 @@ def test_a_resumed_run_is_as_if_never_stopped(two, drives, moments):
 
 def one_is_behind(drives, steps):
     """As rank 1 were killed in the last steps, before their commits."""
-    gc.collect()
-    net = sharded()
-    optimizer = on_volume(net, drives, name="run")
-    train(net, optimizer, 2)
-    optimizer.synchronize()
-    is_behind = dist.get_rank() == 1
-    if is_behind:
-        set_aside(drives, 1)
-    train(net, optimizer, steps, first=2)
-    end(optimizer)
-    del optimizer
-    gc.collect()
-    if is_behind:
-        put_back(drives, 1)
-    dist.barrier()
+
+    def begin():
+        net = sharded()
+        optimizer = on_volume(net, drives, name="run")
+        return optimizer, partial(train, net, optimizer)
+
+    step_and_set_back(begin, drives, (1,), steps)
 
 
 def refused_on_all(drives, match, kind=ValueError):

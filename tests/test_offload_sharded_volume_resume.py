@@ -19,10 +19,9 @@ from sharded_volumes import (
     go_on,
     kill_in_steps,
     on_volume,
-    put_back,
     reference,
     refused_on_all,
-    set_aside,
+    step_and_set_back,
     told_steps,
 )
 from stepwell.offload import sharded_volume
@@ -48,22 +47,13 @@ def test_a_resumed_run_is_as_if_never_stopped(two, drives, moments):
 
 def one_commits_and_the_other_does_not(drives, behind, steps):
     """As `behind` were killed in the last steps, before their commits."""
-    gc.collect()
-    rank = dist.get_rank()
-    net = make(DTYPE)
-    optimizer = on_volume(net, drives, name="run")
-    ddp = DistributedDataParallel(net)
-    train(ddp, optimizer, 2)
-    optimizer.synchronize()
-    if rank in behind:
-        set_aside(drives, rank)
-    train(ddp, optimizer, steps, first=2)
-    end(optimizer)
-    del optimizer
-    gc.collect()
-    if rank in behind:
-        put_back(drives, rank)
-    dist.barrier()
+
+    def begin():
+        net = make(DTYPE)
+        optimizer = on_volume(net, drives, name="run")
+        return optimizer, partial(train, DistributedDataParallel(net), optimizer)
+
+    step_and_set_back(begin, drives, behind, steps)
 
 
 @pytest.mark.parametrize("behind", [(0,), (1,)])

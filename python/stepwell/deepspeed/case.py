@@ -8,7 +8,6 @@ and `plan.py` decides.
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from stepwell import optim
 from stepwell.deepspeed import fingerprints, zenflow
 from stepwell.deepspeed.options import Options, said, written
-from stepwell.deepspeed.seams import accelerator_name
+from stepwell.deepspeed.seams import accelerator_name, release_name
 from stepwell.deepspeed.zero.operands import obstacle_of
 
 __all__ = ["STAGE_3", "Case", "device_of"]
@@ -181,9 +180,8 @@ class Case(NamedTuple):
     @property
     def is_shuffled(self) -> bool:
         """Whether DeepSpeed's own ZenFlow shuffles the model's matrices as it begins."""
-        release = getattr(sys.modules.get("deepspeed"), "__version__", None)
         is_own = bool(self.engine.zenflow) and self.stage < STAGE_3
-        return is_own and release in _SHUFFLING_RELEASES
+        return is_own and release_name() in _SHUFFLING_RELEASES
 
     @property
     def has_coded_moments(self) -> bool:

@@ -25,7 +25,7 @@ from stepwell.deepspeed.native import (
     step_guard,
     zenflow,
 )
-from stepwell.deepspeed.seams import Attribute, NativeOp, Seam
+from stepwell.deepspeed.seams import Attribute, NativeOp, Seam, release_name
 from stepwell.deepspeed.state import consolidation
 from stepwell.deepspeed.zero import client_optimizer, optimizer_type
 from stepwell.deepspeed.zero import seams as zero_seams
@@ -182,18 +182,15 @@ def _is_installed() -> bool:
     return importlib.util.find_spec("deepspeed") is not None
 
 
-def _version() -> str:
-    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
-
-
 def _problems(places: Iterable[Place]) -> list[str]:
     return [f"{place.name}: {problem}" for place in places if (problem := place.missing())]
 
 
 def _lacking(problems: list[str], needed_by: str) -> str:
     more = f"; and {len(problems) - _NAMED_MAX} more" if len(problems) > _NAMED_MAX else ""
+    release = release_name() or "of unknown version"
     return (
-        f"deepspeed `{_version()}` lacks what Stepwell fills for {needed_by}, expected {VERSIONS}: "
+        f"deepspeed `{release}` lacks what Stepwell fills for {needed_by}, expected {VERSIONS}: "
         f"{'; '.join(problems[:_NAMED_MAX])}{more}. hint: pip install 'deepspeed{VERSIONS}'"
     )
 

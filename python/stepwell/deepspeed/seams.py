@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-__all__ = ["Attribute", "Member", "NativeOp", "Overridden", "Place", "Seam", "accelerator_name"]
+__all__ = [
+    "Attribute",
+    "Member",
+    "NativeOp",
+    "Overridden",
+    "Place",
+    "Seam",
+    "accelerator_name",
+    "release_name",
+]
 
 _BUILDERS = "deepspeed.ops.op_builder.builder"
 # A second copy of the same module, where the working directory has DeepSpeed's sources.
@@ -73,6 +82,12 @@ def accelerator_name() -> str:
     """What DeepSpeed runs models on: `cpu`, `cuda` ..."""
     name: str = importlib.import_module("deepspeed.accelerator").get_accelerator()._name
     return name
+
+
+def release_name() -> str | None:
+    """The version of the DeepSpeed that is imported; None: there is none, or it does not say."""
+    name = getattr(sys.modules.get("deepspeed"), "__version__", None)
+    return None if name is None else str(name)
 
 
 def _is_of_another(accelerator: str | None) -> str | None:
