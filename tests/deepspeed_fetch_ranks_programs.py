@@ -93,9 +93,7 @@ def written(rank):
     found = []
     for fetch, zero in (("stepwell", ahead), ("deepspeed", None)):
         config = offloaded(stepwell={"fetch": fetch}, zero=zero)
-        run = alone.trained(Scaled, config, between=write, rank=rank)
-        # In the pieces, what is behind the last element is anything.
-        found.append(run | {"weights": run["weights"][len(run["weights"]) // 2 :]})
+        found.append(alone.trained(Scaled, config, between=write, rank=rank))
     return found
 
 

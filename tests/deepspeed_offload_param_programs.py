@@ -41,12 +41,25 @@ def offloaded(*, persistent=0, pinned=False, zero=None, **options):
     )
 
 
+def piece_of(param):
+    """This rank's part of a weight under ZeRO-3.
+
+    DeepSpeed never writes what is behind the last element of a weight that does not divide by the
+    ranks: it is left out.
+    """
+    import deepspeed
+
+    part = param.ds_tensor
+    left = param.ds_numel - deepspeed.comm.get_rank() * part.numel()
+    return part.reshape(-1)[: max(0, left)].clone()
+
+
 def weights(engine):
     """Under ZeRO-3 this rank's pieces of the weights, and the weights that a module sees."""
     import deepspeed
 
     params = list(engine.module.parameters())
-    pieces = [param.ds_tensor.clone() for param in params if hasattr(param, "ds_tensor")]
+    pieces = [piece_of(param) for param in params if hasattr(param, "ds_tensor")]
     with deepspeed.zero.GatheredParameters(params):
         return pieces + [param.detach().clone() for param in params]
 
