@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # For a function on all ranks. A collective that a rank does not join fails earlier, by itself.
-RANK_SECONDS_MAX = 40
+RANK_SECONDS_MAX = 90
 COLLECTIVE_SECONDS_MAX = 30
 # Until all ranks have imported torch and found one another.
 START_SECONDS_MAX = 120

@@ -1,6 +1,7 @@
 """OffloadAdamW(tier=Volume(...)) over FSDP2: two ranks, each with its shards' state on a volume."""
 
 import gc
+import logging
 import os
 from functools import partial
 from types import SimpleNamespace
@@ -330,6 +331,29 @@ def a_nan_of_its_own(drives, nonfinite, has_volume):
 @pytest.mark.parametrize(("nonfinite", "num_skipped"), [("skip", 1), ("raise", 0)])
 def test_a_nan_of_one_rank_is_that_of_all(two, drives, nonfinite, num_skipped, has_volume):
     assert two.run(a_nan_of_its_own, drives, nonfinite, has_volume) == [num_skipped] * 2
+
+
+def warnings_of_clipping(clip_norm):
+    """What is said in two steps in which rank 1 has a large gradient of its own."""
+    net = with_own()
+    optimizer = in_memory(net)
+    optimizer.clip_norm = clip_norm
+    records = []
+    logger = logging.getLogger("stepwell")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger.addHandler(handler)
+    for step in range(2):
+        train_own(net, optimizer, step, shards=True)
+    logger.removeHandler(handler)
+    return records
+
+
+def test_shards_that_ranks_clip_differently_are_warned_of_once(two):
+    for found in two.run(warnings_of_clipping, CLIP_NORM):
+        (message,) = found
+        assert "clip_norm scales gradients by" in message
+    assert two.run(warnings_of_clipping, None) == [[], []]
 
 
 # ---- failures ----

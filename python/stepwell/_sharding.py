@@ -28,6 +28,7 @@ __all__ = [
     "agree",
     "check_placements",
     "cut_of",
+    "greatest",
     "is_dtensor",
     "is_exactly_dtensor",
     "like",
@@ -176,16 +177,21 @@ def meshes(params: Iterable[torch.Tensor]) -> list[DeviceMesh]:
     return [mesh for mesh in found if mesh.size() > 1 and mesh.get_coordinate() is not None]
 
 
-def agree(meshes: Sequence[DeviceMesh], flags: list[bool]) -> list[bool]:
+def agree(meshes: Sequence[DeviceMesh], flags: Sequence[bool]) -> list[bool]:
     """The flags that are set on any rank of the meshes. Every rank of them has to call it."""
-    if not meshes:
-        return flags
-    from torch.distributed.tensor import DTensor, Partial
+    return [value > 0 for value in greatest(meshes, flags)]
 
+
+def greatest(meshes: Sequence[DeviceMesh], numbers: Sequence[float]) -> list[float]:
+    """The greatest of each number on the ranks of the meshes, all of which have to call it.
+
+    As float32 has them.
+    """
+    found = list(map(float, numbers))
     for mesh in meshes:
-        mine = torch.tensor(flags, dtype=torch.float32, device=mesh.device_type)
-        of_any_rank = DTensor.from_local(
-            mine, mesh, [Partial("max")] * mesh.ndim, run_check=False
-        ).full_tensor()
-        flags = [value > 0 for value in of_any_rank.tolist()]
-    return flags
+        from torch.distributed.tensor import DTensor, Partial
+
+        mine = torch.tensor(found, dtype=torch.float32, device=mesh.device_type)
+        of_all = DTensor.from_local(mine, mesh, [Partial("max")] * mesh.ndim, run_check=False)
+        found = of_all.full_tensor().tolist()
+    return found

@@ -48,6 +48,9 @@ CLASSES = {
 }
 """Stepwell's classes, and DeepSpeed's in whose place they are."""
 
+SUBCLASSES = {"OffloadZeroOptimizer": ("deferred", "DeferredZeroOptimizer")}
+"""What a class of these is beside itself: it counts with that class."""
+
 # What puts ours in the place of DeepSpeed's.
 MAKER = "_configure_zero_optimizer"
 
@@ -66,6 +69,12 @@ def methods_of(source, name):
             key = f"_{name.lstrip('_')}{node.name}" if is_private else node.name
             methods.setdefault(key, []).append(node)
     return methods, [base.id for base in cls.bases if isinstance(base, ast.Name)]
+
+
+def own_methods(file, name):
+    """The methods that a class of Stepwell's defines."""
+    path = ROOT / f"python/stepwell/deepspeed/zero/{file}.py"
+    return methods_of(path.read_text(), name)[0]
 
 
 def with_bases(read, module, name):
@@ -106,7 +115,7 @@ def digests(ours, theirs, engine):
     drivers = {
         name
         for name, functions in engine.items()
-        if accessed(functions, "self.optimizer") & overridden
+        if accessed(functions, "self.optimizer") & ours.keys()
     }
     return (
         {name: digest(theirs[name]) for name in sorted(overridden | called | callers)},
@@ -127,8 +136,10 @@ def tables(readers):
     }
     found = {}
     for (file, name), theirs in CLASSES.items():
-        path = ROOT / f"python/stepwell/deepspeed/zero/{file}.py"
-        ours, _ = methods_of(path.read_text(), name)
+        ours = own_methods(file, name)
+        if name in SUBCLASSES:
+            for method, functions in own_methods(*SUBCLASSES[name]).items():
+                ours[method] = ours.get(method, []) + functions
         known = {release: with_bases(read, *theirs) for release, read in readers.items()}
         needed = set().union(*(set().union(*required(ours, methods)) for methods in known.values()))
         found[name] = {

@@ -370,7 +370,8 @@ class Peers(Ranks):
     def _difference(self, call: Call, most: Sequence[int]) -> str:
         """What has the ranks apart, of which some have made another call than `call`."""
         if left := most[-1]:
-            return f"rank {self.ranks[left - 1]} has left the step by an error, which says why"
+            what = _MADE_BY.get(call, "the step")
+            return f"rank {self.ranks[left - 1]} has left {what} by an error, which says why"
         mark = self._round * len(Call) + call
         other = most[0] if most[0] != mark else -most[1]
         mine, theirs = (_MADE_BY.get(Call(each % len(Call)), "step()") for each in (mark, other))

@@ -12,6 +12,7 @@ Cost: the thread waits for the norm, and for copies of gradients that the device
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -22,7 +23,7 @@ import torch
 
 from stepwell import _state
 from stepwell._decision import Facts
-from stepwell._sharding import is_dtensor
+from stepwell._sharding import greatest, is_dtensor
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.sharding import awaited
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadStep"]
 
+_LOGGER = logging.getLogger(__name__)
+
+# Of clip coefficients, relative: devices of several kinds may round one norm differently.
+_CLIP_TOLERANCE = 1e-5
+
 
 class OffloadStep(OffloadStateDicts):
     """The same as far as it steps."""
@@ -45,6 +51,7 @@ class OffloadStep(OffloadStateDicts):
     grad_norm: float | None
     # What the last step took, as far as the engine does not know it.
     _seconds: dict[str, float]
+    _has_warned_of_clipping = False
 
     @property
     def clip_norm(self) -> float | None:
@@ -211,6 +218,7 @@ class OffloadStep(OffloadStateDicts):
             is_nonfinite, is_nonzero = not math.isfinite(norm), norm != 0
             if is_apart:
                 is_nonfinite, is_nonzero = self._agree(is_nonfinite, is_nonzero)
+                self._compare_clipping(norm)
             facts = Facts(
                 is_nonfinite=is_nonfinite,
                 is_nonzero=is_nonzero,
@@ -337,6 +345,25 @@ class OffloadStep(OffloadStateDicts):
             return 1.0
         # In this order NaN gives 1: the core takes no scale that is not finite.
         return min(1.0, self.clip_norm / (norm + CLIP_EPS))
+
+    def _compare_clipping(self, norm: float) -> None:
+        """Warns once where ranks clip pieces of one parameter differently.
+
+        All ranks that hold pieces have to call it.
+        """
+        coefficient = self._clip_coefficient(norm)
+        most, minus_least = greatest(self._agreeing_meshes(), [coefficient, -coefficient])
+        if most + minus_least <= _CLIP_TOLERANCE * most or self._has_warned_of_clipping:
+            return
+        self._has_warned_of_clipping = True
+        _LOGGER.warning(
+            "clip_norm scales gradients by %g on one rank and by %g on another, also those of "
+            "pieces of one parameter: parameters that are no DTensors have gradients of each "
+            "rank's own. hint: reduce these gradients over the ranks before step(); or shard the "
+            "parameters as well; or clip_norm=None",
+            -minus_least,
+            most,
+        )
 
     def _apply(
         self,
