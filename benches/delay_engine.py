@@ -31,23 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
-from delay_study import (
-    PREDICTED,
-    SELECTED,
-    SIZES,
-    ZENFLOW,
-    Case,
-    Ended,
-    Llama,
-    Task,
-    Trainer,
-    Trains,
-    follow,
-    model_of,
-    name_of,
-    plain,
-    read_texts,
-)
+from delay_cases import PREDICTED, SELECTED, ZENFLOW, Case, name_of, plain
+from delay_model import SIZES, Llama, Task, read_texts
+from delay_study import Ended, Trainer, Trains, follow, model_of
 from stepwell import Deferred, OffloadAdamW
 from stepwell.cli._quiet import quiet_deepspeed
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from delay_cases import describe, lr_name
 from delay_simulation import Delay
-from delay_study import describe, lr_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -10,15 +10,7 @@ and is not the same to the bit: lines name their base by its loss, and exact run
 
 Needs torch alone. What is simulated is `delay_simulation.py`, which is tested against the engine.
 
-| task | text | steps | lr |
-|---|---|---|---|
-| base | Python sources | more | 100 steps of warm-up, a cosine down to a tenth |
-| new | Python sources | 1,000 | as base |
-| tune | C++ headers | 1,000 | 30 steps of warm-up, then constant |
-
-`tune` starts from the weights of `base`, rounded to bf16, with moments from nothing. Equal
-seeds mean equal batches, so runs are compared in pairs. The text that losses are validated on is of
-files that no run trains on.
+Which runs there are is in `delay_cases.py`, what they train in `delay_model.py`.
 """
 
 from __future__ import annotations
@@ -26,267 +18,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import statistics
-import sysconfig
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
-from delay_simulation import Delay, Hyper, Simulation
-from torch import nn
+from delay_cases import SELECTED, Case, name_of, plan
+from delay_model import SIZES, Llama, Task, Text, batches, read_texts
+from delay_simulation import Simulation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["Case", "Ended", "Trains", "describe", "follow", "lr_name", "model_of", "plan"]
+__all__ = ["Ended", "Trains", "follow", "model_of"]
 
-Task: TypeAlias = Literal["base", "new", "tune"]
-
-TEXT_BYTES_MAX = 48 << 20
-VALIDATION_BYTES_MAX = 2 << 20
 VALIDATED_EVERY = 50
 """Exact runs are validated every so many steps, for what a delay costs in steps."""
 LAST = 50
 """The training loss of a run is the mean of its last so many steps."""
 
 
-# ---- what is trained -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """A model, what a step takes, and how a GPU is shared."""
-
-    hidden: int
-    """Width of the residual stream; heads are 64 wide, or half of it."""
-    layers: int
-    """Blocks. What is between the two matrices of a block's MLP is four times as wide."""
-    sequence_length: int = 512
-    """Bytes per sample."""
-    batch_size: int = 8
-    """Samples per step."""
-    base_lr: float
-    """Peak learning rate of the run that fine-tuning starts from."""
-    base_steps: int
-    """Steps of it."""
-    steps: int = 1000
-    """Steps of every other run."""
-    slots: int
-    """How many runs share the GPU."""
-    seconds_per_step: float
-    """On an H200, in a slot, as planned with; of "micro" on one core."""
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        return max(2, self.hidden // 64)
-
-
-SIZES = {
-    "tiny": Size(
-        hidden=32,
-        layers=2,
-        sequence_length=32,
-        batch_size=2,
-        base_lr=3e-3,
-        base_steps=60,
-        steps=40,
-        slots=2,
-        seconds_per_step=0.01,
-    ),
-    "micro": Size(
-        hidden=64,
-        layers=2,
-        sequence_length=64,
-        base_lr=3e-3,
-        base_steps=1500,
-        slots=1,
-        seconds_per_step=0.02,
-    ),
-    "small": Size(
-        hidden=512, layers=8, base_lr=1e-3, base_steps=4000, slots=4, seconds_per_step=0.012
-    ),
-    "large": Size(
-        hidden=1024, layers=20, base_lr=5e-4, base_steps=1500, slots=2, seconds_per_step=0.052
-    ),
-}
-
-
-class Block(nn.Module):
-    """Attention with rotated positions, and a gated MLP, each behind a norm."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        hidden = size.hidden
-        self.heads = size.heads
-        self.attention_norm = nn.Parameter(torch.ones(hidden))
-        self.qkv = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(3))
-        self.attention_out = nn.Linear(hidden, hidden, bias=False)
-        self.mlp_norm = nn.Parameter(torch.ones(hidden))
-        self.gate = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.down = nn.Linear(4 * hidden, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Of (batch x sequence x hidden)."""
-        normed = normalized(x, self.attention_norm)
-        shape = (*x.shape[:2], self.heads, -1)
-        q, k, v = (project(normed).view(shape).transpose(1, 2) for project in self.qkv)
-        q, k = (torch.addcmul(each * cos, rotated(each), sin) for each in (q, k))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.attention_out(attended.transpose(1, 2).reshape(x.shape))
-        normed = normalized(x, self.mlp_norm)
-        mixed: torch.Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-        return mixed
-
-
-def normalized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """By the root of the mean square of the last dimension."""
-    return F.rms_norm(x, x.shape[-1:], weight, eps=1e-5)
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """The halves of the last dimension turned by a quarter."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
-
-
-class Llama(nn.Module):
-    """A byte-level Llama. Its parameters are in forward order."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    alphabet: torch.Tensor
-
-    def __init__(self, size: Size, *, seed: int) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(256, size.hidden))
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
-        self.norm = nn.Parameter(torch.ones(size.hidden))
-        self.head = nn.Linear(size.hidden, 256, bias=False)
-        generator = torch.Generator(self.embedding.device).manual_seed(seed)
-        for name, param in self.named_parameters():
-            if param.dim() == 2:
-                is_into_stream = name.endswith(("attention_out.weight", "down.weight"))
-                std = 0.02 / math.sqrt(2 * size.layers) if is_into_stream else 0.02
-                nn.init.normal_(param, std=std, generator=generator)
-        half = size.hidden // size.heads // 2
-        frequencies = 10000.0 ** -(torch.arange(half) / half)
-        angles = torch.outer(torch.arange(size.sequence_length), frequencies).repeat(1, 2)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
-        self.register_buffer("alphabet", torch.arange(256))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean loss of each byte behind the first (int64, batch x (sequence + 1))."""
-        # Rows are taken by a product: its backward needs no sort, and has the same bits each time.
-        x = torch.eq(tokens[:, :-1, None], self.alphabet).to(self.embedding.dtype) @ self.embedding
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        logits = self.head(normalized(x, self.norm))
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
-# ---- text ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Text:
-    """Bytes on the device (uint8)."""
-
-    training: torch.Tensor
-    """What runs train on."""
-    validation: torch.Tensor
-    """Of other files."""
-
-    @classmethod
-    def of(cls, paths: Iterable[Path], device: torch.device) -> Text:
-        """Of these files; every 16th is for validation."""
-        parts: tuple[list[bytes], list[bytes]] = ([], [])
-        room = [TEXT_BYTES_MAX, VALIDATION_BYTES_MAX]
-        for index, path in enumerate(sorted(paths)):
-            which = int(index % 16 == 7)
-            if room[which] > 0 and path.is_file():
-                parts[which].append(path.read_bytes()[: room[which]])
-                room[which] -= len(parts[which][-1])
-        training, validation = (
-            torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).to(device)
-            for part in parts
-        )
-        return cls(training, validation)
-
-
-def read_texts(device: torch.device) -> dict[Task, Text]:
-    """Sources of Python's library and of torch; the headers of torch."""
-    library, torch_folder = Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent
-    packages = ("site-packages", "dist-packages")
-    sources = [path for path in library.rglob("*.py") if not set(packages) & set(path.parts)]
-    python = Text.of([*sources, *torch_folder.rglob("*.py")], device)
-    headers = Text.of((torch_folder / "include").rglob("*.h"), device)
-    return {"base": python, "new": python, "tune": headers}
-
-
-def batches(text: torch.Tensor, size: Size, count: int, seed: int) -> Callable[[int], torch.Tensor]:
-    """Samples by the number of their step, from places that follow from `seed`."""
-    generator = torch.Generator().manual_seed(seed)
-    last = text.numel() - size.sequence_length - 1
-    starts = torch.randint(0, last, (count, size.batch_size, 1), generator=generator)
-    starts = starts.to(text.device)
-    offsets = torch.arange(size.sequence_length + 1, device=text.device)
-    return lambda step: text[starts[step] + offsets].long()
-
-
 # ---- one run -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A run."""
-
-    size: str
-    """Key of `SIZES`."""
-    task: Task
-    """What is trained on what."""
-    lr: float
-    """The highest learning rate."""
-    seed: int = 0
-    """Of the batches, and of the weights from nothing."""
-    delay: Delay | None = None
-    """What is deferred; None: nothing."""
-
-    @property
-    def steps(self) -> int:
-        """Steps of the run."""
-        return SIZES[self.size].base_steps if self.task == "base" else SIZES[self.size].steps
-
-    @property
-    def key(self) -> str:
-        """What tells its line from those of other runs."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
-
-    def lrs(self) -> list[float]:
-        """The learning rate of each step."""
-        warmup = 30 if self.task == "tune" else 100
-        rates = []
-        for step in range(self.steps):
-            part = (
-                1.0 if self.task == "tune" else 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
-            )
-            rates.append(self.lr * part * min(1.0, (step + 1) / warmup))
-        return rates
-
-    @property
-    def hyper(self) -> Hyper:
-        """Those of pre-training, or torch's defaults."""
-        if self.task == "tune":
-            return Hyper()
-        return Hyper(betas=(0.9, 0.95), weight_decay=0.1)
 
 
 class Trains(Protocol):
@@ -450,103 +206,6 @@ def follow(trainer: Trains, case: Case, text: Text) -> Generator[None, None, End
     return Ended(line=line, masters=masters)
 
 
-# ---- the plan ------------------------------------------------------------------------------------
-
-PREDICTED = Delay(interval=4)
-SELECTED = Delay(interval=4, fraction=0.1)
-ZENFLOW = Delay(interval=4, predict=False, average=True, fraction=0.1, channels="columns")
-
-
-def at(delay: Delay, interval: int) -> Delay:
-    """The same with another interval."""
-    return dataclasses.replace(delay, interval=interval)
-
-
-def plain(interval: int) -> Delay:
-    """Without prediction."""
-    return Delay(interval=interval, predict=False)
-
-
-def cases(
-    size: str, task: Task, lrs: Iterable[float], runs: Iterable[tuple[Delay | None, int]]
-) -> list[Case]:
-    """Of each learning rate, these delays with these seeds."""
-    runs = list(runs)
-    return [
-        Case(size=size, task=task, lr=lr, seed=seed, delay=delay)
-        for lr in lrs
-        for delay, seed in runs
-    ]
-
-
-def small_grid(task: Task, lrs: Sequence[float]) -> list[Case]:
-    """What is compared at the small size: what matters most first."""
-    exact = [(None, seed) for seed in range(3)]
-    main: list[tuple[Delay | None, int]] = [(PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]
-    main += [(at(PREDICTED, 2), 0), (plain(4), 0)]
-    replace = dataclasses.replace
-    intervals = [
-        *(at(PREDICTED, interval) for interval in (1, 8)),
-        *(plain(interval) for interval in (2, 1, 8)),
-        *(at(ZENFLOW, interval) for interval in (2, 8)),
-        *(at(SELECTED, interval) for interval in (2, 8)),
-    ]
-    selections = [
-        replace(SELECTED, channels="columns"),
-        replace(SELECTED, fraction=0.05),
-        replace(SELECTED, predict=False),
-        replace(ZENFLOW, channels="rows"),
-        replace(ZENFLOW, fraction=0.0),
-        replace(ZENFLOW, fraction=0.05),
-    ]
-    warmups = [replace(PREDICTED, warmup_steps=steps) for steps in (100, 250)]
-    warmups += [replace(SELECTED, warmup_steps=250), replace(ZENFLOW, warmup_steps=250)]
-    seeds = [(delay, seed) for seed in (1, 2) for delay in (PREDICTED, SELECTED, ZENFLOW)]
-    rest = [*intervals, *selections, *(warmups if task == "new" else [])]
-    return [
-        *cases(size="small", task=task, lrs=lrs, runs=[*exact, *main]),
-        *cases(size="small", task=task, lrs=lrs, runs=seeds),
-        *cases(size="small", task=task, lrs=lrs, runs=[(delay, 0) for delay in rest]),
-    ]
-
-
-def plan() -> dict[str, list[Case]]:
-    """The parts of the study, each in the order in which it is run."""
-    small = Case(size="small", task="base", lr=SIZES["small"].base_lr, seed=100)
-    large = Case(size="large", task="base", lr=SIZES["large"].base_lr, seed=100)
-    tiny = Case(size="tiny", task="base", lr=SIZES["tiny"].base_lr, seed=100)
-    exact: list[tuple[Delay | None, int]] = [(None, seed) for seed in range(3)]
-
-    def tune_large(lr: float, *runs: tuple[Delay | None, int]) -> list[Case]:
-        return cases("large", "tune", [lr], runs)
-
-    return {
-        "large-tune": [
-            large,
-            *tune_large(1e-5, (None, 0), (PREDICTED, 0), (None, 1)),
-            *tune_large(1e-4, (None, 0), (PREDICTED, 0), (None, 1), (at(PREDICTED, 2), 0)),
-            *tune_large(1e-4, (ZENFLOW, 0), (SELECTED, 0), (None, 2)),
-            *tune_large(1e-5, (ZENFLOW, 0), (None, 2), (at(PREDICTED, 2), 0)),
-            *tune_large(1e-4, (PREDICTED, 1)),
-            *tune_large(1e-5, (PREDICTED, 1)),
-            *tune_large(3e-5, (None, 0), (PREDICTED, 0)),
-        ],
-        "small-tune": [small, *small_grid("tune", [1e-4, 1e-5, 3e-5])],
-        "small-new": small_grid("new", [3e-4, 1e-3]),
-        "large-new": cases(
-            "large",
-            "new",
-            [3e-4],
-            [(None, 0), (PREDICTED, 0), (ZENFLOW, 0), (SELECTED, 0), (None, 1)],
-        ),
-        "tiny": [
-            tiny,
-            *cases("tiny", "new", [1e-3], [*exact, (PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]),
-            *cases("tiny", "tune", [1e-3], [*exact, (PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]),
-        ],
-    }
-
-
 # ---- all runs ------------------------------------------------------------------------------------
 
 
@@ -657,28 +316,6 @@ class Runner:
 def new_stream() -> torch.cuda.Stream:
     """A stream of the GPU."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-
-def name_of(case: Case) -> str:
-    """A line's name, for people."""
-    lr = lr_name(case.lr)
-    return f"{case.size} {case.task} lr {lr} seed {case.seed} {describe(case.delay)}"
-
-
-def lr_name(lr: float) -> str:
-    """A learning rate, as people write it."""
-    return f"{lr:.0e}".replace("e-0", "e-")
-
-
-def describe(delay: Delay | None) -> str:
-    """A delay in words."""
-    if delay is None:
-        return "exact"
-    words = ["mean" if delay.average else "deferred", f"S={delay.interval}"]
-    words += ["predicted"] if delay.predict else []
-    words += [f"{delay.channels} {delay.fraction:g}"] if delay.fraction else []
-    words += [f"warm-up {delay.warmup_steps}"] if delay.warmup_steps else []
-    return " ".join(words)
 
 
 def check(device: torch.device, texts: dict[Task, Text], *, fuse: bool) -> None:

@@ -1,0 +1,193 @@
+"""The runs of the study of deferred updates: what each is, which there are, and what to call them.
+
+| task | text | steps | lr |
+|---|---|---|---|
+| base | Python sources | more | 100 steps of warm-up, a cosine down to a tenth |
+| new | Python sources | 1,000 | as base |
+| tune | C++ headers | 1,000 | 30 steps of warm-up, then constant |
+
+`tune` starts from the weights of `base`, rounded to bf16, with moments from nothing. Equal
+seeds mean equal batches, so runs are compared in pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from delay_model import SIZES, Task
+from delay_simulation import Delay, Hyper
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+__all__ = ["SELECTED", "Case", "describe", "lr_name", "name_of", "plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run."""
+
+    size: str
+    """Key of `SIZES`."""
+    task: Task
+    """What is trained on what."""
+    lr: float
+    """The highest learning rate."""
+    seed: int = 0
+    """Of the batches, and of the weights from nothing."""
+    delay: Delay | None = None
+    """What is deferred; None: nothing."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run."""
+        return SIZES[self.size].base_steps if self.task == "base" else SIZES[self.size].steps
+
+    @property
+    def key(self) -> str:
+        """What tells its line from those of other runs."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    def lrs(self) -> list[float]:
+        """The learning rate of each step."""
+        warmup = 30 if self.task == "tune" else 100
+        rates = []
+        for step in range(self.steps):
+            part = (
+                1.0 if self.task == "tune" else 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
+            )
+            rates.append(self.lr * part * min(1.0, (step + 1) / warmup))
+        return rates
+
+    @property
+    def hyper(self) -> Hyper:
+        """Those of pre-training, or torch's defaults."""
+        if self.task == "tune":
+            return Hyper()
+        return Hyper(betas=(0.9, 0.95), weight_decay=0.1)
+
+
+# ---- the plan ----
+
+PREDICTED = Delay(interval=4)
+SELECTED = Delay(interval=4, fraction=0.1)
+ZENFLOW = Delay(interval=4, predict=False, average=True, fraction=0.1, channels="columns")
+
+
+def at(delay: Delay, interval: int) -> Delay:
+    """The same with another interval."""
+    return dataclasses.replace(delay, interval=interval)
+
+
+def plain(interval: int) -> Delay:
+    """Without prediction."""
+    return Delay(interval=interval, predict=False)
+
+
+def cases(
+    size: str, task: Task, lrs: Iterable[float], runs: Iterable[tuple[Delay | None, int]]
+) -> list[Case]:
+    """Of each learning rate, these delays with these seeds."""
+    runs = list(runs)
+    return [
+        Case(size=size, task=task, lr=lr, seed=seed, delay=delay)
+        for lr in lrs
+        for delay, seed in runs
+    ]
+
+
+def small_grid(task: Task, lrs: Sequence[float]) -> list[Case]:
+    """What is compared at the small size: what matters most first."""
+    exact = [(None, seed) for seed in range(3)]
+    main: list[tuple[Delay | None, int]] = [(PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]
+    main += [(at(PREDICTED, 2), 0), (plain(4), 0)]
+    replace = dataclasses.replace
+    intervals = [
+        *(at(PREDICTED, interval) for interval in (1, 8)),
+        *(plain(interval) for interval in (2, 1, 8)),
+        *(at(ZENFLOW, interval) for interval in (2, 8)),
+        *(at(SELECTED, interval) for interval in (2, 8)),
+    ]
+    selections = [
+        replace(SELECTED, channels="columns"),
+        replace(SELECTED, fraction=0.05),
+        replace(SELECTED, predict=False),
+        replace(ZENFLOW, channels="rows"),
+        replace(ZENFLOW, fraction=0.0),
+        replace(ZENFLOW, fraction=0.05),
+    ]
+    warmups = [replace(PREDICTED, warmup_steps=steps) for steps in (100, 250)]
+    warmups += [replace(SELECTED, warmup_steps=250), replace(ZENFLOW, warmup_steps=250)]
+    seeds = [(delay, seed) for seed in (1, 2) for delay in (PREDICTED, SELECTED, ZENFLOW)]
+    rest = [*intervals, *selections, *(warmups if task == "new" else [])]
+    return [
+        *cases(size="small", task=task, lrs=lrs, runs=[*exact, *main]),
+        *cases(size="small", task=task, lrs=lrs, runs=seeds),
+        *cases(size="small", task=task, lrs=lrs, runs=[(delay, 0) for delay in rest]),
+    ]
+
+
+def plan() -> dict[str, list[Case]]:
+    """The parts of the study, each in the order in which it is run."""
+    small = Case(size="small", task="base", lr=SIZES["small"].base_lr, seed=100)
+    large = Case(size="large", task="base", lr=SIZES["large"].base_lr, seed=100)
+    tiny = Case(size="tiny", task="base", lr=SIZES["tiny"].base_lr, seed=100)
+    exact: list[tuple[Delay | None, int]] = [(None, seed) for seed in range(3)]
+
+    def tune_large(lr: float, *runs: tuple[Delay | None, int]) -> list[Case]:
+        return cases("large", "tune", [lr], runs)
+
+    return {
+        "large-tune": [
+            large,
+            *tune_large(1e-5, (None, 0), (PREDICTED, 0), (None, 1)),
+            *tune_large(1e-4, (None, 0), (PREDICTED, 0), (None, 1), (at(PREDICTED, 2), 0)),
+            *tune_large(1e-4, (ZENFLOW, 0), (SELECTED, 0), (None, 2)),
+            *tune_large(1e-5, (ZENFLOW, 0), (None, 2), (at(PREDICTED, 2), 0)),
+            *tune_large(1e-4, (PREDICTED, 1)),
+            *tune_large(1e-5, (PREDICTED, 1)),
+            *tune_large(3e-5, (None, 0), (PREDICTED, 0)),
+        ],
+        "small-tune": [small, *small_grid("tune", [1e-4, 1e-5, 3e-5])],
+        "small-new": small_grid("new", [3e-4, 1e-3]),
+        "large-new": cases(
+            "large",
+            "new",
+            [3e-4],
+            [(None, 0), (PREDICTED, 0), (ZENFLOW, 0), (SELECTED, 0), (None, 1)],
+        ),
+        "tiny": [
+            tiny,
+            *cases("tiny", "new", [1e-3], [*exact, (PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]),
+            *cases("tiny", "tune", [1e-3], [*exact, (PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]),
+        ],
+    }
+
+
+# ---- in words ----
+
+
+def name_of(case: Case) -> str:
+    """A line's name, for people."""
+    lr = lr_name(case.lr)
+    return f"{case.size} {case.task} lr {lr} seed {case.seed} {describe(case.delay)}"
+
+
+def lr_name(lr: float) -> str:
+    """A learning rate, as people write it."""
+    return f"{lr:.0e}".replace("e-0", "e-")
+
+
+def describe(delay: Delay | None) -> str:
+    """A delay in words."""
+    if delay is None:
+        return "exact"
+    words = ["mean" if delay.average else "deferred", f"S={delay.interval}"]
+    words += ["predicted"] if delay.predict else []
+    words += [f"{delay.channels} {delay.fraction:g}"] if delay.fraction else []
+    words += [f"warm-up {delay.warmup_steps}"] if delay.warmup_steps else []
+    return " ".join(words)
