@@ -350,6 +350,15 @@ def test_a_gradient_put_back_after_another_backward_is_refused():
     optimizer.step()
 
 
+def test_a_hook_that_returns_something_has_the_error_of_torch():
+    param = torch.nn.Parameter(torch.ones(3))
+    param.register_post_accumulate_grad_hook(lambda param: param.grad)
+    optimizer = stepwell.OffloadAdamW([param], accumulate="host")
+    with pytest.raises(RuntimeError, match="should return None"):
+        param.sum().backward()
+    optimizer.zero_grad()
+
+
 def test_two_optimizers_cannot_share_gradients():
     net, one = pair(accumulate="host")[0]
     other = stepwell.OffloadAdamW(net.parameters(), accumulate="host")
