@@ -359,6 +359,24 @@ def test_a_hook_that_returns_something_has_the_error_of_torch():
     optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_that_a_program_asks_for_leave_the_sums(create_graph):
+    ours, theirs = pair(accumulate="host")
+    for net, optimizer in (ours, theirs):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, 2 * step).backward()
+            loss = loss_of(net, 2 * step + 1)
+            grads = torch.autograd.grad(loss, list(net.parameters()), create_graph=create_graph)
+            assert all(param.grad is not None for param in net.parameters())
+            if create_graph:
+                (0.1 * sum(grad.square().sum() for grad in grads)).backward()
+            else:
+                loss_of(net, 2 * step + 1).backward()
+            optimizer.step()
+    assert_equal(ours, theirs)
+
+
 def test_two_optimizers_cannot_share_gradients():
     net, one = pair(accumulate="host")[0]
     other = stepwell.OffloadAdamW(net.parameters(), accumulate="host")

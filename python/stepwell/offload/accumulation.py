@@ -14,17 +14,29 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING
 
+import torch
+
 from stepwell.offload.adder import Adder, add, add_to_zero, assign
 from stepwell.offload.marker import GradMarker
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
-
     from stepwell.offload.twins import Twins
 
 __all__ = ["HostSums"]
+
+
+def _is_accumulating() -> bool:
+    """Whether the backward that this is a hook of a parameter of goes on to its gradient.
+
+    torch.autograd.grad calls hooks, too, and gives the gradient to its caller.
+    """
+    try:
+        return torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+    except RuntimeError:
+        # Of a leaf, in torch.autograd.grad.
+        return False
 
 
 class HostSums:
@@ -62,7 +74,7 @@ class HostSums:
 
         def make_room(_: torch.Tensor) -> None:
             alive, param = sums(), watched()
-            if alive is not None and param is not None:
+            if alive is not None and param is not None and _is_accumulating():
                 alive.make_room(param)
 
         handle: torch.utils.hooks.RemovableHandle = param.register_hook(make_room)  # type: ignore[no-untyped-call]
