@@ -350,6 +350,71 @@ def test_a_gradient_put_back_after_another_backward_is_refused():
     optimizer.step()
 
 
+@pytest.mark.parametrize("holds", ["buffer", "parts"])
+def test_gradients_written_in_a_buffer_of_the_programs_are_refused(holds):
+    """The sum would keep what the program has cleared."""
+    net, optimizer = pair(accumulate="host")[0]
+    buffer = torch.zeros(sum(param.numel() for param in net.parameters()))
+    sizes = [param.numel() for param in net.parameters()]
+    parts = []
+    for param, part in zip(net.parameters(), buffer.split(sizes), strict=True):
+        param.grad = part.view_as(param)
+        parts.append(param.grad)
+    held = parts if holds == "parts" else [buffer]
+    del buffer, part, parts
+    loss_of(net, 0).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    before = bits(net[0].weight)
+    for each in held:
+        each.zero_()
+    loss_of(net, 1).backward()
+    with pytest.raises(ValueError, match=r"0.weight`.*a buffer(.|\n)*hint:.*accumulate='device'"):
+        optimizer.step()
+    assert torch.equal(bits(net[0].weight), before)
+    optimizer.zero_grad()
+    loss_of(net, 1).backward()
+    optimizer.step()
+
+
+def test_gradients_that_a_program_assigns_anew_may_have_one_memory():
+    ours, theirs = pair(accumulate="host")
+    for net, optimizer in (ours, theirs):
+        own = [torch.empty_like(param) for param in net.parameters()]
+        for step in range(3):
+            for param, grad in zip(net.parameters(), own, strict=True):
+                param.grad = grad.fill_(step + 1.0)
+            optimizer.step()
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_that_a_program_asks_for_leave_the_sums(create_graph):
+    ours, theirs = pair(accumulate="host")
+    for net, optimizer in (ours, theirs):
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(net, 2 * step).backward()
+            loss = loss_of(net, 2 * step + 1)
+            grads = torch.autograd.grad(loss, list(net.parameters()), create_graph=create_graph)
+            assert all(param.grad is not None for param in net.parameters())
+            if create_graph:
+                (0.1 * sum(grad.square().sum() for grad in grads)).backward()
+            else:
+                loss_of(net, 2 * step + 1).backward()
+            optimizer.step()
+    assert_equal(ours, theirs)
+
+
+def test_a_hook_that_returns_something_has_the_error_of_torch():
+    param = torch.nn.Parameter(torch.ones(3))
+    param.register_post_accumulate_grad_hook(lambda param: param.grad)
+    optimizer = stepwell.OffloadAdamW([param], accumulate="host")
+    with pytest.raises(RuntimeError, match="should return None"):
+        param.sum().backward()
+    optimizer.zero_grad()
+
+
 def test_two_optimizers_cannot_share_gradients():
     net, one = pair(accumulate="host")[0]
     other = stepwell.OffloadAdamW(net.parameters(), accumulate="host")

@@ -409,6 +409,13 @@ class HostCollector(Collector):
                 f"a backward failed while it summed the gradient of {label(unknown[0])}. "
                 "hint: optimizer.zero_grad(), and the backwards of this step again"
             )
+        if written := sums.written(params):
+            raise ValueError(
+                f"the gradient of {label(written[0])} was written where it was before `accumulate` "
+                "`host` moved it to host memory: the program holds that tensor, or a buffer of "
+                "which it is a view. hint: clear gradients by optimizer.zero_grad(); "
+                "accumulate='device' where they lie in a buffer of the program's"
+            )
         sums.finish()
         sums.zero_where_zeroed(params)
         return [twins.grad(param) for param in params]

@@ -387,6 +387,9 @@ class OffloadAdamW(OffloadStep):
 
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
+        if param not in self._hooked:
+            # What a hook of the program's has returned; torch raises behind all hooks.
+            return
         # FSDP2 calls hooks where it has reduced a gradient, with the stream current that it did so
         # on. Copies and checksums come after that. FSDP2 has the training stream come after what is
         # on this one at the end of the backward, and so the norm and the second checksums. Nothing
