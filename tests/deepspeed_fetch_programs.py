@@ -3,8 +3,11 @@
 Each model trains with them and with DeepSpeed's.
 """
 
+import contextlib
 import functools
+import gc
 import time
+import weakref
 from unittest import mock
 
 import torch
@@ -498,6 +501,25 @@ def counted():
     return found
 
 
+def destroyed(*, raises):
+    """Whether an optimizer is alive behind `destroy`, and how DeepSpeed's stack stands."""
+    from deepspeed.runtime.zero import parameter_offload
+
+    depth = len(parameter_offload.FWD_MODULE_STACK)
+    engine = initialize(Model(), offloaded())
+    for batch in vectors(STEPS):
+        engine.backward(loss_of(engine, batch))
+        engine.step()
+    if raises:
+        with contextlib.suppress(RuntimeError):
+            loss_of(engine, batch[:, 1:])
+    optimizer = weakref.ref(engine.optimizer)
+    engine.destroy()
+    del engine
+    gc.collect()
+    return optimizer() is not None, len(parameter_offload.FWD_MODULE_STACK) - depth
+
+
 def copy_as_a_device_does():
     """On a CPU weights are the partitions themselves; here they are copies, as on a GPU."""
     from stepwell.deepspeed.zero.weight_lane import HostWeightLane
@@ -538,3 +560,4 @@ def program_fetch(result):
     result["waits"] = waits_after_a_step()
     result["compiled"] = compiled()
     result["counted"] = counted()
+    result["destroyed"] = [destroyed(raises=raises) for raises in (False, True)]

@@ -95,6 +95,10 @@ def test_nothing_is_left_behind(runs):
     }
 
 
+def test_an_engine_that_is_destroyed_can_be_freed(runs):
+    assert runs["destroyed"] == [(False, 0), (False, 0)]
+
+
 # ---- several ranks ----
 
 

@@ -239,9 +239,16 @@ class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has 
                 param.all_gather()
 
     def destroy(self) -> None:
-        """Frees all weights, and removes the hooks."""
+        """Frees all weights, removes the hooks, and lets go of the module."""
         super().destroy()
-        self._entered.clear()
+        stack = parameter_offload.FWD_MODULE_STACK
+        if self._entered:
+            # A forward has raised.
+            del stack[self._entered[0].depth :]
+            self._entered.clear()
+        # DeepSpeed leaves it there, and a parameter keeps the optimizer with all its state.
+        if self.module in stack:
+            stack.remove(self.module)
 
 
 def _items(output: Any) -> Sequence[Any]:
