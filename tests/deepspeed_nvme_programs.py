@@ -117,8 +117,18 @@ def paths(result, folder):
     for name, config in cases.items():
         steps = 12 if name == "fp16" else STEPS
         result[name] = both(config, folder / name, steps=steps)
-    fp32 = configuration(stage=3)
-    result["fp32"] = both(fp32, folder / "fp32", host_bytes_max=host_bytes(8))
+    wide = {
+        "fp32": configuration(stage=3),
+        # For which DeepSpeed has another optimizer, that offloads nothing.
+        "sums in fp32": configuration(
+            stage=1,
+            dtype="bf16",
+            gradient_accumulation_steps=2,
+            data_types={"grad_accum_dtype": "fp32"},
+        ),
+    }
+    for name, config in wide.items():
+        result[name] = both(config, folder / name, host_bytes_max=host_bytes(8))
 
 
 def several_drives(folder):

@@ -43,6 +43,7 @@ def assert_same_run(swapped, in_memory):
         "sub-groups",
         "offload_param",
         "accumulated",
+        "sums in fp32",
         "fp32",
         "q8",
     ],

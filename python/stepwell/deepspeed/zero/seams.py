@@ -120,14 +120,19 @@ def _planned(original: Callable[..., str | None]) -> Callable[..., str | None]:
     def check(self: Any, basic_optimizer: Any) -> str | None:
         _import_muon()
         wrapper = original(self, basic_optimizer)
-        is_zero = wrapper == importlib.import_module(_ENGINE).ZERO_OPTIMIZATION
+        module = importlib.import_module(_ENGINE)
+        # Under ZeRO-1 DeepSpeed sums gradients of bf16 in fp32 in another optimizer, unless state
+        # is on the device `cpu`. That of ZeRO does it, too.
+        is_of_bf16 = wrapper == module.BFLOAT16 and self.zero_optimization()
+        is_zero = is_of_bf16 or wrapper == module.ZERO_OPTIMIZATION
         self.stepwell_plan = plan(self, basic_optimizer, is_zero=is_zero, unfit=_unfit)
         if self.stepwell_plan.propagates:
             _propagate(basic_optimizer)
         if self.stepwell_plan.warning is not None:
             warn(self.stepwell_plan.warning)
         check_client(self)
-        return wrapper
+        has_ours = self.stepwell_plan.zero_class is not None
+        return module.ZERO_OPTIMIZATION if has_ours else wrapper
 
     return check
 
