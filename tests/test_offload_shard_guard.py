@@ -43,8 +43,10 @@ class Case:
 
     def __init__(self, mesh, modules=lambda shards: ()):
         self.plain = Parameter(torch.ones(3))
+        # Without a collective, whose thread would hold their memory for a while.
         self.shards = [
-            Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])) for _ in range(2)
+            Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)], src_data_rank=None))
+            for _ in range(2)
         ]
         self.params = [self.plain, *self.shards]
         self.uploads = Uploads()
