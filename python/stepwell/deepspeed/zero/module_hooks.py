@@ -161,12 +161,17 @@ class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has 
             self._begin_pass()
 
     def _begin_pass(self) -> None:
-        """A forward of the whole model begins. Forwards before it that have not ended have raised.
+        """A forward of the whole model begins.
 
         Activation checkpoints of the whole model have forwards in the backward.
         """
         self.param_coordinator.reset_step()
-        if self._entered and not is_in_backward():
+        if not is_in_backward():
+            self._forget_entered()
+
+    def _forget_entered(self) -> None:
+        """Forwards that have not ended have raised."""
+        if self._entered:
             del parameter_offload.FWD_MODULE_STACK[self._entered[0].depth :]
             self._entered.clear()
 
@@ -241,11 +246,8 @@ class ModuleHooks(DeepSpeedZeRoOffload):  # type: ignore[misc]  # DeepSpeed has 
     def destroy(self) -> None:
         """Frees all weights, removes the hooks, and lets go of the module."""
         super().destroy()
+        self._forget_entered()
         stack = parameter_offload.FWD_MODULE_STACK
-        if self._entered:
-            # A forward has raised.
-            del stack[self._entered[0].depth :]
-            self._entered.clear()
         # DeepSpeed leaves it there, and a parameter keeps the optimizer with all its state.
         if self.module in stack:
             stack.remove(self.module)
