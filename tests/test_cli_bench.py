@@ -264,7 +264,12 @@ def test_offload_on_two_ranks(tmp_path):
 )
 def test_cases_are_held_against_forwards_that_reduce_as_theirs(monkeypatch, name, reduction):
     """Ranks are left out: DeepSpeed without Stepwell compiles an op for messages of CPUs."""
-    alone = {"ddp": 0.1, "fsdp2": 0.2, "deepspeed, stage=2, all on the devices": 0.4}
+    alone = {
+        "ddp": 0.1,
+        "fsdp2": 0.2,
+        "deepspeed, stage=2, all on the devices": 0.4,
+        "deepspeed, stage=3, all on the devices": 0.8,
+    }
 
     def run(console, name, workload, num_ranks):
         return {
@@ -288,8 +293,9 @@ def test_cases_are_held_against_forwards_that_reduce_as_theirs(monkeypatch, name
         keep=lambda known: kept.append([case["name"] for case in known["cases"]]),
     )
     # A run that is stopped has what came before.
-    assert kept == [[*alone, name][:count] for count in range(1, 5)]
-    assert report["forward_backward_seconds"] == {"ddp": 0.1, "fsdp2": 0.2, "zero-2": 0.4}
+    assert kept == [[*alone, name][:count] for count in range(1, 6)]
+    seconds = {"ddp": 0.1, "fsdp2": 0.2, "zero-2": 0.4, "zero-3": 0.8}
+    assert report["forward_backward_seconds"] == seconds
     *others, ours = report["cases"]
     before = report["forward_backward_seconds"][reduction]
     assert ours["bound_seconds"] == pytest.approx(before + ours["bytes_per_param"] / 100)

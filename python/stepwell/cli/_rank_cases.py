@@ -50,7 +50,8 @@ def _sharded_run(workload: Workload, model: torch.nn.Module) -> Run:
 
 
 _STAGES: dict[int, dict[str, object]] = {
-    2: {**alone.ZERO_2},
+    # Made for offload on several ranks: each rank's part has layers of the whole model.
+    2: {**alone.ZERO_2, "round_robin_gradients": True},
     3: {
         "stage": 3,
         "reduce_bucket_size": alone.BUCKET,
@@ -63,8 +64,18 @@ def _deepspeed(stage: int, *, register: bool) -> Callable[[Workload, torch.nn.Mo
     return alone.deepspeed_run(register=register, zero=_STAGES[stage], is_alone=False)
 
 
-# What reduces gradients into buckets, as ZeRO-2 does where its state is offloaded.
-_ON_DEVICES = "deepspeed, stage=2, all on the devices"
+def _on_devices(stage: int) -> Callable[[Workload, torch.nn.Module], Run]:
+    """Reduces gradients, and has weights, as where the state is offloaded."""
+    return alone.deepspeed_run(
+        register=False,
+        zero={**_STAGES[stage], "offload_optimizer": {"device": "none"}},
+        # Its own op would be compiled.
+        params={"torch_adam": True},
+        is_alone=False,
+    )
+
+
+_ON_DEVICES = {f"deepspeed, stage={stage}, all on the devices": stage for stage in _STAGES}
 
 MODELS = {"ddp": _replicated, "ddp, shard": _replicated, "fsdp2": _sharded}
 """What a case of OffloadAdamW makes of the model first. That is timed alone as well."""
@@ -73,13 +84,7 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "ddp": alone.stepwell_run,
     "ddp, shard": partial(alone.stepwell_run, shard=True),
     "fsdp2": _sharded_run,
-    _ON_DEVICES: alone.deepspeed_run(
-        register=False,
-        zero={**_STAGES[2], "offload_optimizer": {"device": "none"}},
-        # Its own op would be compiled.
-        params={"torch_adam": True},
-        is_alone=False,
-    ),
+    **{name: _on_devices(stage) for name, stage in _ON_DEVICES.items()},
     "deepspeed, stage=2": _deepspeed(2, register=False),
     "deepspeed on stepwell, stage=2": _deepspeed(2, register=True),
     "deepspeed, stage=3": _deepspeed(3, register=False),
@@ -120,7 +125,7 @@ def main(name: str, workload: Workload) -> dict[str, Any]:
     alone.sync(device)
     prepared = time.perf_counter() - begin
     result = alone.train(own, device, run)
-    if name == _ON_DEVICES:
+    if name in _ON_DEVICES:
         forward_backward = max(_over_ranks(alone.forward_backward(own, device, run)))
     # `torch.cuda.max_memory_allocated` is not there without a GPU.
     device_peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None

@@ -171,11 +171,13 @@ def bench_offload(
     - `fsdp2`: fully_shard and OffloadAdamW, whose gradients cross the bus during the backward.
     - `deepspeed, stage=2`, `deepspeed, stage=3`: ZeRO with CPU offload of the optimizer;
       `deepspeed on stepwell` likewise, with Stepwell registered.
-    - `deepspeed, stage=2, all on the devices`: ZeRO-2 without offload.
+      ZeRO-2 has `round_robin_gradients`.
+    - `deepspeed, stage=2, all on the devices`, `deepspeed, stage=3, all on the devices`: without
+      offload.
 
     Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
-    forward and backward alone: with --ranks those of DDP, of FSDP2, and for ZeRO-2 those of the
-    case that has all on the devices. R is the rate at which this host's memory is read and written:
+    forward and backward alone: with --ranks those of DDP, of FSDP2 (also for ZeRO-3), and for
+    ZeRO-2 those of the case that has all on the devices. R is the rate at which this host's memory is read and written:
     the larger one of directly before and behind a case.
     """
     from rich.console import Console
