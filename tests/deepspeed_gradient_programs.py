@@ -506,7 +506,7 @@ def handed_over(**options):
 
     engine = initialize(perceptron(), configuration(dtype="bf16", stage=3, **options))
     optimizer, gradients = engine.optimizer, engine.optimizer._partitions.gradients
-    partition_grads, collect = optimizer.partition_grads, gradients.collect
+    partition_grads, add = optimizer.partition_grads, gradients.add
     kept, reduced = [], set()
 
     def memory_of(tensor):
@@ -519,9 +519,9 @@ def handed_over(**options):
 
     def noted(fragment, piece, *, is_owned, **options):
         kept.append((is_owned, memory_of(piece) in reduced))
-        collect(fragment, piece, is_owned=is_owned, **options)
+        add(fragment, piece, is_owned=is_owned, **options)
 
-    optimizer.partition_grads, gradients.collect = noted_reduced, noted
+    optimizer.partition_grads, gradients.add = noted_reduced, noted
     (batch,) = vectors(1)
     engine.backward(squared(engine, batch))
     params = list(engine.module.parameters())

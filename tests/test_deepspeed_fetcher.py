@@ -58,12 +58,11 @@ class Lane:
         self.waited.append(arrival.ids)
         return arrival.has_passed
 
-    def free(self, param):
+    def free(self, params):
         assert not torch.is_inference_mode_enabled()
-        self.freed.append(param.ds_id)
-        param.data = torch.empty(0)
-
-    def mark(self):
+        for param in params:
+            self.freed.append(param.ds_id)
+            param.data = torch.empty(0)
         if not self.is_marked:
             return None
         self.marks.append(SimpleNamespace(has_passed=False))

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 SHAPES = [(5,), (3, 5), (2, 3, 5), (2, 2, 3, 5)]
 
@@ -108,3 +109,45 @@ def test_what_transforms_functions_gets_deepspeeds(functions):
     weight, inputs = torch.randn(4, 5), torch.randn(6, 2, 5)
     found = torch.func.vmap(ours, in_dims=(0, None))(inputs, weight)
     assert torch.equal(found, torch.stack([each @ weight.t() for each in inputs]))
+
+
+def checkpointed(function, tensors, needs):
+    """As `computed`, within an activation checkpoint; and the names of the graph's nodes."""
+    leaves = [each.clone().requires_grad_(need) for each, need in zip(tensors, needs, strict=True)]
+    made = []
+
+    def forward(inputs, *others):
+        made.append(function(inputs * 1, *others))
+        return made[-1].sin()
+
+    output = checkpoint(forward, *leaves, use_reentrant=False)
+    scaled = output.float() * torch.arange(output.numel()).view_as(output)
+    grads = torch.autograd.grad(scaled.sum(), [each for each in leaves if each.requires_grad])
+    kinds = [each.grad_fn.name() for each in made if each.grad_fn is not None]
+    return [output, *grads], kinds
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_in_a_checkpoint_layers_have_the_bits_of_deepspeeds(functions, shape, has_bias):
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = operands(shape, has_bias=has_bias, dtype=dtype)
+        for needs in itertools.product([False, True], repeat=len(tensors)):
+            if not any(needs):
+                continue
+            (theirs, _), (ours, kinds) = (
+                checkpointed(function, tensors, needs) for function in functions
+            )
+            assert all(map(torch.equal, ours, theirs))
+            assert [each.stride() for each in ours] == [each.stride() for each in theirs]
+            is_torchs = dtype == torch.bfloat16 and not has_bias
+            assert is_torchs != any("LinearFunction" in kind for kind in kinds)
+
+
+def test_autocast_in_a_checkpoint_has_no_layer_of_torch(functions):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, kinds = checkpointed(functions[1], operands((3, 5), has_bias=False), [True] * 2)
+        tensors = operands((3, 5), has_bias=False, dtype=torch.bfloat16)
+        _, halves = checkpointed(functions[1], tensors, [True] * 2)
+    assert len(kinds) == len(halves) == 2
+    assert all("LinearFunction" in kind for kind in kinds + halves)

@@ -177,8 +177,8 @@ def bench_offload(
 
     Each time is held against L + bytes / R, the bound of an exact step that hides nothing. L is
     forward and backward alone: with --ranks those of DDP, of FSDP2 (also for ZeRO-3), and for
-    ZeRO-2 those of the case that has all on the devices. R is the rate at which this host's memory is read and written:
-    the larger one of directly before and behind a case.
+    ZeRO-2 those of the case that has all on the devices. R is the rate at which this host's memory
+    is read and written: the larger one of directly before and behind a case.
     """
     from rich.console import Console
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
-__all__ = ["are_adjacent", "clones", "joined"]
+    from stepwell.deepspeed.zero.fragment import Fragment
+
+__all__ = ["are_adjacent", "clones", "joined", "runs"]
 
 # Of what is copied in vain, between pieces: their number of elements over this.
 _GAPS_FRACTION = 8
@@ -50,3 +52,26 @@ def clones(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [piece.clone() for piece in pieces]
     whole = pieces[0].as_strided((end - begin,), (1,), begin).clone()
     return [whole.narrow(0, piece.storage_offset() - begin, piece.numel()) for piece in pieces]
+
+
+def runs(
+    pieces: Sequence[torch.Tensor], fragments: Sequence[Fragment]
+) -> Iterator[tuple[torch.Tensor, Sequence[Fragment]]]:
+    """Flat pieces of fragments, those together that lie side by side here and in their partition.
+
+    Gives one piece for each run, and its fragments.
+    """
+    begin = 0
+    for end in range(1, len(pieces) + 1):
+        if end < len(pieces):
+            group, first, numel = fragments[end - 1]
+            if (group, first + numel) == fragments[end][:2] and are_adjacent(
+                pieces[end - 1], pieces[end]
+            ):
+                continue
+        piece = pieces[begin]
+        if end - begin > 1:
+            numel = sum(each.numel() for each in pieces[begin:end])
+            piece = piece.as_strided((numel,), (1,), piece.storage_offset())
+        yield piece, fragments[begin:end]
+        begin = end

@@ -26,6 +26,7 @@ Cost per use of a module with weights that are there: about 3 microseconds.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,6 +39,7 @@ from stepwell.deepspeed.zero.order import Order
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell.deepspeed.zero.weight_lane import Arrival, WeightLane
 
@@ -273,7 +275,7 @@ class Fetcher:
         if self._is_collective:
             self.gather_order.note(param.ds_id for param in params)
         # A later forward in training may use what is copied in one that is not.
-        with torch.inference_mode(mode=False):
+        with _outside_inference_mode():
             return self._lane.copy(params)
 
     def _put(self, param: Any, weight: torch.Tensor, arrival: Arrival) -> None:
@@ -285,9 +287,15 @@ class Fetcher:
             self._arrivals[param.ds_id] = arrival
 
     def _wait_for(self, params: Iterable[Any]) -> None:
+        # Of one copy all have one.
+        last, has_passed = None, False
         for param in params:
             arrival = self._arrivals.get(param.ds_id)
-            if arrival is not None and self._lane.wait(arrival):
+            if arrival is None:
+                continue
+            if arrival is not last:
+                last, has_passed = arrival, self._lane.wait(arrival)
+            if has_passed:
                 del self._arrivals[param.ds_id]
 
     def _prefetch(self) -> None:
@@ -371,7 +379,7 @@ class Fetcher:
         return self._live_numel + self._leaving_numel + numel <= self._live_numel_max
 
     def _free(self, params: Iterable[Any]) -> None:
-        numel = 0
+        numel, leaving = 0, []
         for param in params:
             # A program may have freed it, or gathered it by itself.
             left = self._numels.pop(param.ds_id, 0)
@@ -381,15 +389,24 @@ class Fetcher:
                 if arrival is not None:
                     # Copied, and used by nothing.
                     self._lane.wait(arrival)
-                with torch.inference_mode(mode=False):
-                    self._lane.free(param)
+                # First: after Ctrl-C it is fetched anew.
                 param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+                leaving.append(param)
                 numel += left
-        if numel:
-            mark = self._lane.mark()
-            if mark is not None:
-                self._leaving.append((mark, numel))
-                self._leaving_numel += numel
+        if not leaving:
+            return
+        with _outside_inference_mode():
+            mark = self._lane.free(leaving)
+        if numel and mark is not None:
+            self._leaving.append((mark, numel))
+            self._leaving_numel += numel
+
+
+def _outside_inference_mode() -> AbstractContextManager[object]:
+    """A context in which tensors are made that training may use."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(mode=False)
+    return contextlib.nullcontext()
 
 
 def _may_leave(param: Any) -> bool:

@@ -54,7 +54,9 @@ class _Gathers:
             work.wait()
         return [
             # Behind the last element of a parameter that does not divide by the ranks is nothing.
-            whole[: param.ds_numel].view(param.ds_shape)
+            (whole if whole.numel() == param.ds_numel else whole[: param.ds_numel]).view(
+                param.ds_shape
+            )
             for whole, param in zip(wholes, params, strict=True)
         ]
 

@@ -8,8 +8,11 @@ of all ranks at once, since all are stepped at once.
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from stepwell.offload.gathering import Gatherer, Piece, bytes_of
 
@@ -17,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from functools import partial
-
-    import torch
 
     from stepwell.deepspeed.zero.partitions import Partitions
     from stepwell.deepspeed.zero.persistent import Upload
@@ -104,6 +105,8 @@ class GatheredWeights(GatheredUploads):
         super().__init__(partitions, peers)
         self._rank = peers.rank
         self._groups = [list(params) for params in groups]
+        # Of each group that was stepped: by parameter, the last bucket that has elements of it.
+        self._buckets: dict[int, dict[int, int]] = {}
 
     def submission(
         self, order: Sequence[int], weights: Sequence[Sequence[torch.Tensor]]
@@ -118,15 +121,20 @@ class GatheredWeights(GatheredUploads):
         places: dict[int, int] = {}
         for group in order:
             parts, first = weights[group], len(pieces)
-            whole = [bytes_of(part) for part in parts]
-            itemsize, numel = parts[0].itemsize, max(part.numel() for part in parts)
-            for begin in range(0, numel, _BUCKET_LEN):
-                end = min(begin + _BUCKET_LEN, numel)
-                cut = [part[begin * itemsize : end * itemsize] for part in whole]
-                pieces.append(Piece(group, begin, min(end, parts[self._rank].numel()), cut))
-            for param in self._groups[group]:
-                if param.numel():
-                    places[id(param)] = first + _last_bucket(param, parts)
+            if group not in self._buckets:
+                self._buckets[group] = {
+                    id(param): _last_bucket(param, parts)
+                    for param in self._groups[group]
+                    if param.numel()
+                }
+            if not self._buckets[group]:
+                continue
+            cuts = [torch.split(bytes_of(part), _BUCKET_LEN * part.itemsize) for part in parts]
+            numel, nothing = parts[self._rank].numel(), bytes_of(parts[0])[:0]
+            for nth, cut in enumerate(itertools.zip_longest(*cuts, fillvalue=nothing)):
+                begin = nth * _BUCKET_LEN
+                pieces.append(Piece(group, begin, min(begin + _BUCKET_LEN, numel), cut))
+            places.update((key, first + nth) for key, nth in self._buckets[group].items())
         return self._gatherer.submission(pieces, places)
 
 

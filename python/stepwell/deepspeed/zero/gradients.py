@@ -23,6 +23,7 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on, view
+from stepwell.deepspeed.zero.adjacent import runs
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.norm_round import NORM_DTYPE, WIDE_NORM_DTYPE
 from stepwell.offload import adder
@@ -30,7 +31,7 @@ from stepwell.offload.adder import Adder, norm_of, norms_of
 from stepwell.offload.budget import announce
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from stepwell.deepspeed.zero.lanes import Lane
 
@@ -102,12 +103,40 @@ class Gradients:
         self._written: set[Fragment] = set()
 
     def collect_all(self, parts: Sequence[Part], *, is_last: bool) -> None:
-        """As `collect`, for each of `parts`. Norms of all are computed by one call."""
+        """As `collect`, for each of `parts`. Norms of all are computed by one call.
+
+        What is complete by that, and lies side by side, crosses the bus as one.
+        """
         norms: Sequence[torch.Tensor | None] = [None] * len(parts)
         if is_last and parts:
             norms = norms_of([part.piece for part in parts])
+        whole: dict[Fragment, torch.Tensor] = {}
         for (fragment, piece, is_owned), norm in zip(parts, norms, strict=True):
-            self.collect(fragment, piece, is_owned=is_owned, is_last=is_last, norm=norm)
+            if norm is None or fragment.numel == 0 or self.has_gradient(fragment):
+                self.collect(fragment, piece, is_owned=is_owned, is_last=is_last, norm=norm)
+            else:
+                self.add(fragment, piece, is_owned=is_owned)
+                whole[fragment] = norm
+        if whole:
+            self._send_all(whole)
+
+    def _send_all(self, norms: Mapping[Fragment, torch.Tensor]) -> None:
+        """As `send`, of sums to which one gradient was added, and nothing before."""
+        # Some weight of the last step may not have been used.
+        self._end_last_step()
+        pieces = [self._sums[fragment] for fragment in norms]
+        for piece, fragments in runs(pieces, list(norms)):
+            for fragment in fragments:
+                self._drop_set_alone(fragment)
+                self._arriving(fragment)
+            first, last = fragments[0], fragments[-1]
+            whole = Fragment(first.group, first.begin, last.begin + last.numel - first.begin)
+            self.bytes_sent += piece.nbytes
+            self._lane.copy(piece, self._grad(whole), whole)
+            # Last, and no call: what Ctrl-C has left is copied again.
+            for fragment in fragments:
+                self._norms[fragment] = [norms[fragment]]
+                del self._sums[fragment]
 
     def collect(
         self,

@@ -4,6 +4,10 @@ A graph made by torch's own holds the gathered weight, by a view of it. So DeepS
 of its own in its place, which holds the parameter. That one asks for a signature, the accelerator
 and the state of autocast in each call: 80 microseconds, of which 10 are left here. A layer of a
 Llama has seven, and calls each twice with activation checkpoints.
+
+Within such a checkpoint (`torch.utils.checkpoint`, not reentrant) graphs hold nothing: what they
+need is computed again in the backward, and held until it is used, be it a parameter or a view. So
+16-bit layers without bias are torch's own there, forwards and backwards: the same operations.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["LinearFunction", "linear_for"]
 
 _MATRIX_DIM = 2
+_HALF_DTYPES = frozenset((torch.bfloat16, torch.float16))
 
 
 @functools.cache
@@ -83,6 +88,15 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == _MATRIX_DIM else tensor.reshape(-1, tensor.shape[-1])
 
 
+def _holds_nothing() -> bool:
+    """Whether a checkpoint has what the graph would hold, in the forward and when it is repeated.
+
+    Both say the same of a call: they save as many tensors, of the same shapes.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def linear_for(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """What stands in the place of DeepSpeed's function.
 
@@ -92,6 +106,16 @@ def linear_for(theirs: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     def linear(input: Any, weight: Any, bias: Any = None) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return theirs(input, weight, bias)
+        # With a bias torch's own rounds once. Autocast would hold what it has cast; of other
+        # dtypes a backward under autocast would be cast.
+        if (
+            bias is None
+            and weight.dtype in _HALF_DTYPES
+            and weight.dtype == input.dtype
+            and _holds_nothing()
+            and not torch.is_autocast_enabled(_device_type())
+        ):
+            return torch._C._nn.linear(input, weight)
         return LinearFunction.apply(input, weight, bias)
 
     return linear

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.torch_autocast import is_autocast_initialized
+from deepspeed.runtime.torch_autocast import is_autocast_initialized, sort_dtypes
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage3 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer_Stage3
 
@@ -353,6 +353,23 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._drop_left_out()
         self._backward.note_gradient()
         super().reduce_ready_partitions_and_remove_grads(param)
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """The end of a backward: reduces what is left in buckets.
+
+        DeepSpeed's thread waits for the reductions here. The current stream does instead, and the
+        thread makes the step ready meanwhile: it waits for the norm.
+        """
+        if self._partitions.device.type != "cuda":
+            super().independent_gradient_partition_epilogue()
+            return
+        for dtype in sort_dtypes(self.ipg_buckets.keys()):
+            self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+        stream = torch.cuda.current_stream(self._partitions.device)
+        stream.wait_stream(self.reduce_and_partition_stream)
+        for param_id in self.params_already_reduced:
+            self.params_already_reduced[param_id] = False
+        self._epilogue_ran_this_backward = True
 
     def backward_epilogue(self) -> None:
         """The end of a backward."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["Arrival", "CudaWeightLane", "HostWeightLane", "WeightLane"]
 
@@ -34,11 +34,11 @@ class WeightLane(Protocol):
     def wait(self, arrival: Arrival) -> bool:
         """The current stream waits. Returns whether no later use has to."""
 
-    def free(self, param: Any) -> None:
-        """Frees the weight of a parameter once the current stream has used it."""
+    def free(self, params: Iterable[Any]) -> Arrival:
+        """Frees the weights of parameters once the current stream has used them.
 
-    def mark(self) -> Arrival:
-        """The point at which the current stream is."""
+        Returns the point at which that stream is.
+        """
 
     def has_ended(self, arrival: Arrival, *, is_waiting: bool) -> bool:
         """Whether a stream has passed a point; waits until it has if `is_waiting`."""
@@ -77,17 +77,16 @@ class CudaWeightLane:
         # Another stream waits as well, as long as the copy is under way.
         return bool(arrival.query())
 
-    def free(self, param: Any) -> None:
+    def free(self, params: Iterable[Any]) -> Arrival:
         """See `WeightLane`."""
-        weight = param.data
-        # A program may have moved it.
-        if weight.is_cuda:
-            weight.record_stream(torch.cuda.current_stream(self._device))
-        param.data = torch.empty(0, dtype=weight.dtype, device=weight.device)
-
-    def mark(self) -> Arrival:
-        """See `WeightLane`."""
-        return torch.cuda.current_stream(self._device).record_event()
+        stream = torch.cuda.current_stream(self._device)
+        for param in params:
+            weight = param.data
+            # A program may have moved it.
+            if weight.is_cuda:
+                weight.record_stream(stream)
+            param.data = weight.new_empty(0)
+        return stream.record_event()
 
     def has_ended(self, arrival: Arrival, *, is_waiting: bool) -> bool:
         """See `WeightLane`."""
@@ -113,12 +112,10 @@ class HostWeightLane:
         """See `WeightLane`."""
         return True
 
-    def free(self, param: Any) -> None:
+    def free(self, params: Iterable[Any]) -> Arrival:
         """See `WeightLane`."""
-        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-
-    def mark(self) -> Arrival:
-        """See `WeightLane`."""
+        for param in params:
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
         return None
 
     def has_ended(self, arrival: Arrival, *, is_waiting: bool) -> bool:
