@@ -4,7 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stepwell.deepspeed.zero.adjacent import are_adjacent, clones, joined
+from stepwell.deepspeed.zero.adjacent import are_adjacent, clones, joined, runs
+from stepwell.deepspeed.zero.fragment import Fragment
 
 
 def cut(memory, sizes, gap=0):
@@ -56,7 +57,7 @@ def test_joined_is_a_view_of_both():
     memory = torch.arange(10.0)
     first, second = memory[2:5], memory[5:9]
     assert are_adjacent(first, second)
-    both = joined(first, second)
+    both = joined([first, second])
     assert torch.equal(both, memory[2:9])
     both.zero_()
     assert memory.tolist() == [0, 1, 0, 0, 0, 0, 0, 0, 0, 9]
@@ -78,3 +79,33 @@ def test_joined_is_a_view_of_both():
 )
 def test_what_is_not_side_by_side_is_not_adjacent(first, second):
     assert not are_adjacent(first, second)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
+    order=st.randoms(use_true_random=False),
+    data=st.data(),
+)
+def test_runs_are_all_pieces_in_as_few_copies_as_can_be(sizes, order, data):
+    """Here and in the partition, pieces lie one behind the other, but where one has a gap."""
+    here, there, pieces, fragments, joins = 0, 0, [], [], []
+    memory, group = torch.arange(200.0), 0
+    for size in sizes:
+        gap = data.draw(st.sampled_from(["none", "here", "there", "group"]))
+        here += gap == "here"
+        there = 0 if gap == "group" else there + (gap == "there")
+        group += gap == "group"
+        pieces.append(memory[here : here + size])
+        fragments.append(Fragment(group, there, size))
+        joins.append(gap == "none")
+        here, there = here + size, there + size
+    found = list(runs(pieces, fragments))
+    assert [each for _, own in found for each in own] == fragments
+    assert torch.equal(torch.cat([piece for piece, _ in found]), torch.cat(pieces))
+    assert len(found) == 1 + sum(not join for join in joins[1:])
+    # Whatever the order, each piece goes with its own fragments.
+    both = list(zip(pieces, fragments, strict=True))
+    order.shuffle(both)
+    expected = {fragment: piece for piece, fragment in both}
+    for piece, own in runs([piece for piece, _ in both], [fragment for _, fragment in both]):
+        assert torch.equal(piece, torch.cat([expected[fragment] for fragment in own]))

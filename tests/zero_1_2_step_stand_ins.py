@@ -540,3 +540,16 @@ def test_an_end_waits_for_copies_first(monkeypatch, swapped):
     last = ["streams", "claim"] if swapped is None else ["ended"]
     assert calls[1:] == ["dropped", "synchronized", *last, "theirs"]
     assert optimizer._gate is optimizer._gathers is None
+
+
+@pytest.mark.parametrize("overlap_comm", [False, True])
+def test_the_norm_is_behind_reductions_on_whatever_stream_a_program_steps(
+    monkeypatch, overlap_comm
+):
+    optimizer, calls = stepping(overlap_comm=overlap_comm, reduction_stream="reductions")
+    optimizer._partitions.device = torch.device("cuda")
+    optimizer._partitions.gradients.norm = lambda add_up: calls.append("norm") or 3.0
+    stream = SimpleNamespace(wait_stream=calls.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    optimizer._norm()
+    assert calls[1:] == ["reductions"] * overlap_comm + ["norm"]

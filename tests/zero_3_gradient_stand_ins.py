@@ -278,6 +278,35 @@ def test_a_reduction_is_behind_what_makes_its_gradients(monkeypatch, resolves):
 REDUCE = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"
 
 
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_the_end_of_a_backward_waits_for_reductions_on_the_device_alone(monkeypatch, kind):
+    calls = []
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer_Stage3,
+        "independent_gradient_partition_epilogue",
+        noted(calls, "theirs"),
+    )
+    stream = SimpleNamespace(wait_stream=lambda other: calls.append(f"waits for {other}"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    optimizer = made(
+        ipg_buckets={BF16: None, torch.float32: None},
+        reduce_and_partition_stream="reductions",
+        params_already_reduced={0: True, 1: False, 2: True},
+        _backward_hook_state=SimpleNamespace(epilogue_ran_this_backward=False),
+        _partitions=SimpleNamespace(device=torch.device(kind)),
+        **{REDUCE: calls.append},
+    )
+    optimizer.independent_gradient_partition_epilogue()
+    if kind == "cpu":
+        assert calls == ["theirs"]
+        return
+    # In one order on all ranks.
+    assert sorted(calls[:2], key=str) == [BF16, torch.float32]
+    assert calls[2:] == ["waits for reductions"]
+    assert optimizer.params_already_reduced == dict.fromkeys(range(3), False)
+    assert optimizer._backward_hook_state.epilogue_ran_this_backward
+
+
 def moved(optimizer, bucket, monkeypatch):
     """Which gradients of a bucket are in other memory when DeepSpeed reduces them."""
     places = [param.grad.data_ptr() for param in bucket.params]

@@ -358,3 +358,12 @@ def test_a_launch_that_fails_is_the_end():
         optimizer._apply(1.0)
     assert optimizer._failure == "launch"
     assert "forgotten" not in calls
+
+
+def test_the_norm_is_behind_reductions_on_whatever_stream_a_program_steps(monkeypatch):
+    optimizer, calls = stepping(monkeypatch, reduce_and_partition_stream="reductions")
+    optimizer._partitions.device = torch.device("cuda")
+    stream = SimpleNamespace(wait_stream=calls.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    optimizer.step()
+    assert calls[: calls.index("norm") + 1] == [*FIRST, "reductions", "norm"]

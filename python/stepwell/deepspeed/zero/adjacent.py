@@ -30,9 +30,10 @@ def are_adjacent(first: torch.Tensor, second: torch.Tensor) -> bool:
     )
 
 
-def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """One flat view of both, which are adjacent."""
-    numel = first.numel() + second.numel()
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat view of all, of which each is adjacent to the one before."""
+    first = pieces[0]
+    numel = sum(piece.numel() for piece in pieces)
     return first.as_strided((numel,), (1,), first.storage_offset())
 
 
@@ -69,9 +70,5 @@ def runs(
                 pieces[end - 1], pieces[end]
             ):
                 continue
-        piece = pieces[begin]
-        if end - begin > 1:
-            numel = sum(each.numel() for each in pieces[begin:end])
-            piece = piece.as_strided((numel,), (1,), piece.storage_offset())
-        yield piece, fragments[begin:end]
+        yield joined(pieces[begin:end]), fragments[begin:end]
         begin = end

@@ -48,8 +48,8 @@ def _joined(first: _Copy, second: _Copy) -> _Copy | None:
     ):
         return None
     return _Copy(
-        joined(first.piece, second.piece),
-        joined(first.target, second.target),
+        joined([first.piece, second.piece]),
+        joined([first.target, second.target]),
         Fragment(group, begin, numel + other_numel),
     )
 

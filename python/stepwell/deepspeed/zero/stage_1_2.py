@@ -332,7 +332,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.reduce_ipg_grads()
         self.params_already_reduced[:] = [False] * len(self.params_already_reduced)
         # What is freed below is used again behind the current stream.
-        torch.cuda.current_stream(self._partitions.device).wait_stream(self.reduction_stream)
+        self._order_reductions()
         self._clear_previous_reduced_grads()
         self._release_ipg_buffers()
         self._clear_param_grad_only()
@@ -415,7 +415,15 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         is_alone = self._is_alone
         with self._norm_round.awaited(self._add_up, self._partitions.device, is_alone=is_alone):
             self._check_used()
+            # A program may step on another stream than it has had the backward on.
+            self._order_reductions()
             return self._partitions.gradients.norm(self._add_up)
+
+    def _order_reductions(self) -> None:
+        """The current stream comes after the reductions of gradients."""
+        device = self._partitions.device
+        if device.type == "cuda" and self.overlap_comm:
+            torch.cuda.current_stream(device).wait_stream(self.reduction_stream)
 
     def _decided(self) -> AbstractContextManager[None]:
         """A context in which a step is taken that all ranks have decided on."""

@@ -365,8 +365,7 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             return
         for dtype in sort_dtypes(self.ipg_buckets.keys()):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
-        stream = torch.cuda.current_stream(self._partitions.device)
-        stream.wait_stream(self.reduce_and_partition_stream)
+        self._order_reductions()
         for param_id in self.params_already_reduced:
             self.params_already_reduced[param_id] = False
         self._epilogue_ran_this_backward = True
@@ -563,6 +562,8 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
                 if self._operands.swapped is not None and not is_alone:
                     # No rank writes a step before all have committed the last one.
                     self._partitions.finish()
+                # A program may step on another stream than it has had the backward on.
+                self._order_reductions()
                 norm = self._partitions.gradients.norm(self._add_up)
             self._round.check_left()
             if self._fetcher is not None:
@@ -584,6 +585,12 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             raise
         self.timers(OPTIMIZER_STEP_TIMER).stop()
         self._post_step({OPTIMIZER_STEP_TIMER})
+
+    def _order_reductions(self) -> None:
+        """The current stream comes after the reductions of gradients."""
+        device = self._partitions.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).wait_stream(self.reduce_and_partition_stream)
 
     def _add_up(self, squares: torch.Tensor) -> float:
         """The sum of this rank's squared norm and those of the others, as `StepRound.add_up`."""
