@@ -565,7 +565,7 @@ def test_frozen_weights_of_what_is_computed_again_stay(fetching, is_within, monk
         world.fetcher.enter_backward(world.modules[3], [world.params[3]], "outer")
         world.fetcher.enter_backward(world.modules[0], [world.params[0]], "call")
     with monkeypatch.context() as patched:
-        patched.setattr(fetching, "is_in_backward", lambda: True)
+        patched.setattr(fetching, "_backward_id", lambda: 1)
         for index in (1, 2):
             world.enter(index)
             world.leave(index)
@@ -591,10 +591,42 @@ def test_frozen_weights_do_not_stay_behind_a_forward(fetching):
 def test_what_a_backward_itself_uses_is_not_kept(fetching, monkeypatch):
     world = World(fetching)
     world.params[0].requires_grad = False
-    monkeypatch.setattr(fetching, "is_in_backward", lambda: True)
+    monkeypatch.setattr(fetching, "_backward_id", lambda: 1)
     world.fetcher.enter_backward(world.modules[0], world.params[:1], "call")
     world.fetcher.leave_backward(world.modules[0], "call")
     assert world.there() == []
+
+
+@pytest.mark.parametrize("ends", ["its own backward", "another begins", "all ends"])
+def test_a_forward_that_a_checkpoint_has_left_is_over_with_the_next_node(
+    fetching, monkeypatch, ends
+):
+    world = World(fetching)
+    backward = world.fetcher.enter_backward, world.fetcher.leave_backward
+    monkeypatch.setattr(fetching, "_backward_id", lambda: 1)
+    backward[0](world.modules[1], world.params[1:2], "call")
+    # It needs nothing behind the second.
+    world.enter(0)
+    world.leave(0)
+    world.enter(1)
+    # One within a forward that is still computed again.
+    monkeypatch.setattr(fetching, "_backward_id", lambda: 2)
+    backward[0](world.modules[3], world.params[3:4], "inner")
+    backward[1](world.modules[3], "inner")
+    assert world.there() == [1]
+    assert len(world.params[1].ds_active_sub_modules) == 2
+    monkeypatch.setattr(fetching, "_backward_id", lambda: 1)
+    if ends == "another begins":
+        backward[0](world.modules[2], world.params[2:3], "other")
+        assert world.params[1].ds_active_sub_modules == {"call"}
+        assert world.there() == [1, 2]
+        backward[1](world.modules[2], "other")
+    if ends != "all ends":
+        backward[1](world.modules[1], "call")
+    else:
+        world.fetcher.release_backward_leftovers()
+    assert world.there() == []
+    assert not any(param.ds_active_sub_modules for param in world.params)
 
 
 def test_all_is_freed_whatever_uses_it(fetching):

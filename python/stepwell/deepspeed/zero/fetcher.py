@@ -50,9 +50,25 @@ __all__ = ["Fetcher", "is_in_backward"]
 _NUMEL_BEHIND_STEP = 16 << 20
 
 
+_NO_BACKWARD = -1
+
+
+def _backward_id() -> int:
+    """Which backward this thread runs."""
+    return torch._C._current_graph_task_id()
+
+
 def is_in_backward() -> bool:
     """Whether this thread runs a backward: a forward within it computes activations again."""
-    return torch._C._current_graph_task_id() != -1
+    return _backward_id() != _NO_BACKWARD
+
+
+class _Repeated(NamedTuple):
+    """A forward that computes activations again, and has not ended."""
+
+    backward: int
+    module: torch.nn.Module
+    params: Sequence[Any]
 
 
 class _Ahead(NamedTuple):
@@ -114,6 +130,9 @@ class Fetcher:
         self._leaving_numel = 0
         # Calls whose backward has begun, with their parameters.
         self._in_backward: dict[Hashable, Sequence[Any]] = {}
+        # Forwards within a backward, by their token. An activation checkpoint leaves the last one
+        # by an exception, once it has what it needs.
+        self._repeated: dict[Hashable, _Repeated] = {}
         # Hooks of one backward may be called on several threads.
         self._lock = threading.RLock()
 
@@ -150,16 +169,22 @@ class Fetcher:
             self._drop_ahead()
             self._lane.finish()
             self._in_backward.clear()
+            self._repeated.clear()
             params = list(module.parameters())
             for param in params:
                 param.ds_active_sub_modules.clear()  # type: ignore[attr-defined]
             self._free(params)
 
     def release_backward_leftovers(self) -> None:
-        """A backward has ended: frees what is left of modules whose inputs got no gradient."""
+        """A backward has ended: frees what is left of modules whose inputs got no gradient.
+
+        And of forwards within it that did not end.
+        """
         with self._lock:
             left = list(self._in_backward.items())
+            left += [(token, each.params) for token, each in self._repeated.items()]
             self._in_backward.clear()
+            self._repeated.clear()
             for token, params in left:
                 for param in params:
                     param.ds_active_sub_modules.discard(token)
@@ -181,8 +206,9 @@ class Fetcher:
             if is_expected:
                 self._order.note(module, params)
             missing = []
-            if is_in_backward() and token not in self._in_backward:
+            if (backward := _backward_id()) != _NO_BACKWARD and token not in self._in_backward:
                 self._keep_for_backward(params)
+                self._repeated[token] = _Repeated(backward, module, params)
             for param in params:
                 param.ds_active_sub_modules.add(token)
                 if param.ds_status is not ZeroParamStatus.AVAILABLE:
@@ -197,6 +223,7 @@ class Fetcher:
     def leave(self, module: torch.nn.Module, params: Sequence[Any], token: Hashable) -> None:
         """A use of a module ends: what is not used again soon is freed."""
         with self._lock:
+            self._repeated.pop(token, None)
             for param in params:
                 param.ds_active_sub_modules.discard(token)
             leaving = [
@@ -219,7 +246,17 @@ class Fetcher:
                 return False
             self._in_backward[token] = params
             self.enter(module, params, token)
+            # Behind it: what both use stays.
+            self._leave_repeated()
             return True
+
+    def _leave_repeated(self) -> None:
+        """A node of a backward runs, so no forward within that one does."""
+        if self._repeated:
+            backward = _backward_id()
+            for token, each in list(self._repeated.items()):
+                if each.backward == backward:
+                    self.leave(each.module, each.params, token)
 
     def _keep_for_backward(self, params: Sequence[Any]) -> None:
         """Activations are computed again: frozen weights stay until the backward behind it ends.
@@ -236,6 +273,7 @@ class Fetcher:
     def leave_backward(self, module: torch.nn.Module, token: Hashable) -> None:
         """As `leave`."""
         with self._lock:
+            self._leave_repeated()
             params = self._in_backward.pop(token, None)
             if params is not None:
                 self.leave(module, params, token)
