@@ -339,7 +339,12 @@ def deepspeed_run(
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            # What DeepSpeed builds is for this device. A list that is there may name others in a
+            # way that it does not read (`10.0a`).
+            capability = torch.cuda.get_device_capability()
+            os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, capability))
+        else:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if register:
             import stepwell.deepspeed
