@@ -6,6 +6,7 @@ mod drives;
 mod on_device;
 
 use std::{
+    num::NonZeroU64,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -74,7 +75,8 @@ impl Rig {
             ram_nbytes: 0,
             buffers_nbytes_max: usize::MAX,
             workers: 3,
-            commits_each_step: false,
+            counts_each_step: false,
+            commit_interval: NonZeroU64::MIN,
             options: Options { io_timeout: SOON, ..Options::default() },
         };
         Self {
@@ -170,6 +172,23 @@ impl Rig {
             self.expect_step();
         }
         finish(engine);
+    }
+
+    /// Asserts that a swap that was opened again has the state and the weights of `expected`, but
+    /// for fingerprints. They are read to `to`.
+    fn assert_found(&self, swap: &Swap, index: usize, to: &mut Held, expected: &mut Held) {
+        let never = AtomicBool::new(false);
+        let (to, expected) = (to.tensor(), expected.tensor());
+        let all = 0..to.layout().numel();
+        // SAFETY: the tensors are held, and no step runs.
+        unsafe {
+            assert!(swap.read(index, &to, all, &never).expect("state"));
+            assert!(swap.read_weights(index, to.weight(), &never).expect("weights"));
+        }
+        for ((name, found), (_, expected)) in to.written().zip(expected.written()) {
+            let is_same = on_device::bytes(found) == on_device::bytes(expected);
+            assert!(name == "fingerprints" || is_same, "{name} of tensor {index}");
+        }
     }
 
     /// The weights, the device's copies, and the state that the swap has.
@@ -338,6 +357,100 @@ fn a_commit_is_found_again_with_counts_and_weights() {
         rig.step(&engine);
         rig.assert_as_expected(&swap, "a step after that");
     }
+}
+
+/// SWAP-6. The state of tensor 0 and some of the next is in host memory.
+#[test]
+fn a_commit_every_few_steps_has_the_state_and_the_weights_of_its_step() {
+    for param in [ParamKind::Split, ParamKind::Shadowed, ParamKind::Float32] {
+        let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
+        let mut rig = Rig::new(of(layout), Durability::Commit);
+        rig.config.options.keep = true;
+        rig.config.ram_nbytes = 2 << 20;
+        rig.config.commit_interval = NonZeroU64::new(3).expect("above 0");
+        let swap = rig.create().expect("a swap");
+        let engine = rig.engine(host_device(&rig.all), &swap);
+        let mut committed = Vec::new();
+        for step in 1..=5 {
+            assert_eq!(swap.commits_next(), step == 3);
+            rig.step(&engine);
+            rig.assert_as_expected(&swap, "between steps");
+            if step == 3 {
+                committed = rig.all.iter().map(|one| one.held.moved(0)).collect();
+            }
+        }
+        assert_eq!(swap.volume().step(), Some(3));
+        drop((engine, swap));
+        let (swap, found) = rig.open().expect("the volume");
+        assert_eq!(found.counts, [3; 4], "{param:?}");
+        for (index, expected) in committed.iter_mut().enumerate() {
+            let mut held = expected.moved(0);
+            rig.assert_found(&swap, index, &mut held, expected);
+        }
+    }
+}
+
+/// The caller has to give the weights that steps without a commit have left behind.
+#[test]
+fn a_commit_without_a_step_takes_the_weights_that_are_behind() {
+    let mut rig = Rig::of_split(Durability::Commit);
+    rig.config.options.keep = true;
+    rig.config.ram_nbytes = 1 << 20;
+    rig.config.commit_interval = NonZeroU64::new(100).expect("above 0");
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    rig.step(&engine);
+    assert_eq!(swap.weights_behind(), [0, 1, 2, 3]);
+    let never = AtomicBool::new(false);
+    for (index, one) in rig.all.iter_mut().enumerate() {
+        let weight = one.held.tensor().weight();
+        // SAFETY: the tensor is held, and no step runs.
+        unsafe {
+            let other = weight.part(0..weight.numel() - 1);
+            swap.write_weights(index, other, &never).expect_err("too few");
+            assert!(!swap.write_weights(index, weight, &AtomicBool::new(true)).expect("told"));
+            assert!(swap.write_weights(index, weight, &never).expect("weights"));
+        }
+    }
+    assert_eq!(swap.weights_behind(), [0; 0]);
+    assert_eq!(swap.volume().step(), None);
+    swap.commit_now().expect("a commit");
+    swap.commit_now().expect("nothing to commit");
+    assert_eq!(swap.volume().step(), Some(2));
+    // Another step, which is not committed, and one that cannot be.
+    rig.step(&engine);
+    let error = swap.commit_now().expect_err("weights are behind").to_string();
+    assert!(error.contains("without the weights of tensor `0`"), "{error}");
+    assert!(engine.finish(STREAM, SOON).is_ok(), "the step itself was made");
+    drop((engine, swap));
+    let (swap, found) = rig.open().expect("the volume");
+    assert_eq!((found.counts, swap.volume().step()), (vec![2; 4], Some(2)));
+}
+
+/// Steps between commits write as much as those of a volume without, and no byte more.
+#[test]
+fn steps_between_commits_write_no_weights() {
+    let written = |durability, interval| {
+        let mut rig = Rig::of_split(durability);
+        rig.config.commit_interval = NonZeroU64::new(interval).expect("above 0");
+        let swap = rig.create().expect("a swap");
+        let engine = rig.engine(host_device(&rig.all), &swap);
+        let mut written = Vec::new();
+        for _ in 0..4 {
+            let before = swap.volume().bytes_moved();
+            rig.step(&engine);
+            let now = swap.volume().bytes_moved();
+            written.push((now.0 - before.0, now.1 - before.1));
+        }
+        written
+    };
+    let none = written(Durability::None, 1);
+    let every = written(Durability::Commit, 1);
+    let third = written(Durability::Commit, 3);
+    assert_eq!([third[0], third[1], third[3]], [none[0], none[1], none[3]]);
+    assert_eq!(third[2], every[2]);
+    assert!(every[2].1 > none[2].1 + 2 * NUMELS[0] as u64);
 }
 
 /// One that was resumed may go on in two runs, whose next steps are told apart.
@@ -527,21 +640,42 @@ fn a_drive_that_fails_ends_the_engine_and_nothing_is_uploaded() {
         drives.repair();
         let (swap, found) = rig.open().expect("the committed step");
         assert_eq!(found.counts, [1; 4], "{call:?}");
-        let never = AtomicBool::new(false);
-        for (index, one) in rig.all.iter_mut().enumerate() {
-            let mut held = one.held.moved(0);
-            let to = held.tensor();
-            let all = 0..to.layout().numel();
-            // SAFETY: the tensor is held, and no step runs.
-            unsafe {
-                assert!(swap.read(index, &to, all, &never).expect("state"));
-                assert!(swap.read_weights(index, to.param, &never).expect("weights"));
+        for index in 0..rig.all.len() {
+            let (mut held, mut expected) =
+                (rig.all[index].held.moved(0), rig.expected[index].moved(0));
+            rig.assert_found(&swap, index, &mut held, &mut expected);
+        }
+    }
+}
+
+/// The step that fails may be one whose weights were used: the volume is at its last commit.
+#[test]
+fn a_drive_that_fails_between_commits_leaves_the_last_one() {
+    for (steps, call) in [(2, Call::Write), (2, Call::Read), (3, Call::Sync), (3, Call::Write)] {
+        let (mut rig, drives) = Rig::faulty(Durability::Commit);
+        rig.config.options.keep = true;
+        rig.config.commit_interval = NonZeroU64::new(2).expect("above 0");
+        let device = Arc::new(Gated::new(&rig.all));
+        let swap = rig.create().expect("a swap");
+        let engine = rig.engine(Arc::clone(&device) as Arc<dyn Device>, &swap);
+        let mut committed = Vec::new();
+        for step in 1..=steps {
+            rig.step(&engine);
+            if step == 2 {
+                committed = rig.expected.iter().map(|one| one.moved(0)).collect();
             }
-            let expected = rig.expected[index].tensor();
-            for ((name, found), (_, expected)) in to.written().zip(expected.written()) {
-                let is_same = on_device::bytes(found) == on_device::bytes(expected);
-                assert!(name == "fingerprints" || is_same, "{call:?}: {name} of tensor {index}");
-            }
+        }
+        drives.fault(1, call, 0, Effect::Fails(Errno::IO));
+        failed_step(&mut rig, &device, &engine);
+        assert!(engine.finish(STREAM, SOON).is_err());
+        swap.commit_now().expect_err("the step failed");
+        drop((engine, swap));
+        drives.repair();
+        let (swap, found) = rig.open().expect("the committed step");
+        assert_eq!((found.counts, swap.volume().step()), (vec![2; 4], Some(2)), "{call:?}");
+        for (index, expected) in committed.iter_mut().enumerate() {
+            let mut held = expected.moved(0);
+            rig.assert_found(&swap, index, &mut held, expected);
         }
     }
 }

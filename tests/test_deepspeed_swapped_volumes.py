@@ -114,7 +114,7 @@ def of_ranks(monkeypatch, *steps, counts=None):
             assert call is Call.VOLUME
             return [mine, mine if counts is None or mine is None else counts]
 
-    def open_together(ranks, make):
+    def open_together(ranks, make, *, commit_interval):
         for step in steps[:-1]:
             make(step, 1).close(keep=True)
         return make(steps[-1], 1)
@@ -140,7 +140,7 @@ def test_each_of_several_ranks_has_a_volume_of_its_own(tmp_path, monkeypatch, du
     # A name that no other has is made by the core.
     assert len({Run(Volume([tmp_path]), rank=rank).swapped.core.name for rank in (None, 0)}) == 2
     assert [each["name"] for each in said] == ["run", "run-0", "run-3", None, None]
-    assert [each["commits_each_step"] for each in said[:3]] == [False, is_commit, is_commit]
+    assert [each["counts_each_step"] for each in said[:3]] == [False, is_commit, is_commit]
     assert [each["run"] for each in said[:3]] == [RUN_OF_ONE, 1, 1]
 
 

@@ -190,12 +190,12 @@ def test_a_resumed_run_is_as_if_never_stopped(two, drives, moments):
     assert two.run(go_on, drives, 6, moments) == [9, 9]
 
 
-def one_is_behind(drives, steps):
+def one_is_behind(drives, steps, interval=1):
     """As rank 1 were killed in the last steps, before their commits."""
 
     def begin():
         net = sharded()
-        optimizer = on_volume(net, drives, name="run")
+        optimizer = on_volume(net, drives, name="run", commit_interval=interval)
         return optimizer, partial(train, net, optimizer)
 
     step_and_set_back(begin, drives, (1,), steps)
@@ -209,6 +209,11 @@ def refused_on_all(drives, match, kind=ValueError):
 
 def test_ranks_that_are_ahead_go_back(two, drives):
     two.run(one_is_behind, drives, 1)
+    assert two.run(go_on, drives, 2) == [5, 5]
+
+
+def test_ranks_that_are_a_commit_ahead_go_back(two, drives):
+    two.run(one_is_behind, drives, 2, 2)
     assert two.run(go_on, drives, 2) == [5, 5]
 
 

@@ -45,12 +45,31 @@ def test_a_resumed_run_is_as_if_never_stopped(two, drives, moments):
     assert two.run(go_on, drives, 6, moments) == [9, 9]
 
 
-def one_commits_and_the_other_does_not(drives, behind, steps):
+def commits_between(drives):
+    """Commits where the program says so, beside those of each third step."""
+    net = make(DTYPE)
+    optimizer = on_volume(net, drives, name="run", commit_interval=3)
+    ddp = DistributedDataParallel(net)
+    found = []
+    for step in range(4):
+        train(ddp, optimizer, 1, step)
+        if step == 1:
+            optimizer.commit()
+        found.append(end(optimizer))
+    return found
+
+
+def test_steps_between_commits_are_made_again(two, drives):
+    assert two.run(commits_between, drives) == [[0, 2, 3, 3]] * 2
+    assert two.run(go_on, drives, 3) == [6, 6]
+
+
+def one_commits_and_the_other_does_not(drives, behind, steps, interval=1):
     """As `behind` were killed in the last steps, before their commits."""
 
     def begin():
         net = make(DTYPE)
-        optimizer = on_volume(net, drives, name="run")
+        optimizer = on_volume(net, drives, name="run", commit_interval=interval)
         return optimizer, partial(train, DistributedDataParallel(net), optimizer)
 
     step_and_set_back(begin, drives, behind, steps)
@@ -59,6 +78,11 @@ def one_commits_and_the_other_does_not(drives, behind, steps):
 @pytest.mark.parametrize("behind", [(0,), (1,)])
 def test_ranks_that_are_ahead_go_back(two, drives, behind):
     two.run(one_commits_and_the_other_does_not, drives, behind, 1)
+    assert two.run(go_on, drives, 2) == [5, 5]
+
+
+def test_ranks_that_are_a_commit_ahead_go_back(two, drives):
+    two.run(one_commits_and_the_other_does_not, drives, (1,), 2, 2)
     assert two.run(go_on, drives, 2) == [5, 5]
 
 
@@ -108,17 +132,24 @@ def test_volumes_of_steps_further_apart_are_refused(two, drives):
 
 def test_the_step_that_all_volumes_have():
     common_step = sharded_volume._common_step
-    assert common_step([None, None]) is None
-    assert common_step([3, 3]) == 3
-    assert common_step([4, 3, 4]) == 3
-    for steps in ([3, None], [3, 4, 5], [1, 3]):
+    assert common_step([(None, None), (None, None)]) is None
+    assert common_step([(3, 2), (3, None)]) == 3
+    assert common_step([(4, 3), (3, 2), (4, 3)]) == 3
+    assert common_step([(12, 8), (8, 4), (8, None)]) == 8
+    for found in (
+        [(3, 2), (None, None)],
+        [(3, 2), (4, 3), (5, 4)],
+        [(1, None), (3, 2)],
+        [(8, 4), (12, 6)],
+        [(8, None), (12, None)],
+    ):
         with pytest.raises(ValueError, match="not of one run"):
-            common_step(steps)
+            common_step(found)
 
 
-def trained_until_killed(drives, fifo):
+def trained_until_killed(drives, interval, fifo):
     net = make(DTYPE)
-    optimizer = on_volume(net, drives, name="run")
+    optimizer = on_volume(net, drives, name="run", commit_interval=interval)
     ddp = DistributedDataParallel(net)
     with told_steps(fifo) as out:
         for step in range(1000):
@@ -127,12 +158,13 @@ def trained_until_killed(drives, fifo):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_ranks_that_are_killed_go_on_from_one_step(two, drives, tmp_path, order):
-    step = kill_in_steps(two, order, tmp_path / "steps", trained_until_killed, drives)
+@pytest.mark.parametrize(("order", "interval"), [((0, 1), 1), ((1, 0), 1), ((1, 0), 2)])
+def test_ranks_that_are_killed_go_on_from_one_step(two, drives, tmp_path, order, interval):
+    step = kill_in_steps(two, order, tmp_path / "steps", trained_until_killed, drives, interval)
     committed = two.run(steps_and_bits, drives)
     assert committed[0] == committed[1]
-    assert committed[0] >= step
+    assert committed[0] > step - interval
+    assert committed[0] % interval == 0
     assert two.run(go_on, drives, committed[0]) == [committed[0] + 3] * 2
 
 

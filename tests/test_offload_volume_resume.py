@@ -76,7 +76,9 @@ KILLED = """
     from volume_models import net_of, on_volume
     from offload_cases import train
     net = net_of(torch.bfloat16)
-    optimizer = on_volume(net, pathlib.Path({path!r}), name="run", num=2)
+    optimizer = on_volume(
+        net, pathlib.Path({path!r}), name="run", num=2, commit_interval={interval}
+    )
     for step in range(1000):
         train(net, optimizer, 1, first=step)
         print(step, flush=True)
@@ -84,9 +86,11 @@ KILLED = """
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("steps", [2, 5])
-def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, steps):
-    program = textwrap.dedent(KILLED).format(tests=str(Path(__file__).parent), path=str(tmp_path))
+@pytest.mark.parametrize(("steps", "interval"), [(2, 1), (5, 1), (7, 3)])
+def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, steps, interval):
+    program = textwrap.dedent(KILLED).format(
+        tests=str(Path(__file__).parent), path=str(tmp_path), interval=interval
+    )
     job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
         for _ in range(steps):
@@ -100,7 +104,8 @@ def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, s
     twin = net_of(torch.bfloat16)
     reference = stepwell.OffloadAdamW(twin.named_parameters(), lr=1e-2)
     done = int(optimizer.state[net[0].weight]["step"])
-    assert done >= steps - 1
+    assert done >= steps - interval
+    assert done % interval == 0
     train(twin, reference, done)
     assert_equal((net, optimizer), (twin, reference))
     assert train(net, optimizer, 2, first=done) == train(twin, reference, 2, first=done)
@@ -184,7 +189,7 @@ def test_loaded_state_that_no_commit_has_is_told(tmp_path, caplog):
     net[3].requires_grad_(False)
     with caplog.at_level("WARNING", logger="stepwell"):
         train(net, optimizer, 1, first=1)
-        assert "state of 2 parameters without a gradient is in memory" in caplog.text
+        assert "state of 2 parameters that are not stepped now is in memory" in caplog.text
         net[3].requires_grad_(True)
         caplog.clear()
         train(net, optimizer, 2, first=2)

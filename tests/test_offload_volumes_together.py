@@ -57,9 +57,10 @@ def on_ranks(function, *of_each):
 
 
 class Swap:
-    """A volume at a step, of a run; None: it is new."""
+    """A volume at a step, of a run, and the commit before; None: it is new."""
 
-    def __init__(self, step, run=None):
+    def __init__(self, step, run=None, before=None):
+        self.step_before = before
         self.step, self.counts, self.name = step, None if step is None else [step], "volume"
         self.resumed_run = run
         self.closed = []
@@ -75,10 +76,12 @@ class Maker:
         step: the last one; None: it is new.
         fails_at: steps that it cannot be opened at.
         runs: those of its last step and of the one before.
+        interval: steps between the two.
     """
 
-    def __init__(self, step, fails_at=(), runs=(1, 1)):
+    def __init__(self, step, fails_at=(), runs=(1, 1), interval=1):
         self.step, self.fails_at, self.runs = step, fails_at, runs
+        self.before = step - interval if step else None
         self.made = []
         self.told = []
 
@@ -87,8 +90,14 @@ class Maker:
         if step in self.fails_at:
             raise OSError(f"the drive is full at {step}")
         found = self.step if step is None else step
-        self.made.append(Swap(found, None if found is None else self.runs[self.step - found]))
+        is_last = found == self.step
+        run = None if found is None else self.runs[not is_last]
+        self.made.append(Swap(found, run, self.before if is_last else None))
         return self.made[-1]
+
+
+def opened(ranks, make, commit_interval=1):
+    return open_together(ranks, make, commit_interval=commit_interval)
 
 
 def closed(makers):
@@ -98,31 +107,51 @@ def closed(makers):
 @pytest.mark.parametrize("step", [None, 0, 5])
 def test_volumes_at_one_step_are_gone_on_from(step):
     makers = [Maker(step) for _ in RANKS]
-    assert on_ranks(open_together, makers) == [maker.made[0] for maker in makers]
+    assert on_ranks(opened, makers) == [maker.made[0] for maker in makers]
     assert closed(makers) == [[[]]] * 3
 
 
 def test_ranks_may_need_no_volume():
-    assert on_ranks(open_together, [lambda *_: None] * 3) == [None] * 3
+    assert on_ranks(opened, [lambda *_: None] * 3) == [None] * 3
     # Those without one are at no step, as new ones are.
     makers = [Maker(None), lambda *_: None, Maker(None)]
-    assert on_ranks(open_together, makers) == [makers[0].made[0], None, makers[2].made[0]]
+    assert on_ranks(opened, makers) == [makers[0].made[0], None, makers[2].made[0]]
 
 
 def test_volumes_that_are_one_step_ahead_go_back(caplog):
     makers = [Maker(5), Maker(4), Maker(5)]
     with caplog.at_level("WARNING", logger="stepwell"):
-        found = on_ranks(open_together, makers)
+        found = on_ranks(opened, makers)
     assert [swap.step for swap in found] == [4, 4, 4]
     assert [found[rank] is maker.made[-1] for rank, maker in enumerate(makers)] == [True] * 3
     assert closed(makers) == [[[True], []], [[]], [[True], []]]
     assert caplog.text.count("goes back from step 5 to 4") == 2
 
 
+def test_volumes_that_are_one_commit_ahead_go_back(caplog):
+    makers = [Maker(12, interval=4), Maker(8, interval=4), Maker(8, interval=8)]
+    with caplog.at_level("WARNING", logger="stepwell"):
+        found = on_ranks(opened, makers, [4] * 3)
+    assert [swap.step for swap in found] == [8, 8, 8]
+    assert caplog.text.count("goes back from step 12 to 8") == 1
+    # A step that lies between two commits of one of them.
+    makers = [Maker(12, interval=4), Maker(9, interval=1), Maker(12, interval=4)]
+    for error in on_ranks(opened, makers, [4] * 3):
+        assert "not of one run" in str(error)
+
+
+def test_ranks_commit_the_same_steps():
+    makers = [Maker(8, interval=4), Maker(8, interval=4), Maker(None)]
+    for error in on_ranks(opened, makers, [4, 4, 2]):
+        assert isinstance(error, ValueError)
+        assert "have the `commit_interval`s `[4, 4, 2]`, expected one" in str(error)
+    assert closed(makers) == [[[True]], [[True]], [[False]]]
+
+
 @pytest.mark.parametrize("steps", [(5, 3, 5), (5, 5, None), (None, 0, 0)])
 def test_volumes_that_are_not_of_one_run_are_refused(steps):
     makers = [Maker(step) for step in steps]
-    for error in on_ranks(open_together, makers):
+    for error in on_ranks(opened, makers):
         assert isinstance(error, ValueError)
         assert "not of one run" in str(error)
     # What was made now goes; what was resumed stays.
@@ -131,8 +160,8 @@ def test_volumes_that_are_not_of_one_run_are_refused(steps):
 
 def test_volumes_are_opened_for_one_run_and_for_another_the_next_time():
     makers = [Maker(5) for _ in RANKS]
-    on_ranks(open_together, makers)
-    on_ranks(open_together, makers)
+    on_ranks(opened, makers)
+    on_ranks(opened, makers)
     (told,) = {tuple(maker.told) for maker in makers}
     assert len(set(told)) == 2
 
@@ -145,7 +174,7 @@ def test_volumes_are_opened_for_one_run_and_for_another_the_next_time():
     ],
 )
 def test_volumes_of_several_runs_at_one_step_are_refused(makers):
-    for error in on_ranks(open_together, makers):
+    for error in on_ranks(opened, makers):
         assert isinstance(error, ValueError)
         assert "expected one run" in str(error)
     assert all(made.closed == [True] for maker in makers for made in maker.made)
@@ -153,7 +182,7 @@ def test_volumes_of_several_runs_at_one_step_are_refused(makers):
 
 def test_a_step_that_a_resumed_run_has_made_on_some_ranks_is_gone_back_from():
     makers = [Maker(5, runs=(2, 1)), Maker(4), Maker(5, runs=(2, 1))]
-    found = on_ranks(open_together, makers)
+    found = on_ranks(opened, makers)
     assert [(swap.step, swap.resumed_run) for swap in found] == [(4, 1)] * 3
 
 
@@ -161,7 +190,7 @@ def test_a_step_that_a_resumed_run_has_made_on_some_ranks_is_gone_back_from():
 def test_where_one_fails_all_do(steps, fails_at):
     makers = [Maker(step) for step in steps]
     makers[1].fails_at = [fails_at]
-    errors = on_ranks(open_together, makers)
+    errors = on_ranks(opened, makers)
     assert [type(error) for error in errors] == [OSError] * 3
     why = f"the drive is full at {fails_at}"
     assert [str(error) for error in errors] == [

@@ -41,7 +41,16 @@ def on_volume(net, tmp_path, *, host_bytes=3 << 20, threads=2, num=2, lr=1e-2, *
     )
 
 
-VOLUME_OPTIONS = ("durability", "keep", "resume", "name", "io_engine", "weights", "stripe_bytes")
+VOLUME_OPTIONS = (
+    "durability",
+    "commit_interval",
+    "keep",
+    "resume",
+    "name",
+    "io_engine",
+    "weights",
+    "stripe_bytes",
+)
 
 
 def pair(tmp_path, dtype=torch.float32, net=None, **options):

@@ -741,7 +741,8 @@ class Swap:
         resume: whether the volume is there already.
         step: of a volume that is resumed, the committed step to go on from: the last one, or the
             one before it, if nothing was written since; None: the last one.
-        commits_each_step: whether a step is committed that changes nothing here.
+        counts_each_step: whether a step counts that changes nothing here.
+        commit_interval: steps from one commit to the next.
         run: what its commits say of the run that makes them; the same for the volumes of all ranks.
         ram_nbytes: host memory for the state of the first chunks.
         buffers_nbytes_max: the most host memory for what is on its way.
@@ -754,7 +755,7 @@ class Swap:
         ValueError: for arguments that cannot work, or a volume of other parameters.
         OSError: where a drive is full, or a member is missing, used or damaged.
     """
-    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, step: int | None = None, commits_each_step: bool = False, identity: int = 0, run: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
+    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, step: int | None = None, counts_each_step: bool = False, commit_interval: int = ..., identity: int = 0, run: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
     @property
     def buffers_nbytes(self, /) -> int:
         """
@@ -771,6 +772,20 @@ class Swap:
 
         Args:
             keep: whether they are kept; None: as the volume was made.
+        """
+    def commit(self, /) -> None:
+        """
+        Commits the last step, if it is not committed. Not while a step runs. Ctrl-C is raised when
+        that has ended.
+
+        Raises:
+            ValueError: while a step runs, or before all `weights_behind` are written.
+            OSError: where a drive fails.
+        """
+    @property
+    def commits_next(self, /) -> bool:
+        """
+        Whether a commit ends the next step.
         """
     @property
     def counts(self, /) -> list[int] | None:
@@ -836,7 +851,31 @@ class Swap:
     @property
     def step(self, /) -> int | None:
         """
-        How many steps were committed; None: none was.
+        The number of the last step that is committed; None: none is.
+        """
+    @property
+    def step_before(self, /) -> int | None:
+        """
+        Of a volume that was resumed: the committed step before the one that it was resumed at, which
+        it can go back to while nothing was written. None: there is none, or it is new.
+        """
+    def weights_behind(self, /) -> list[int]:
+        """
+        Which of the places have weights that the next commit would lack, unless its step writes
+        them.
+        """
+    def write_weights(self, /, tensor: int, weights: TensorView) -> None:
+        """
+        Writes the weights of a parameter, as its last step has left them, for the next commit. Not
+        while a step runs.
+
+        Args:
+            tensor: which of the places.
+            weights: memory of them.
+
+        Raises:
+            ValueError: for another dtype or size, or while a step runs.
+            OSError: where a drive fails.
         """
 
 @final

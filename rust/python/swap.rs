@@ -1,6 +1,7 @@
 //! State on a volume, and volumes as people look at them.
 
 use std::{
+    num::NonZeroU64,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -42,7 +43,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 ///     resume: whether the volume is there already.
 ///     step: of a volume that is resumed, the committed step to go on from: the last one, or the
 ///         one before it, if nothing was written since; None: the last one.
-///     commits_each_step: whether a step is committed that changes nothing here.
+///     counts_each_step: whether a step counts that changes nothing here.
+///     commit_interval: steps from one commit to the next.
 ///     run: what its commits say of the run that makes them; the same for the volumes of all ranks.
 ///     ram_nbytes: host memory for the state of the first chunks.
 ///     buffers_nbytes_max: the most host memory for what is on its way.
@@ -102,9 +104,10 @@ impl PySwap {
     #[new]
     #[pyo3(signature = (
         drives, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=STRIPE_BYTES,
-        durability="commit", keep=false, resume=false, step=None, commits_each_step=false,
-        identity=0, run=0, ram_nbytes=0, buffers_nbytes_max=1 << 30, workers=None,
-        io_engine="auto", queue_depth=QUEUE_DEPTH, io_timeout=60.0
+        durability="commit", keep=false, resume=false, step=None, counts_each_step=false,
+        commit_interval=NonZeroU64::MIN, identity=0, run=0, ram_nbytes=0,
+        buffers_nbytes_max=1 << 30, workers=None, io_engine="auto", queue_depth=QUEUE_DEPTH,
+        io_timeout=60.0
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
@@ -119,7 +122,8 @@ impl PySwap {
         keep: bool,
         resume: bool,
         step: Option<u64>,
-        commits_each_step: bool,
+        counts_each_step: bool,
+        commit_interval: NonZeroU64,
         identity: u64,
         run: u64,
         ram_nbytes: usize,
@@ -153,7 +157,8 @@ impl PySwap {
             ram_nbytes,
             buffers_nbytes_max,
             workers: workers.unwrap_or_else(|| pool.threads()),
-            commits_each_step,
+            counts_each_step,
+            commit_interval,
             options,
         };
         let make = || match resume {
@@ -199,10 +204,60 @@ impl PySwap {
         Ok(self.swap()?.volume().paths().to_vec())
     }
 
-    /// How many steps were committed; None: none was.
+    /// The number of the last step that is committed; None: none is.
     #[getter]
     fn step(&self) -> Result<Option<u64>> {
         Ok(self.swap()?.volume().step())
+    }
+
+    /// Of a volume that was resumed: the committed step before the one that it was resumed at, which
+    /// it can go back to while nothing was written. None: there is none, or it is new.
+    #[getter]
+    fn step_before(&self) -> Result<Option<u64>> {
+        Ok(self.swap()?.volume().step_before())
+    }
+
+    /// Whether a commit ends the next step.
+    #[getter]
+    fn commits_next(&self) -> Result<bool> {
+        Ok(self.swap()?.commits_next())
+    }
+
+    /// Which of the places have weights that the next commit would lack, unless its step writes
+    /// them.
+    fn weights_behind(&self) -> Result<Vec<usize>> {
+        Ok(self.swap()?.weights_behind())
+    }
+
+    /// Writes the weights of a parameter, as its last step has left them, for the next commit. Not
+    /// while a step runs.
+    ///
+    /// Args:
+    ///     tensor: which of the places.
+    ///     weights: memory of them.
+    ///
+    /// Raises:
+    ///     ValueError: for another dtype or size, or while a step runs.
+    ///     OSError: where a drive fails.
+    fn write_weights(&self, py: Python<'_>, tensor: usize, weights: &PyTensorView) -> PyResult<()> {
+        let (swap, weights) = (self.swap()?, weights.0);
+        interruptible(py, |is_interrupted| {
+            // SAFETY: the caller vouches for the memory during this call (see TensorView), within
+            // which it is read.
+            unsafe { swap.write_weights(tensor, weights, is_interrupted) }
+        })
+        .map(|_| ())
+    }
+
+    /// Commits the last step, if it is not committed. Not while a step runs. Ctrl-C is raised when
+    /// that has ended.
+    ///
+    /// Raises:
+    ///     ValueError: while a step runs, or before all `weights_behind` are written.
+    ///     OSError: where a drive fails.
+    fn commit(&self, py: Python<'_>) -> PyResult<()> {
+        let swap = self.swap()?;
+        interruptible(py, |_| swap.commit_now())
     }
 
     /// Bytes of host memory for the state of the first chunks.
@@ -293,6 +348,7 @@ impl PySwap {
         let swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).take();
         py.detach(|| {
             if let Some(swap) = swap {
+                swap.tell_of_uncommitted();
                 if let Some(keep) = keep {
                     swap.volume().set_keep(keep);
                 }
@@ -331,7 +387,8 @@ pub(super) fn swap_buffers_nbytes(
         ram_nbytes: 0,
         buffers_nbytes_max,
         workers: workers.map_or_else(|| Pool::global().map(Pool::threads), Ok)?,
-        commits_each_step: false,
+        counts_each_step: false,
+        commit_interval: NonZeroU64::MIN,
         options: Options::default(),
     };
     Ok(config.buffers_nbytes(&places))

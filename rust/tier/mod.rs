@@ -49,7 +49,8 @@ pub struct Planned<'a> {
 ///
 /// - TIER-1 The next step begins after the commit.
 /// - TIER-2 Where a call fails, the engine ends: no call follows but of workers that are in one,
-///   and what was not committed is void, but for what was [`Stored::Final`].
+///   and what was not committed is void, but for what was [`Stored::Final`]. (A volume that commits
+///   every few steps goes back further, to its last commit, when it is opened again.)
 /// - TIER-3 What a tier needs for this, buffers and all, it has from the beginning. A fetch that
 ///   finds no buffer free waits for a store.
 /// - TIER-4 Workers take chunks in the order of the step, and each stores what it has fetched

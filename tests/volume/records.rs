@@ -208,7 +208,7 @@ fn misuse_is_refused_and_named() {
     let foreign = volume.write(0, 1, buffer(&other)).expect_err("a buffer of another volume");
     assert_says(&foreign, &["another volume"]);
     write(&volume, 0, 1).expect("written");
-    assert_says(&volume.commit(2).expect_err("of another step"), &["record `0`", "step `1`"]);
+    assert_says(&volume.commit(0).expect_err("of a later step"), &["record `0`", "step `1`"]);
     let mut ticket = begin_write(&volume, 0, 1).expect("begun");
     ticket.wait(SOON).expect("written").expect("over soon");
     assert_says(&ticket.wait(SOON).expect_err("given"), &["again"]);

@@ -183,6 +183,7 @@ def _stepwell(
     interval: int | Literal["auto"] | None = None,
     durability: Durability | None = None,
     fraction: float = 0.0,
+    commit_interval: int = 1,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
         from stepwell.offload import Deferred, Volume
@@ -192,7 +193,7 @@ def _stepwell(
         deferred = None if interval is None else Deferred(interval=interval, fraction=fraction)
         tier = host_bytes_max = None
         if durability is not None:
-            tier = Volume(workload.drives, durability=durability)
+            tier = Volume(workload.drives, durability=durability, commit_interval=commit_interval)
             # No state fits in beside the buffers, or little.
             twins = Twins(have_gradients=deferred is None, is_paged=True)
             host_bytes_max = twins.nbytes(model.parameters()) + _BUFFERS_BYTES
@@ -420,6 +421,10 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell q8, deferred=4": _stepwell("q8", interval=4),
     "stepwell volume": _stepwell("fp32", durability="commit"),
     "stepwell volume q8": _stepwell("q8", durability="commit"),
+    "stepwell volume, commit_interval=8": _stepwell("fp32", durability="commit", commit_interval=8),
+    "stepwell volume q8, commit_interval=8": _stepwell(
+        "q8", durability="commit", commit_interval=8
+    ),
     "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
     "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
     "stepwell volume, durability=none, deferred=4": _stepwell(

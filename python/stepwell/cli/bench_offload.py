@@ -46,6 +46,8 @@ CASES = (
     "stepwell q8, deferred=4",
     "stepwell volume",
     "stepwell volume q8",
+    "stepwell volume, commit_interval=8",
+    "stepwell volume q8, commit_interval=8",
     "stepwell volume, durability=none",
     "stepwell volume q8, durability=none",
     "stepwell volume, durability=none, deferred=4",
@@ -150,8 +152,8 @@ def bench_offload(
       chosen as training goes. `fraction=0.1`: a tenth of the rows or columns is stepped at once, on
       the GPU.
     - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
-      host memory as can be; `durability=none`: without commits, and with deferred updates. q8
-      moments likewise.
+      host memory as can be; `commit_interval=8`: a commit every 8 steps; `durability=none`: without
+      commits, and with deferred updates. q8 moments likewise.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on

@@ -25,7 +25,7 @@ from stepwell.offload.sharded_volume import fetch_rows
 from stepwell.offload.twins import Twins
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell._operand import Update
@@ -325,9 +325,28 @@ class HostSide:
                 state = {**state, **own}
             operand.state, operand.is_moved = state, True
             found.append((param, state, swapped.placed(param, state)))
-        if swapped.commits:
-            self._tell_of_uncommitted({update.param for update in updates}, states)
+        if swapped.commits and swapped.core is not None:
+            stepped = {update.param for update in updates}
+            self._tell_of_uncommitted(stepped, states)
+            if swapped.core.commits_next:
+                swapped.write_weights(stepped, self.twins.weight)
         return found
+
+    def commit(
+        self, states: Mapping[torch.Tensor, _state.State], synchronize: Callable[[], None]
+    ) -> None:
+        """Commits the last step to the volume, if it is not. Collective as `Swapped.commit`.
+
+        Args:
+            states: those that the optimizer has.
+            synchronize: waits until the last step is over.
+
+        Raises:
+            OSError: the step has failed, or a drive; or another rank has.
+        """
+        assert self.swapped is not None
+        self._tell_of_uncommitted((), states)
+        self.swapped.commit(self.twins.weight, synchronize)
 
     def _tell_of_uncommitted(
         self, stepped: Collection[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
@@ -344,17 +363,17 @@ class HostSide:
         ]
         if in_memory:
             _LOGGER.warning(
-                "the state of %d parameters without a gradient is in memory, loaded or looked at, "
-                "or was deleted, and what was changed of it is on the volume from their next step "
-                "on; a crash before that loses it",
+                "the state of %d parameters that are not stepped now is in memory, loaded or "
+                "looked at, or was deleted, and what was changed of it is on the volume from their "
+                "next step on; a crash before that loses it",
                 len(in_memory),
             )
         written = self.twins.written(others)
         if written and not self._has_warned_of_weights:
             self._has_warned_of_weights = True
             _LOGGER.warning(
-                "%d parameters without a gradient were written by the program (said once); their "
-                "weights are on the volume from their next step on, so a run that is resumed "
+                "%d parameters that are not stepped now were written by the program (said once); "
+                "their weights are on the volume from their next step on, so a run that is resumed "
                 "before has those of their last step",
                 len(written),
             )

@@ -331,6 +331,24 @@ class OffloadAdamW(OffloadStep):
             return None
         return swapped.core.step or 0
 
+    def commit(self) -> None:
+        """Commits the last step to the volume, where `Volume.commit_interval` has not.
+
+        A run that is resumed after a crash goes on from it. Collective where ranks step together.
+
+        Raises:
+            ValueError: there is no volume that commits.
+            OSError: the step failed in the background, or the commit did; or another rank's.
+        """
+        swapped = self._host.swapped
+        if swapped is None or not swapped.commits:
+            raise ValueError(
+                "commit() is called and there is no volume that commits, expected "
+                "tier=Volume(..., durability='commit')"
+            )
+        with self._background.lock():
+            self._host.commit(self._states, self.synchronize)
+
     def _set_interval(self, interval: int) -> None:
         """Makes the engine anew for another interval, with all updates applied."""
         steps = self._deferred_steps

@@ -3,17 +3,17 @@
 Each rank has the state of what it steps on a volume of its own: its rows (`shard=`), its pieces of
 DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
 
-- SHV-1 The steps of all volumes have the same numbers: a rank commits every step that it submits,
-  also one that changes none of its rows, and a step that is submitted on one rank is so on all.
-  With DTensors a rank may have no update where others step plain parameters of their own: it
-  submits an empty step then.
-- SHV-2 No rank begins to write a step before all have committed the one before: the thread that
-  gathers tells the others that a step is good when it is committed (`gathering.py`), and the next
-  one is not submitted before all have told so (`rank_engine.py`). Under ZeRO each rank's own step
-  has ended before it takes part in the norm of the next one; with DTensors, before the ranks agree
-  on the next one.
-- SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one step,
-  or at two that follow one another. Those that are ahead then still have the step before, whole
+- SHV-1 The steps of all volumes have the same numbers, and the same of them are committed: a rank
+  counts every step that it submits, also one that changes none of its rows, and a step that is
+  submitted on one rank is so on all. With DTensors a rank may have no update where others step
+  plain parameters of their own: it submits an empty step then.
+- SHV-2 No rank begins to write a step before all have made the one before, and committed it where
+  it is committed: the thread that gathers tells the others that a step is good then
+  (`gathering.py`), and the next one is not submitted before all have told so (`rank_engine.py`).
+  Under ZeRO each rank's own step has ended before it takes part in the norm of the next one; with
+  DTensors, before the ranks agree on the next one.
+- SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one commit,
+  or at two that follow one another. Those that are ahead then still have the commit before, whole
   (`rust/tier/volume/commit.rs`, CMT-5), and go back to it.
 - SHV-4 Where volumes differ by more, or have other numbers of updates of the same parameter, or the
   commits that they go on from are those of several runs, all ranks refuse them. A run is a number
@@ -95,7 +95,10 @@ def ranks_of(
 
 
 def open_together(
-    ranks: Ranks, make: Callable[[int | None, int], _core.Swap | None]
+    ranks: Ranks,
+    make: Callable[[int | None, int], _core.Swap | None],
+    *,
+    commit_interval: int,
 ) -> _core.Swap | None:
     """The volume of this rank, when all ranks have theirs, at the same step. Collective.
 
@@ -103,17 +106,20 @@ def open_together(
         ranks: the ranks.
         make: makes it, or opens it at a step, None being its last one, for a run; None: this rank
             needs none.
+        commit_interval: of this rank's volume.
 
     Raises:
-        ValueError: as `make`; or the volumes are not those of one run.
+        ValueError: as `make`; or the volumes are not those of one run, or commit other steps.
         OSError: as `make`; or another rank has failed.
     """
     run, *_ = ranks.objects(secrets.randbits(_RUN_BITS), Call.VOLUME)
     core = _on_all(ranks, lambda: make(None, run), None)
     step = None if core is None else core.step
+    before = None if core is None else core.step_before
     try:
-        steps = ranks.objects(step, Call.VOLUME)
-        least = _common_step(steps)
+        _check_intervals(ranks.objects(commit_interval, Call.VOLUME))
+        found = ranks.objects((step, before), Call.VOLUME)
+        least = _common_step(found)
     except BaseException:
         close(core)
         raise
@@ -133,7 +139,7 @@ def open_together(
         )
         return made
 
-    if len(set(steps)) > 1:
+    if len({last for last, _ in found}) > 1:
         core = _on_all(ranks, go_back, core)
     if least is not None:
         try:
@@ -154,20 +160,34 @@ def _check_runs(runs: Sequence[int | None]) -> None:
         )
 
 
-def _common_step(steps: Sequence[int | None]) -> int | None:
+def _check_intervals(intervals: Sequence[int]) -> None:
+    """Raises ValueError if the ranks' volumes are to commit other steps."""
+    if len(set(intervals)) > 1:
+        raise ValueError(
+            f"the volumes of the ranks have the `commit_interval`s `{list(intervals)}`, expected "
+            "one: a step is on all volumes or on none"
+        )
+
+
+def _common_step(found: Sequence[tuple[int | None, int | None]]) -> int | None:
     """The last step that all volumes have; None: they are new.
+
+    Args:
+        found: of each volume its last committed step, and the one before.
 
     Raises:
         ValueError: there is none.
     """
-    known = [step for step in steps if step is not None]
-    if len(known) == len(steps) and max(known) - min(known) <= 1:
-        return min(known)
+    steps = [last for last, _ in found]
+    known = [last for last in steps if last is not None]
     if not known:
         return None
+    least = min(known)
+    if len(known) == len(steps) and all(least in each for each in found):
+        return least
     raise ValueError(
-        f"the volumes of the ranks are at the steps `{list(steps)}`, expected one step on all, or "
-        "two that follow one another: they are not of one run. hint: the same `resume` on all "
+        f"the volumes of the ranks are at the steps `{steps}`, expected one step on all, or two "
+        "commits that follow one another: they are not of one run. hint: the same `resume` on all "
         "ranks; else `stepwell volume rm` what is there, and go on from a checkpoint, or begin "
         "anew, without `resume`"
     )

@@ -27,6 +27,7 @@ from stepwell._sharding import cut_of, like, local, meshes
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
+from stepwell.offload.ranks import Call
 from stepwell.offload.sharded_volume import (
     RUN_OF_ONE,
     agree_on_counts,
@@ -37,7 +38,7 @@ from stepwell.offload.sharded_volume import (
 from stepwell.offload.tuning import shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from stepwell.offload.peers import Peers
@@ -157,7 +158,9 @@ class Swapped:
         if self._ranks is None:
             self._core = make(None, RUN_OF_ONE)
         else:
-            self._core = open_together(self._ranks, make)
+            self._core = open_together(
+                self._ranks, make, commit_interval=self.volume.commit_interval
+            )
         if self._core is not None:
             weakref.finalize(owner, self._core.close)
         return [param for param in weights if param not in self._indices]
@@ -256,7 +259,7 @@ class Swapped:
                 workers=self._threads,
                 step=step,
                 run=run,
-                commits_each_step=self._ranks is not None and self.commits,
+                counts_each_step=self._ranks is not None and self.commits,
             )
         except (ValueError, OSError) as error:
             self._explain(error)
@@ -399,6 +402,54 @@ class Swapped:
         names = places.keys() - {_state.FINGERPRINTS}
         return {**state, **{name: places[name] for name in names}}
 
+    def write_weights(
+        self, stepped: Collection[torch.Tensor], weight: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Writes the weights that a commit would lack, before it, and between steps.
+
+        Those that have changed since the last commit, in steps without one.
+
+        Args:
+            stepped: what the step of the commit steps, whose weights it writes itself.
+            weight: gives the host side of a parameter.
+
+        Raises:
+            OSError: a drive cannot be written.
+        """
+        assert self._core is not None
+        behind = set(self._core.weights_behind())
+        for param, index in self._indices.items():
+            if index in behind and param not in stepped:
+                self._core.write_weights(index, view(local(weight(param))))
+
+    def commit(
+        self, weight: Callable[[torch.Tensor], torch.Tensor], synchronize: Callable[[], None]
+    ) -> None:
+        """Commits the last step, if it is not. Collective where ranks step together.
+
+        Args:
+            weight: gives the host side of a parameter.
+            synchronize: waits until the last step is over.
+
+        Raises:
+            ValueError: the step has failed.
+            OSError: likewise, or a drive has; or another rank has failed.
+        """
+        ranks, failure = self._ranks, None
+        with contextlib.nullcontext() if ranks is None else ranks.awaited():
+            try:
+                synchronize()
+                if self._core is not None:
+                    self.write_weights((), weight)
+                    self._core.commit()
+            except (ValueError, OSError) as error:
+                if ranks is None:
+                    raise
+                failure = error
+        if ranks is not None:
+            # No rank goes on before all have committed.
+            ranks.tell_failure(failure, Call.VOLUME)
+
     def note_places(self) -> None:
         """The optimizer's state may have places from now on, or once a step is submitted."""
         self.num_noted += 1
@@ -458,7 +509,7 @@ def make_swap(
     workers: int | None,
     step: int | None = None,
     run: int,
-    commits_each_step: bool = False,
+    counts_each_step: bool = False,
 ) -> _core.Swap:
     """The core's swap, as the user has said of `volume`, or as its drives were measured.
 
@@ -482,7 +533,8 @@ def make_swap(
         resume=volume.resume,
         step=step,
         run=run,
-        commits_each_step=commits_each_step,
+        counts_each_step=counts_each_step,
+        commit_interval=volume.commit_interval,
         identity=identity,
         ram_nbytes=ram_nbytes,
         buffers_nbytes_max=buffers_nbytes_max,

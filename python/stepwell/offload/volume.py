@@ -32,10 +32,15 @@ class Volume:
     _: KW_ONLY
 
     durability: Durability = "commit"
-    """What is left after a crash. "commit": each step ends with a commit, and a volume that is
-    resumed is at the last one, whole. It takes twice the space, and weights are written too where
-    they are not the rounded copies of masters. "none": steps are written in place, and nothing is
-    left when the process ends."""
+    """What is left after a crash. "commit": each step ends with a commit, or each
+    `commit_interval`-th, and a volume that is resumed is at the last one, whole. It takes twice the
+    space, and weights are written too where they are not the rounded copies of masters. "none":
+    steps are written in place, and nothing is left when the process ends."""
+
+    commit_interval: int = 1
+    """Steps from one commit to the next: a commit ends each step whose number is a multiple of it.
+    Steps in between write no weights, and no state that is in host memory; after a crash they are
+    to be made again. `OffloadAdamW.commit()` commits at any other step. The same on all ranks."""
 
     keep: bool | None = None
     """Whether the files stay when the program or the optimizer ends, and devices keep what they
@@ -91,11 +96,17 @@ class Volume:
                 f"`{option}` is given and `durability` is `none`, which leaves nothing behind, "
                 "expected commit"
             )
+        if self.durability == "none" and self.commit_interval != 1:
+            raise ValueError(
+                f"`commit_interval` is `{self.commit_interval}` and `durability` is `none`, which "
+                "commits no step, expected commit"
+            )
         if self.resume and self.name is None:
             raise ValueError("`resume` is given and `name` is not, expected which volume it is")
-        for name in ("stripe_bytes", "queue_depth"):
+        for name in ("commit_interval", "stripe_bytes", "queue_depth"):
             value = getattr(self, name)
-            if value is not None and not _is_count(value):
+            is_left = value is None and name != "commit_interval"
+            if not is_left and not _is_count(value):
                 raise ValueError(f"`{name}` is `{value}`, expected an integer of at least 1")
         if not self.io_timeout > 0:
             raise ValueError(f"`io_timeout` is `{self.io_timeout}`, expected seconds above 0")

@@ -163,21 +163,12 @@ impl Swap {
         Ok(true)
     }
 
-    fn free_buffer(&self) -> Option<RecordBuffer> {
+    pub(super) fn free_buffer(&self) -> Option<RecordBuffer> {
         let spare = self.pipeline().spare.pop();
         spare.or_else(|| self.volume.buffer(Duration::ZERO))
     }
 
-    // ---- what a commit holds beside state ----
-
-    /// Writes the catalog, for the commit of `step`.
-    pub(super) fn write_catalog(&self, step: u64) -> Result<()> {
-        let mut buffer = self.buffer()?;
-        let catalog = Catalog { run: self.run, counts: self.pipeline().counts().to_vec() };
-        catalog::encode(&self.chunks.layouts(), self.identity, &catalog, buffer.as_mut_slice());
-        self.end_of(self.volume.write(self.chunks.catalog_record(), step, buffer)?)?;
-        Ok(())
-    }
+    // ---- what is found when it is opened again ----
 
     /// Reads the catalog of the committed step.
     pub(super) fn read_catalog(&self) -> Result<Catalog> {
@@ -226,7 +217,7 @@ impl Swap {
         Ok(catalog)
     }
 
-    fn buffer(&self) -> Result<RecordBuffer> {
+    pub(super) fn buffer(&self) -> Result<RecordBuffer> {
         self.volume.buffer(self.io_timeout).ok_or_else(|| self.volume.no_answer())
     }
 

@@ -28,12 +28,17 @@
 //! - SWAP-5 With [`Durability::Commit`] a commit holds all that the next step goes on from: the
 //!   state of every chunk that was ever stepped, also of those in host memory, their weights, the
 //!   count of updates of each tensor, and which run made it (`catalog.rs`).
+//! - SWAP-6 A commit ends each step whose number is a multiple of [`Config::commit_interval`].
+//!   The others write no weights, and no state that is in host memory. What a commit then lacks of
+//!   chunks that its own step does not step is written before it: state by the commit, weights by
+//!   [`Swap::write_weights`]. A commit without them fails.
 //!
 //! Cost per parameter and step: the bytes of its state, read once and written once (bf16 with
 //! moments in fp32: 10 + 10 B, with an fp32 master 12 + 12 B; in q8: 4.1 + 4.1 B), of a chunk in
 //! host memory nothing. With [`Durability::Commit`] a weight that is not the rounded copy of an
 //! fp32 master is written as well (2 B of a bf16 parameter), and state in host memory is written
-//! and not read. Memory: the buffers, whose number [`Swap::create`] chooses, and 80 B per chunk.
+//! and not read, in steps that are committed. Memory: the buffers, whose number [`Swap::create`]
+//! chooses, and 82 B per chunk.
 //!
 //! The order of chunks is the forward's in every step. Where it alternates, what is left in the
 //! buffers of one step begins the next: at most the buffers' share of the state, 17 MB for a drive
@@ -42,11 +47,13 @@
 
 mod catalog;
 mod chunks;
+mod committing;
 mod copying;
 mod pipeline;
 
 use std::{
     fmt,
+    num::NonZeroU64,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -57,7 +64,7 @@ use std::{
 pub use self::catalog::Catalog;
 use self::{
     chunks::{Chunks, Held},
-    pipeline::Pipeline,
+    pipeline::{Behind, Pipeline},
 };
 use super::{
     Planned, Stored, Tier,
@@ -107,9 +114,11 @@ pub struct Config {
     pub buffers_nbytes_max: usize,
     /// Workers that step.
     pub workers: usize,
-    /// Whether each step is committed, also one that changes nothing here: so that the steps of
-    /// several volumes have the same numbers.
-    pub commits_each_step: bool,
+    /// Whether each step counts, also one that changes nothing here: so that the steps of several
+    /// volumes have the same numbers.
+    pub counts_each_step: bool,
+    /// Steps from one commit to the next, with [`Durability::Commit`].
+    pub commit_interval: NonZeroU64,
     /// How the volume is used; the number of buffers is chosen here.
     pub options: Options,
 }
@@ -118,7 +127,7 @@ pub struct Config {
 pub struct Swap {
     volume: Volume,
     durability: Durability,
-    commits_each_step: bool,
+    counts_each_step: bool,
     identity: u64,
     run: u64,
     chunks: Chunks,
@@ -181,10 +190,14 @@ impl Swap {
     fn of(volume: Volume, config: &Config, chunks: Chunks, pool: &Pool) -> Result<Self> {
         Ok(Self {
             ram: Buffer::new(chunks.ram_nbytes(), &BufferConfig::default(), pool)?,
-            pipeline: Mutex::new(Pipeline::new(chunks.count(), chunks.tensors().len())),
+            pipeline: Mutex::new(Pipeline::new(
+                chunks.count(),
+                chunks.tensors().len(),
+                config.commit_interval(),
+            )),
             changed: Condvar::new(),
             durability: config.durability,
-            commits_each_step: config.commits_each_step,
+            counts_each_step: config.counts_each_step,
             identity: config.identity,
             run: config.run,
             io_timeout: config.options.io_timeout,
@@ -258,7 +271,7 @@ impl Swap {
             let is_placed = held.is_placed(run.state);
             pipeline.set_tensor(run.tensor, run.count);
             for number in held.first + run.begin..held.first + run.end {
-                if self.chunks.record(number).is_some() {
+                if self.has_buffer(&pipeline, number) {
                     let is_read =
                         is_placed && !self.chunks.is_in_ram(number) && pipeline.has_state(number);
                     pipeline.plan(number, is_read);
@@ -280,7 +293,8 @@ impl Swap {
             self.end_of(ticket)?;
         }
         while let Some((number, is_read)) = pipeline.next() {
-            let needed = 1 + usize::from(self.chunks.weight_record(number).is_some());
+            let has_weight = pipeline.commits() && self.chunks.weight_record(number).is_some();
+            let needed = 1 + usize::from(has_weight);
             while pipeline.spare.len() < needed {
                 let Some(buffer) = self.volume.buffer(Duration::ZERO) else {
                     return Ok(is_any_given);
@@ -303,10 +317,10 @@ impl Swap {
 
     fn fetch(&self, held: &Held, tensor: &AdamTensor, chunk: Chunk) -> Result<AdamTensor<Route>> {
         let number = held.first + chunk.index;
-        let memory =
-            if self.chunks.record(number).is_none() { None } else { Some(self.buffer_of(number)?) };
+        let has_buffer = self.has_buffer(&self.pipeline(), number);
+        let memory = if has_buffer { Some(self.buffer_of(number)?) } else { None };
         let address = self.chunks.ram_offset(number).map_or_else(
-            || memory.unwrap_or_else(|| unreachable!("it is in host memory or has a record")),
+            || memory.unwrap_or_else(|| unreachable!("it is in host memory or has a buffer")),
             |offset| self.ram.as_ptr().expose_provenance() + offset,
         );
         let is_placed = held.is_placed(tensor);
@@ -367,21 +381,37 @@ impl Swap {
         // Where it came from other memory, stores have bypassed the cache.
         publish();
         let number = held.first + chunk.index;
-        if self.chunks.record(number).is_some() {
+        let mut pipeline = self.pipeline();
+        let commits = self.durability == Durability::Commit && pipeline.commits();
+        if self.has_buffer(&pipeline, number) {
+            drop(pipeline);
             let written = self.write(number, tensor, chunk);
             self.or_fail(written)?;
         } else {
-            self.pipeline().set_has_state(number);
+            pipeline.stored(number, [], self.left_behind(number));
         }
-        Ok(match self.durability {
-            Durability::None => Stored::Final,
-            Durability::Commit => Stored::WithCommit,
-        })
+        Ok(if commits { Stored::WithCommit } else { Stored::Final })
+    }
+
+    /// Whether a chunk passes through a buffer in the step: it is on the volume, or is committed.
+    fn has_buffer(&self, pipeline: &Pipeline, number: usize) -> bool {
+        self.chunks.record(number).is_some()
+            && (pipeline.commits() || !self.chunks.is_in_ram(number))
+    }
+
+    /// What a commit lacks of a chunk after a step without one.
+    fn left_behind(&self, number: usize) -> Behind {
+        Behind {
+            weight: self.chunks.weight_record(number).is_some(),
+            state: self.chunks.is_in_ram(number) && self.chunks.record(number).is_some(),
+        }
     }
 
     fn write(&self, number: usize, tensor: &AdamTensor, chunk: Chunk) -> Result<()> {
         let mut pipeline = self.pipeline();
         let step = pipeline.step();
+        let is_behind =
+            if pipeline.commits() { Behind::default() } else { self.left_behind(number) };
         let (mut state, weight) = pipeline.take_given(number)?;
         drop(pipeline);
         if let Some(offset) = self.chunks.ram_offset(number) {
@@ -403,7 +433,7 @@ impl Swap {
             _ => None,
         };
         let mut pipeline = self.pipeline();
-        pipeline.stored(number, [Some(state), weight]);
+        pipeline.stored(number, std::iter::once(state).chain(weight), is_behind);
         self.pump(&mut pipeline)?;
         drop(pipeline);
         self.changed.notify_all();
@@ -416,25 +446,18 @@ impl Swap {
     }
 
     fn make_step(&self) -> Result<()> {
-        loop {
-            let mut pipeline = self.pipeline();
-            pipeline.check()?;
-            let Some(ticket) = pipeline.pop_oldest_write() else { break };
-            drop(pipeline);
-            drop(self.end_of(ticket)?);
-        }
+        self.end_writes()?;
         let mut pipeline = self.pipeline();
-        if !pipeline.is_any_written() && !self.commits_each_step {
+        if !pipeline.is_any_written() && !self.counts_each_step {
             return Ok(());
         }
-        let step = pipeline.step();
+        let (step, commits) = (pipeline.step(), pipeline.commits());
         pipeline.spare.clear();
         drop(pipeline);
-        if self.durability == Durability::Commit {
-            self.write_catalog(step)?;
+        if commits {
+            self.make_commit(step)?;
         }
-        self.volume.commit(step)?;
-        self.pipeline().committed();
+        self.pipeline().ended();
         Ok(())
     }
 
@@ -448,6 +471,13 @@ impl Swap {
 }
 
 impl Config {
+    fn commit_interval(&self) -> NonZeroU64 {
+        match self.durability {
+            Durability::None => NonZeroU64::MIN,
+            Durability::Commit => self.commit_interval,
+        }
+    }
+
     fn options(&self, chunks: &Chunks) -> Options {
         let num_buffers = self.num_buffers(&chunks.record_nbytes()).0;
         Options { num_buffers, ..self.options.clone() }

@@ -2,9 +2,9 @@
 //!
 //! It does no I/O, and waits for nothing.
 //!
-//! Memory: 80 B per chunk.
+//! Memory: 82 B per chunk.
 
-use std::collections::VecDeque;
+use std::{collections::VecDeque, num::NonZeroU64};
 
 use super::super::volume::{RecordBuffer, Ticket};
 use crate::error::{Error, Result};
@@ -21,6 +21,15 @@ enum Flight {
     Given(RecordBuffer, Option<RecordBuffer>),
 }
 
+/// What of a chunk a commit would not have as it is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Behind {
+    /// Its weight, where that has a record.
+    pub(super) weight: bool,
+    /// Its state, where that is in host memory.
+    pub(super) state: bool,
+}
+
 /// See the [module](self).
 pub(super) struct Pipeline {
     /// The chunks of the step that need buffers, in its order, and whether they are read.
@@ -33,16 +42,21 @@ pub(super) struct Pipeline {
     pub(super) spare: Vec<RecordBuffer>,
     /// Whether a step has written the state of a chunk, to a record or in host memory.
     has_state: Box<[bool]>,
+    /// Whether a chunk's weight, and its state in host memory, have changed since they were written
+    /// to records that a commit would have.
+    is_behind: Box<[Behind]>,
     /// The count of updates of each tensor.
     counts: Box<[u64]>,
     /// The number of the step.
     step: u64,
+    /// Steps from one commit to the next.
+    commit_interval: NonZeroU64,
     is_any_written: bool,
     failure: Option<String>,
 }
 
 impl Pipeline {
-    pub(super) fn new(chunks: usize, tensors: usize) -> Self {
+    pub(super) fn new(chunks: usize, tensors: usize, commit_interval: NonZeroU64) -> Self {
         Self {
             order: Vec::with_capacity(chunks),
             next: 0,
@@ -50,8 +64,10 @@ impl Pipeline {
             writes: VecDeque::new(),
             spare: Vec::with_capacity(2),
             has_state: vec![false; chunks].into(),
+            is_behind: vec![Behind::default(); chunks].into(),
             counts: vec![0; tensors].into(),
             step: 1,
+            commit_interval,
             is_any_written: false,
             failure: None,
         }
@@ -163,9 +179,20 @@ impl Pipeline {
 
     // ---- writes ----
 
-    pub(super) fn stored(&mut self, number: usize, writes: [Option<Ticket>; 2]) {
+    pub(super) fn stored(
+        &mut self,
+        number: usize,
+        writes: impl IntoIterator<Item = Ticket>,
+        is_behind: Behind,
+    ) {
         self.has_state[number] = true;
-        self.writes.extend(writes.into_iter().flatten());
+        self.is_behind[number] = is_behind;
+        self.writes.extend(writes);
+    }
+
+    /// A write that is ended with those of the step.
+    pub(super) fn writing(&mut self, write: Ticket) {
+        self.writes.push_back(write);
     }
 
     /// The oldest write, if it is over.
@@ -192,12 +219,26 @@ impl Pipeline {
         self.step
     }
 
+    /// Whether a commit ends the step that is under way, or comes next.
+    pub(super) fn commits(&self) -> bool {
+        self.step.is_multiple_of(self.commit_interval.get())
+    }
+
+    pub(super) fn is_behind(&self, number: usize) -> Behind {
+        self.is_behind[number]
+    }
+
+    pub(super) fn behind(&mut self, number: usize) -> &mut Behind {
+        &mut self.is_behind[number]
+    }
+
     /// Whether the step changes anything here.
     pub(super) fn is_any_written(&self) -> bool {
         self.is_any_written
     }
 
-    pub(super) fn committed(&mut self) {
+    /// The step is over, and committed where one commits it.
+    pub(super) fn ended(&mut self) {
         self.step += 1;
         self.is_any_written = false;
     }

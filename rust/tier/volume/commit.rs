@@ -95,12 +95,13 @@ impl Image<'_> {
     }
 
     /// The newest committed index, which is then whole and durable: of `step`, where one is given.
+    /// Between them the step of the one before, which can still be gone back to.
     pub(super) fn find(
         &mut self,
         volume: VolumeId,
         num_records: usize,
         step: Option<u64>,
-    ) -> Result<(Head, Box<[Entry]>)> {
+    ) -> Result<(Head, Option<u64>, Box<[Entry]>)> {
         let mut whole: Vec<(Head, usize)> = Vec::with_capacity(4);
         for place in 0..2 {
             let num = whole.len();
@@ -129,8 +130,9 @@ impl Image<'_> {
         for member in self.members {
             member.disk.sync().map_err(|error| self.error("sync", head, 0, error))?;
         }
+        let step_before = before.filter(|_| is_newest).and_then(|(head, _)| head.step);
         self.write(head, entries.iter().copied())?;
-        Ok((head, entries))
+        Ok((head, step_before, entries))
     }
 
     fn not_at(&self, step: Option<u64>, found: [Option<&(Head, usize)>; 2]) -> Error {

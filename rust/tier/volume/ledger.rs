@@ -12,7 +12,8 @@
 //!
 //! - LED-1 No write goes to a slot that holds a committed record. (With one slot, where steps are
 //!   written in place, it does, and the record is void until the write has ended.)
-//! - LED-2 A commit has no void record, and only records of its own step.
+//! - LED-2 A commit has no void record, and beside those of the last commit only records of the
+//!   steps since, its own the last of them. A record may have been written several times since.
 //! - LED-3 A record is not read while it is written, nor written while it is read or written.
 //! - LED-4 Where it is not known what is durable, nothing is done with the volume any more.
 //!
@@ -214,8 +215,9 @@ impl Ledger {
         self.check()?;
         self.check_no_writes("commit")?;
         for &record in &self.changed {
+            let is_since = |of: u64| self.head.step.is_none_or(|last| of > last) && of <= step;
             let what = match self.pending[record as usize] {
-                Pending::Written(entry) if entry.step == step => continue,
+                Pending::Written(entry) if is_since(entry.step) => continue,
                 Pending::Written(entry) => format!("was written by step `{}`", entry.step),
                 _ => "is void: its last write has failed".to_owned(),
             };
@@ -371,10 +373,32 @@ mod tests {
         ledger.end_read(2);
         ledger.begin_write(2, 1).expect_err("still read");
         ledger.end_read(2);
-        ledger.begin_commit(2).expect_err("of another step");
+        ledger.begin_commit(0).expect_err("of a later step");
         ledger.begin_commit(1).expect("written");
         ledger.begin_write(2, 2).expect_err("a commit in flight");
         ledger.begin_commit(1).expect_err("a commit in flight");
+    }
+
+    /// LED-2, where a commit has several steps.
+    #[test]
+    fn a_commit_has_records_of_the_steps_since_the_last_one() {
+        let mut ledger = ledger(2);
+        write(&mut ledger, 0, 3).expect("written");
+        let again = write(&mut ledger, 0, 4).expect("written");
+        write(&mut ledger, 1, 5).expect("written");
+        assert_eq!(ledger.begin_read(0).expect("written"), again);
+        ledger.end_read(0);
+        commit(&mut ledger, 5).expect("steps 3 to 5");
+        for step in [4, 5] {
+            write(&mut ledger, 2, step).expect("written");
+            ledger.begin_commit(6).expect_err("of a step before the last commit");
+        }
+        let other = write(&mut ledger, 0, 6).expect("written");
+        assert_ne!(other.slot, again.slot);
+        assert_eq!(write(&mut ledger, 0, 7).expect("written").slot, other.slot);
+        write(&mut ledger, 2, 7).expect("written");
+        ledger.begin_commit(6).expect_err("of a later step");
+        commit(&mut ledger, 7).expect("steps 6 and 7");
     }
 
     #[test]

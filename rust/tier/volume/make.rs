@@ -49,6 +49,7 @@ struct Parts {
     durability: Durability,
     ledger: Ledger,
     image: Buffer,
+    step_before: Option<u64>,
 }
 
 impl Volume {
@@ -90,7 +91,7 @@ impl Volume {
             }
         }
         let ledger = Ledger::new(name.clone(), head, headers[0].slots, entries);
-        let parts = Parts { about, durability: shape.durability, ledger, image };
+        let parts = Parts { about, durability: shape.durability, ledger, image, step_before: None };
         Self::start(parts, &mut made.0, options, pool)
     }
 
@@ -115,7 +116,7 @@ impl Volume {
         // The places of records follow from their sizes, which are in the index.
         let about = About::new(name, &headers, &members, Geometry::empty());
         let mut index = index_of(&about, &members, &mut image);
-        let (head, entries) = index.find(about.id, num_records, options.step)?;
+        let (head, step_before, entries) = index.find(about.id, num_records, options.step)?;
         let Header { weights, stripe_bytes, block_bytes, slots, .. } = &headers[0];
         let geometry = geometry_of(&entries, weights, *stripe_bytes as usize, *block_bytes)?;
         let slot_bytes = headers.iter().map(|header| header.slot_bytes);
@@ -129,7 +130,8 @@ impl Volume {
         }
         let about = About { geometry, ..about };
         let ledger = Ledger::new(name.clone(), head, *slots, entries);
-        let parts = Parts { about, durability: Durability::Commit, ledger, image };
+        let durability = Durability::Commit;
+        let parts = Parts { about, durability, ledger, image, step_before };
         Self::start(parts, &mut members, options, pool)
     }
 
@@ -140,7 +142,7 @@ impl Volume {
         options: &Options,
         pool: &Pool,
     ) -> Result<Self> {
-        let Parts { about, durability, ledger, image } = parts;
+        let Parts { about, durability, ledger, image, step_before } = parts;
         let name = &about.name;
         if let Some(member) = members.iter().find(|member| !member.is_direct()) {
             log::warn!(
@@ -186,6 +188,7 @@ impl Volume {
             engine,
             image: Arc::new(Mutex::new(image)),
             flushes,
+            step_before,
             keep: options.keep.into(),
             io_timeout: options.io_timeout,
             pid: std::process::id(),

@@ -108,6 +108,8 @@ pub struct Volume {
     image: Arc<Mutex<Buffer>>,
     /// With [`Durability::Commit`].
     flushes: Option<Flushes>,
+    /// Of one that was opened: the committed step before the one that it was opened at.
+    step_before: Option<u64>,
     keep: AtomicBool,
     io_timeout: Duration,
     /// The process that may use it.
@@ -162,6 +164,13 @@ impl Volume {
         lock(&self.ledger).step()
     }
 
+    /// Of one that was opened: the committed step before the one that it was opened at, whole until
+    /// the first write. None: there is none, or it was made.
+    #[must_use]
+    pub fn step_before(&self) -> Option<u64> {
+        self.step_before
+    }
+
     /// Whether a record was written, also by a write that failed.
     ///
     /// # Errors
@@ -179,6 +188,12 @@ impl Volume {
     /// Whether the files stay when it is closed or dropped, from now on.
     pub fn set_keep(&self, keep: bool) {
         self.keep.store(keep, Relaxed);
+    }
+
+    /// Whether the files stay when it is closed or dropped.
+    #[must_use]
+    pub fn is_kept(&self) -> bool {
+        self.keep.load(Relaxed)
     }
 
     /// Removes the files now, unless they are kept: for a process that ends without dropping it.
@@ -228,7 +243,7 @@ impl Volume {
     }
 
     /// Begins to write a record of step `step` from the beginning of the buffer. It is what reads
-    /// find once the ticket is over, and what the state is with the commit of that step.
+    /// find once the ticket is over, and what the state is with the next commit.
     ///
     /// # Errors
     /// As [`Volume::read`]; [`Error::Value`] for a record that is being read, or during a commit.
@@ -243,13 +258,13 @@ impl Volume {
         Ok(self.submit(Kind::Write, record, entry, buffer))
     }
 
-    /// Makes the records that were written since the last commit, all of step `step`, and that step
-    /// the state: all of them or none. Durable when it returns. Blocks as long as the drives take:
-    /// for each flush and each write of the index `io_timeout` at most.
+    /// Makes the records that were written since the last commit, of steps up to `step`, and that
+    /// step the state: all of them or none. Durable when it returns. Blocks as long as the drives
+    /// take: for each flush and each write of the index `io_timeout` at most.
     ///
     /// # Errors
-    /// [`Error::Value`] where writes are in flight or have failed, or are of another step: nothing
-    /// has changed then. [`Error::Os`] where a drive failed: it is not known which step is durable,
+    /// [`Error::Value`] where writes are in flight or have failed, or are of later steps or of those
+    /// of the last commit: nothing has changed then. [`Error::Os`] where a drive failed: it is not known which step is durable,
     /// and the volume is not used any more. The one that is, is whole. Also where a member's file
     /// was removed meanwhile: nobody would find that step again.
     pub fn commit(&self, step: u64) -> Result<()> {

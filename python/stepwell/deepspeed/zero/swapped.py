@@ -199,7 +199,7 @@ class SwappedPartitions:
     ) -> _core.Swap | None:
         """As `sharded_volume.open_together`, of `count` partitions on each rank."""
         ranks = WholeWorld()
-        core = open_together(ranks, make)
+        core = open_together(ranks, make, commit_interval=self._volume.commit_interval)
         # Of new volumes none is at a step, on all ranks.
         if core is not None and core.step is not None:
             counts = core.counts or []
@@ -263,7 +263,7 @@ class SwappedPartitions:
             workers=threads,
             step=step,
             run=run,
-            commits_each_step=self._rank is not None and volume.durability == "commit",
+            counts_each_step=self._rank is not None and volume.durability == "commit",
         )
 
     def _place(self, partitions: Sequence[Partition]) -> _core.AddressSpace:

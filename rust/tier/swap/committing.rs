@@ -1,0 +1,213 @@
+//! What a commit writes beside the records of its own step.
+//!
+//! A step without a commit leaves weights behind, and state that is in host memory (SWAP-6). Where
+//! the step of the next commit steps the same chunks, their records have all. Of the others the
+//! state is written here, by the commit, and the weights by the caller, who has them.
+
+use std::{
+    collections::VecDeque,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use super::{Catalog, Swap, catalog};
+use crate::{
+    error::{Error, Result},
+    state::chunk::{Chunk, num_chunks},
+    stream::view::View,
+    tier::volume::{Durability, RecordBuffer, Ticket},
+};
+
+impl Swap {
+    /// Whether a commit ends the next step.
+    #[must_use]
+    pub fn commits_next(&self) -> bool {
+        self.durability == Durability::Commit && self.pipeline().commits()
+    }
+
+    /// The number of the last step that was made, committed or not; 0: none was.
+    fn last_step(&self) -> u64 {
+        self.pipeline().step() - 1
+    }
+
+    /// The tensors whose weights have changed since the last commit, and which the next one would
+    /// lack if its step does not step them.
+    #[must_use]
+    pub fn weights_behind(&self) -> Vec<usize> {
+        let pipeline = self.pipeline();
+        let is_behind =
+            |tensor: &usize| self.numbers(*tensor).any(|number| pipeline.is_behind(number).weight);
+        (0..self.chunks.tensors().len()).filter(is_behind).collect()
+    }
+
+    /// The chunks of a tensor.
+    fn numbers(&self, tensor: usize) -> std::ops::Range<usize> {
+        let held = &self.chunks.tensors()[tensor];
+        held.first..held.first + num_chunks(held.place.layout().numel())
+    }
+
+    /// Writes the weights of a tensor, as its last step has left them, for the next commit. Ends
+    /// early, with `false`, when `is_interrupted` is set; what is in flight ends with the next
+    /// step, or call.
+    ///
+    /// # Safety
+    /// The memory of `weights` is alive, and nothing writes it.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a tensor that there is not, other weights than its, or during a step;
+    /// [`Error::Os`] where they cannot be written: every call after it fails (SWAP-3).
+    pub unsafe fn write_weights(
+        &self,
+        tensor: usize,
+        weights: View,
+        is_interrupted: &AtomicBool,
+    ) -> Result<bool> {
+        let Some(held) = self.chunks.tensors().get(tensor) else {
+            return Err(Error::value(format!("tensor `{tensor}` is not the volume's")));
+        };
+        let layout = *held.place.layout();
+        weights.expect("the weight", &[layout.weight()], layout.numel())?;
+        self.pipeline().check_idle()?;
+        let step = self.last_step();
+        let write = || {
+            // Of an interrupted call some may be in flight.
+            loop {
+                let Some(mut ticket) = self.pipeline().pop_oldest_write() else { break };
+                if self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?.is_none() {
+                    self.pipeline().writing(ticket);
+                    return Ok(false);
+                }
+            }
+            for number in self.numbers(tensor) {
+                if is_interrupted.load(Ordering::Relaxed) {
+                    return Ok(false);
+                }
+                let is_behind = self.pipeline().is_behind(number).weight;
+                let Some(record) = self.chunks.weight_record(number).filter(|_| is_behind) else {
+                    continue;
+                };
+                let Some(mut buffer) = self.next_buffer(is_interrupted)? else { return Ok(false) };
+                let chunk = Chunk { tensor, index: number - held.first };
+                let part = weights.part(chunk.range(layout.numel()));
+                let copy = part.at(buffer.as_mut_slice().as_mut_ptr().expose_provenance());
+                // SAFETY: the caller vouches for the weights; the buffer is this thread's alone,
+                // and has room for the record.
+                unsafe { part.copy_to(copy) };
+                let ticket = self.volume.write(record, step, buffer)?;
+                let mut pipeline = self.pipeline();
+                pipeline.writing(ticket);
+                pipeline.behind(number).weight = false;
+            }
+            Ok(true)
+        };
+        self.or_fail(write())
+    }
+
+    /// A buffer, once one is free: the writes before this one have them. None, where
+    /// `is_interrupted` is set meanwhile.
+    fn next_buffer(&self, is_interrupted: &AtomicBool) -> Result<Option<RecordBuffer>> {
+        loop {
+            if let Some(buffer) = self.free_buffer() {
+                return Ok(Some(buffer));
+            }
+            let Some(mut ticket) = self.pipeline().pop_oldest_write() else {
+                return self.wait_for(is_interrupted, |timeout| Ok(self.volume.buffer(timeout)));
+            };
+            if self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?.is_none() {
+                self.pipeline().writing(ticket);
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Warns where a volume that is kept ends before its last steps are committed.
+    pub fn tell_of_uncommitted(&self) {
+        let (last, committed) = (self.last_step(), self.volume.step().unwrap_or(0));
+        if self.volume.is_kept() && self.durability == Durability::Commit && committed < last {
+            log::warn!(
+                target: "stepwell",
+                "volume `{}` ends at step {last} and is kept at step {committed}, its last commit. \
+                 hint: optimizer.commit() at the end of a run",
+                self.volume.name(),
+            );
+        }
+    }
+
+    /// Commits the last step that was made, if it is not committed, between steps.
+    ///
+    /// # Errors
+    /// As [`Swap::write_weights`]; [`Error::Value`] where [`Swap::weights_behind`] are not written.
+    pub fn commit_now(&self) -> Result<()> {
+        self.pipeline().check_idle()?;
+        let step = self.last_step();
+        if self.durability == Durability::None || self.volume.step().unwrap_or(0) >= step {
+            return Ok(());
+        }
+        let make = || {
+            self.end_writes()?;
+            self.make_commit(step)
+        };
+        self.or_fail(make())
+    }
+
+    /// Waits for all writes.
+    pub(super) fn end_writes(&self) -> Result<()> {
+        loop {
+            let mut pipeline = self.pipeline();
+            pipeline.check()?;
+            let Some(ticket) = pipeline.pop_oldest_write() else { return Ok(()) };
+            drop(pipeline);
+            drop(self.end_of(ticket)?);
+        }
+    }
+
+    /// Commits `step`, whose own records are written.
+    pub(super) fn make_commit(&self, step: u64) -> Result<()> {
+        if self.durability == Durability::Commit {
+            if let Some(tensor) = self.weights_behind().first() {
+                return Err(Error::value(format!(
+                    "step `{step}` is to be committed without the weights of tensor `{tensor}`, \
+                     which were stepped since the last commit, expected them to be written before"
+                )));
+            }
+            self.write_states(step)?;
+            self.write_catalog(step)?;
+        }
+        self.volume.commit(step)
+    }
+
+    /// Writes the state in host memory that is behind.
+    fn write_states(&self, step: u64) -> Result<()> {
+        let mut writes: VecDeque<Ticket> = VecDeque::new();
+        for number in 0..self.chunks.in_ram() {
+            let record = self.chunks.record(number);
+            let is_behind = std::mem::take(&mut self.pipeline().behind(number).state);
+            let (Some(record), Some(offset), true) =
+                (record, self.chunks.ram_offset(number), is_behind)
+            else {
+                continue;
+            };
+            let mut buffer = loop {
+                if let Some(buffer) = self.free_buffer() {
+                    break buffer;
+                }
+                match writes.pop_front() {
+                    Some(ticket) => drop(self.end_of(ticket)?),
+                    None => break self.buffer()?,
+                }
+            };
+            let nbytes = self.chunks.state_nbytes(number);
+            buffer.as_mut_slice()[..nbytes].copy_from_slice(self.ram_slice(offset, nbytes));
+            writes.push_back(self.volume.write(record, step, buffer)?);
+        }
+        writes.into_iter().try_for_each(|ticket| self.end_of(ticket).map(drop))
+    }
+
+    /// Writes the catalog, for the commit of `step`.
+    fn write_catalog(&self, step: u64) -> Result<()> {
+        let mut buffer = self.buffer()?;
+        let catalog = Catalog { run: self.run, counts: self.pipeline().counts().to_vec() };
+        catalog::encode(&self.chunks.layouts(), self.identity, &catalog, buffer.as_mut_slice());
+        self.end_of(self.volume.write(self.chunks.catalog_record(), step, buffer)?)?;
+        Ok(())
+    }
+}
