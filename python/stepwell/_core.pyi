@@ -856,8 +856,8 @@ class Swap:
     @property
     def step_before(self, /) -> int | None:
         """
-        Of a volume that was resumed: the committed step before the one that it was resumed at, which
-        it can go back to while nothing was written. None: there is none, or it is new.
+        Of a volume that was resumed: the committed step before the one that it was resumed at. It
+        can go back to it while nothing was written. None: there is none, or it is new.
         """
     def weights_behind(self, /) -> list[int]:
         """

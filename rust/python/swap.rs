@@ -210,8 +210,8 @@ impl PySwap {
         Ok(self.swap()?.volume().step())
     }
 
-    /// Of a volume that was resumed: the committed step before the one that it was resumed at, which
-    /// it can go back to while nothing was written. None: there is none, or it is new.
+    /// Of a volume that was resumed: the committed step before the one that it was resumed at. It
+    /// can go back to it while nothing was written. None: there is none, or it is new.
     #[getter]
     fn step_before(&self) -> Result<Option<u64>> {
         Ok(self.swap()?.volume().step_before())

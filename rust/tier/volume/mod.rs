@@ -263,10 +263,11 @@ impl Volume {
     /// take: for each flush and each write of the index `io_timeout` at most.
     ///
     /// # Errors
-    /// [`Error::Value`] where writes are in flight or have failed, or are of later steps or of those
-    /// of the last commit: nothing has changed then. [`Error::Os`] where a drive failed: it is not known which step is durable,
-    /// and the volume is not used any more. The one that is, is whole. Also where a member's file
-    /// was removed meanwhile: nobody would find that step again.
+    /// [`Error::Value`] where writes are in flight or have failed, or are of steps that do not lie
+    /// between the last commit and this one: nothing has changed then. [`Error::Os`] where a drive
+    /// failed: it is not known which step is durable, and the volume is not used any more. The one
+    /// that is, is whole. Also where a member's file was removed meanwhile: nobody would find that
+    /// step again.
     pub fn commit(&self, step: u64) -> Result<()> {
         self.check_process()?;
         let head = lock(&self.ledger).begin_commit(step)?;
