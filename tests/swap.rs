@@ -72,6 +72,7 @@ impl Rig {
             durability,
             identity: 0,
             run: 7,
+            packed: Vec::new(),
             ram_nbytes: 0,
             buffers_nbytes_max: usize::MAX,
             workers: 3,
@@ -88,6 +89,12 @@ impl Rig {
             count: 0,
             begins_in_memory: true,
         }
+    }
+
+    /// The same, with packed masters.
+    fn packing(mut self, is_packed: bool) -> Self {
+        self.config.packed = if is_packed { (0..self.all.len()).collect() } else { Vec::new() };
+        self
     }
 
     fn of_split(durability: Durability) -> Self {
@@ -208,16 +215,19 @@ impl Rig {
 /// Of other masters: `tests/test_offload_volume.py`.
 #[test]
 fn steps_have_the_bits_of_steps_in_memory_with_every_codec() {
-    for (param, moments) in [
-        (ParamKind::Split, MomentsKind::Float32),
-        (ParamKind::Split, MomentsKind::Bf16),
-        (ParamKind::Split, MomentsKind::Q8),
-        (ParamKind::Float32WithBf16, MomentsKind::Float32),
-        (ParamKind::Float32WithF16, MomentsKind::Q8),
+    for (param, moments, is_packed) in [
+        (ParamKind::Split, MomentsKind::Float32, false),
+        (ParamKind::Split, MomentsKind::Bf16, false),
+        (ParamKind::Split, MomentsKind::Q8, false),
+        (ParamKind::Float32WithBf16, MomentsKind::Float32, false),
+        (ParamKind::Float32WithBf16, MomentsKind::Float32, true),
+        (ParamKind::Float32WithBf16, MomentsKind::Bf16, true),
+        (ParamKind::Float32WithBf16, MomentsKind::Q8, true),
+        (ParamKind::Float32WithF16, MomentsKind::Q8, false),
     ] {
         for durability in [Durability::None, Durability::Commit] {
             let layout = Layout::new(param, moments, Dtype::BFloat16);
-            let mut rig = Rig::new(of(layout), durability);
+            let mut rig = Rig::new(of(layout), durability).packing(is_packed);
             let swap = rig.create().expect("a swap");
             let engine = rig.engine(host_device(&rig.all), &swap);
             for _ in 0..3 {
@@ -238,7 +248,11 @@ fn of(layout: Layout) -> Vec<OnDevice> {
 /// SWAP-4: the first step goes on from the weights, which are in host memory, and from zeros.
 #[test]
 fn a_master_that_no_step_has_written_is_the_weight() {
-    for param in [ParamKind::Float32WithBf16, ParamKind::Float32WithF16] {
+    for (param, is_packed) in [
+        (ParamKind::Float32WithBf16, false),
+        (ParamKind::Float32WithBf16, true),
+        (ParamKind::Float32WithF16, false),
+    ] {
         for durability in [Durability::None, Durability::Commit] {
             let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
             let mut all = of(layout);
@@ -247,7 +261,7 @@ fn a_master_that_no_step_has_written_is_the_weight() {
                 let zeros = vec![0.0; rounded.len()];
                 one.held.write(&rounded, &zeros, &zeros);
             }
-            let mut rig = Rig::new(all, durability);
+            let mut rig = Rig::new(all, durability).packing(is_packed);
             // The first chunk.
             rig.config.ram_nbytes = 1 << 20;
             let swap = rig.create().expect("a swap");
@@ -322,15 +336,16 @@ fn state_that_no_step_has_written_reads_as_zeros() {
 /// Weights that have records of their own, and those that follow from their masters.
 #[test]
 fn a_commit_is_found_again_with_counts_and_weights() {
-    for param in [
-        ParamKind::Split,
-        ParamKind::Shadowed,
-        ParamKind::Float32,
-        ParamKind::Float32WithBf16,
-        ParamKind::Float32WithF16,
+    for (param, is_packed) in [
+        (ParamKind::Split, false),
+        (ParamKind::Shadowed, false),
+        (ParamKind::Float32, false),
+        (ParamKind::Float32WithBf16, false),
+        (ParamKind::Float32WithBf16, true),
+        (ParamKind::Float32WithF16, false),
     ] {
         let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
-        let mut rig = Rig::new(of(layout), Durability::Commit);
+        let mut rig = Rig::new(of(layout), Durability::Commit).packing(is_packed);
         rig.config.options.keep = true;
         rig.config.ram_nbytes = 1 << 20;
         let swap = rig.create().expect("a swap");
@@ -362,9 +377,15 @@ fn a_commit_is_found_again_with_counts_and_weights() {
 /// SWAP-6. The state of tensor 0 and some of the next is in host memory.
 #[test]
 fn a_commit_every_few_steps_has_the_state_and_the_weights_of_its_step() {
-    for param in [ParamKind::Split, ParamKind::Shadowed, ParamKind::Float32] {
+    for (param, is_packed) in [
+        (ParamKind::Split, false),
+        (ParamKind::Shadowed, false),
+        (ParamKind::Float32, false),
+        (ParamKind::Float32WithBf16, false),
+        (ParamKind::Float32WithBf16, true),
+    ] {
         let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
-        let mut rig = Rig::new(of(layout), Durability::Commit);
+        let mut rig = Rig::new(of(layout), Durability::Commit).packing(is_packed);
         rig.config.options.keep = true;
         rig.config.ram_nbytes = 2 << 20;
         rig.config.commit_interval = NonZeroU64::new(3).expect("above 0");
@@ -387,6 +408,16 @@ fn a_commit_every_few_steps_has_the_state_and_the_weights_of_its_step() {
             let mut held = expected.moved(0);
             rig.assert_found(&swap, index, &mut held, expected);
         }
+        // What the host has is of other steps.
+        for (one, committed) in rig.all.iter_mut().zip(&mut committed) {
+            one.held = committed.moved(0);
+        }
+        rig.count = 3;
+        rig.expected = committed;
+        rig.config.commit_interval = NonZeroU64::MIN;
+        let engine = rig.engine(host_device(&rig.all), &swap);
+        rig.step(&engine);
+        rig.assert_as_expected(&swap, "a step after that");
     }
 }
 
@@ -480,10 +511,14 @@ fn a_commit_says_which_run_made_it() {
 /// A commit writes what the next step cannot go on without, and no byte more.
 #[test]
 fn weights_that_follow_from_masters_are_not_written() {
-    for (param, weight_nbytes) in [(ParamKind::Split, 2), (ParamKind::Float32WithBf16, 0)] {
+    for (param, is_packed, weight_nbytes) in [
+        (ParamKind::Split, false, 2),
+        (ParamKind::Float32WithBf16, false, 0),
+        (ParamKind::Float32WithBf16, true, 2),
+    ] {
         let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
         let written = |durability| {
-            let mut rig = Rig::new(of(layout), durability);
+            let mut rig = Rig::new(of(layout), durability).packing(is_packed);
             let swap = rig.create().expect("a swap");
             let engine = rig.engine(host_device(&rig.all), &swap);
             rig.step(&engine);
@@ -497,6 +532,62 @@ fn weights_that_follow_from_masters_are_not_written() {
         let rest = 64 << 10;
         let weights = weight_nbytes * numel;
         assert!((weights..weights + rest).contains(&more), "{param:?}: {more} bytes more");
+    }
+}
+
+/// 17 bits and a checksum in place of 32.
+#[test]
+fn packed_masters_take_half_of_the_space() {
+    let layout = Layout::new(ParamKind::Float32WithBf16, MomentsKind::Q8, Dtype::BFloat16);
+    let moved = |is_packed| {
+        let mut rig = Rig::new(of(layout), Durability::None).packing(is_packed);
+        let swap = rig.create().expect("a swap");
+        let engine = rig.engine(host_device(&rig.all), &swap);
+        rig.step(&engine);
+        swap.volume().bytes_moved().1
+    };
+    let numel: u64 = NUMELS.iter().map(|&numel| numel as u64).sum();
+    let saved = moved(false) - moved(true);
+    let expected = numel * 15 / 8;
+    let rest = 8 * 4096;
+    assert!((expected - rest..expected + rest).contains(&saved), "{saved} bytes");
+}
+
+/// SWAP-7: the weight that a packed master is beside.
+#[test]
+fn a_weight_that_was_written_loses_its_packed_master_and_says_so() {
+    for ram_nbytes in [0, 32 << 20] {
+        let layout = Layout::new(ParamKind::Float32WithBf16, MomentsKind::Q8, Dtype::BFloat16);
+        let mut rig = Rig::new(of(layout), Durability::Commit).packing(true);
+        rig.config.ram_nbytes = ram_nbytes;
+        let swap = rig.create().expect("a swap");
+        let engine = rig.engine(host_device(&rig.all), &swap);
+        rig.step(&engine);
+        let weight = rig.all[0].held.weight_out.as_mut().expect("a weight");
+        weight.set_value(CHUNK_LEN + 5, 3.25);
+        let to = rig.all[0].held.tensor();
+        let never = AtomicBool::new(false);
+        // SAFETY: the tensor is held, and no step runs.
+        let (first, both) = unsafe {
+            (swap.read(0, &to, 0..CHUNK_LEN, &never), swap.read(0, &to, 0..CHUNK_LEN + 1, &never))
+        };
+        assert!(first.expect("its weight is as it was"));
+        let said = both.expect_err("written").to_string();
+        assert!(said.contains("weights in host memory were changed"), "{said}");
+        assert!(said.contains(&format!("elements from `{CHUNK_LEN}` on")), "{said}");
+        rig.submit(&engine);
+        let error = engine.finish(STREAM, SOON).expect_err("a step that cannot be made");
+        assert!(error.to_string().contains("weights in host memory were changed"), "{error}");
+    }
+}
+
+#[test]
+fn only_a_master_of_bf16_weights_is_packed() {
+    for param in [ParamKind::Split, ParamKind::Float32, ParamKind::Float32WithF16] {
+        let layout = Layout::new(param, MomentsKind::Float32, Dtype::BFloat16);
+        let mut rig = Rig::new(of(layout), Durability::None).packing(true);
+        let said = rig.create().expect_err("refused").to_string();
+        assert!(said.contains("of tensor `0` is to be packed, expected an fp32"), "{said}");
     }
 }
 
@@ -585,9 +676,9 @@ fn a_volume_of_another_release_is_refused_with_both_versions() {
     let mut of_other_state = catalog.clone();
     of_other_state[12] = 7;
     for (bytes, said) in [
-        (before_runs, "the catalog of version `1`, expected 2"),
-        (with_runs, "the catalog of version `1`, expected 2"),
-        (later, "the catalog of version `9`, expected 2"),
+        (before_runs, "the catalog of version `1`, expected 3"),
+        (with_runs, "the catalog of version `1`, expected 3"),
+        (later, "the catalog of version `9`, expected 3"),
         (of_other_state, "the state format of version `7`, expected 1"),
         (b"swstates".to_vec(), "other parameters"),
         (catalog[..catalog.len() - 1].to_vec(), "other parameters"),

@@ -15,6 +15,8 @@ SIZE = _core.CHUNK_LEN
 NUMELS = (2 * SIZE + 5, 0, 100)
 BUFFERS_BYTES = 1_800_000
 """Host memory that buffers take at least, with no room for the state of a chunk beside them."""
+STATE_BYTES = 10
+"""Of an element: moments, and what a master has beside its bf16 weight, but for a bit or so."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # Of the first master: first element and number of elements.
 PIECES = [(0, 3), (SIZE - 1, 2), (2 * SIZE, 5)]
@@ -26,6 +28,7 @@ class Run:
     Args:
         room: bytes of host memory for state and buffers; None: what is free.
         late: whether a step begins when it is waited for.
+        is_offloaded: whether weights are in host memory, of the program's.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Run:
         identity="a model",
         rank=None,
         late=False,
+        is_offloaded=False,
         **options,
     ):
         generator = torch.Generator().manual_seed(seed)
@@ -59,6 +63,7 @@ class Run:
                     weight,
                     weight.dtype,
                     self.operands.moments_bytes(weight.to("meta", master.dtype)),
+                    is_offloaded,
                 )
                 for master, weight in zip(self.masters, self.weights, strict=True)
             ],

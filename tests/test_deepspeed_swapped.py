@@ -19,6 +19,7 @@ from swapped_partitions import (
     NUMELS,
     PIECES,
     SIZE,
+    STATE_BYTES,
     Run,
     assert_same,
     pieces_of,
@@ -53,6 +54,28 @@ def test_steps_have_the_bits_of_state_in_memory(volume, kind, options, weight, r
     assert_same(run, expected.steps(2, 3))
 
 
+@pytest.mark.parametrize("options", [{}, {"moments": "q8"}])
+def test_weights_that_a_program_may_write_have_whole_masters_on_the_volume(volume, options):
+    runs = [Run(at, is_offloaded=True, **options) for at in (volume, None)]
+    for run in runs:
+        run.steps(2)
+        run.weights[0][:7] = 3.0
+        run.steps(1, 2)
+    assert_same(*runs)
+    assert not any(held.is_packed for held in runs[0].swapped._held.values())
+    assert all(held.is_packed for held in Run(volume, **options).swapped._held.values())
+
+
+def test_a_weight_that_was_written_is_told_where_its_master_is_packed(volume):
+    run = Run(volume).steps(2)
+    run.partitions.twins[0][SIZE + 1] = 3.0
+    assert run.masters[0].narrow(0, 0, SIZE).sum() != 0
+    with pytest.raises(ValueError, match="weights in host memory were changed"):
+        run.masters[0].sum()
+    with pytest.raises(OSError, match="weights in host memory were changed"):
+        run.steps(1, 2)
+
+
 def test_which_partitions_are_on_the_volume(volume):
     rounded, plain = Run(volume).swapped, Run(volume, weight=FP32).swapped
     for swapped in (rounded, plain):
@@ -74,7 +97,7 @@ def test_state_that_nothing_looks_at_stays_on_the_volume(volume):
     assert len(run.swapped.in_use([0, 1, 2])) == 0
     again, more = run.moved()
     # Records are whole blocks.
-    state = 12 * sum(NUMELS)
+    state = STATE_BYTES * sum(NUMELS)
     assert state <= again - read < state + SIZE
     assert state <= more - written
     assert {type(each) for each in tensors_of(run)} == {Written}
@@ -118,7 +141,7 @@ def test_a_view_is_a_snapshot_after_the_next_step(volume):
 def test_a_look_at_a_part_brings_its_chunks_alone(volume):
     run, expected = Run(volume).steps(2), Run().steps(2)
     begin = run.read()
-    one = 12 * SIZE
+    one = STATE_BYTES * SIZE
     for name, first, numel in (("exp_avg", SIZE + 3, 5), ("exp_avg_sq", SIZE, SIZE)):
         found = run.state()[name].narrow(0, first, numel)
         assert torch.equal(found, expected.state()[name].narrow(0, first, numel))
@@ -131,7 +154,7 @@ def test_a_look_at_a_part_brings_its_chunks_alone(volume):
     assert len(run.swapped.in_use([0])) == 0
     again = run.read()
     assert_same(run, expected.steps(1, 2))
-    assert again - read >= 12 * sum(NUMELS)
+    assert again - read >= STATE_BYTES * sum(NUMELS)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "master"])
@@ -152,7 +175,7 @@ def test_a_whole_that_is_used_behind_a_part_has_what_was_written_to_it(volume):
     read = run.read()
     assert run.state()["exp_avg"][0] == 9.0
     # The first chunk is there.
-    assert 12 * SIZE <= run.read() - read < 2 * 12 * SIZE
+    assert STATE_BYTES * SIZE <= run.read() - read < 2 * STATE_BYTES * SIZE
     # Plain tensors are no matter of the volume's.
     assert run.swapped.narrow(run.state()["exp_avg"], 0, 1) is None
 
@@ -312,7 +335,7 @@ def test_a_piece_brings_its_chunks_alone(volume):
     found, others = pieces_of(run), pieces_of(expected)
     read = run.read()
     assert torch.equal(found[0] + 0, others[0])
-    assert 12 * SIZE <= run.read() - read < 2 * 12 * SIZE
+    assert STATE_BYTES * SIZE <= run.read() - read < 2 * STATE_BYTES * SIZE
     assert [type(each) for each in found] == [torch.Tensor, Written, Written]
     for each in (found, others):
         each[0].fill_(5.0)

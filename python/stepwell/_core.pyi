@@ -744,6 +744,8 @@ class Swap:
         counts_each_step: whether a step counts that changes nothing here.
         commit_interval: steps from one commit to the next.
         run: what its commits say of the run that makes them; the same for the volumes of all ranks.
+        packed: the places whose fp32 masters are packed beside their bfloat16 weights. These stay
+            where they are, and only steps write them.
         ram_nbytes: host memory for the state of the first chunks.
         buffers_nbytes_max: the most host memory for what is on its way.
         workers: how many step.
@@ -755,7 +757,7 @@ class Swap:
         ValueError: for arguments that cannot work, or a volume of other parameters.
         OSError: where a drive is full, or a member is missing, used or damaged.
     """
-    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, step: int | None = None, counts_each_step: bool = False, commit_interval: int = ..., identity: int = 0, run: int = 0, ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
+    def __new__(cls, /, drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, addresses: AddressSpace, name: str | None = None, weights: Sequence[int] = ..., stripe_bytes: int = ..., durability: str = "commit", keep: bool = False, resume: bool = False, step: int | None = None, counts_each_step: bool = False, commit_interval: int = ..., identity: int = 0, run: int = 0, packed: Sequence[int] = ..., ram_nbytes: int = 0, buffers_nbytes_max: int = ..., workers: int | None = None, io_engine: str = "auto", queue_depth: int = ..., io_timeout: float = 60.0) -> Swap: ...
     @property
     def buffers_nbytes(self, /) -> int:
         """
@@ -1259,7 +1261,7 @@ def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: S
         OSError: where there is no memory for them.
     """
 
-def swap_buffers_nbytes(drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, durability: str = "commit", buffers_nbytes_max: int = ..., workers: int | None = None) -> int:
+def swap_buffers_nbytes(drives: Sequence[str | PathLike[str]], places: Sequence[AdamTensor], *, durability: str = "commit", packed: Sequence[int] = ..., buffers_nbytes_max: int = ..., workers: int | None = None) -> int:
     """
     Bytes of the buffers of a swap, at most; the arguments are its own.
 

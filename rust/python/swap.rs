@@ -46,6 +46,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 ///     counts_each_step: whether a step counts that changes nothing here.
 ///     commit_interval: steps from one commit to the next.
 ///     run: what its commits say of the run that makes them; the same for the volumes of all ranks.
+///     packed: the places whose fp32 masters are packed beside their bfloat16 weights. These stay
+///         where they are, and only steps write them.
 ///     ram_nbytes: host memory for the state of the first chunks.
 ///     buffers_nbytes_max: the most host memory for what is on its way.
 ///     workers: how many step.
@@ -105,7 +107,7 @@ impl PySwap {
     #[pyo3(signature = (
         drives, places, *, addresses, name=None, weights=Vec::new(), stripe_bytes=STRIPE_BYTES,
         durability="commit", keep=false, resume=false, step=None, counts_each_step=false,
-        commit_interval=NonZeroU64::MIN, identity=0, run=0, ram_nbytes=0,
+        commit_interval=NonZeroU64::MIN, identity=0, run=0, packed=Vec::new(), ram_nbytes=0,
         buffers_nbytes_max=1 << 30, workers=None, io_engine="auto", queue_depth=QUEUE_DEPTH,
         io_timeout=60.0
     ))]
@@ -126,6 +128,7 @@ impl PySwap {
         commit_interval: NonZeroU64,
         identity: u64,
         run: u64,
+        packed: Vec<usize>,
         ram_nbytes: usize,
         buffers_nbytes_max: usize,
         workers: Option<usize>,
@@ -154,6 +157,7 @@ impl PySwap {
             durability: durability_named(durability)?,
             identity,
             run,
+            packed,
             ram_nbytes,
             buffers_nbytes_max,
             workers: workers.unwrap_or_else(|| pool.threads()),
@@ -367,12 +371,13 @@ fn is_locked(error: &std::io::Error) -> bool {
 /// Raises:
 ///     ValueError: for another durability.
 #[pyfunction]
-#[pyo3(signature = (drives, places, *, durability="commit", buffers_nbytes_max=1 << 30,
-    workers=None))]
+#[pyo3(signature = (drives, places, *, durability="commit", packed=Vec::new(),
+    buffers_nbytes_max=1 << 30, workers=None))]
 pub(super) fn swap_buffers_nbytes(
     drives: Vec<PathBuf>,
     places: Vec<PyRef<'_, PyAdamTensor>>,
     durability: &str,
+    packed: Vec<usize>,
     buffers_nbytes_max: usize,
     workers: Option<usize>,
 ) -> Result<usize> {
@@ -384,6 +389,7 @@ pub(super) fn swap_buffers_nbytes(
         durability: durability_named(durability)?,
         identity: 0,
         run: 0,
+        packed,
         ram_nbytes: 0,
         buffers_nbytes_max,
         workers: workers.map_or_else(|| Pool::global().map(Pool::threads), Ok)?,

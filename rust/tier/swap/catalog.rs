@@ -17,7 +17,7 @@ use crate::state::{STATE_FORMAT, codecs::MasterKind, layout::Layout};
 
 const MAGIC: &[u8; 8] = b"swstates";
 /// The version of all of this.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// Of what is the same in all runs.
 const SAME_BYTES: usize = 32;
 const HEAD_BYTES: usize = SAME_BYTES + 8;
@@ -30,8 +30,9 @@ pub(super) fn nbytes(tensors: usize) -> usize {
 }
 
 /// What a layout is, beside its size, for people: parameter, master, moments, rounded copy.
-fn kind(layout: &Layout) -> [u8; KIND_BYTES] {
+fn kind(layout: &Layout, is_packed: bool) -> [u8; KIND_BYTES] {
     let master = match layout.master {
+        MasterKind::Float32 if is_packed => "packed",
         MasterKind::Float32 => "itself",
         // Fingerprints are not on the volume.
         MasterKind::Split { .. } => "split",
@@ -57,15 +58,20 @@ pub struct Catalog {
 }
 
 /// Writes it to the beginning of `bytes`.
-pub(super) fn encode(layouts: &[Layout], identity: u64, catalog: &Catalog, bytes: &mut [u8]) {
+pub(super) fn encode(
+    layouts: &[(Layout, bool)],
+    identity: u64,
+    catalog: &Catalog,
+    bytes: &mut [u8],
+) {
     let (head, rest) = bytes.split_at_mut(HEAD_BYTES);
     head[..SAME_BYTES].copy_from_slice(&head_of(layouts.len(), identity));
     head[SAME_BYTES..].copy_from_slice(&catalog.run.to_le_bytes());
     let each = rest.chunks_exact_mut(TENSOR_BYTES);
-    for ((layout, count), place) in layouts.iter().zip(&catalog.counts).zip(each) {
+    for (((layout, is_packed), count), place) in layouts.iter().zip(&catalog.counts).zip(each) {
         place[..8].copy_from_slice(&(layout.numel() as u64).to_le_bytes());
         place[8..16].copy_from_slice(&count.to_le_bytes());
-        place[16..].copy_from_slice(&kind(layout));
+        place[16..].copy_from_slice(&kind(layout, *is_packed));
     }
 }
 
@@ -100,7 +106,7 @@ pub(super) enum NoCatalog {
 /// # Errors
 /// [`NoCatalog`], where it is not the catalog of these tensors.
 pub(super) fn decode(
-    layouts: &[Layout],
+    layouts: &[(Layout, bool)],
     identity: u64,
     bytes: &[u8],
 ) -> Result<Catalog, NoCatalog> {
@@ -117,7 +123,7 @@ pub(super) fn decode(
     of_these(layouts, identity, bytes).ok_or(NoCatalog::Foreign)
 }
 
-fn of_these(layouts: &[Layout], identity: u64, bytes: &[u8]) -> Option<Catalog> {
+fn of_these(layouts: &[(Layout, bool)], identity: u64, bytes: &[u8]) -> Option<Catalog> {
     let (head, rest) = bytes.split_at_checked(HEAD_BYTES)?;
     let (same, run) = head.split_at(SAME_BYTES);
     if same != head_of(layouts.len(), identity) || rest.len() != layouts.len() * TENSOR_BYTES {
@@ -125,9 +131,9 @@ fn of_these(layouts: &[Layout], identity: u64, bytes: &[u8]) -> Option<Catalog> 
     }
     let run = u64::from_le_bytes(run.try_into().ok()?);
     let each = layouts.iter().zip(rest.chunks_exact(TENSOR_BYTES));
-    let counts = each.map(|(layout, bytes)| {
-        let is_same =
-            bytes[..8] == (layout.numel() as u64).to_le_bytes() && bytes[16..] == kind(layout);
+    let counts = each.map(|((layout, is_packed), bytes)| {
+        let is_same = bytes[..8] == (layout.numel() as u64).to_le_bytes()
+            && bytes[16..] == kind(layout, *is_packed);
         let count = u64::from_le_bytes(bytes[8..16].try_into().ok()?);
         is_same.then_some(count)
     });

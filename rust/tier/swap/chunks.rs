@@ -3,13 +3,17 @@
 //! Chunks are numbered through, tensor after tensor. The first ones are in host memory. Records are
 //! numbered alike: with [`Durability::None`] those of the other chunks' state; with
 //! [`Durability::Commit`] the state of all chunks, then the weights that do not follow from it,
-//! then the catalog. A weight that is the rounded copy of an fp32 master has no record.
+//! then the catalog. A weight that is the rounded copy of an fp32 master has no record, unless that
+//! is packed (`packed.rs`).
 
-use super::{super::volume::Durability, catalog};
+use super::{super::volume::Durability, catalog, packed};
 use crate::{
     adam::tensor::AdamTensor,
     error::{Error, Result},
-    state::{chunk::num_chunks, layout::Layout},
+    state::{
+        chunk::num_chunks,
+        layout::{Field, Layout},
+    },
     stream::view::View,
 };
 
@@ -22,6 +26,8 @@ pub(super) struct Held {
     pub(super) first: usize,
     /// Of all records of weights, which is the first of this tensor; None: it has none.
     first_weight: Option<usize>,
+    /// Whether its fp32 master is packed beside its weight.
+    pub(super) is_packed: bool,
 }
 
 impl Held {
@@ -29,6 +35,31 @@ impl Held {
     fn in_record(tensor: &AdamTensor) -> impl Iterator<Item = View> {
         let master = tensor.layout().has_master_in_param().then_some(tensor.param);
         tensor.moments().iter().chain(tensor.master()).copied().chain(master)
+    }
+
+    /// Where in its record a field of a chunk with this layout begins, in bytes; of a packed master
+    /// where that begins. None: it stays beside the record.
+    pub(super) fn record_offset(&self, layout: &Layout, field: &Field) -> Option<usize> {
+        let offset = layout.record_offset(field)?;
+        Some(if self.packs(field) { offset } else { offset - self.saved_nbytes(layout) })
+    }
+
+    /// Whether a field is a master that is packed. It is the first of its record.
+    pub(super) fn packs(&self, field: &Field) -> bool {
+        self.is_packed && field.is_param()
+    }
+
+    /// Where in a record the fp32 master begins from which the weight follows, in bytes.
+    pub(super) fn record_master_offset(&self, layout: &Layout) -> Option<usize> {
+        layout.record_master_offset().filter(|_| !self.is_packed)
+    }
+
+    fn record_nbytes(&self, layout: &Layout) -> usize {
+        layout.record_nbytes() - self.saved_nbytes(layout)
+    }
+
+    fn saved_nbytes(&self, layout: &Layout) -> usize {
+        if self.is_packed { packed::saved_nbytes(layout.numel()) } else { 0 }
     }
 
     /// Whether the tensor names the place, and no other memory.
@@ -73,28 +104,40 @@ pub(super) struct Chunks {
 
 impl Chunks {
     /// Of tensors at these places; as many of the first chunks are in host memory as have room in
-    /// `ram_nbytes`.
-    pub(super) fn new(places: &[AdamTensor], ram_nbytes: usize, durability: Durability) -> Self {
+    /// `ram_nbytes`. The masters of those in `packed` are packed.
+    pub(super) fn new(
+        places: &[AdamTensor],
+        packed: &[usize],
+        ram_nbytes: usize,
+        durability: Durability,
+    ) -> Self {
         let (mut count, mut weights) = (0, 0);
         let mut tensors = Vec::with_capacity(places.len());
         let mut ram_offsets = vec![0];
         let mut is_full = false;
-        for place in places {
+        for (index, place) in places.iter().enumerate() {
             let layout = *place.without_fingerprints().layout();
             let num = num_chunks(layout.numel());
-            let has_weights = layout.record_master_offset().is_none();
-            let first_weight = has_weights.then_some(weights);
-            tensors.push(Held { place: *place, first: count, first_weight });
+            let mut held = Held {
+                place: *place,
+                first: count,
+                first_weight: None,
+                is_packed: packed.contains(&index),
+            };
+            let has_weights = held.record_master_offset(&layout).is_none();
+            held.first_weight = has_weights.then_some(weights);
             count += num;
             weights += if has_weights { num } else { 0 };
             for index in 0..num {
-                let end = ram_offsets[ram_offsets.len() - 1] + layout.chunk(index).record_nbytes();
+                let nbytes = held.record_nbytes(&layout.chunk(index));
+                let end = ram_offsets[ram_offsets.len() - 1] + nbytes;
                 is_full |= end > ram_nbytes;
                 if is_full {
                     break;
                 }
                 ram_offsets.push(end);
             }
+            tensors.push(held);
         }
         Self {
             tensors: tensors.into(),
@@ -109,9 +152,9 @@ impl Chunks {
         &self.tensors
     }
 
-    /// The layouts of the tensors.
-    pub(super) fn layouts(&self) -> Vec<Layout> {
-        self.tensors.iter().map(|held| *held.place.layout()).collect()
+    /// The layouts of the tensors, and whether their masters are packed.
+    pub(super) fn layouts(&self) -> Vec<(Layout, bool)> {
+        self.tensors.iter().map(|held| (*held.place.layout(), held.is_packed)).collect()
     }
 
     /// How many there are.
@@ -152,7 +195,7 @@ impl Chunks {
 
     /// Bytes of a chunk's state.
     pub(super) fn state_nbytes(&self, number: usize) -> usize {
-        self.layout(number).record_nbytes()
+        self.of(number).0.record_nbytes(&self.layout(number))
     }
 
     /// Bytes of a chunk's weight.

@@ -69,8 +69,14 @@ impl Swap {
         let copy = |number: usize, from: Option<usize>| {
             let chunk = to.chunk(number - held.first);
             let layout = *chunk.layout();
+            if let (true, Some(address)) = (held.is_packed, from) {
+                // SAFETY: as below.
+                unsafe { self.unpack(number, address, chunk.weight(), chunk.param) }?;
+            }
             chunk.map(|field, to| {
-                if let Some(offset) = layout.record_offset(&field) {
+                if let Some(offset) = held.record_offset(&layout, &field)
+                    && !(held.packs(&field) && from.is_some())
+                {
                     // SAFETY: the caller vouches for `to`, of which each chunk is copied once;
                     // what it is copied from is this chunk's in a buffer, or in the swap's own
                     // memory, which nothing writes between steps.
@@ -82,6 +88,7 @@ impl Swap {
                     }
                 }
             });
+            Ok(())
         };
         self.each(numbers, is_interrupted, copy)
     }
@@ -92,7 +99,7 @@ impl Swap {
         &self,
         numbers: Range<usize>,
         is_interrupted: &AtomicBool,
-        copy: impl Fn(usize, Option<usize>),
+        copy: impl Fn(usize, Option<usize>) -> Result<()>,
     ) -> Result<bool> {
         let mut on_volume = Vec::new();
         for number in numbers {
@@ -100,18 +107,15 @@ impl Swap {
                 return Ok(false);
             }
             if !self.pipeline().has_state(number) {
-                copy(number, None);
+                copy(number, None)?;
             } else if let Some(offset) = self.chunks.ram_offset(number) {
-                copy(number, Some(self.ram.as_ptr().expose_provenance() + offset));
+                copy(number, Some(self.ram.as_ptr().expose_provenance() + offset))?;
             } else {
                 let record = self.chunks.record(number);
                 on_volume.push((number, record.unwrap_or_else(|| unreachable!("not in RAM"))));
             }
         }
-        self.read_records(&on_volume, is_interrupted, |number, address| {
-            copy(number, Some(address));
-            Ok(())
-        })
+        self.read_records(&on_volume, is_interrupted, |number, address| copy(number, Some(address)))
     }
 
     /// Reads records of chunks, several at once, and calls `copy` with the number of each chunk and
@@ -286,7 +290,7 @@ impl Swap {
             // SAFETY: the caller vouches for `to`; the buffer is this thread's, and has the record
             // of a chunk of as many elements.
             unsafe {
-                match layout.chunk(index).record_master_offset() {
+                match held.record_master_offset(&layout.chunk(index)) {
                     None => part.at(address).copy_to(part),
                     Some(offset) => {
                         let master = View::new(address + offset, Dtype::Float32, part.numel())?;

@@ -32,13 +32,16 @@
 //!   The others write no weights, and no state that is in host memory. What a commit then lacks of
 //!   chunks that its own step does not step is written before it: state by the commit, weights by
 //!   [`Swap::write_weights`]. A commit without them fails.
+//! - SWAP-7 A packed master (`packed.rs`) is what its record has together with the weight, which
+//!   stays in host memory. Only steps write that. A checksum finds a weight that something else has
+//!   written: reads of its master fail then. A worker steps it in memory of its own.
 //!
 //! Cost per parameter and step: the bytes of its state, read once and written once (bf16 with
-//! moments in fp32: 10 + 10 B, with an fp32 master 12 + 12 B; in q8: 4.1 + 4.1 B), of a chunk in
-//! host memory nothing. With [`Durability::Commit`] a weight that is not the rounded copy of an
-//! fp32 master is written as well (2 B of a bf16 parameter), and state in host memory is written
-//! and not read, in steps that are committed. Memory: the buffers, whose number [`Swap::create`]
-//! chooses, and 82 B per chunk.
+//! moments in fp32: 10 + 10 B, with a packed fp32 master .1 B more, not packed 12 + 12 B; in q8:
+//! 4.1 + 4.1 B), of a chunk in host memory nothing. In steps that are committed a weight that does
+//! not follow from an fp32 master is written as well (2 B of a bf16 parameter), and state in host
+//! memory is written and not read. Memory: the buffers, whose number [`Swap::create`] chooses, 82 B
+//! per chunk, and 256 KiB of each worker where masters are packed.
 //!
 //! The order of chunks is the forward's in every step. Where it alternates, what is left in the
 //! buffers of one step begins the next: at most the buffers' share of the state, 17 MB for a drive
@@ -48,12 +51,13 @@
 mod catalog;
 mod chunks;
 mod committing;
+mod config;
 mod copying;
+mod packed;
 mod pipeline;
 
 use std::{
     fmt,
-    num::NonZeroU64,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
@@ -61,14 +65,14 @@ use std::{
     time::Duration,
 };
 
-pub use self::catalog::Catalog;
+pub use self::{catalog::Catalog, config::Config};
 use self::{
     chunks::{Chunks, Held},
     pipeline::{Behind, Pipeline},
 };
 use super::{
     Planned, Stored, Tier,
-    volume::{Durability, Location, Options, RecordBuffer, Shape, Ticket, Volume},
+    volume::{Durability, Options, RecordBuffer, Shape, Ticket, Volume},
 };
 use crate::{
     adam::{batch::in_place, tensor::AdamTensor},
@@ -84,44 +88,6 @@ use crate::{
 
 /// How long a wait lasts before it looks whether another thread has failed, or was interrupted.
 const LOOK_INTERVAL: Duration = Duration::from_millis(100);
-
-/// Bytes that each drive has in flight, each way: what keeps a fast one busy while the workers
-/// turn to the next records.
-const IN_FLIGHT_BYTES: usize = 8 << 20;
-
-/// The largest block of a file system.
-const BLOCK_BYTES_MAX: usize = 64 << 10;
-
-/// How a swap is made.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Which volume.
-    pub location: Location,
-    /// The bandwidth of each member, in any unit; empty where all are alike.
-    pub weights: Vec<u32>,
-    /// The most bytes of a record that lie together on one member.
-    pub stripe_bytes: usize,
-    /// What a step is after a crash.
-    pub durability: Durability,
-    /// Of what the tensors are, beside their sizes: a volume of another identity is not opened.
-    pub identity: u64,
-    /// What its commits say of the run that makes them: any number, the same for volumes that step
-    /// together. One that is opened need not be of this run; its next commits are.
-    pub run: u64,
-    /// Bytes of host memory for the state of the first chunks.
-    pub ram_nbytes: usize,
-    /// The most bytes of buffers, unless a step could not go on with so few.
-    pub buffers_nbytes_max: usize,
-    /// Workers that step.
-    pub workers: usize,
-    /// Whether each step counts, also one that changes nothing here: so that the steps of several
-    /// volumes have the same numbers.
-    pub counts_each_step: bool,
-    /// Steps from one commit to the next, with [`Durability::Commit`].
-    pub commit_interval: NonZeroU64,
-    /// How the volume is used; the number of buffers is chosen here.
-    pub options: Options,
-}
 
 /// See the [module](self).
 pub struct Swap {
@@ -154,7 +120,8 @@ impl Swap {
     /// # Errors
     /// As [`Volume::create`]; [`Error::Value`] for tensors without elements.
     pub fn create(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<Self> {
-        let chunks = Chunks::new(places, config.ram_nbytes, config.durability);
+        config.check_packed(places)?;
+        let chunks = config.chunks(places, config.durability);
         let shape = Shape {
             weights: config.weights.clone(),
             stripe_bytes: config.stripe_bytes,
@@ -176,7 +143,8 @@ impl Swap {
     /// As [`Volume::open`]; [`Error::Value`] where it was made for other tensors, or by a release
     /// whose catalog or state has another version, or has no committed step.
     pub fn open(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<(Self, Catalog)> {
-        let chunks = Chunks::new(places, config.ram_nbytes, Durability::Commit);
+        config.check_packed(places)?;
+        let chunks = config.chunks(places, Durability::Commit);
         // Whatever is wrong with it, it is not removed.
         let options = Options { keep: true, ..config.options(&chunks) };
         let volume = Volume::open(&config.location, &options, pool)?;
@@ -328,10 +296,20 @@ impl Swap {
         let layout = *state.layout();
         let mut routes = in_place(&state);
         let is_fresh = is_placed && !self.pipeline().has_state(number);
-        routes = routes.map(|field, route| match layout.record_offset(&field) {
+        if held.is_packed && is_placed && !is_fresh {
+            let master = state.param.at(packed::scratch());
+            // SAFETY: the weight is lent to the step, and this worker has the chunk; the rest is
+            // its own, or the chunk's.
+            let unpacked = unsafe { self.unpack(number, address, state.weight(), master) };
+            self.or_fail(unpacked)?;
+        }
+        routes = routes.map(|field, route| match held.record_offset(&layout, &field) {
             None => route,
             Some(offset) => {
-                let to = route.to.at(address + offset);
+                let to = route.to.at(match held.packs(&field) {
+                    true => packed::scratch(),
+                    false => address + offset,
+                });
                 if is_fresh {
                     // SAFETY: the memory is this chunk's, and only this worker uses it, and the
                     // weight of this chunk.
@@ -381,6 +359,10 @@ impl Swap {
         // Where it came from other memory, stores have bypassed the cache.
         publish();
         let number = held.first + chunk.index;
+        if held.is_packed {
+            let packed = self.pack(number, tensor.weight(), chunk);
+            self.or_fail(packed)?;
+        }
         let mut pipeline = self.pipeline();
         let commits = self.durability == Durability::Commit && pipeline.commits();
         if self.has_buffer(&pipeline, number) {
@@ -467,47 +449,6 @@ impl Swap {
         // SAFETY: within the buffer, initialised and mapped as long as it. The caller is the worker
         // that has stepped the chunk, or comes between steps: nothing writes it meanwhile.
         unsafe { std::slice::from_raw_parts(self.ram.as_ptr().add(offset), nbytes) }
-    }
-}
-
-impl Config {
-    fn commit_interval(&self) -> NonZeroU64 {
-        match self.durability {
-            Durability::None => NonZeroU64::MIN,
-            Durability::Commit => self.commit_interval,
-        }
-    }
-
-    fn options(&self, chunks: &Chunks) -> Options {
-        let num_buffers = self.num_buffers(&chunks.record_nbytes()).0;
-        Options { num_buffers, ..self.options.clone() }
-    }
-
-    /// How many buffers of the largest of these records keep drives and workers busy, and the bytes
-    /// of each, at most.
-    fn num_buffers(&self, sizes: &[usize]) -> (usize, usize) {
-        let largest = sizes.iter().copied().max().unwrap_or(0);
-        // A trailer beside each, in whole blocks: those of a file system may be larger than a page.
-        let stored = (largest + 64).next_multiple_of(BLOCK_BYTES_MAX);
-        let per_chunk = match self.durability {
-            Durability::None => 1,
-            Durability::Commit => 2,
-        };
-        let in_flight = 2 * self.location.drives.len() * IN_FLIGHT_BYTES.div_ceil(stored);
-        let wanted = (in_flight + 2 * per_chunk * self.workers)
-            // Those that are written, and those that are read ahead.
-            .min(2 * sizes.len())
-            .min(self.buffers_nbytes_max / stored)
-            .min(usize::from(u16::MAX));
-        (wanted.max(per_chunk), stored)
-    }
-
-    /// Bytes of the buffers of a swap of these places, at most.
-    #[must_use]
-    pub fn buffers_nbytes(&self, places: &[AdamTensor]) -> usize {
-        let (num, nbytes) =
-            self.num_buffers(&Chunks::new(places, 0, self.durability).record_nbytes());
-        num * nbytes
     }
 }
 

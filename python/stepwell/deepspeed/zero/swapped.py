@@ -10,6 +10,9 @@ A use of a fragment (`narrow` of a flat tensor, or a piece of the master) brings
 lies in, and no others. The partition counts as on the volume, unless a fragment was written to by
 the time of the next step. Then the rest is brought, and the step goes on from memory.
 
+The master of a bf16 weight that the program cannot write is on the volume as what the weight in
+host memory lacks of it (`rust/tier/swap/packed.rs`). In memory it is whole.
+
 The memory is mapped files in the folders of the volume, or in the folder for temporary files where
 it is on devices alone: an export takes no host memory that the kernel could not take back, and
 space on a drive while it is there.
@@ -74,6 +77,8 @@ class _Held(NamedTuple):
     """The weight's place, where the partition has a master; else the parameter's."""
     views: list[tuple[torch.Tensor, int, int]]
     """Pieces of the master that other code has, with first element and number of elements."""
+    is_packed: bool
+    """Whether the master is on the volume as what the weight in host memory lacks of it."""
 
 
 class SwappedPartitions:
@@ -236,11 +241,13 @@ class SwappedPartitions:
             return None
         addresses = self._place(partitions)
         tensors = [self._tensor(held, held.places, held.shape) for held in self._held.values()]
+        packed = [held.number for held in self._held.values() if held.is_packed]
         most = min(host_bytes // 2, BUFFERS_BYTES_MAX)
         buffers = _core.swap_buffers_nbytes(
             [os.fspath(path) for path in volume.paths],
             tensors,
             durability=volume.durability,
+            packed=packed,
             buffers_nbytes_max=most,
             workers=threads,
         )
@@ -258,6 +265,7 @@ class SwappedPartitions:
             addresses=addresses,
             name=name,
             identity=int.from_bytes(hashlib.sha256(self._identity.encode()).digest()[:8], "little"),
+            packed=packed,
             ram_nbytes=host_bytes - buffers,
             buffers_nbytes_max=most,
             workers=threads,
@@ -287,6 +295,10 @@ class SwappedPartitions:
                     {name: state[name] for name in beside},
                     shape,
                     [],
+                    # Offloaded weights are the program's, which may write them.
+                    each.is_rounded
+                    and each.weight.dtype == torch.bfloat16
+                    and not each.is_offloaded,
                 )
 
         return addresses_for(lay_out)
