@@ -277,7 +277,11 @@ _BUFFERS = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
 
 
 def _nvme(
-    *, register: bool, durability: Durability = "commit", moments: str = "fp32"
+    *,
+    register: bool,
+    durability: Durability = "commit",
+    moments: str = "fp32",
+    commit_interval: int = 1,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     """ZeRO-3 with its state on the drives, of which DeepSpeed's swapper uses the first."""
 
@@ -295,7 +299,7 @@ def _nvme(
             "nvme_paths": list(workload.drives),
             # Weights, gradients and buffers; no state fits in, or little.
             "host_bytes_max": 4 * numel + _BUFFERS_BYTES,
-            "volume": {"durability": durability},
+            "volume": {"durability": durability, "commit_interval": commit_interval},
             "moments": moments,
         }
         case = (
@@ -421,9 +425,9 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell q8, deferred=4": _stepwell("q8", interval=4),
     "stepwell volume": _stepwell("fp32", durability="commit"),
     "stepwell volume q8": _stepwell("q8", durability="commit"),
-    "stepwell volume, commit_interval=8": _stepwell("fp32", durability="commit", commit_interval=8),
-    "stepwell volume q8, commit_interval=8": _stepwell(
-        "q8", durability="commit", commit_interval=8
+    "stepwell volume, commit_interval=4": _stepwell("fp32", durability="commit", commit_interval=4),
+    "stepwell volume q8, commit_interval=4": _stepwell(
+        "q8", durability="commit", commit_interval=4
     ),
     "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
     "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
@@ -450,6 +454,9 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "deepspeed on stepwell, ratio=0.5": deepspeed_run(register=True, zero=_TWIN_FLOW),
     "deepspeed, nvme": _nvme(register=False),
     "deepspeed on stepwell, nvme": _nvme(register=True),
+    "deepspeed on stepwell q8, nvme, commit_interval=4": _nvme(
+        register=True, moments="q8", commit_interval=4
+    ),
     "deepspeed on stepwell, nvme, durability=none": _nvme(register=True, durability="none"),
     "deepspeed on stepwell q8, nvme, durability=none": _nvme(
         register=True, durability="none", moments="q8"
