@@ -449,14 +449,66 @@ fn a_commit_without_a_step_takes_the_weights_that_are_behind() {
     swap.commit_now().expect("a commit");
     swap.commit_now().expect("nothing to commit");
     assert_eq!(swap.volume().step(), Some(2));
-    // Another step, which is not committed, and one that cannot be.
+    // Another step, which cannot be committed yet.
     rig.step(&engine);
     let error = swap.commit_now().expect_err("weights are behind").to_string();
     assert!(error.contains("without the weights of tensor `0`"), "{error}");
-    assert!(engine.finish(STREAM, SOON).is_ok(), "the step itself was made");
+    swap.check().expect("nothing has failed");
+    rig.step(&engine);
     drop((engine, swap));
     let (swap, found) = rig.open().expect("the volume");
     assert_eq!((found.counts, swap.volume().step()), (vec![2; 4], Some(2)));
+}
+
+/// A signal's handler may ask for a commit while its thread waits for one.
+#[test]
+fn a_commit_within_another_is_refused_and_harms_nothing() {
+    let (mut rig, drives) = Rig::faulty(Durability::Commit);
+    rig.config.commit_interval = NonZeroU64::new(100).expect("above 0");
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    let never = AtomicBool::new(false);
+    let weights: Vec<_> = rig.all.iter_mut().map(|one| one.held.tensor().weight()).collect();
+    for (index, &weight) in weights.iter().enumerate() {
+        // SAFETY: the tensor is held, and no step runs.
+        assert!(unsafe { swap.write_weights(index, weight, &never) }.expect("weights"));
+    }
+    drives.fault(1, Call::Sync, 0, Effect::Hangs);
+    std::thread::scope(|scope| {
+        let outer = scope.spawn(|| swap.commit_now());
+        assert!(drives.hangs(SOON));
+        // SAFETY: as above.
+        let inner = unsafe { swap.write_weights(0, weights[0], &never) };
+        for error in [swap.commit_now().expect_err("within"), inner.expect_err("within")] {
+            assert!(error.to_string().contains("while one is being made"), "{error}");
+        }
+        drives.release();
+        outer.join().expect("no panic").expect("a commit");
+    });
+    assert_eq!(swap.volume().step(), Some(1));
+    swap.check().expect("nothing has failed");
+    rig.step(&engine);
+    rig.assert_as_expected(&swap, "a step after that");
+}
+
+/// With the fewest buffers all are in writes.
+#[test]
+fn state_can_be_read_behind_weights_that_are_being_written() {
+    let mut rig = Rig::of_split(Durability::Commit);
+    rig.config.buffers_nbytes_max = 1;
+    rig.config.commit_interval = NonZeroU64::new(100).expect("above 0");
+    let swap = rig.create().expect("a swap");
+    let engine = rig.engine(host_device(&rig.all), &swap);
+    rig.step(&engine);
+    let never = AtomicBool::new(false);
+    for (index, one) in rig.all.iter_mut().enumerate() {
+        // SAFETY: the tensor is held, and no step runs.
+        unsafe { swap.write_weights(index, one.held.tensor().weight(), &never) }.expect("weights");
+    }
+    rig.assert_as_expected(&swap, "behind the writes");
+    rig.step(&engine);
+    rig.assert_as_expected(&swap, "a step after that");
 }
 
 /// Steps between commits write as much as those of a volume without, and no byte more.

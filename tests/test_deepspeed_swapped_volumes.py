@@ -9,7 +9,7 @@ import pytest
 import stepwell
 import torch
 from stepwell.deepspeed.zero import swapped as swapped_module
-from stepwell.deepspeed.zero.swapped import swapped_on
+from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.offload import writes
 from stepwell.offload.ranks import Call, Ranks
 from stepwell.offload.sharded_volume import RUN_OF_ONE
@@ -179,6 +179,47 @@ def test_a_volume_is_resumed(tmp_path, kind, weight):
         each.steps(1, 3)
     assert_same(run, expected)
     run.end()
+
+
+@pytest.mark.parametrize("weight", [BF16, FP32])
+@pytest.mark.parametrize("room", [BUFFERS_BYTES, BUFFERS_BYTES + 900_000])
+def test_a_volume_that_commits_every_few_steps_is_resumed(tmp_path, weight, room):
+    options = {"weight": weight, "room": room}
+    run = Run(Volume([tmp_path], name="run", commit_interval=3), **options).steps(5)
+    assert run.swapped.committed_steps == 3
+    run.end()
+    del run
+    again = Volume([tmp_path], name="run", resume=True, commit_interval=100)
+    run, expected = Run(again, seed=1, **options), Run(weight=weight).steps(3)
+    assert run.partitions.resumed == {0: 3, 2: 3}
+    assert_same(run.steps(2, 3), expected.steps(2, 3))
+    commit_last_step(run.swapped, run.partitions.finish)
+    assert run.swapped.committed_steps == 5
+    run.end()
+    del run
+    assert_same(Run(again, seed=2, **options).steps(1, 5), expected.steps(1, 5))
+
+
+def test_a_commit_that_failed_on_a_rank_is_the_end_on_all(tmp_path, monkeypatch):
+    of_ranks(monkeypatch, None)
+    run = Run(Volume([tmp_path], name="run", commit_interval=9), rank=0).steps(2)
+    told = OSError("rank 1 has no drive")
+
+    def tell_failure(*_):
+        raise told
+
+    monkeypatch.setattr(swapped_module.WholeWorld, "tell_failure", tell_failure)
+    with pytest.raises(OSError, match="rank 1 has no drive"):
+        commit_last_step(run.swapped, run.partitions.finish)
+    with pytest.raises(OSError, match="a commit failed before: rank 1 has no drive"):
+        run.step(2)
+
+
+def test_only_a_volume_that_commits_can_be_told_to(tmp_path):
+    run = Run(Volume([tmp_path], durability="none")).steps(1)
+    for swapped in (None, run.swapped):
+        with pytest.raises(ValueError, match="there is no volume that commits"):
+            commit_last_step(swapped, run.partitions.finish)
 
 
 def test_state_of_a_resumed_volume_that_is_deleted_at_once(tmp_path):

@@ -2,13 +2,20 @@
 
 import gc
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
-from offload_cases import assert_equal, train
+from offload_cases import assert_equal, loss_of, train
 from optim_cases import LAYOUT_IDS, LAYOUTS
 from stepwell import OffloadAdamW, Volume
+from stepwell.offload.ranks import Call, Ranks
 from volume_models import net_of, on_volume, pair
+
+
+class Alone(Ranks):
+    def objects(self, mine, call=Call.OBJECTS):
+        return [mine]
 
 
 def again(tmp_path, dtype, **options):
@@ -89,6 +96,81 @@ def test_weights_that_were_written_after_their_step_are_committed_as_it_left_the
     optimizer.commit()
     del net, optimizer
     assert_equal(again(tmp_path, torch.bfloat16), theirs)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize("steps_then", [0, 2])
+def test_weights_that_a_skipped_step_has_read_are_not_committed(tmp_path, nonfinite, steps_then):
+    interval = 9 if steps_then == 0 else 4
+    options = {"commit_interval": interval, "nonfinite": nonfinite}
+    (net, optimizer), theirs = pair(tmp_path, torch.bfloat16, name="run", **options)
+    train(net, optimizer, 2)
+    train(*theirs, 2)
+    for each in (net, theirs[0]):
+        # Of a layer that no step updates from here on.
+        if each is net:
+            optimizer.synchronize()
+            with torch.no_grad():
+                each[0].weight.zero_()
+    optimizer.zero_grad()
+    loss_of(net, 2).backward()
+    net[2].weight.grad.fill_(float("nan"))
+    with pytest.raises(ValueError, match="nan") if nonfinite == "raise" else nullcontext():
+        optimizer.step()
+    optimizer.zero_grad()
+    expected = theirs[0][0].weight.detach().clone()
+    if steps_then:
+        # The second of these commits.
+        net[0].requires_grad_(False)
+        train(net, optimizer, steps_then, first=2)
+        optimizer.synchronize()
+    else:
+        optimizer.commit()
+    assert optimizer.committed_steps == 2 + steps_then
+    del net, optimizer
+    resumed = again(tmp_path, torch.bfloat16)
+    assert torch.equal(resumed[0][0].weight, expected)
+    if not steps_then:
+        assert_equal(resumed, theirs)
+        assert train(*resumed, 3, first=2) == train(*theirs, 3, first=2)
+
+
+def test_a_parameter_that_leaves_is_committed_as_its_last_step_left_it(tmp_path):
+    (net, optimizer), theirs = pair(tmp_path, torch.bfloat16, name="run", commit_interval=3)
+    train(net, optimizer, 2)
+    train(*theirs, 2)
+    for each, its in ((net, optimizer), theirs):
+        its.param_groups[0]["params"].remove(each[0].weight)
+        each[0].weight.grad = None
+        each[0].weight.requires_grad_(False)
+        train(each, its, 3, first=2)
+    optimizer.synchronize()
+    assert optimizer.committed_steps == 3
+    optimizer.commit()
+    assert optimizer.committed_steps == 5
+    del net, optimizer
+    net, optimizer = again(tmp_path, torch.bfloat16)
+    assert all(map(torch.equal, net.parameters(), theirs[0].parameters()))
+    assert int(optimizer.state[net[0].weight]["step"]) == 2
+
+
+def test_a_commit_that_failed_is_the_end(tmp_path, monkeypatch):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run", commit_interval=9)
+    train(net, optimizer, 2)
+
+    def failed():
+        raise OSError("no drive")
+
+    swapped = optimizer._host.swapped
+    swapped._ranks = Alone([0])
+    with monkeypatch.context() as patched:
+        patched.setattr(swapped, "write_weights", lambda *_: failed())
+        with pytest.raises(OSError, match="no drive"):
+            optimizer.commit()
+    swapped._ranks = None
+    with pytest.raises(OSError, match="a commit failed before: no drive"):
+        train(net, optimizer, 1, first=2)
 
 
 def test_only_a_volume_that_commits_can_be_told_to(tmp_path):

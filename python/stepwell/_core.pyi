@@ -768,6 +768,10 @@ class Swap:
         """
         Bytes that were read from the drives, and written, since it was made.
         """
+    def check(self, /) -> None:
+        """
+        Raises OSError if a step, a write or a commit has failed.
+        """
     def close(self, /, *, keep: bool | None = None) -> None:
         """
         Removes the files, unless they are kept, and uses them no more.

@@ -253,6 +253,11 @@ impl PySwap {
         .map(|_| ())
     }
 
+    /// Raises OSError if a step, a write or a commit has failed.
+    fn check(&self) -> Result<()> {
+        self.swap()?.check()
+    }
+
     /// Commits the last step, if it is not committed. Not while a step runs. Ctrl-C is raised when
     /// that has ended.
     ///

@@ -280,6 +280,9 @@ class HostSide:
         """
         params = list(params)
         self.take_fingerprints(params, states)
+        if self.swapped is not None and self.swapped.core is not None:
+            staying = set(self.twins).difference(params)
+            self.swapped.write_weights(staying, self.twins.weight)
         self.twins.remove(params)
         self.fingerprints.forget(params)
         self.drop_fresh(params)
@@ -333,20 +336,22 @@ class HostSide:
         return found
 
     def commit(
-        self, states: Mapping[torch.Tensor, _state.State], synchronize: Callable[[], None]
+        self,
+        states: Callable[[], Mapping[torch.Tensor, _state.State]],
+        synchronize: Callable[[], None],
     ) -> None:
         """Commits the last step to the volume, if it is not. Collective as `Swapped.commit`.
 
         Args:
-            states: those that the optimizer has.
+            states: gives those that the optimizer has, once the last step is over.
             synchronize: waits until the last step is over.
 
         Raises:
             OSError: the step has failed, or a drive; or another rank has.
         """
         assert self.swapped is not None
-        self._tell_of_uncommitted((), states)
         self.swapped.commit(self.twins.weight, synchronize)
+        self._tell_of_uncommitted((), states())
 
     def _tell_of_uncommitted(
         self, stepped: Collection[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
@@ -407,6 +412,9 @@ class HostSide:
                 len(stale),
             )
             self.take_fingerprints(stale, states)
+            if self.swapped is not None:
+                # Whether or not a step follows.
+                self.swapped.keep_weights(stale, self.twins)
             # First: Ctrl-C may come before the copies have ended.
             self.fingerprints.mark_unverified(stale)
             self.twins.refresh(stale)

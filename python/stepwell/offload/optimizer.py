@@ -347,7 +347,7 @@ class OffloadAdamW(OffloadStep):
                 "tier=Volume(..., durability='commit')"
             )
         with self._background.lock():
-            self._host.commit(self._states, self.synchronize)
+            self._host.commit(lambda: self._states, self.synchronize)
 
     def _set_interval(self, interval: int) -> None:
         """Makes the engine anew for another interval, with all updates applied."""

@@ -27,6 +27,7 @@ weights go between the ranks once, through host memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 from typing import TYPE_CHECKING
@@ -44,7 +45,15 @@ if TYPE_CHECKING:
     from stepwell.offload.ranks import Ranks
     from stepwell.offload.sharding import Sharding
 
-__all__ = ["RUN_OF_ONE", "agree_on_counts", "close", "fetch_rows", "open_together", "ranks_of"]
+__all__ = [
+    "RUN_OF_ONE",
+    "agree_on_counts",
+    "close",
+    "commit_together",
+    "fetch_rows",
+    "open_together",
+    "ranks_of",
+]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -219,6 +228,30 @@ def close(core: _core.Swap | None) -> None:
     """
     if core is not None:
         core.close(keep=core.counts is not None)
+
+
+def commit_together(ranks: Ranks | None, make: Callable[[], None]) -> None:
+    """Commits the last step on all ranks. Collective.
+
+    Args:
+        ranks: the ranks; None: this one steps alone.
+        make: commits it on this rank.
+
+    Raises:
+        ValueError: as `make`.
+        OSError: likewise; or another rank has failed.
+    """
+    failure: Exception | None = None
+    with contextlib.nullcontext() if ranks is None else ranks.awaited():
+        try:
+            make()
+        except (ValueError, OSError) as error:
+            if ranks is None:
+                raise
+            failure = error
+    if ranks is not None:
+        # No rank goes on before all have committed.
+        ranks.tell_failure(failure, Call.VOLUME)
 
 
 def agree_on_counts(

@@ -116,6 +116,8 @@ class OffloadStep(OffloadStateDicts):
         """
         try:
             self._background.finish()
+            if self._host.swapped is not None:
+                self._host.swapped.check()
         except OSError:
             if self._host.swapped is not None and self._sharding is None:
                 self._agree_on_step(found_inf=False, has_error=True, params=[], updates=[])

@@ -27,11 +27,11 @@ from stepwell._sharding import cut_of, like, local, meshes
 from stepwell._tensors import view
 from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
-from stepwell.offload.ranks import Call
 from stepwell.offload.sharded_volume import (
     RUN_OF_ONE,
     agree_on_counts,
     close,
+    commit_together,
     open_together,
     ranks_of,
 )
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from stepwell.offload.peers import Peers
     from stepwell.offload.sharding import Sharding
+    from stepwell.offload.twins import Twins
     from stepwell.offload.volume import Volume
 
 __all__ = ["BUFFERS_BYTES_MAX", "Swapped", "make_swap"]
@@ -78,6 +79,8 @@ class Swapped:
         # For each parameter the places of its state, and of itself.
         self._places: dict[torch.Tensor, _state.State] = {}
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
+        # Why a commit that ranks make together has failed on one of them.
+        self._failure: str | None = None
         self.num_noted = 0
         """How often state may have become places."""
         # The `num_noted` of the last look at the state, which has left no place.
@@ -90,7 +93,7 @@ class Swapped:
 
     @property
     def commits(self) -> bool:
-        """Whether a crash leaves the last step."""
+        """Whether a crash leaves the last commit."""
         return self.volume.durability == "commit"
 
     @property
@@ -416,11 +419,40 @@ class Swapped:
         Raises:
             OSError: a drive cannot be written.
         """
+        self._write_weights((param for param in self._indices if param not in stepped), weight)
+
+    def keep_weights(self, params: Iterable[torch.Tensor], twins: Twins) -> None:
+        """Writes the weights of `params` that a commit would lack, before their host side changes.
+
+        Without that a commit would have a weight of the program's beside the state of the last
+        step. Call it between steps, without grad mode.
+
+        Raises:
+            OSError: a drive cannot be written.
+        """
+        if self._core is not None and self.volume.commit_interval > 1:
+            self._write_weights(params, twins.weight, twins.differs)
+
+    def _write_weights(
+        self,
+        params: Iterable[torch.Tensor],
+        weight: Callable[[torch.Tensor], torch.Tensor],
+        changes: Callable[[torch.Tensor], bool] | None = None,
+    ) -> None:
+        """Writes those of `params` that are behind, and that `changes` is true of where given."""
         assert self._core is not None
         behind = set(self._core.weights_behind())
-        for param, index in self._indices.items():
-            if index in behind and param not in stepped:
+        for param in params:
+            index = self._indices.get(param)
+            if index in behind and (changes is None or changes(param)):
                 self._core.write_weights(index, view(local(weight(param))))
+
+    def check(self) -> None:
+        """Raises OSError if a write to the volume, or a commit of any rank, has failed."""
+        if self._failure is not None:
+            raise OSError(f"a commit failed before: {self._failure}")
+        if self._core is not None:
+            self._core.check()
 
     def commit(
         self, weight: Callable[[torch.Tensor], torch.Tensor], synchronize: Callable[[], None]
@@ -435,20 +467,20 @@ class Swapped:
             ValueError: the step has failed.
             OSError: likewise, or a drive has; or another rank has failed.
         """
-        ranks, failure = self._ranks, None
-        with contextlib.nullcontext() if ranks is None else ranks.awaited():
-            try:
-                synchronize()
-                if self._core is not None:
-                    self.write_weights((), weight)
-                    self._core.commit()
-            except (ValueError, OSError) as error:
-                if ranks is None:
-                    raise
-                failure = error
-        if ranks is not None:
-            # No rank goes on before all have committed.
-            ranks.tell_failure(failure, Call.VOLUME)
+
+        def make() -> None:
+            synchronize()
+            if self._core is not None:
+                self.write_weights((), weight)
+                self._core.commit()
+
+        try:
+            commit_together(self._ranks, make)
+        except (ValueError, OSError) as error:
+            if self._ranks is not None:
+                # A step would write over the commit that ranks without this one go back to.
+                self._failure = str(error)
+            raise
 
     def note_places(self) -> None:
         """The optimizer's state may have places from now on, or once a step is submitted."""

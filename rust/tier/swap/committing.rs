@@ -6,7 +6,10 @@
 
 use std::{
     collections::VecDeque,
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use super::{Catalog, Swap, catalog};
@@ -66,16 +69,13 @@ impl Swap {
         };
         let layout = *held.place.layout();
         weights.expect("the weight", &[layout.weight()], layout.numel())?;
+        let _alone = self.alone()?;
         self.pipeline().check_idle()?;
         let step = self.last_step();
         let write = || {
             // Of an interrupted call some may be in flight.
-            loop {
-                let Some(mut ticket) = self.pipeline().pop_oldest_write() else { break };
-                if self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?.is_none() {
-                    self.pipeline().writing(ticket);
-                    return Ok(false);
-                }
+            if !self.end_writes(is_interrupted)? {
+                return Ok(false);
             }
             for number in self.numbers(tensor) {
                 if is_interrupted.load(Ordering::Relaxed) {
@@ -123,10 +123,14 @@ impl Swap {
     pub fn tell_of_uncommitted(&self) {
         let (last, committed) = (self.last_step(), self.volume.step().unwrap_or(0));
         if self.volume.is_kept() && self.durability == Durability::Commit && committed < last {
+            let kept = match committed {
+                0 => "has no commit to go on from".to_owned(),
+                _ => format!("is kept at step {committed}, its last commit"),
+            };
             log::warn!(
                 target: "stepwell",
-                "volume `{}` ends at step {last} and is kept at step {committed}, its last commit. \
-                 hint: optimizer.commit() at the end of a run",
+                "volume `{}` ends at step {last} and {kept}. hint: optimizer.commit() at the end \
+                 of a run",
                 self.volume.name(),
             );
         }
@@ -135,40 +139,71 @@ impl Swap {
     /// Commits the last step that was made, if it is not committed, between steps.
     ///
     /// # Errors
-    /// As [`Swap::write_weights`]; [`Error::Value`] where [`Swap::weights_behind`] are not written.
+    /// As [`Swap::write_weights`]; [`Error::Value`] where [`Swap::weights_behind`] are not written:
+    /// nothing has changed then.
     pub fn commit_now(&self) -> Result<()> {
+        let _alone = self.alone()?;
         self.pipeline().check_idle()?;
         let step = self.last_step();
         if self.durability == Durability::None || self.volume.step().unwrap_or(0) >= step {
             return Ok(());
         }
+        self.check_weights(step)?;
         let make = || {
-            self.end_writes()?;
+            self.end_writes(&AtomicBool::new(false))?;
             self.make_commit(step)
         };
         self.or_fail(make())
     }
 
-    /// Waits for all writes.
-    pub(super) fn end_writes(&self) -> Result<()> {
+    /// Checks that nothing has failed: no step, write or commit.
+    ///
+    /// # Errors
+    /// [`Error::Os`] with the first failure.
+    pub fn check(&self) -> Result<()> {
+        self.pipeline().check()
+    }
+
+    /// Keeps other threads from writing between steps, as long as it lives. A signal's handler may
+    /// come while its own thread waits for one that writes.
+    fn alone(&self) -> Result<MutexGuard<'_, ()>> {
+        self.between_steps.try_lock().map_err(|_| {
+            Error::value(
+                "a commit is asked for while one is being made, expected it to have ended\n\
+                 hint: a signal's handler sets a flag, and the program commits after its step",
+            )
+        })
+    }
+
+    /// Waits for all writes. Ends early, with `false`, when `is_interrupted` is set; what is in
+    /// flight is waited for by the next call.
+    pub(super) fn end_writes(&self, is_interrupted: &AtomicBool) -> Result<bool> {
         loop {
             let mut pipeline = self.pipeline();
             pipeline.check()?;
-            let Some(ticket) = pipeline.pop_oldest_write() else { return Ok(()) };
+            let Some(mut ticket) = pipeline.pop_oldest_write() else { return Ok(true) };
             drop(pipeline);
-            drop(self.end_of(ticket)?);
+            if self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?.is_none() {
+                self.pipeline().writing(ticket);
+                return Ok(false);
+            }
+        }
+    }
+
+    fn check_weights(&self, step: u64) -> Result<()> {
+        match self.weights_behind().first() {
+            None => Ok(()),
+            Some(tensor) => Err(Error::value(format!(
+                "step `{step}` is to be committed without the weights of tensor `{tensor}`, which \
+                 were stepped since the last commit, expected them to be written before"
+            ))),
         }
     }
 
     /// Commits `step`, whose own records are written.
     pub(super) fn make_commit(&self, step: u64) -> Result<()> {
         if self.durability == Durability::Commit {
-            if let Some(tensor) = self.weights_behind().first() {
-                return Err(Error::value(format!(
-                    "step `{step}` is to be committed without the weights of tensor `{tensor}`, \
-                     which were stepped since the last commit, expected them to be written before"
-                )));
-            }
+            self.check_weights(step)?;
             self.write_states(step)?;
             self.write_catalog(step)?;
         }

@@ -126,6 +126,10 @@ impl Swap {
         is_interrupted: &AtomicBool,
         copy: impl Fn(usize, usize) -> Result<()>,
     ) -> Result<bool> {
+        // They have buffers until they are waited for.
+        if !self.end_writes(is_interrupted)? {
+            return Ok(false);
+        }
         let mut reads: VecDeque<(usize, Ticket)> = VecDeque::new();
         let end_first = |reads: &mut VecDeque<(usize, Ticket)>| -> Result<bool> {
             let Some((number, mut ticket)) = reads.pop_front() else { return Ok(true) };
@@ -251,7 +255,8 @@ impl Swap {
         .map(|_| ())
     }
 
-    /// Copies the weights of a tensor's last committed step to `to`, where it was ever stepped.
+    /// Copies the weights of a tensor that were written last to `to`, where it was ever stepped: of a
+    /// volume that was opened, those of the committed step.
     /// Ends early, with `false`, as [`Swap::read`].
     ///
     /// # Safety

@@ -102,6 +102,8 @@ pub struct Swap {
     pipeline: Mutex<Pipeline>,
     /// A chunk was stored or was given its buffers, or something has failed.
     changed: Condvar,
+    /// Held by what writes between steps.
+    between_steps: Mutex<()>,
     io_timeout: Duration,
     isa: Isa,
 }
@@ -164,6 +166,7 @@ impl Swap {
                 config.commit_interval(),
             )),
             changed: Condvar::new(),
+            between_steps: Mutex::new(()),
             durability: config.durability,
             counts_each_step: config.counts_each_step,
             identity: config.identity,
@@ -230,9 +233,13 @@ impl Swap {
     // ---- a step ----
 
     fn begin(&self, runs: &mut dyn Iterator<Item = Planned<'_>>) -> Result<()> {
+        // Of a call between steps that was interrupted some may be in flight.
+        let ended = self.end_writes(&AtomicBool::new(false));
+        self.or_fail(ended)?;
         let mut pipeline = self.pipeline();
         pipeline.check()?;
         pipeline.begin();
+        self.volume.set_flushes(pipeline.commits());
         for run in runs {
             let held = &self.chunks.tensors()[run.tensor];
             held.check(run.state)?;
@@ -428,7 +435,7 @@ impl Swap {
     }
 
     fn make_step(&self) -> Result<()> {
-        self.end_writes()?;
+        self.end_writes(&AtomicBool::new(false))?;
         let mut pipeline = self.pipeline();
         if !pipeline.is_any_written() && !self.counts_each_step {
             return Ok(());

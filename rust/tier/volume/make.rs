@@ -189,6 +189,7 @@ impl Volume {
             image: Arc::new(Mutex::new(image)),
             flushes,
             step_before,
+            flushes_now: true.into(),
             keep: options.keep.into(),
             io_timeout: options.io_timeout,
             pid: std::process::id(),

@@ -110,6 +110,8 @@ pub struct Volume {
     flushes: Option<Flushes>,
     /// Of one that was opened: the committed step before the one that it was opened at.
     step_before: Option<u64>,
+    /// Whether members are flushed while a step writes.
+    flushes_now: AtomicBool,
     keep: AtomicBool,
     io_timeout: Duration,
     /// The process that may use it.
@@ -183,6 +185,12 @@ impl Volume {
     #[must_use]
     pub fn buffers_nbytes(&self) -> usize {
         self.buffers.all().map(|(_, nbytes)| nbytes).sum()
+    }
+
+    /// Whether members are flushed while they are written, from now on: before a commit, which then
+    /// has less to flush.
+    pub fn set_flushes(&self, flushes: bool) {
+        self.flushes_now.store(flushes, Relaxed);
     }
 
     /// Whether the files stay when it is closed or dropped, from now on.
@@ -483,7 +491,8 @@ impl Volume {
         for piece in pieces {
             let member = usize::from(piece.member);
             // First: no commit is under way while this write is.
-            if let (Kind::Write, Some(flushes)) = (kind, &self.flushes) {
+            let flushes = self.flushes.as_ref().filter(|_| self.flushes_now.load(Relaxed));
+            if let (Kind::Write, Some(flushes)) = (kind, flushes) {
                 flushes.note_write(member, u64::from(piece.nbytes), || {
                     self.begin_sync(member..member + 1)
                 });

@@ -298,6 +298,8 @@ class Partitions:
         """
         self.claim.end()
         self.finish()
+        if self._swapped is not None:
+            self._swapped.check()
         self.gradients.order(self._engine)
         groups = [update.group for update in updates]
         leaving: list[partial[Any]] = []

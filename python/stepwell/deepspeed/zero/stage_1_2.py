@@ -47,7 +47,7 @@ from stepwell.deepspeed.zero.norm_round import NormRound
 from stepwell.deepspeed.zero.operands import Operands, global_norm, gradient_scale
 from stepwell.deepspeed.zero.partition import Partition, without_data
 from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, PartitionWork, Update
-from stepwell.deepspeed.zero.swapped import swapped_on
+from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.told_steps import ToldSteps
 from stepwell.offload.gate import Gate
@@ -232,6 +232,15 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         self.synchronize()
         swapped = self._operands.swapped
         return None if swapped is None else swapped.committed_steps
+
+    def commit(self) -> None:
+        """Commits the last step to the volume, where `commit_interval` has not. Collective.
+
+        Raises:
+            ValueError: there is no volume that commits.
+            OSError: the step failed in the background, or the commit did; or another rank's.
+        """
+        commit_last_step(self._operands.swapped, self.synchronize)
 
     @property
     def timing(self) -> dict[str, float]:

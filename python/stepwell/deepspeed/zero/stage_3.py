@@ -59,7 +59,7 @@ from stepwell.deepspeed.zero.persistent_gate import PersistentGate
 from stepwell.deepspeed.zero.prefetch import bound_prefetch, is_little_ahead
 from stepwell.deepspeed.zero.step_round import StepRound
 from stepwell.deepspeed.zero.sub_group_gradients import SubGroupGradients
-from stepwell.deepspeed.zero.swapped import swapped_on
+from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.touched import TouchedMemory
 from stepwell.deepspeed.zero.unreduced import UnreducedGradients
@@ -315,6 +315,15 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
         self._partitions.finish()
         swapped = self._operands.swapped
         return None if swapped is None else swapped.committed_steps
+
+    def commit(self) -> None:
+        """Commits the last step to the volume, where `commit_interval` has not. Collective.
+
+        Raises:
+            ValueError: there is no volume that commits.
+            OSError: the step failed in the background, or the commit did; or another rank's.
+        """
+        commit_last_step(self._operands.swapped, self._partitions.finish)
 
     @property
     def timing(self) -> dict[str, float]:

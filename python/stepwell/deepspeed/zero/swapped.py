@@ -43,7 +43,13 @@ from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.offload.budget import GIB, share_of_free_bytes
 from stepwell.offload.places import addresses_for
 from stepwell.offload.ranks import WholeWorld
-from stepwell.offload.sharded_volume import RUN_OF_ONE, agree_on_counts, close, open_together
+from stepwell.offload.sharded_volume import (
+    RUN_OF_ONE,
+    agree_on_counts,
+    close,
+    commit_together,
+    open_together,
+)
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.writes import Written, forget, remember
@@ -54,7 +60,7 @@ if TYPE_CHECKING:
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.offload.volume import Volume
 
-__all__ = ["SwappedPartitions", "swapped_on"]
+__all__ = ["SwappedPartitions", "commit_last_step", "swapped_on"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -117,6 +123,8 @@ class SwappedPartitions:
         # A signal's handler may use state while it is brought.
         self._lock = threading.RLock()
         self._finish: weakref.WeakMethod[Callable[[], None]] | None = None
+        # Why a commit that ranks make together has failed on one of them.
+        self._failure: str | None = None
 
     @property
     def core(self) -> _core.Swap | None:
@@ -339,6 +347,41 @@ class SwappedPartitions:
             return None
         assert self._core is not None
         return self._core.step or 0
+
+    def commit(self, synchronize: Callable[[], None]) -> None:
+        """Commits the last step, if it is not. Collective.
+
+        Args:
+            synchronize: waits until the last step is over.
+
+        Raises:
+            OSError: the step has failed, or a drive; or another rank has.
+        """
+
+        def make() -> None:
+            synchronize()
+            assert self._core is not None
+            behind = set(self._core.weights_behind())
+            for group, held in self._held.items():
+                if held.number in behind:
+                    with without_waiting():
+                        weight = view(self._weights[group])
+                    self._core.write_weights(held.number, weight)
+            self._core.commit()
+
+        ranks = None if self._rank is None else WholeWorld()
+        try:
+            commit_together(ranks, make)
+        except (ValueError, OSError) as error:
+            if ranks is not None:
+                # A step would write over the commit that ranks without this one go back to.
+                self._failure = str(error)
+            raise
+
+    def check(self) -> None:
+        """Raises OSError if a commit that ranks make together has failed on one of them."""
+        if self._failure is not None:
+            raise OSError(f"a commit failed before: {self._failure}")
 
     def bytes_moved(self) -> dict[str, int]:
         """Bytes that were read from the drives, and written, since the volume was made."""
@@ -582,6 +625,21 @@ def swapped_on(
         identity=repr([params, rank, ranks]),
         rank=rank if ranks > 1 else None,
     )
+
+
+def commit_last_step(swapped: SwappedPartitions | None, synchronize: Callable[[], None]) -> None:
+    """As `SwappedPartitions.commit`.
+
+    Raises:
+        ValueError: there is no volume that commits.
+        OSError: the step has failed, or a drive; or another rank has.
+    """
+    if swapped is None or swapped.committed_steps is None:
+        raise ValueError(
+            "commit() is called and there is no volume that commits, expected offload_optimizer "
+            'with the device nvme, and "volume": {"durability": "commit"}'
+        )
+    swapped.commit(synchronize)
 
 
 def _empty(dtype: torch.dtype) -> torch.Tensor:
