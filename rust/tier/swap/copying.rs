@@ -255,8 +255,8 @@ impl Swap {
         .map(|_| ())
     }
 
-    /// Copies the weights of a tensor that were written last to `to`, where it was ever stepped: of a
-    /// volume that was opened, those of the committed step.
+    /// Copies the weights of a tensor that were written last to `to`, where it was ever stepped. Of
+    /// a volume that was opened they are those of the committed step.
     /// Ends early, with `false`, as [`Swap::read`].
     ///
     /// # Safety
