@@ -70,7 +70,7 @@ impl Config {
         Ok(())
     }
 
-    pub(super) fn commit_interval(&self) -> NonZeroU64 {
+    pub(super) fn steps_per_commit(&self) -> NonZeroU64 {
         match self.durability {
             Durability::None => NonZeroU64::MIN,
             Durability::Commit => self.commit_interval,

@@ -163,7 +163,7 @@ impl Swap {
             pipeline: Mutex::new(Pipeline::new(
                 chunks.count(),
                 chunks.tensors().len(),
-                config.commit_interval(),
+                config.steps_per_commit(),
             )),
             changed: Condvar::new(),
             between_steps: Mutex::new(()),
