@@ -128,6 +128,21 @@ def test_a_use_brings_all_of_a_partition_and_what_is_written_counts(volume):
     assert_same(run.steps(1, 3), expected.steps(1, 3))
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "q8"])
+def test_state_on_a_volume_is_saved_alone_and_in_any_dtype(volume, tmp_path, moments):
+    runs = [Run(at, moments=moments).steps(2) for at in (volume, None)]
+    found = []
+    for number, run in enumerate(runs):
+        path = tmp_path / f"{number}.pt"
+        torch.save({"state": run.state(), "master": run.masters[0].detach()}, path)
+        found.append(torch.load(path))
+        torch.save(run.state(), path)
+        assert path.stat().st_size < 9.5 * NUMELS[0]
+    for name, value in found[1]["state"].items():
+        assert torch.equal(torch.as_tensor(found[0]["state"][name]), torch.as_tensor(value)), name
+    assert torch.equal(*(each["master"] for each in found))
+
+
 def test_a_view_is_a_snapshot_after_the_next_step(volume):
     run = Run(volume).steps(2)
     kept = run.state()["exp_avg"].view(-1)

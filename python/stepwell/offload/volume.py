@@ -13,6 +13,9 @@ __all__ = ["Durability", "Volume"]
 
 Durability: TypeAlias = Literal["commit", "none"]
 
+# What the core counts steps in.
+_COMMIT_INTERVAL_MAX = (1 << 63) - 1
+
 
 @dataclass(frozen=True)
 class Volume:
@@ -96,11 +99,6 @@ class Volume:
                 f"`{option}` is given and `durability` is `none`, which leaves nothing behind, "
                 "expected commit"
             )
-        if self.durability == "none" and self.commit_interval != 1:
-            raise ValueError(
-                f"`commit_interval` is `{self.commit_interval}` and `durability` is `none`, which "
-                "commits no step, expected commit"
-            )
         if self.resume and self.name is None:
             raise ValueError("`resume` is given and `name` is not, expected which volume it is")
         for name in ("commit_interval", "stripe_bytes", "queue_depth"):
@@ -108,6 +106,16 @@ class Volume:
             is_left = value is None and name != "commit_interval"
             if not is_left and not _is_count(value):
                 raise ValueError(f"`{name}` is `{value}`, expected an integer of at least 1")
+        if self.commit_interval > _COMMIT_INTERVAL_MAX:
+            raise ValueError(
+                f"`commit_interval` is `{self.commit_interval}`, expected "
+                f"{_COMMIT_INTERVAL_MAX} steps at most"
+            )
+        if self.durability == "none" and self.commit_interval != 1:
+            raise ValueError(
+                f"`commit_interval` is `{self.commit_interval}` and `durability` is `none`, which "
+                "commits no step, expected commit"
+            )
         if not self.io_timeout > 0:
             raise ValueError(f"`io_timeout` is `{self.io_timeout}`, expected seconds above 0")
         if self.weights and len(self.weights) != len(self.paths):

@@ -49,12 +49,13 @@ class MappedState:
         self._file = tempfile.TemporaryFile(dir=folder, prefix="stepwell-export-")  # noqa: SIM115
         weakref.finalize(self, self._file.close)
         os.ftruncate(self._file.fileno(), end)
-        memory = torch.frombuffer(mmap.mmap(self._file.fileno(), end), dtype=torch.uint8)
+        memory = mmap.mmap(self._file.fileno(), end)
+        # Each has a storage of its own: torch saves no two dtypes of one, and of a storage all.
         self.tensors = {
-            name: memory[begin : begin + places[name].nbytes]
-            .view(places[name].dtype)
-            .view(places[name].shape)
-            for name, begin in self._offsets.items()
+            name: torch.frombuffer(
+                memory, dtype=place.dtype, count=place.numel(), offset=self._offsets[name]
+            ).view(place.shape)
+            for name, place in places.items()
         }
         # Whole chunks that are there: first element, last one, and a digest of what they held.
         self._runs: list[tuple[int, int, bytes]] = []
