@@ -27,7 +27,6 @@ weights go between the ranks once, through host memory.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 from typing import TYPE_CHECKING
@@ -47,9 +46,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RUN_OF_ONE",
+    "CommonCommits",
     "agree_on_counts",
     "close",
-    "commit_together",
     "fetch_rows",
     "open_together",
     "ranks_of",
@@ -62,6 +61,49 @@ RUN_OF_ONE = 0
 
 # So many that no two runs draw the same.
 _RUN_BITS = 64
+
+
+class CommonCommits:
+    """Commits that the program asks for: on all ranks, or the ranks take no step any more.
+
+    A step after one that was made on some ranks alone would write over the commit that the others
+    are at.
+    """
+
+    def __init__(self) -> None:
+        self._failure: str | None = None
+
+    def make(self, ranks: Ranks | None, commit: Callable[[], None]) -> None:
+        """Commits the last step on all ranks. Collective.
+
+        Args:
+            ranks: the ranks; None: this one steps alone.
+            commit: commits it on this rank.
+
+        Raises:
+            ValueError: as `commit`.
+            OSError: likewise; or another rank has failed.
+        """
+        if ranks is None:
+            commit()
+            return
+        failure: Exception | None = None
+        with ranks.awaited():
+            try:
+                commit()
+            except (ValueError, OSError) as error:
+                failure = error
+        try:
+            # No rank goes on before all have committed.
+            ranks.tell_failure(failure, Call.VOLUME)
+        except (ValueError, OSError) as error:
+            self._failure = str(error)
+            raise
+
+    def check(self) -> None:
+        """Raises OSError if one has failed on any of several ranks."""
+        if self._failure is not None:
+            raise OSError(f"a commit failed before: {self._failure}")
 
 
 def ranks_of(
@@ -228,30 +270,6 @@ def close(core: _core.Swap | None) -> None:
     """
     if core is not None:
         core.close(keep=core.counts is not None)
-
-
-def commit_together(ranks: Ranks | None, make: Callable[[], None]) -> None:
-    """Commits the last step on all ranks. Collective.
-
-    Args:
-        ranks: the ranks; None: this one steps alone.
-        make: commits it on this rank.
-
-    Raises:
-        ValueError: as `make`.
-        OSError: likewise; or another rank has failed.
-    """
-    failure: Exception | None = None
-    with contextlib.nullcontext() if ranks is None else ranks.awaited():
-        try:
-            make()
-        except (ValueError, OSError) as error:
-            if ranks is None:
-                raise
-            failure = error
-    if ranks is not None:
-        # No rank goes on before all have committed.
-        ranks.tell_failure(failure, Call.VOLUME)
 
 
 def agree_on_counts(

@@ -29,9 +29,9 @@ from stepwell.offload.budget import GIB
 from stepwell.offload.places import addresses_for
 from stepwell.offload.sharded_volume import (
     RUN_OF_ONE,
+    CommonCommits,
     agree_on_counts,
     close,
-    commit_together,
     open_together,
     ranks_of,
 )
@@ -79,8 +79,7 @@ class Swapped:
         # For each parameter the places of its state, and of itself.
         self._places: dict[torch.Tensor, _state.State] = {}
         self._weights: dict[torch.Tensor, torch.Tensor] = {}
-        # Why a commit that ranks make together has failed on one of them.
-        self._failure: str | None = None
+        self._common_commits = CommonCommits()
         self.num_noted = 0
         """How often state may have become places."""
         # The `num_noted` of the last look at the state, which has left no place.
@@ -449,8 +448,7 @@ class Swapped:
 
     def check(self) -> None:
         """Raises OSError if a write to the volume, or a commit of any rank, has failed."""
-        if self._failure is not None:
-            raise OSError(f"a commit failed before: {self._failure}")
+        self._common_commits.check()
         if self._core is not None:
             self._core.check()
 
@@ -468,19 +466,13 @@ class Swapped:
             OSError: likewise, or a drive has; or another rank has failed.
         """
 
-        def make() -> None:
+        def commit() -> None:
             synchronize()
             if self._core is not None:
                 self.write_weights((), weight)
                 self._core.commit()
 
-        try:
-            commit_together(self._ranks, make)
-        except (ValueError, OSError) as error:
-            if self._ranks is not None:
-                # A step would write over the commit that ranks without this one go back to.
-                self._failure = str(error)
-            raise
+        self._common_commits.make(self._ranks, commit)
 
     def note_places(self) -> None:
         """The optimizer's state may have places from now on, or once a step is submitted."""

@@ -5,19 +5,22 @@
 //! state is written here, by the commit, and the weights by the caller, who has them.
 
 use std::{
-    collections::VecDeque,
+    ops::Range,
     sync::{
         MutexGuard,
         atomic::{AtomicBool, Ordering},
     },
 };
 
-use super::{Catalog, Swap, catalog};
+use super::{Catalog, Swap, catalog, chunks::Held};
 use crate::{
     error::{Error, Result},
-    state::chunk::{Chunk, num_chunks},
+    state::{
+        chunk::{Chunk, num_chunks},
+        layout::Layout,
+    },
     stream::view::View,
-    tier::volume::{Durability, RecordBuffer, Ticket},
+    tier::volume::{Durability, RecordBuffer},
 };
 
 impl Swap {
@@ -43,9 +46,22 @@ impl Swap {
     }
 
     /// The chunks of a tensor.
-    fn numbers(&self, tensor: usize) -> std::ops::Range<usize> {
+    pub(super) fn numbers(&self, tensor: usize) -> Range<usize> {
         let held = &self.chunks.tensors()[tensor];
         held.first..held.first + num_chunks(held.place.layout().numel())
+    }
+
+    /// The tensor that `weights` are of, and its layout.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for a tensor that there is not, or other weights than its.
+    pub(super) fn of_weights(&self, tensor: usize, weights: View) -> Result<(&Held, Layout)> {
+        let Some(held) = self.chunks.tensors().get(tensor) else {
+            return Err(Error::value(format!("tensor `{tensor}` is not the volume's")));
+        };
+        let layout = *held.place.layout();
+        weights.expect("the weight", &[layout.weight()], layout.numel())?;
+        Ok((held, layout))
     }
 
     /// Writes the weights of a tensor, as its last step has left them, for the next commit. Ends
@@ -64,11 +80,7 @@ impl Swap {
         weights: View,
         is_interrupted: &AtomicBool,
     ) -> Result<bool> {
-        let Some(held) = self.chunks.tensors().get(tensor) else {
-            return Err(Error::value(format!("tensor `{tensor}` is not the volume's")));
-        };
-        let layout = *held.place.layout();
-        weights.expect("the weight", &[layout.weight()], layout.numel())?;
+        let (held, layout) = self.of_weights(tensor, weights)?;
         let _alone = self.alone()?;
         self.pipeline().check_idle()?;
         let step = self.last_step();
@@ -109,12 +121,13 @@ impl Swap {
             if let Some(buffer) = self.free_buffer() {
                 return Ok(Some(buffer));
             }
-            let Some(mut ticket) = self.pipeline().pop_oldest_write() else {
-                return self.wait_for(is_interrupted, |timeout| Ok(self.volume.buffer(timeout)));
-            };
-            if self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?.is_none() {
-                self.pipeline().writing(ticket);
-                return Ok(None);
+            match self.end_oldest_write(is_interrupted)? {
+                Some(true) => {}
+                Some(false) => return Ok(None),
+                None => {
+                    return self
+                        .wait_for(is_interrupted, |timeout| Ok(self.volume.buffer(timeout)));
+                }
             }
         }
     }
@@ -179,15 +192,26 @@ impl Swap {
     /// flight is waited for by the next call.
     pub(super) fn end_writes(&self, is_interrupted: &AtomicBool) -> Result<bool> {
         loop {
-            let mut pipeline = self.pipeline();
-            pipeline.check()?;
-            let Some(mut ticket) = pipeline.pop_oldest_write() else { return Ok(true) };
-            drop(pipeline);
-            if self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?.is_none() {
-                self.pipeline().writing(ticket);
-                return Ok(false);
+            match self.end_oldest_write(is_interrupted)? {
+                Some(true) => {}
+                Some(false) => return Ok(false),
+                None => return Ok(true),
             }
         }
+    }
+
+    /// Waits for the oldest write. Whether it has ended, and was not left in flight since
+    /// `is_interrupted` is set; None: there is none.
+    fn end_oldest_write(&self, is_interrupted: &AtomicBool) -> Result<Option<bool>> {
+        let mut pipeline = self.pipeline();
+        pipeline.check()?;
+        let Some(mut ticket) = pipeline.pop_oldest_write() else { return Ok(None) };
+        drop(pipeline);
+        let has_ended = self.wait_for(is_interrupted, |timeout| ticket.wait(timeout))?.is_some();
+        if !has_ended {
+            self.pipeline().writing(ticket);
+        }
+        Ok(Some(has_ended))
     }
 
     fn check_weights(&self, step: u64) -> Result<()> {
@@ -212,7 +236,7 @@ impl Swap {
 
     /// Writes the state in host memory that is behind.
     fn write_states(&self, step: u64) -> Result<()> {
-        let mut writes: VecDeque<Ticket> = VecDeque::new();
+        let never = AtomicBool::new(false);
         for number in 0..self.chunks.in_ram() {
             let record = self.chunks.record(number);
             let is_behind = std::mem::take(&mut self.pipeline().behind(number).state);
@@ -221,20 +245,14 @@ impl Swap {
             else {
                 continue;
             };
-            let mut buffer = loop {
-                if let Some(buffer) = self.free_buffer() {
-                    break buffer;
-                }
-                match writes.pop_front() {
-                    Some(ticket) => drop(self.end_of(ticket)?),
-                    None => break self.buffer()?,
-                }
-            };
+            let mut buffer =
+                self.next_buffer(&never)?.unwrap_or_else(|| unreachable!("nothing interrupts it"));
             let nbytes = self.chunks.state_nbytes(number);
             buffer.as_mut_slice()[..nbytes].copy_from_slice(self.ram_slice(offset, nbytes));
-            writes.push_back(self.volume.write(record, step, buffer)?);
+            let ticket = self.volume.write(record, step, buffer)?;
+            self.pipeline().writing(ticket);
         }
-        writes.into_iter().try_for_each(|ticket| self.end_of(ticket).map(drop))
+        self.end_writes(&never).map(drop)
     }
 
     /// Writes the catalog, for the commit of `step`.

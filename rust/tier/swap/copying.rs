@@ -256,8 +256,8 @@ impl Swap {
     }
 
     /// Copies the weights of a tensor that were written last to `to`, where it was ever stepped. Of
-    /// a volume that was opened they are those of the committed step.
-    /// Ends early, with `false`, as [`Swap::read`].
+    /// a volume that was opened they are those of the committed step. Ends early, with `false`, as
+    /// [`Swap::read`].
     ///
     /// # Safety
     /// As [`Swap::read`].
@@ -270,11 +270,7 @@ impl Swap {
         to: View,
         is_interrupted: &AtomicBool,
     ) -> Result<bool> {
-        let Some(held) = self.chunks.tensors().get(tensor) else {
-            return Err(Error::value(format!("tensor `{tensor}` is not the volume's")));
-        };
-        let layout = *held.place.layout();
-        to.expect("the weight", &[layout.weight()], layout.numel())?;
+        let (held, layout) = self.of_weights(tensor, to)?;
         self.pipeline().check_idle()?;
         if self.durability != Durability::Commit {
             return Err(Error::value(
@@ -282,7 +278,7 @@ impl Swap {
             ));
         }
         let mut written = Vec::new();
-        for number in held.first..held.first + layout.numel().div_ceil(CHUNK_LEN) {
+        for number in self.numbers(tensor) {
             let state = || self.chunks.record(number).unwrap_or_else(|| unreachable!("all have"));
             let record = self.chunks.weight_record(number).unwrap_or_else(state);
             if self.volume.is_written(record)? {

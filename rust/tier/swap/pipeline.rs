@@ -200,6 +200,7 @@ impl Pipeline {
         if self.writes.front()?.is_over() { self.writes.pop_front() } else { None }
     }
 
+    /// The oldest write, over or not.
     pub(super) fn pop_oldest_write(&mut self) -> Option<Ticket> {
         self.writes.pop_front()
     }

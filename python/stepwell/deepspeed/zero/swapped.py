@@ -45,9 +45,9 @@ from stepwell.offload.places import addresses_for
 from stepwell.offload.ranks import WholeWorld
 from stepwell.offload.sharded_volume import (
     RUN_OF_ONE,
+    CommonCommits,
     agree_on_counts,
     close,
-    commit_together,
     open_together,
 )
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, make_swap
@@ -123,8 +123,7 @@ class SwappedPartitions:
         # A signal's handler may use state while it is brought.
         self._lock = threading.RLock()
         self._finish: weakref.WeakMethod[Callable[[], None]] | None = None
-        # Why a commit that ranks make together has failed on one of them.
-        self._failure: str | None = None
+        self._common_commits = CommonCommits()
 
     @property
     def core(self) -> _core.Swap | None:
@@ -358,7 +357,7 @@ class SwappedPartitions:
             OSError: the step has failed, or a drive; or another rank has.
         """
 
-        def make() -> None:
+        def commit() -> None:
             synchronize()
             assert self._core is not None
             behind = set(self._core.weights_behind())
@@ -369,19 +368,11 @@ class SwappedPartitions:
                     self._core.write_weights(held.number, weight)
             self._core.commit()
 
-        ranks = None if self._rank is None else WholeWorld()
-        try:
-            commit_together(ranks, make)
-        except (ValueError, OSError) as error:
-            if ranks is not None:
-                # A step would write over the commit that ranks without this one go back to.
-                self._failure = str(error)
-            raise
+        self._common_commits.make(None if self._rank is None else WholeWorld(), commit)
 
     def check(self) -> None:
         """Raises OSError if a commit that ranks make together has failed on one of them."""
-        if self._failure is not None:
-            raise OSError(f"a commit failed before: {self._failure}")
+        self._common_commits.check()
 
     def bytes_moved(self) -> dict[str, int]:
         """Bytes that were read from the drives, and written, since the volume was made."""
