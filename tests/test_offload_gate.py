@@ -7,8 +7,6 @@ breaks the gate and sees them fail.
 """
 
 import pickle
-import sys
-import types
 import weakref
 
 import pytest
@@ -356,87 +354,6 @@ def test_a_captured_forward_has_every_step_wait(monkeypatch):
         assert all(
             torch.equal(one, bits(param)) for one, param in zip(seen, net.parameters(), strict=True)
         )
-
-
-# ---- torch.compile ----
-
-
-@pytest.mark.parametrize(
-    ("utils", "is_open"),
-    [
-        # Compiled code that was traced before there were hooks would not call them.
-        (types.SimpleNamespace(counters={"stats": {"unique_graphs": 1}}), False),
-        # What is imported is not used.
-        (types.SimpleNamespace(counters={"stats": {}}), True),
-        (None, True),
-    ],
-    ids=["used", "imported", "not imported"],
-)
-def test_what_torch_compile_has_traced_closes_the_gate(utils, is_open, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)
-    net = Net(1 << 16)
-    assert Gate(net.parameters(), Landing()).is_open == is_open
-
-
-@pytest.fixture
-def compiler():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-
-
-def compiled_run(gate, backend, how):
-    torch.manual_seed(0)
-    net = call = Net(1 << 20)
-    if how == "before":
-        call = torch.compile(net, backend=backend)
-    elif how == "in place":
-        net.compile(backend=backend)
-    elif how == "submodule before":
-        net.first.compile(backend=backend)
-    optimizer = stepwell.OffloadAdamW(reversed_params(net), lr=1e-2, threads=1, gate=gate)
-    losses = []
-    for step in range(6):
-        if how == "used before":
-            call = net
-            torch.compile(net, backend=backend)(batch(step, width=WIDTH))
-        if step == 3:
-            if how == "after":
-                call = torch.compile(net, backend=backend)
-            elif how == "in place, after":
-                net.compile(backend=backend)
-            elif how == "submodule after":
-                net.first.compile(backend=backend)
-            elif how == "function":
-                call = torch.compile(lambda x: net(x) * 2, backend=backend)
-        losses.append(train_step(call, optimizer, step))
-    return optimizer, losses, [bits(param) for param in net.parameters()]
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize(
-    "how",
-    [
-        "before",
-        "used before",
-        "in place",
-        "submodule before",
-        "after",
-        "in place, after",
-        "submodule after",
-        "function",
-    ],
-)
-def test_compiled_code_never_sees_stale_weights(compiler, how, backend):
-    optimizer, losses, params = compiled_run("module", backend, how)
-    assert not optimizer._gate.is_open
-    optimizer.synchronize()
-    torch._dynamo.reset()
-    _, expected_losses, expected = compiled_run("step", backend, how)
-    assert losses == expected_losses
-    assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))
 
 
 def test_a_module_waits_at_once_for_what_is_beneath_it():

@@ -86,6 +86,8 @@ class Workload:
     """A file to train on; None: the standard library of Python. A token is a byte."""
     drives: tuple[str, ...] = ()
     """A folder on each drive, for cases with a volume."""
+    is_compiled: bool = False
+    """Whether torch.compile compiles the layers of the model."""
 
     def config(self) -> LlamaConfig:
         """The model's."""
@@ -111,6 +113,9 @@ class Workload:
             model: torch.nn.Module = LlamaForCausalLM(self.config()).to(torch.bfloat16)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
         model.train()
+        if self.is_compiled:
+            for layer in model.model.layers:  # type: ignore[union-attr]
+                layer.compile()
         return model
 
     def batches(self, device: torch.device) -> Iterator[torch.Tensor]:
@@ -442,6 +447,7 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "deepspeed on stepwell, accumulate=device": deepspeed_run(
         register=True, block={"accumulate": "device"}
     ),
+    "deepspeed, zenflow": deepspeed_run(register=False, zero=_ZENFLOW),
     "deepspeed on stepwell, zenflow": deepspeed_run(register=True, zero=_ZENFLOW),
     "deepspeed, offload_param": deepspeed_run(register=False, zero=_ZERO_3_OFFLOAD_PARAM),
     "deepspeed on stepwell, offload_param": deepspeed_run(

@@ -6,14 +6,17 @@ and against the bound of an exact step that hides nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -55,6 +58,7 @@ CASES = (
     "deepspeed",
     "deepspeed on stepwell",
     "deepspeed on stepwell, accumulate=device",
+    "deepspeed, zenflow",
     "deepspeed on stepwell, zenflow",
     "deepspeed, offload_param",
     "deepspeed on stepwell, offload_param",
@@ -126,6 +130,10 @@ def bench_offload(
             help="A folder on a drive, for the cases with a volume; once for each drive.",
         ),
     ] = None,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="The model's layers are compiled by torch.compile."),
+    ] = False,
     text: Annotated[
         Path | None,
         typer.Option(
@@ -159,7 +167,8 @@ def bench_offload(
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
     - `deepspeed on stepwell, accumulate=device`: with several micro-steps, gradients are summed on
       the GPU, not in host memory.
-    - `deepspeed on stepwell, zenflow`: with a block `zenflow`, whose updates the engine defers.
+    - `deepspeed, zenflow`: with a block `zenflow`; `deepspeed on stepwell, zenflow`: the same JSON
+      with Stepwell registered, whose engine defers the updates.
     - `deepspeed, offload_param`, `deepspeed on stepwell, offload_param`: ZeRO-3 with parameters
       offloaded as well; `fetch=deepspeed`: with DeepSpeed's hooks that fetch them.
     - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
@@ -217,6 +226,7 @@ def bench_offload(
         seed=seed,
         text=str(text.resolve()) if text else None,
         drives=tuple(str(drive.resolve()) for drive in drives or ()),
+        is_compiled=compiled,
     )
     memory = MemoryRate()
     report: dict[str, Any] = {
@@ -259,7 +269,7 @@ def bench_offload(
         result = memory.beside(partial(run_case, console, name, workload))
         if "seconds" in result:
             # Of a share that is on the GPU, and of what is hidden, no bound is known.
-            is_whole = "ratio" not in name and "deferred" not in name
+            is_whole = not any(word in name for word in ("ratio", "deferred", "zenflow"))
             bytes_per_param = _host_bytes_per_param(name.split(",")[0]) if is_whole else None
             if bytes_per_param and alone:
                 result |= bound(result, alone, bytes_per_param)
@@ -340,23 +350,38 @@ def run_case(console: Console, name: str, workload: Workload) -> dict[str, Any]:
     ]
     # ninja, without which DeepSpeed's op is not built, is installed beside this interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    try:
-        ended = subprocess.run(
+    # Not pipes: a process that DeepSpeed's ZenFlow leaves behind would hold them open.
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        case = subprocess.Popen(
             command,
-            capture_output=True,
-            text=True,
-            timeout=_CASE_SECONDS_MAX,
-            check=False,
+            stdout=stdout,
+            stderr=stderr,
             env={**os.environ, "PATH": path},
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return failed_case(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
-    lines = ended.stdout.strip().splitlines()
-    if ended.returncode == 0 and lines:
+        try:
+            code = case.wait(timeout=_CASE_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            return failed_case(console, name, f"it took more than {_CASE_SECONDS_MAX} seconds")
+        finally:
+            _end_session(case)
+        lines, errors = _lines(stdout), _lines(stderr)
+    if code == 0 and lines:
         result: dict[str, Any] = json.loads(lines[-1])
         return result
-    last = ended.stderr.strip().splitlines()[-1:] or [f"it ended with the code {ended.returncode}"]
-    return failed_case(console, name, last[0])
+    return failed_case(console, name, errors[-1] if errors else f"it ended with the code {code}")
+
+
+def _end_session(case: subprocess.Popen[bytes]) -> None:
+    """Ends all processes of a case, and waits for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(case.pid, signal.SIGKILL)
+    case.wait()
+
+
+def _lines(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.read().strip().splitlines()
 
 
 def _print(console: Console, report: dict[str, Any]) -> None:

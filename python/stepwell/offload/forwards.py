@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell.offload.module_tree import (
-    Hook,
-    ModuleTree,
+from stepwell.offload.compiled_calls import (
+    CompiledCall,
+    before_forwards,
     is_compiled,
-    living,
-    modules_alive,
-    remove,
     something_is_compiled,
 )
+from stepwell.offload.module_tree import Hook, ModuleTree, living, modules_alive, remove
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,17 +41,16 @@ class Forwards:
     def __init__(
         self, params: Iterable[torch.Tensor], called: Iterable[torch.nn.Module] = ()
     ) -> None:
-        gated = ModuleTree(set(params), modules_alive()).gated
-        self._by_id = weakref.WeakValueDictionary({id(module): module for module in gated})
+        modules = ModuleTree(set(params), modules_alive()).called
+        self._by_id = weakref.WeakValueDictionary({id(module): module for module in modules})
         self._called = {id(module) for module in called}
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        if something_is_compiled() or any(map(is_compiled, gated)):
+        self._handles: list[torch.utils.hooks.RemovableHandle | CompiledCall] = []
+        if something_is_compiled() and not any(map(is_compiled, modules)):
             # Nor does a gate have hooks there.
             return
         key = next(_KEYS)
         _FORWARDS[key] = self
-        hook = _CallHook(key)
-        self._handles += [module.register_forward_pre_hook(hook) for module in gated]
+        self._handles += before_forwards(modules, _CallHook(key))
         weakref.finalize(self, remove, self._handles)
 
     def note(self, module: torch.nn.Module) -> None:
@@ -63,9 +60,11 @@ class Forwards:
 
     def end(self) -> list[torch.nn.Module]:
         """Notes no more. Returns the modules that were called and are alive."""
-        if not something_is_compiled():
-            # What was compiled meanwhile has the hooks in it, and would be compiled again.
-            remove(self._handles)
+        # What was compiled meanwhile may have the hooks in it, and would be compiled again.
+        in_code = something_is_compiled()
+        remove(
+            handle for handle in self._handles if isinstance(handle, CompiledCall) or not in_code
+        )
         self._handles.clear()
         return living(self._called, self._by_id)
 

@@ -10,9 +10,10 @@ one by one. `guard` makes every access wait, also one that no hook sees. The ste
 weights that no forward is known to wait for, and for those that can be reached past the guard. What
 FSDP2 gathers ahead of a forward waits in the gather (`shard_guard`).
 
-Compiled code has no hooks, and does not look at the class of a parameter. Where torch.compile or
-torch.jit traces a gated module, or a CUDA graph captures its forward, the gate is closed: every
-step then waits for its uploads. The result is the same.
+A module whose calls go to compiled code waits before that, for all that is within it
+(`compiled_calls`). Where torch.compile traces a module that has a hook, since it was compiled after
+the first step or as a part of some other code, or torch.jit does, or a CUDA graph captures its
+forward, the gate is closed: every step then waits for its uploads. The result is the same.
 
 A gate is made by the first step. What that waits for itself no guard sees a look at, and where
 updates are deferred such a look counts. So where a run is resumed, `forwards.Forwards` tells the
@@ -31,16 +32,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell._sharding import is_dtensor
+from stepwell.offload.compiled_calls import before_forwards, is_compiled, something_is_compiled
 from stepwell.offload.guard import WeightGuard
 from stepwell.offload.module_tree import (
     Hook,
     ModuleTree,
-    is_compiled,
     living,
     modules_alive,
     reached,
     remove,
-    something_is_compiled,
 )
 from stepwell.offload.shard_guard import ShardGuard
 
@@ -133,34 +133,37 @@ class Gate:
         """What knows which weights are under way."""
         self.is_open = False
         """Whether forwards wait by themselves. If not, the step has to wait for all uploads."""
-        self._attach(tree.gated)
+        self._attach(tree)
         self._called.update(id(module) for module in called if id(module) in self._by_id)
 
-    def _attach(self, gated: list[torch.nn.Module]) -> None:
+    def _attach(self, tree: ModuleTree) -> None:
         unowned = len(self._params.difference(*self._owned.values()))
-        if something_is_compiled():
+        compiled = [type(module).__name__ for module in tree.called if is_compiled(module)]
+        scripts = [one for one in tree.gated if issubclass(type(one), torch.jit.ScriptModule)]
+        if something_is_compiled() and not compiled:
             why = "torch.compile was used before the first step, and would not see hooks"
-        elif compiled := [type(module).__name__ for module in gated if is_compiled(module)]:
-            why = f"`{compiled[0]}` is compiled"
+        elif compiled and any(map(is_dtensor, self._params)):
+            why = f"`{compiled[0]}` is compiled, and has DTensor parameters"
+        elif scripts:
+            why = f"`{type(scripts[0]).__name__}` is compiled"
         elif unowned:
             why = f"{unowned} parameters are in no module"
             if gc.get_freeze_count():
                 why += " that is seen: gc.freeze() hides modules, call it after the first step"
         else:
-            self._hook(gated)
+            self._hook(tree)
             return
         _LOGGER.info("gate='step': %s, so forwards cannot wait by themselves", why)
 
-    def _hook(self, modules: list[torch.nn.Module]) -> None:
+    def _hook(self, tree: ModuleTree) -> None:
         key = next(_KEYS)
         _GATES[key] = self
-        self._by_id.update((id(module), module) for module in modules)
-        forward, state = _ForwardHook(key), _StateHook(key)
-        handles = []
-        for module in modules:
-            # torch has no types for the last two.
+        self._by_id.update((id(module), module) for module in tree.called)
+        state = _StateHook(key)
+        handles = before_forwards(tree.called, _ForwardHook(key))
+        for module in tree.gated:
+            # torch has no types for these.
             handles += [
-                module.register_forward_pre_hook(forward, prepend=True),
                 module.register_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
             ]

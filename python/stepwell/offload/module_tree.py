@@ -6,23 +6,24 @@ Modules are found, not given: an optimizer gets parameters, as torch's do.
 from __future__ import annotations
 
 import gc
-import sys
 from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell.offload.compiled_calls import is_compiled
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
+
+    from stepwell.offload.compiled_calls import CompiledCall
 
 __all__ = [
     "Hook",
     "ModuleTree",
-    "is_compiled",
     "living",
     "modules_alive",
     "reached",
     "remove",
-    "something_is_compiled",
 ]
 
 
@@ -36,24 +37,6 @@ def living(keys: Iterable[int], by_id: Mapping[int, torch.nn.Module]) -> list[to
     """The modules with these ids, as far as `by_id`, which holds them weakly, still has them."""
     found = (by_id.get(key) for key in keys)
     return [module for module in found if module is not None]
-
-
-def something_is_compiled() -> bool:
-    """Whether torch.compile has traced anything in this process.
-
-    Hooks that are added later would not be called there.
-    """
-    utils = sys.modules.get("torch._dynamo.utils")
-    return utils is not None and bool(utils.counters["stats"])
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calls of `module` go to compiled code, though nothing may have been traced yet."""
-    return (
-        module.__dict__.get("_compiled_call_impl") is not None
-        or type(module).__name__ == "OptimizedModule"
-        or issubclass(type(module), torch.jit.ScriptModule)
-    )
 
 
 class ModuleTree:
@@ -88,6 +71,10 @@ class ModuleTree:
                 self.owned[id(module)] = owned
         self.gated = [by_id[key] for key in reached(self.owned, self.parents)]
         """Those that hold parameters, and all above them."""
+        compiled = [id(module) for module in self.gated if is_compiled(module)]
+        within = {key for one in compiled for key in reached(self.children[one], self.children)}
+        self.called = [module for module in self.gated if id(module) not in within]
+        """Those of `gated` that are not within one whose calls go to compiled code."""
 
 
 def reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
@@ -123,7 +110,7 @@ class Hook:
         return type(self), (0,)
 
 
-def remove(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> None:
+def remove(handles: Iterable[torch.utils.hooks.RemovableHandle | CompiledCall]) -> None:
     """Removes hooks."""
     for handle in handles:
         handle.remove()
