@@ -1,4 +1,4 @@
-"""Two gloo ranks that run functions for the tests of sharded parameters, and what they shard.
+"""Ranks that run functions for the tests of sharded parameters, and what they shard.
 
 The ranks are started once, since importing torch takes seconds.
 """
@@ -19,9 +19,12 @@ COLLECTIVE_SECONDS_MAX = 30
 START_SECONDS_MAX = 120
 
 
-def _serve(rank, world_size, store, tasks, results):
+def _serve(rank, world_size, device, store, tasks, results):
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(torch.device("cuda", rank))
     dist.init_process_group(
-        "gloo",
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
@@ -40,10 +43,13 @@ def _serve(rank, world_size, store, tasks, results):
 
 
 class Ranks:
-    """Processes that are the ranks of one process group, started anew after one has hung."""
+    """Processes that are the ranks of one process group, started anew after one has hung.
 
-    def __init__(self, world_size, folder):
-        self.world_size, self.folder = world_size, folder
+    With the device `cuda` each has a GPU of its own, on which it makes its tensors.
+    """
+
+    def __init__(self, world_size, folder, device="cpu"):
+        self.world_size, self.folder, self.device = world_size, folder, device
         self.processes = []
         self.starts = 0
 
@@ -55,7 +61,9 @@ class Ranks:
         store = self.folder / f"store{self.starts}"
         self.processes = [
             context.Process(
-                target=_serve, args=(rank, self.world_size, store, tasks, self.results), daemon=True
+                target=_serve,
+                args=(rank, self.world_size, self.device, store, tasks, self.results),
+                daemon=True,
             )
             for rank, tasks in enumerate(self.tasks)
         ]

@@ -1,0 +1,131 @@
+"""What tests of volumes over FSDP2 share: a model, its shards, and runs with their state there.
+
+Where the ranks have GPUs (`optim_ranks.Ranks`), the model is on them.
+"""
+
+import gc
+
+import stepwell
+import torch
+import torch.distributed as dist
+from sharded_models import Wide, batch, bits
+from sharded_volumes import DTYPE, end
+from stepwell._sharding import local
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+LR, CLIP_NORM = 1e-2, 0.5
+HOST_BYTES_MAX = 3 << 20
+"""Room for weights, gradients, buffers, and a part of the state, or with `commit` all of it."""
+
+
+class Uneven(torch.nn.Module):
+    """The second rank has no row of `scale`, and fewer of `last`."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = Wide()
+        self.last = torch.nn.Linear(96, 3)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.last(self.wide(x)) * self.scale
+
+
+def sharded(dtype=DTYPE, seed=0, mesh=None):
+    torch.manual_seed(seed)
+    device = torch.get_default_device().type
+    with torch.device("cpu"):
+        # The same numbers on all devices.
+        net = Uneven().to(dtype).to(device)
+    # FSDP2 shards no scalars.
+    net.wide.scale = torch.nn.Parameter(net.wide.scale.detach().view(1))
+    mesh = mesh or init_device_mesh(device, (dist.get_world_size(),))
+    fully_shard(net.wide, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def in_memory(net, **options):
+    return stepwell.OffloadAdamW(
+        net.named_parameters(), lr=LR, clip_norm=CLIP_NORM, threads=1, **options
+    )
+
+
+def on_volume(
+    net, drives, *, host_bytes_max=HOST_BYTES_MAX, moments="fp32", options=None, **volume
+):
+    return in_memory(
+        net,
+        moments=moments,
+        host_bytes_max=host_bytes_max,
+        tier=stepwell.Volume(drives, **volume),
+        **(options or {}),
+    )
+
+
+def train(net, optimizer, steps, first=0):
+    norms = []
+    for step in range(first, first + steps):
+        net(batch(step, dist.get_rank(), next(net.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return norms
+
+
+def all_bits(net, optimizer):
+    """Of this rank's weights and state, by the number of the parameter."""
+    # Which has the fingerprints of the weights as they are.
+    states = optimizer.state_dict()["state"]
+    found = {"weights": [bits(local(param.detach()).cpu()) for param in net.parameters()]}
+    for index, state in states.items():
+        for name, value in state.items():
+            found[index, name] = float(value) if name == "step" else bits(local(value).cpu())
+    return found
+
+
+def reference(steps, dtype=DTYPE, moments="fp32"):
+    net = sharded(dtype)
+    optimizer = in_memory(net, moments=moments)
+    norms = train(net, optimizer, steps)
+    return norms, all_bits(net, optimizer)
+
+
+def same_as_in_memory(drives, dtype, moments, durability, host_bytes):
+    expected_norms, expected = reference(6, dtype, moments)
+    net = sharded(dtype)
+    # Beside weights and gradients.
+    host_bytes_max = host_bytes + 2 * sum(local(param).nbytes for param in net.parameters())
+    options = {"moments": moments, "durability": durability}
+    optimizer = on_volume(net, drives, host_bytes_max=host_bytes_max, **options)
+    norms = train(net, optimizer, 3)
+    # From what was looked at, and then from the volume again.
+    assert len(all_bits(net, optimizer)) > 1
+    norms += train(net, optimizer, 3, first=3)
+    assert norms == expected_norms
+    timing = optimizer.timing
+    assert all_bits(net, optimizer) == expected
+    weight = net.wide.up.weight
+    for name, value in optimizer.state[weight].items():
+        assert name == "step" or value.placements == weight.placements
+    return timing["bytes_read"], timing["bytes_written"]
+
+
+def first_run(drives, steps, moments="fp32"):
+    net = sharded()
+    optimizer = on_volume(net, drives, moments=moments, name="run")
+    train(net, optimizer, steps)
+    return end(optimizer)
+
+
+def go_on(drives, first, moments="fp32", steps=3):
+    """As if never stopped."""
+    gc.collect()
+    dist.barrier()
+    net = sharded(seed=9)
+    optimizer = on_volume(net, drives, moments=moments, name="run", resume=True)
+    assert optimizer.committed_steps == first
+    train(net, optimizer, steps, first=first)
+    _, expected = reference(first + steps, moments=moments)
+    assert all_bits(net, optimizer) == expected
+    return end(optimizer)
