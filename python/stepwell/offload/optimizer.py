@@ -56,9 +56,11 @@ class OffloadAdamW(OffloadStep):
     Not seen, so that `synchronize()` has to come before it, or `gate="step"`: raw pointers; code in
     C++ that kept a parameter from before the step; CUDA graphs that were captured without their
     module; tensors of `state` that were taken before the step; other processes.
-    Under torch.compile and torch.jit, and for a parameter whose memory others hold too (a view,
-    `.data` or an array that is kept), `step()` waits as with `gate="step"`. Of DTensor parameters
-    (FSDP2) gathers and all other uses of a shard wait for it, each on its own rank.
+    A module that torch.compile has compiled before the first step waits for all weights within it.
+    Under torch.jit, where other code is compiled (docs/plain_pytorch.md), and for a parameter whose
+    memory others hold too (a view, `.data` or an array that is kept), `step()` waits as with
+    `gate="step"`. Of DTensor parameters (FSDP2) gathers and all other uses of a shard wait for it,
+    each on its own rank.
 
     What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
     ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`,
@@ -111,8 +113,8 @@ class OffloadAdamW(OffloadStep):
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
             between a step and the next forward do not: what is deferred is applied first. It needs
-            forwards that can be seen (`gate="module"`, neither torch.compile nor DTensor): without,
-            a warning says so and steps are exact.
+            forwards that can be seen (`gate="module"`, no DTensor, nothing but modules compiled by
+            torch.compile): without, a warning says so and steps are exact.
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
             memory. With `deferred` it has durability "none", and no channels are selected. With
             `shard`, and with DTensor parameters, making the optimizer is a call of all ranks that
