@@ -1,6 +1,6 @@
 """Steps of an optimizer whose state is on drives, without a model around them.
 
-    python benches/volume_steps.py FOLDER... [--width 1600] [--layers 32] [--steps 10]
+    python benches/volume_steps.py FOLDER... [--width 1600] [--layers 32] [--steps 12]
 
 Matrices in bfloat16, with gradients that stay, are stepped one step after the other, with no state
 in host memory. So the drives never pause, and their rate can be held against what fio moves of
@@ -11,21 +11,26 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from stepwell import OffloadAdamW, Volume
-from stepwell.offload.volume import Durability
 
 if TYPE_CHECKING:
+    from stepwell.offload.volume import Durability
     from stepwell.optim import Moments
 
-WARMUP_STEPS = 2
+# So that both slots of each record have been written, also with the longest interval.
+WARMUP_STEPS = 8
+VOLUMES: list[tuple[Durability, int]] = [("none", 1), ("commit", 1), ("commit", 4)]
+"""Durability, and steps from one commit to the next."""
 # Of a parameter: what is not state (weight and gradient), and room for the buffers of drives.
 TWIN_BYTES, BUFFERS_BYTES = 4, 96 << 20
 
 
-def measure(moments: Moments, durability: Durability, args: argparse.Namespace) -> None:
+def measure(
+    moments: Moments, durability: Durability, interval: int, args: argparse.Namespace
+) -> None:
     """Prints a line of the table."""
     torch.manual_seed(0)
     width = args.width
@@ -36,7 +41,7 @@ def measure(moments: Moments, durability: Durability, args: argparse.Namespace) 
         lr=1e-4,
         clip_norm=1.0,
         moments=moments,
-        tier=Volume(args.folders, durability=durability),
+        tier=Volume(args.folders, durability=durability, commit_interval=interval),
         host_bytes_max=TWIN_BYTES * numel + BUFFERS_BYTES,
     )
     for param in params:
@@ -55,7 +60,8 @@ def measure(moments: Moments, durability: Durability, args: argparse.Namespace) 
     read, written = (now - then for now, then in zip(after, before, strict=True))
     steps = args.steps
     print(
-        f"{moments:5} {durability:7} {seconds / steps:8.3f} {read / steps / numel:11.2f}"
+        f"{moments:5} {durability:7} {interval:8}"
+        f" {seconds / steps:8.3f} {read / steps / numel:11.2f}"
         f" {written / steps / numel:8.2f} {read / seconds / 1e6:12.0f}"
         f" {written / seconds / 1e6:8.0f} {(read + written) / seconds / 1e6:8.0f}"
     )
@@ -67,13 +73,13 @@ def main() -> None:
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
-    print("moments        s/step   B/param: read, written   MB/s: read, written, both")
+    print("moments      interval   s/step   B/param: read, written   MB/s: read, written, both")
     kinds: list[Moments] = ["fp32", "q8"]
     for moments in kinds:
-        for durability in get_args(Durability):
-            measure(moments, durability, args)
+        for durability, interval in VOLUMES:
+            measure(moments, durability, interval, args)
 
 
 if __name__ == "__main__":
