@@ -143,6 +143,14 @@ def test_compiled_code_never_sees_stale_weights(compiler, request, how, is_open,
 # ---- layers that are compiled ----
 
 
+def is_before(module):
+    """Whether something is called before the compiled call of a module."""
+    return any(
+        isinstance(module.__dict__.get(name), CompiledCall)
+        for name in ("_compiled_call_impl", "forward")
+    )
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -218,6 +226,47 @@ def test_updates_are_deferred_where_layers_are_compiled(compiler, how, fraction)
     assert all(torch.equal(one, expected[name]) for name, one in params.items())
 
 
+@pytest.mark.parametrize("when", ["before the step", "after a forward without gradients"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "whole"])
+def test_an_evaluation_of_a_part_has_all_updates(compiler, how, when):
+    """The part is called by itself, and not compiled."""
+    model = call = layers(how)
+    if how == "whole":
+        call = torch.compile(model, backend="aot_eager")
+    part = {"in place": model[0].linear, "whole": model}.get(how) or model[0]._orig_mod
+    optimizer = stepwell.OffloadAdamW(
+        model.parameters(), lr=1e-2, threads=1, deferred=stepwell.Deferred(interval=3)
+    )
+    for step in range(7):
+        train_step(call, optimizer, step)
+    assert optimizer._engine.has_pending()
+    if when == "before the step":
+        call(batch(7, width=WIDTH)).sum().backward()
+    with torch.no_grad():
+        if when != "before the step":
+            call(batch(7, width=WIDTH))
+        found = part.eval()(batch(8, width=WIDTH))
+        optimizer.drain()
+        assert torch.equal(part(batch(8, width=WIDTH)), found)
+
+
+def test_code_of_others_that_has_a_compiled_layer_closes_the_gate(compiler):
+    model = layers("in place")
+    optimizer = stepwell.OffloadAdamW(
+        model.parameters(), lr=1e-2, threads=1, deferred=stepwell.Deferred(interval=3)
+    )
+    for step in range(7):
+        train_step(model, optimizer, step)
+    model(batch(7, width=WIDTH)).sum().backward()
+    model.eval()
+    evaluate = torch.compile(lambda x: model[0].linear(x), backend="aot_eager")
+    with torch.no_grad():
+        found = evaluate(batch(8, width=WIDTH))
+        assert not optimizer._gate.is_open
+        optimizer.drain()
+        assert torch.equal(model[0].linear(batch(8, width=WIDTH)), found)
+
+
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_forwards_of_compiled_layers_are_noted_before_the_gate(compiler, how):
     model = layers(how)
@@ -225,7 +274,7 @@ def test_forwards_of_compiled_layers_are_noted_before_the_gate(compiler, how):
     model(batch(0, width=WIDTH))
     called = forwards.end()
     assert set(called) == {*model, model}
-    assert not any(isinstance(each._compiled_call_impl, CompiledCall) for each in model)
+    assert not any(map(is_before, model))
     gate = Gate(model.parameters(), Landing(), called=called)
     gate.open(model.parameters())
     assert gate.is_open and gate.uncovered == []
@@ -290,7 +339,7 @@ def test_parts_of_a_compiled_layer_may_be_called_by_themselves(compiler, how):
 def test_copies_of_a_compiled_layer_do_not_wait(compiler):
     model = layers("in place", "eager")
     gate = Gate(model.parameters(), uploads := Landing())
-    assert isinstance(model[0]._compiled_call_impl, CompiledCall)
+    assert is_before(model[0])
     model(batch(0, width=WIDTH))
     compiled = num_graphs()
     gate.open(model.parameters())
@@ -302,7 +351,7 @@ def test_copies_of_a_compiled_layer_do_not_wait(compiler):
     gate.finish()
     del gate
     gc.collect()
-    assert not any(isinstance(each._compiled_call_impl, CompiledCall) for each in model)
+    assert not any(map(is_before, model))
     model(batch(0, width=WIDTH))
     assert num_graphs() == compiled
 

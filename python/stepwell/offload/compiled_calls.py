@@ -1,16 +1,15 @@
 """Modules whose calls go to compiled code, and what is called before such a call.
 
 Compiled code has no hooks: it is traced with those that are there, and does not call them. So what
-has to come before the forward of a compiled module is called before the compiled code. Of what
-`torch.compile(module)` returns that is a hook, which torch calls itself. Of a module that was
-compiled in place (`module.compile()`) it is a callable in the place of its compiled one.
-
-Modules within a compiled one need no hook, and get none: what is compiled stays as it is.
+has to come before the forward of a compiled module is called before the compiled code: by a
+callable in the place of the compiled call. Modules within a compiled one may have hooks too, for
+calls of their own. `is_within` tells these from what is traced as a part of the compiled one.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,26 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["CompiledCall", "before_forwards", "is_compiled", "something_is_compiled"]
+__all__ = [
+    "CompiledCall",
+    "before_forwards",
+    "is_compiled",
+    "is_within",
+    "remove_but_compiled",
+    "something_is_compiled",
+]
 
-_IN_PLACE = "_compiled_call_impl"
+# Where the compiled call is: of a module that was compiled in place, of what torch.compile returns.
+_IN_PLACE, _WRAPPED = "_compiled_call_impl", "forward"
+
+
+class _Calls(threading.local):
+    """Of this thread: calls of compiled modules that have not returned."""
+
+    count = 0
+
+
+_CALLS = _Calls()
 
 
 def something_is_compiled() -> bool:
@@ -35,7 +51,12 @@ def something_is_compiled() -> bool:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calls of `module` go to code of torch.compile, though nothing may be traced yet."""
-    return module.__dict__.get(_IN_PLACE) is not None or type(module).__name__ == "OptimizedModule"
+    return _place_of(module) is not None
+
+
+def is_within() -> bool:
+    """Whether this thread is in a call of a module that has a `CompiledCall`."""
+    return _CALLS.count > 0
 
 
 def before_forwards(
@@ -44,44 +65,69 @@ def before_forwards(
     """Has `hook` called before each forward of `modules`, compiled or not.
 
     Args:
-        modules: none of them is within a compiled one.
+        modules: where one is within a compiled one, the hook is traced with that one's code.
         hook: called with the module and something else.
 
     Returns:
         What removes it again.
     """
     return [
-        CompiledCall(module, hook)
-        if module.__dict__.get(_IN_PLACE) is not None
+        CompiledCall(module, place, hook)
+        if (place := _place_of(module))
         else module.register_forward_pre_hook(hook, prepend=True)
         for module in modules
     ]
 
 
-class CompiledCall:
-    """In the place of the compiled call of a module that was compiled in place.
+def remove_but_compiled(
+    handles: Iterable[torch.utils.hooks.RemovableHandle | CompiledCall],
+) -> None:
+    """Removes hooks, but none that compiled code may have in it: it would be compiled again."""
+    is_in_code = something_is_compiled()
+    for handle in handles:
+        if isinstance(handle, CompiledCall) or not is_in_code:
+            handle.remove()
 
-    Copies and pickles of a module have no compiled call, and so not this either.
+
+class CompiledCall:
+    """In the place of a module's compiled call.
+
+    Copies and pickles of a module have a compiled call of their own, or none, and so not this.
     """
 
     def __init__(
-        self, module: torch.nn.Module, hook: Callable[[torch.nn.Module, Any], None]
+        self, module: torch.nn.Module, place: str, hook: Callable[[torch.nn.Module, Any], None]
     ) -> None:
         self._module = weakref.ref(module)
+        self._place = place
         self._hook: Callable[[torch.nn.Module, Any], None] | None = hook
-        self._call: Callable[..., Any] = module.__dict__[_IN_PLACE]
-        module.__dict__[_IN_PLACE] = self
+        self._call: Callable[..., Any] = module.__dict__[place]
+        module.__dict__[place] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the hook, then the compiled code."""
         module = self._module()
         if self._hook is not None and module is not None:
             self._hook(module, args)
-        return self._call(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._call(*args, **kwargs)
+        _CALLS.count += 1
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            _CALLS.count -= 1
 
     def remove(self) -> None:
         """The hook is not called any more."""
         self._hook = None
         module = self._module()
-        if module is not None and module.__dict__.get(_IN_PLACE) is self:
-            module.__dict__[_IN_PLACE] = self._call
+        if module is not None and module.__dict__.get(self._place) is self:
+            module.__dict__[self._place] = self._call
+
+
+def _place_of(module: torch.nn.Module) -> str | None:
+    """The attribute of `module` that has its compiled call; None: it has none."""
+    if module.__dict__.get(_IN_PLACE) is not None:
+        return _IN_PLACE
+    is_wrapped = type(module).__name__ == "OptimizedModule" and _WRAPPED in module.__dict__
+    return _WRAPPED if is_wrapped else None

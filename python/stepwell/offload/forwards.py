@@ -17,6 +17,7 @@ from stepwell.offload.compiled_calls import (
     CompiledCall,
     before_forwards,
     is_compiled,
+    remove_but_compiled,
     something_is_compiled,
 )
 from stepwell.offload.module_tree import Hook, ModuleTree, living, modules_alive, remove
@@ -60,11 +61,7 @@ class Forwards:
 
     def end(self) -> list[torch.nn.Module]:
         """Notes no more. Returns the modules that were called and are alive."""
-        # What was compiled meanwhile may have the hooks in it, and would be compiled again.
-        in_code = something_is_compiled()
-        remove(
-            handle for handle in self._handles if isinstance(handle, CompiledCall) or not in_code
-        )
+        remove_but_compiled(self._handles)
         self._handles.clear()
         return living(self._called, self._by_id)
 

@@ -11,7 +11,7 @@ weights that no forward is known to wait for, and for those that can be reached 
 FSDP2 gathers ahead of a forward waits in the gather (`shard_guard`).
 
 A module whose calls go to compiled code waits before that, for all that is within it
-(`compiled_calls`). Where torch.compile traces a module that has a hook, since it was compiled after
+(`compiled_calls`). Modules within it have a hook for what calls them by themselves. Where torch.compile traces a module that has a hook, since it was compiled after
 the first step or as a part of some other code, or torch.jit does, or a CUDA graph captures its
 forward, the gate is closed: every step then waits for its uploads. The result is the same.
 
@@ -32,7 +32,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell._sharding import is_dtensor
-from stepwell.offload.compiled_calls import before_forwards, is_compiled, something_is_compiled
+from stepwell.offload.compiled_calls import (
+    before_forwards,
+    is_compiled,
+    is_within,
+    remove_but_compiled,
+    something_is_compiled,
+)
 from stepwell.offload.guard import WeightGuard
 from stepwell.offload.module_tree import (
     Hook,
@@ -70,8 +76,14 @@ def _traced(key: int) -> bool:
     return True
 
 
+def _traced_within(key: int) -> bool:
+    """As `_traced`, of a hook within a compiled module, whose own code does not close the gate."""
+    return is_within() or _traced(key)
+
+
 # What torch.compiler.assume_constant_result does, which takes seconds to import.
 _traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_traced_within._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Gate:
@@ -161,6 +173,7 @@ class Gate:
         self._by_id.update((id(module), module) for module in tree.called)
         state = _StateHook(key)
         handles = before_forwards(tree.called, _ForwardHook(key))
+        inner = before_forwards(tree.within, _InnerHook(key))
         for module in tree.gated:
             # torch has no types for these.
             handles += [
@@ -168,6 +181,7 @@ class Gate:
                 module.register_load_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
             ]
         weakref.finalize(self, remove, handles)
+        weakref.finalize(self, remove_but_compiled, inner)
         self.is_open = True
 
     def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:
@@ -370,6 +384,28 @@ class _ForwardHook(Hook):
             gate.capture()
         else:
             gate.enter(module)
+
+
+class _InnerHook(Hook):
+    """Of a module within a compiled one.
+
+    In training the compiled one waits for its weights; without that, each access does.
+    """
+
+    def __call__(self, module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            _traced_within(self.key)
+            return
+        gate = _GATES.get(self.key)
+        if gate is None or not gate.is_open:
+            return
+        if gate.is_on_cuda and torch.cuda.is_current_stream_capturing():
+            gate.capture()
+            return
+        if not module.training:
+            gate.enter_all(module)
+        if torch._C._is_tracing():
+            gate.close()
 
 
 class _StateHook(Hook):

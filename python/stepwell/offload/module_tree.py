@@ -72,9 +72,11 @@ class ModuleTree:
         self.gated = [by_id[key] for key in reached(self.owned, self.parents)]
         """Those that hold parameters, and all above them."""
         compiled = [id(module) for module in self.gated if is_compiled(module)]
-        within = {key for one in compiled for key in reached(self.children[one], self.children)}
-        self.called = [module for module in self.gated if id(module) not in within]
+        beneath = {key for one in compiled for key in reached(self.children[one], self.children)}
+        self.called = [module for module in self.gated if id(module) not in beneath]
         """Those of `gated` that are not within one whose calls go to compiled code."""
+        self.within = [module for module in self.gated if id(module) in beneath]
+        """Those that are."""
 
 
 def reached(keys: Iterable[int], steps: dict[int, list[int]]) -> list[int]:
