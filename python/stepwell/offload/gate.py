@@ -11,9 +11,10 @@ weights that no forward is known to wait for, and for those that can be reached 
 FSDP2 gathers ahead of a forward waits in the gather (`shard_guard`).
 
 A module whose calls go to compiled code waits before that, for all that is within it
-(`compiled_calls`). Modules within it have a hook for what calls them by themselves. Where torch.compile traces a module that has a hook, since it was compiled after
-the first step or as a part of some other code, or torch.jit does, or a CUDA graph captures its
-forward, the gate is closed: every step then waits for its uploads. The result is the same.
+(`compiled_calls`). Modules within it have a hook for what calls them by themselves. Where
+torch.compile traces a module that has a hook, since it was compiled after the first step or as a
+part of some other code, or torch.jit does, or a CUDA graph captures its forward, the gate is
+closed: every step then waits for its uploads. The result is the same.
 
 A gate is made by the first step. What that waits for itself no guard sees a look at, and where
 updates are deferred such a look counts. So where a run is resumed, `forwards.Forwards` tells the
