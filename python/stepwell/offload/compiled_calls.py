@@ -3,7 +3,7 @@
 Compiled code has no hooks: it is traced with those that are there, and does not call them. So what
 has to come before the forward of a compiled module is called before the compiled code: by a
 callable in the place of the compiled call. Modules within a compiled one may have hooks too, for
-calls of their own. `is_within` tells these from what is traced as a part of the compiled one.
+calls of their own. `in_calls` tells these from what is traced as a part of the compiled one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
 __all__ = [
     "CompiledCall",
     "before_forwards",
+    "in_calls",
     "is_compiled",
-    "is_within",
     "remove_but_compiled",
     "something_is_compiled",
 ]
@@ -32,9 +32,10 @@ _IN_PLACE, _WRAPPED = "_compiled_call_impl", "forward"
 
 
 class _Calls(threading.local):
-    """Of this thread: calls of compiled modules that have not returned."""
+    """Of this thread: modules whose compiled calls have not returned, by `id`."""
 
-    count = 0
+    def __init__(self) -> None:
+        self.ids: list[int] = []
 
 
 _CALLS = _Calls()
@@ -54,9 +55,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return _place_of(module) is not None
 
 
-def is_within() -> bool:
-    """Whether this thread is in a call of a module that has a `CompiledCall`."""
-    return _CALLS.count > 0
+def in_calls() -> Collection[int]:
+    """The modules with a `CompiledCall` that this thread is in calls of, by `id`."""
+    return _CALLS.ids
 
 
 def before_forwards(
@@ -111,11 +112,13 @@ class CompiledCall:
             self._hook(module, args)
         if torch.compiler.is_compiling():
             return self._call(*args, **kwargs)
-        _CALLS.count += 1
+        ids = _CALLS.ids
+        depth = len(ids)
         try:
+            ids.append(id(module))
             return self._call(*args, **kwargs)
         finally:
-            _CALLS.count -= 1
+            del ids[depth:]
 
     def remove(self) -> None:
         """The hook is not called any more."""

@@ -35,8 +35,8 @@ import torch
 from stepwell._sharding import is_dtensor
 from stepwell.offload.compiled_calls import (
     before_forwards,
+    in_calls,
     is_compiled,
-    is_within,
     remove_but_compiled,
     something_is_compiled,
 )
@@ -79,7 +79,8 @@ def _traced(key: int) -> bool:
 
 def _traced_within(key: int) -> bool:
     """As `_traced`, of a hook within a compiled module, whose own code does not close the gate."""
-    return is_within() or _traced(key)
+    gate = _GATES.get(key)
+    return (gate is not None and gate.is_in_call()) or _traced(key)
 
 
 # What torch.compiler.assume_constant_result does, which takes seconds to import.
@@ -323,6 +324,10 @@ class Gate:
             params = {param for each in beneath for param in self._owned.get(each, ())}
             self._nbytes[key] = sum(param.nbytes for param in params)
         return self._nbytes[key]
+
+    def is_in_call(self) -> bool:
+        """Whether this thread is in a call of a compiled module that has waited."""
+        return any(key in self._by_id for key in in_calls())
 
     def enter(self, module: torch.nn.Module) -> None:
         """The forward of `module` is about to begin."""
