@@ -267,6 +267,53 @@ def test_code_of_others_that_has_a_compiled_layer_closes_the_gate(compiler):
         assert torch.equal(model[0].linear(batch(8, width=WIDTH)), found)
 
 
+@pytest.mark.parametrize("how", ["model.compile()", "torch.compile(model)", "layers"])
+@pytest.mark.parametrize("when", ["before the state is loaded", "behind that"])
+def test_a_resumed_run_sees_the_looks_of_the_run_that_went_on(compiler, how, when):
+    """Also a look behind its first step."""
+
+    def compiled(model):
+        if how == "layers":
+            for layer in model[:3]:
+                layer.compile(backend="aot_eager")
+        elif how == "model.compile()":
+            model.compile(backend="aot_eager")
+        else:
+            return torch.compile(model, backend="aot_eager")
+        return model
+
+    def made(model):
+        deferred = stepwell.Deferred(interval=3)
+        return stepwell.OffloadAdamW(model.parameters(), lr=1e-2, threads=1, deferred=deferred)
+
+    def go_on(call, model, optimizer, first, last):
+        losses = []
+        for step in range(first, last):
+            losses.append(train_step(call, optimizer, step))
+            if step == 6:
+                losses.append(sum(param.sum().item() for param in model.parameters()))
+        return losses
+
+    model = layers("not")
+    call, optimizer = compiled(model), made(model)
+    go_on(call, model, optimizer, 0, 6)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = go_on(call, model, optimizer, 6, 12)
+    nothing_is_compiled()
+    del call, optimizer
+    model = call = layers("not")
+    if when == "before the state is loaded":
+        call = compiled(model)
+    optimizer = made(model)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    if when == "behind that":
+        call = compiled(model)
+    # Whose memory others hold would be stepped exactly.
+    del saved
+    assert go_on(call, model, optimizer, 6, 12) == expected
+
+
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_forwards_of_compiled_layers_are_noted_before_the_gate(compiler, how):
     model = layers(how)

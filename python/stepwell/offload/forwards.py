@@ -42,9 +42,11 @@ class Forwards:
     def __init__(
         self, params: Iterable[torch.Tensor], called: Iterable[torch.nn.Module] = ()
     ) -> None:
-        modules = ModuleTree(set(params), modules_alive()).called
+        self._params = set(params)
+        modules = ModuleTree(self._params, modules_alive()).called
         self._by_id = weakref.WeakValueDictionary({id(module): module for module in modules})
         self._called = {id(module) for module in called}
+        self._is_traced = False
         self._handles: list[torch.utils.hooks.RemovableHandle | CompiledCall] = []
         if something_is_compiled() and not any(map(is_compiled, modules)):
             # Nor does a gate have hooks there.
@@ -59,18 +61,41 @@ class Forwards:
         if module.training:
             self._called.add(id(module))
 
+    def note_trace(self) -> None:
+        """torch.compile has traced a module that has a hook: it was compiled since."""
+        self._is_traced = True
+
     def end(self) -> list[torch.nn.Module]:
         """Notes no more. Returns the modules that were called and are alive."""
         remove_but_compiled(self._handles)
         self._handles.clear()
-        return living(self._called, self._by_id)
+        called = living(self._called, self._by_id)
+        if self._is_traced:
+            # A forward has called what was compiled since, or it would not have been traced.
+            modules = ModuleTree(self._params, modules_alive()).called
+            called += [module for module in modules if is_compiled(module) and module.training]
+        return called
+
+
+def _traced(key: int) -> None:
+    """Called by torch.compile when it traces a hook, not when the compiled code runs."""
+    forwards = _FORWARDS.get(key)
+    if forwards is not None:
+        forwards.note_trace()
+
+
+# As in `gate`.
+_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _CallHook(Hook):
     """Of `Forwards`."""
 
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
+        if torch.compiler.is_compiling():
+            _traced(self.key)
+            return
+        if torch._C._is_tracing():
             return
         forwards = _FORWARDS.get(self.key)
         if forwards is not None:
