@@ -383,24 +383,52 @@ def test_parts_of_a_compiled_layer_may_be_called_by_themselves(compiler, how):
     assert run("module") == run("step")
 
 
-def test_copies_of_a_compiled_layer_do_not_wait(compiler):
-    model = layers("in place", "eager")
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_copies_of_a_compiled_layer_do_not_wait(compiler, how):
+    model = layers(how, "eager")
+    model(batch(0, width=WIDTH))
+    compiled = num_graphs()
     gate = Gate(model.parameters(), uploads := Landing())
     assert is_before(model[0])
     model(batch(0, width=WIDTH))
-    compiled = num_graphs()
     gate.open(model.parameters())
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    copies = [copy.deepcopy(model), copy.deepcopy(model)]
+    if how == "in place":
+        # What torch.compile has returned cannot be pickled.
+        copies.append(pickle.loads(pickle.dumps(model)))
+    for other in copies:
         uploads.waits.clear()
         other(batch(0, width=WIDTH))
         assert uploads.waits == []
     # What comes before the call goes with the gate.
     gate.finish()
-    del gate
+    model(batch(0, width=WIDTH))
+    del gate, copies, other
     gc.collect()
     assert not any(map(is_before, model))
+    assert all(not each._forward_pre_hooks for each in model.modules())
     model(batch(0, width=WIDTH))
-    assert num_graphs() == compiled
+    assert how == "wrapped" or num_graphs() == compiled
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_gates_over_one_model_end_in_any_order(compiler, how, order):
+    model = layers(how, "eager")
+    model(batch(0, width=WIDTH))
+    uploads = [Landing() for _ in order]
+    gates = {number: Gate(model.parameters(), one) for number, one in enumerate(uploads)}
+    for ended in order:
+        model(batch(0, width=WIDTH))
+        for number, gate in gates.items():
+            gate.open(model.parameters())
+            uploads[number].waits.clear()
+            model(batch(0, width=WIDTH))
+            assert [count for count in uploads[number].waits if count] == [4, 4, 4, 2]
+            gate.finish()
+        del gates[ended], gate
+        gc.collect()
+    assert not any(map(is_before, model))
 
 
 def test_a_layer_that_is_compiled_again_is_left_as_it_is(compiler):

@@ -248,7 +248,7 @@ def test_a_copy_of_a_model_belongs_to_no_gate(monkeypatch):
     copied(batch(0, width=WIDTH))
     copied.state_dict()
     assert not first._called
-    assert [hook.key for hook in copied.first._forward_pre_hooks.values()] == [0]
+    assert [hook.key for hook in copied.first._forward_pre_hooks.values()] == [""]
 
 
 class ShortCut(torch.nn.Module):

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 from offload_landing import Landing
-from stepwell.offload import compiled_calls
 from stepwell.offload import forwards as forwards_module
 from stepwell.offload.forwards import Forwards
 from stepwell.offload.gate import Gate
@@ -131,8 +130,8 @@ def test_forwards_before_the_gate_are_noted_for_it(monkeypatch):
 def test_forwards_of_compiled_code_are_not_noted(monkeypatch):
     net = nn.Sequential(nn.Linear(3, 3))
     forwards = Forwards(net.parameters())
-    for module in (forwards_module, compiled_calls):
-        monkeypatch.setattr(module, "something_is_compiled", lambda: True)
+    forwards.note_trace()
+    monkeypatch.setattr(forwards_module, "something_is_compiled", lambda: True)
     # Without its hook the code would be compiled again.
     assert forwards.end() == []
     del forwards

@@ -23,7 +23,6 @@ __all__ = [
     "before_forwards",
     "in_calls",
     "is_compiled",
-    "remove_but_compiled",
     "something_is_compiled",
 ]
 
@@ -80,16 +79,6 @@ def before_forwards(
     ]
 
 
-def remove_but_compiled(
-    handles: Iterable[torch.utils.hooks.RemovableHandle | CompiledCall],
-) -> None:
-    """Removes hooks, but none that compiled code may have in it: it would be compiled again."""
-    is_in_code = something_is_compiled()
-    for handle in handles:
-        if isinstance(handle, CompiledCall) or not is_in_code:
-            handle.remove()
-
-
 class CompiledCall:
     """In the place of a module's compiled call.
 
@@ -124,8 +113,14 @@ class CompiledCall:
         """The hook is not called any more."""
         self._hook = None
         module = self._module()
-        if module is not None and module.__dict__.get(self._place) is self:
+        call = None if module is None else module.__dict__.get(self._place)
+        if module is not None and call is self:
             module.__dict__[self._place] = self._call
+        # Another one may have come before it.
+        while isinstance(call, CompiledCall):
+            if call._call is self:
+                call._call = self._call
+            call = call._call
 
 
 def _place_of(module: torch.nn.Module) -> str | None:

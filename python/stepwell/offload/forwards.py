@@ -17,7 +17,6 @@ from stepwell.offload.compiled_calls import (
     CompiledCall,
     before_forwards,
     is_compiled,
-    remove_but_compiled,
     something_is_compiled,
 )
 from stepwell.offload.module_tree import Hook, ModuleTree, living, modules_alive, remove
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Forwards"]
 
-_FORWARDS: weakref.WeakValueDictionary[int, Forwards] = weakref.WeakValueDictionary()
-_KEYS = itertools.count(1)
+_FORWARDS: weakref.WeakValueDictionary[str, Forwards] = weakref.WeakValueDictionary()
+_KEYS = map(str, itertools.count(1))
 
 
 class Forwards:
@@ -67,7 +66,9 @@ class Forwards:
 
     def end(self) -> list[torch.nn.Module]:
         """Notes no more. Returns the modules that were called and are alive."""
-        remove_but_compiled(self._handles)
+        # What was compiled meanwhile has the hooks in it, and would be compiled again.
+        traced = self._is_traced
+        remove(each for each in self._handles if not traced or isinstance(each, CompiledCall))
         self._handles.clear()
         called = living(self._called, self._by_id)
         if self._is_traced:
@@ -77,7 +78,7 @@ class Forwards:
         return called
 
 
-def _traced(key: int) -> None:
+def _traced(key: str) -> None:
     """Called by torch.compile when it traces a hook, not when the compiled code runs."""
     forwards = _FORWARDS.get(key)
     if forwards is not None:

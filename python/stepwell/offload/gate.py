@@ -37,7 +37,6 @@ from stepwell.offload.compiled_calls import (
     before_forwards,
     in_calls,
     is_compiled,
-    remove_but_compiled,
     something_is_compiled,
 )
 from stepwell.offload.guard import WeightGuard
@@ -65,11 +64,11 @@ but for their way up, of 5 ms per share."""
 
 _LOGGER = logging.getLogger(__name__)
 
-_GATES: weakref.WeakValueDictionary[int, Gate] = weakref.WeakValueDictionary()
-_KEYS = itertools.count(1)
+_GATES: weakref.WeakValueDictionary[str, Gate] = weakref.WeakValueDictionary()
+_KEYS = map(str, itertools.count(1))
 
 
-def _traced(key: int) -> bool:
+def _traced(key: str) -> bool:
     """Called by torch.compile when it traces a hook, not when the compiled code runs."""
     gate = _GATES.get(key)
     if gate is not None:
@@ -77,7 +76,7 @@ def _traced(key: int) -> bool:
     return True
 
 
-def _traced_within(key: int) -> bool:
+def _traced_within(key: str) -> bool:
     """As `_traced`, of a hook within a compiled module, whose own code does not close the gate."""
     gate = _GATES.get(key)
     return (gate is not None and gate.is_in_call()) or _traced(key)
@@ -175,7 +174,7 @@ class Gate:
         self._by_id.update((id(module), module) for module in tree.called)
         state = _StateHook(key)
         handles = before_forwards(tree.called, _ForwardHook(key))
-        inner = before_forwards(tree.within, _InnerHook(key))
+        handles += before_forwards(tree.within, _InnerHook(key))
         for module in tree.gated:
             # torch has no types for these.
             handles += [
@@ -183,7 +182,6 @@ class Gate:
                 module.register_load_state_dict_pre_hook(state),  # type: ignore[no-untyped-call]
             ]
         weakref.finalize(self, remove, handles)
-        weakref.finalize(self, remove_but_compiled, inner)
         self.is_open = True
 
     def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:

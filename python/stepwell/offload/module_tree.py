@@ -105,11 +105,12 @@ class Hook:
             "use gate='step'"
         )
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: str) -> None:
+        # No number: torch.compile would take one that differs for a size that varies.
         self.key = key
 
-    def __reduce__(self) -> tuple[type[Hook], tuple[int]]:
-        return type(self), (0,)
+    def __reduce__(self) -> tuple[type[Hook], tuple[str]]:
+        return type(self), ("",)
 
 
 def remove(handles: Iterable[torch.utils.hooks.RemovableHandle | CompiledCall]) -> None:
