@@ -5,11 +5,12 @@ Where the ranks have GPUs (`optim_ranks.Ranks`), the model is on them.
 
 import gc
 
+import pytest
 import stepwell
 import torch
 import torch.distributed as dist
 from sharded_models import Wide, batch, bits
-from sharded_volumes import DTYPE, end
+from sharded_volumes import DTYPE, FITTING, end
 from stepwell._sharding import local
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +18,14 @@ from torch.distributed.fsdp import fully_shard
 LR, CLIP_NORM = 1e-2, 0.5
 HOST_BYTES_MAX = 3 << 20
 """Room for weights, gradients, buffers, and a part of the state, or with `commit` all of it."""
+
+
+with_room_for_some = pytest.mark.parametrize(
+    ("dtype", "moments", "durability", "host_kib"),
+    [*FITTING, (DTYPE, "q8", "commit", 800)],
+    ids=str,
+)
+"""For a test of `same_as_in_memory`."""
 
 
 class Uneven(torch.nn.Module):

@@ -66,6 +66,15 @@ def train(net, optimizer, steps, first=0, scheduler=None, width=7):
     return losses
 
 
+def train_step(call, optimizer, step):
+    """The loss of a step of a `Net`, or of what calls one."""
+    optimizer.zero_grad()
+    loss = call(batch(step, width=WIDTH)).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
 def pair(net=None, dtype=torch.float32, **options):
     """A model under OffloadAdamW, and the same under AdamW.
 

@@ -24,21 +24,28 @@ use stepwell::{
 };
 use swap_rig::{NUMELS, Rig, failed_step, of, zero};
 
-/// Weights that have records of their own, and those that follow from their masters.
+/// Parameters whose weights have records of their own, and those that follow from their masters;
+/// and whether these are packed.
+const PARAMS: [(ParamKind, bool); 5] = [
+    (ParamKind::Split, false),
+    (ParamKind::Shadowed, false),
+    (ParamKind::Float32, false),
+    (ParamKind::Float32WithBf16, false),
+    (ParamKind::Float32WithBf16, true),
+];
+
+/// A rig whose volume commits and is kept.
+fn kept(param: ParamKind, is_packed: bool, ram_nbytes: usize) -> Rig {
+    let mut rig = Rig::of_kind(param, MomentsKind::Float32, Durability::Commit).packing(is_packed);
+    rig.config.options.keep = true;
+    rig.config.ram_nbytes = ram_nbytes;
+    rig
+}
+
 #[test]
 fn a_commit_is_found_again_with_counts_and_weights() {
-    for (param, is_packed) in [
-        (ParamKind::Split, false),
-        (ParamKind::Shadowed, false),
-        (ParamKind::Float32, false),
-        (ParamKind::Float32WithBf16, false),
-        (ParamKind::Float32WithBf16, true),
-        (ParamKind::Float32WithF16, false),
-    ] {
-        let mut rig =
-            Rig::of_kind(param, MomentsKind::Float32, Durability::Commit).packing(is_packed);
-        rig.config.options.keep = true;
-        rig.config.ram_nbytes = 1 << 20;
+    for (param, is_packed) in PARAMS.into_iter().chain([(ParamKind::Float32WithF16, false)]) {
+        let mut rig = kept(param, is_packed, 1 << 20);
         let (swap, engine) = rig.begin();
         rig.step(&engine);
         rig.step(&engine);
@@ -67,17 +74,8 @@ fn a_commit_is_found_again_with_counts_and_weights() {
 /// SWAP-6. The state of tensor 0 and some of the next is in host memory.
 #[test]
 fn a_commit_every_few_steps_has_the_state_and_the_weights_of_its_step() {
-    for (param, is_packed) in [
-        (ParamKind::Split, false),
-        (ParamKind::Shadowed, false),
-        (ParamKind::Float32, false),
-        (ParamKind::Float32WithBf16, false),
-        (ParamKind::Float32WithBf16, true),
-    ] {
-        let mut rig =
-            Rig::of_kind(param, MomentsKind::Float32, Durability::Commit).packing(is_packed);
-        rig.config.options.keep = true;
-        rig.config.ram_nbytes = 2 << 20;
+    for (param, is_packed) in PARAMS {
+        let mut rig = kept(param, is_packed, 2 << 20);
         rig.config.commit_interval = NonZeroU64::new(3).expect("above 0");
         let (swap, engine) = rig.begin();
         let mut committed = Vec::new();

@@ -13,7 +13,7 @@ import types
 import pytest
 import stepwell
 import torch
-from offload_cases import WIDTH, Net, batch, reversed_params
+from offload_cases import WIDTH, Net, batch, reversed_params, train_step
 from offload_landing import Landing
 from optim_cases import bits
 from stepwell.offload.compiled_calls import CompiledCall
@@ -66,14 +66,6 @@ def test_what_torch_compile_has_traced_closes_the_gate(utils, is_open, monkeypat
 
 
 # ---- which code is compiled, and when ----
-
-
-def train_step(call, optimizer, step):
-    optimizer.zero_grad()
-    loss = call(batch(step, width=WIDTH)).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 def compiled_run(gate, backend, how):

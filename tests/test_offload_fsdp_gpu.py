@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fsdp_volumes import first_run, go_on, same_as_in_memory
+from fsdp_volumes import first_run, go_on, same_as_in_memory, with_room_for_some
 from optim_ranks import Ranks
-from sharded_volumes import DTYPE, FITTING, drives_in, files
+from sharded_volumes import drives_in, files
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -22,11 +22,7 @@ def drives(tmp_path):
     return drives_in(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "moments", "durability", "host_kib"),
-    [*FITTING, (DTYPE, "q8", "commit", 800)],
-    ids=str,
-)
+@with_room_for_some
 def test_bits_are_those_of_training_in_memory(ranks, drives, dtype, moments, durability, host_kib):
     moved = ranks.run(same_as_in_memory, drives, dtype, moments, durability, host_kib << 10)
     assert all(read > 0 and written > 0 for read, written in moved)

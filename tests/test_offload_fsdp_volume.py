@@ -23,11 +23,11 @@ from fsdp_volumes import (
     same_as_in_memory,
     sharded,
     train,
+    with_room_for_some,
 )
 from sharded_models import batch
 from sharded_volumes import (
     DTYPE,
-    FITTING,
     drives_in,
     end,
     files,
@@ -48,11 +48,7 @@ def drives(tmp_path):
     return drives_in(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "moments", "durability", "host_kib"),
-    [*FITTING, (DTYPE, "q8", "commit", 800)],
-    ids=str,
-)
+@with_room_for_some
 def test_bits_are_those_of_training_in_memory(two, drives, dtype, moments, durability, host_kib):
     moved = two.run(same_as_in_memory, drives, dtype, moments, durability, host_kib << 10)
     assert all(read > 0 and written > 0 for read, written in moved)

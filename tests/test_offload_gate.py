@@ -12,7 +12,7 @@ import weakref
 import pytest
 import stepwell
 import torch
-from offload_cases import WIDTH, Net, batch, reversed_params
+from offload_cases import WIDTH, Net, batch, reversed_params, train_step
 from offload_landing import Landing
 from optim_cases import bits
 from stepwell.offload import gate as gate_module
@@ -89,14 +89,6 @@ class Branches(torch.nn.Module):
             + self.net.last.weight[:4].sum()
             + self.net.last.bias.sum()
         )
-
-
-def train_step(net, optimizer, step):
-    optimizer.zero_grad()
-    loss = net(batch(step, width=WIDTH)).square().sum()
-    loss.backward()
-    optimizer.step()
-    return loss.item()
 
 
 def run(make, gate, after_step, steps=5):
