@@ -22,9 +22,9 @@ from delay_model import SIZES, Task
 from delay_simulation import Delay, Hyper
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
-__all__ = ["SELECTED", "Case", "describe", "lr_name", "name_of", "plan"]
+__all__ = ["SELECTED", "Case", "describe", "left_of", "lr_name", "name_of", "plan", "share_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,11 @@ class Case:
     def steps(self) -> int:
         """Steps of the run."""
         return SIZES[self.size].base_steps if self.task == "base" else SIZES[self.size].steps
+
+    @property
+    def seconds(self) -> float:
+        """Of a GPU's time, as planned with."""
+        return self.steps * SIZES[self.size].seconds_per_step / SIZES[self.size].slots
 
     @property
     def key(self) -> str:
@@ -141,31 +146,82 @@ def plan() -> dict[str, list[Case]]:
     def tune_large(lr: float, *runs: tuple[Delay | None, int]) -> list[Case]:
         return cases("large", "tune", [lr], runs)
 
+    compared: list[tuple[Delay | None, int]] = [
+        (delay, seed) for seed in range(3) for delay in (PREDICTED, SELECTED, ZENFLOW)
+    ]
     return {
         "large-tune": [
             large,
-            *tune_large(1e-5, (None, 0), (PREDICTED, 0), (None, 1)),
-            *tune_large(1e-4, (None, 0), (PREDICTED, 0), (None, 1), (at(PREDICTED, 2), 0)),
-            *tune_large(1e-4, (ZENFLOW, 0), (SELECTED, 0), (None, 2)),
-            *tune_large(1e-5, (ZENFLOW, 0), (None, 2), (at(PREDICTED, 2), 0)),
-            *tune_large(1e-4, (PREDICTED, 1)),
-            *tune_large(1e-5, (PREDICTED, 1)),
-            *tune_large(3e-5, (None, 0), (PREDICTED, 0)),
+            *(case for lr in (1e-4, 1e-5, 3e-5) for case in tune_large(lr, *exact, *compared)),
+            *tune_large(1e-4, (at(PREDICTED, 2), 0)),
+            *tune_large(1e-5, (at(PREDICTED, 2), 0)),
         ],
         "small-tune": [small, *small_grid("tune", [1e-4, 1e-5, 3e-5])],
         "small-new": small_grid("new", [3e-4, 1e-3]),
-        "large-new": cases(
-            "large",
-            "new",
-            [3e-4],
-            [(None, 0), (PREDICTED, 0), (ZENFLOW, 0), (SELECTED, 0), (None, 1)],
-        ),
+        "large-new": cases("large", "new", [3e-4], [*exact, *compared]),
         "tiny": [
             tiny,
             *cases("tiny", "new", [1e-3], [*exact, (PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]),
             *cases("tiny", "tune", [1e-3], [*exact, (PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]),
         ],
     }
+
+
+# ---- what is left of it ----
+
+
+def left_of(cases: Sequence[Case], done: Container[str]) -> list[Case]:
+    """What has to be run, in this order.
+
+    Each process trains a base of its own, whose weights go with it. So a run of fine-tuning needs
+    its base again, and the exact run that it is held against.
+
+    Args:
+        cases: those of a part.
+        done: keys of the runs that have their lines.
+    """
+    new = [case for case in cases if case.key not in done]
+    paired = {(case.lr, case.seed) for case in new if case.task == "tune"}
+    return [
+        case
+        for case in cases
+        if case in new
+        or (case.task == "base" and paired)
+        or (case.task == "tune" and not case.delay and (case.lr, case.seed) in paired)
+    ]
+
+
+def share_of(cases: Sequence[Case], index: int, count: int) -> list[Case]:
+    """What one of several processes runs, in this order; together they run all.
+
+    Fine-tuning at one lr stays together, so that what is compared has one base. The longest go
+    first, each to the process that has least to do.
+
+    Args:
+        cases: of all parts, those that are left.
+        index: of the process.
+        count: of processes.
+    """
+    bases = {case.size: case for case in cases if case.task == "base"}
+    together: dict[str, list[Case]] = {}
+    for case in cases:
+        if case.task != "base":
+            name = f"{case.size} tune {case.lr}" if case.task == "tune" else case.key
+            together.setdefault(name, []).append(case)
+    shares: list[list[Case]] = [[] for _ in range(count)]
+
+    def seconds(share: Iterable[Case]) -> float:
+        return sum(case.seconds for case in share)
+
+    def with_base(group: list[Case]) -> list[Case]:
+        base = bases.get(group[0].size) if group[0].task == "tune" else None
+        return group if base is None else [base, *group]
+
+    groups = [with_base(group) for group in together.values()]
+    for group in sorted(groups, key=seconds, reverse=True):
+        share = min(shares, key=seconds)
+        share += [case for case in group if case not in share]
+    return [case for case in cases if case in shares[index]]
 
 
 # ---- in words ----

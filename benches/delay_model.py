@@ -78,10 +78,10 @@ SIZES = {
         seconds_per_step=0.02,
     ),
     "small": Size(
-        hidden=512, layers=8, base_lr=1e-3, base_steps=4000, slots=4, seconds_per_step=0.012
+        hidden=512, layers=8, base_lr=1e-3, base_steps=4000, slots=4, seconds_per_step=0.027
     ),
     "large": Size(
-        hidden=1024, layers=20, base_lr=5e-4, base_steps=1500, slots=2, seconds_per_step=0.052
+        hidden=1024, layers=20, base_lr=5e-4, base_steps=1500, slots=2, seconds_per_step=0.058
     ),
 }
 

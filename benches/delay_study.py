@@ -1,12 +1,16 @@
 """What deferred updates do to a model's quality: runs of a simulation, on text that is at hand.
 
-    python benches/delay_study.py RUNS.jsonl [--parts large-tune,small-new] [--seconds 570] [--plan]
+    python benches/delay_study.py RUNS.jsonl [--parts large-tune,small-new] [--seconds 570]
+        [--share 0/4] [--plan]
 
 Trains byte-level Llamas on one GPU. On a CPU only `--parts tiny` makes sense. A line is appended
 to the file for each run that ended; runs whose lines are there are left out, so a study that was
 cut is gone on with by the same command. Fine-tuning then begins from a base that is trained again,
 and is not the same to the bit: lines name their base by its loss, and exact runs are repeated.
 `delay_report.py` makes the table and the plot of it.
+
+Several GPUs take a process each, at the same time and with the same file: CUDA_VISIBLE_DEVICES=0
+and `--share 0/4`, and so on.
 
 Needs torch alone. What is simulated is `delay_simulation.py`, which is tested against the engine.
 
@@ -26,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from delay_cases import SELECTED, Case, name_of, plan
+from delay_cases import SELECTED, Case, left_of, name_of, plan, share_of
 from delay_model import SIZES, Llama, Task, Text, batches, read_texts
 from delay_simulation import Simulation
 
@@ -209,23 +213,28 @@ def follow(trainer: Trains, case: Case, text: Text) -> Generator[None, None, End
 # ---- all runs ------------------------------------------------------------------------------------
 
 
+def done_in(path: Path) -> set[str]:
+    """The keys of the runs that have their lines in a file, which may not be there."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {json.dumps(json.loads(line)["case"], sort_keys=True) for line in lines}
+
+
 class Runner:
     """Runs cases side by side, and appends their lines.
 
     Args:
         path: the file of lines.
+        done: keys of the runs that it has.
         until: when to stop, as `time.monotonic()` has it.
         device: what runs are on.
         fuse: whether an update is one kernel.
     """
 
-    def __init__(self, path: Path, until: float, device: torch.device, *, fuse: bool) -> None:
-        self.path, self.until, self.device, self.fuse = path, until, device, fuse
+    def __init__(
+        self, path: Path, done: set[str], until: float, device: torch.device, *, fuse: bool
+    ) -> None:
+        self.path, self.done, self.until, self.device, self.fuse = path, done, until, device, fuse
         self.texts = read_texts(device)
-        self.done = {
-            json.dumps(json.loads(line)["case"], sort_keys=True)
-            for line in (path.read_text().splitlines() if path.exists() else ())
-        }
         self.bases: dict[str, list[torch.Tensor]] = {}
         self.base_losses: dict[str, float] = {}
         # Streams come from a pool that goes round: two that are made late may be one.
@@ -238,25 +247,11 @@ class Runner:
 
     def run(self, cases: Sequence[Case]) -> None:
         """Cases of one size, in this order but for those whose base is not trained yet."""
-        size = cases[0].size
-        waiting = [case for case in cases if case.key not in self.done]
-        # Each process trains a base of its own, which exact runs have to share with what is held
-        # against them.
-        paired = {(case.lr, case.seed) for case in waiting if case.task == "tune"}
-        waiting = [
-            case
-            for case in cases
-            if case in waiting
-            or (case.task == "tune" and not case.delay and (case.lr, case.seed) in paired)
-        ]
-        is_needed = any(case.task == "tune" for case in waiting) and size not in self.bases
-        bases = [case for case in cases if case.task == "base" and case not in waiting]
-        if is_needed:
-            # Its weights went with the process that has written its line.
-            waiting = [*bases, *waiting]
+        size, waiting = cases[0].size, list(cases)
         slots: list[tuple[Case, Generator[None, None, Ended]] | None]
         slots = [None] * SIZES[size].slots
         while True:
+            is_idle = True
             for index, stream in enumerate(self.streams[: len(slots)]):
                 slot = slots[index]
                 if slot is None:
@@ -268,6 +263,7 @@ class Runner:
                     masters = masters if found.task == "tune" else None
                     steps = train(found, text, masters, self.device, fuse=self.fuse)
                     slot = slots[index] = found, steps
+                is_idle = False
                 case, steps = slot
                 try:
                     with stream:
@@ -276,11 +272,14 @@ class Runner:
                     slots[index] = None
                     self._end(case, stop.value)
                 del steps
-            if all(slot is None for slot in slots):
+            if is_idle:
                 if waiting:
+                    needed = min(self._pace(size) * case.steps for case in waiting)
                     left = max(self.until - time.monotonic(), 0.0)
                     print(
-                        f"{len(waiting)} runs are left: none would end in {left:.0f} s", flush=True
+                        f"{len(waiting)} runs are left: the shortest takes {needed:.0f} s, or "
+                        f"waits for a base; {left:.0f} s are left",
+                        flush=True,
                     )
                 return
             if time.monotonic() > self.until:
@@ -290,13 +289,16 @@ class Runner:
 
     def _next(self, waiting: Sequence[Case], size: str) -> Case | None:
         """The next that can start, and that would end in time."""
-        pace = self.seconds_per_step.get(size, SIZES[size].seconds_per_step)
         for case in waiting:
             if case.task == "tune" and size not in self.bases:
                 continue
-            if time.monotonic() + pace * case.steps < self.until:
+            if time.monotonic() + self._pace(size) * case.steps < self.until:
                 return case
         return None
+
+    def _pace(self, size: str) -> float:
+        """Seconds per step, in a slot: as the last run had it."""
+        return self.seconds_per_step.get(size, SIZES[size].seconds_per_step)
 
     def _end(self, case: Case, ended: Ended) -> None:
         if case.task == "base":
@@ -354,15 +356,25 @@ def check(device: torch.device, texts: dict[Task, Text], *, fuse: bool) -> None:
         raise ValueError(f"losses are `{apart}` apart, expected less than 0.1, and that they fall")
 
 
-def print_plan(parts: Sequence[str]) -> None:
-    """How many runs there are, and how long they take."""
-    for part in parts:
-        runs = plan()[part]
-        size = SIZES[runs[0].size]
-        seconds = sum(case.steps for case in runs) * size.seconds_per_step / size.slots
-        print(f"{part}: {len(runs)} runs, about {seconds:.0f} s")
-        for case in runs:
-            print(f"    {name_of(case)}")
+def print_plan(cases: Sequence[Case]) -> None:
+    """How many runs are left, and how long they take."""
+    print(f"{len(cases)} runs, about {sum(case.seconds for case in cases):.0f} s")
+    for case in cases:
+        print(f"    {name_of(case)}")
+
+
+def share_in(text: str) -> tuple[int, int]:
+    """The index and the count of `0/4`.
+
+    Raises:
+        ArgumentTypeError: it is none of the kind.
+    """
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(
+            f"`{text}` is no share, expected the number of a process and how many there are: 0/4"
+        )
+    return int(index), int(count)
 
 
 def main() -> None:
@@ -370,11 +382,19 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="the file that lines are appended to")
     known = list(plan())
     parser.add_argument(
-        "--parts", default="large-tune,small-new", help=f"in this order, of {', '.join(known)}"
+        "--parts",
+        default="large-tune,small-tune,small-new,large-new",
+        help=f"in this order, of {', '.join(known)}",
     )
     parser.add_argument("--seconds", type=float, default=570, help="when to stop")
     parser.add_argument(
         "--no-fuse", dest="fuse", action="store_false", help="do without torch.compile"
+    )
+    parser.add_argument(
+        "--share",
+        type=share_in,
+        default=(0, 1),
+        help="of the runs that are left, as 0/4: a quarter",
     )
     parser.add_argument("--plan", action="store_true", help="say what would be run, and end")
     options = parser.parse_args()
@@ -382,18 +402,21 @@ def main() -> None:
     parts = options.parts.split(",")
     if not set(parts) <= set(known):
         parser.error(f"--parts is `{options.parts}`, expected some of {', '.join(known)}")
+    done = done_in(options.runs)
+    left = [case for part in parts for case in left_of(plan()[part], done)]
+    cases = share_of(left, *options.share)
     if options.plan:
-        print_plan(parts)
+        print_plan(cases)
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    runner = Runner(options.runs, until, device, fuse=options.fuse)
+    runner = Runner(options.runs, done, until, device, fuse=options.fuse)
     for task in ("new", "tune"):
         text = runner.texts[task]
         print(f"{task}: {text.training.numel():,} bytes of text, {text.validation.numel():,} held")
     if device.type == "cuda":
         check(device, runner.texts, fuse=options.fuse)
-    for part in parts:
-        runner.run(plan()[part])
+    for size in dict.fromkeys(case.size for case in cases):
+        runner.run([case for case in cases if case.size == size])
 
 
 if __name__ == "__main__":
