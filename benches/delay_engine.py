@@ -1,13 +1,13 @@
 """Deferred updates on the engine itself, their simulation, and DeepSpeed's own ZenFlow.
 
     python benches/delay_engine.py RUNS.jsonl [--size micro] [--tasks tune,new]
-        [--by engine,zenflow] [--seconds 3600] [--plan]
+        [--by engine,zenflow] [--device cpu] [--threads 1] [--seconds 3600] [--plan]
 
 The study (`delay_study.py`) simulates what `OffloadAdamW(deferred=...)` does. Here the same model
-is trained on the same text by the engine, on the CPU, on one core. Beside it are the simulation and
-ZenFlow as DeepSpeed has it (`pip install 'stepwell[deepspeed]'`, and a compiler: Stepwell is not
-registered). Model, text, batches, learning rates and lines are the study's. Weights are bf16, with
-fp32 masters, and gradients are clipped at 1.0.
+is trained on the same text by the engine, on one core, or with `--device cuda` on a GPU. Beside it
+are the simulation and ZenFlow as DeepSpeed has it (`pip install 'stepwell[deepspeed]'`, and a
+compiler: Stepwell is not registered). Model, text, batches, learning rates and lines are the
+study's. Weights are bf16, with fp32 masters, and gradients are clipped at 1.0.
 
 Runs whose lines are there are left out. The model that fine-tuning starts from is trained once and
 kept in `target/delay_engine`. Lines name it by its loss. `delay_report.py --engine` makes the
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import torch
 from delay_cases import PREDICTED, SELECTED, ZENFLOW, Case, name_of, plain
 from delay_model import SIZES, Llama, Task, read_texts
-from delay_study import Ended, Trainer, Trains, follow, model_of
+from delay_study import Ended, Trainer, Trains, follow, model_of, own_stream
 from stepwell import Deferred, OffloadAdamW
 from stepwell.cli._quiet import quiet_deepspeed
 
@@ -49,7 +49,6 @@ By: TypeAlias = Literal[
 ]
 """What steps the model. All of ZenFlow but "untouched" have matrices put right (`put_right`)."""
 
-CPU = torch.device("cpu")
 BASES = Path(__file__).parents[1] / "target" / "delay_engine"
 """Where models are kept that fine-tuning starts from."""
 LRS: dict[str, float] = {"tune": 1e-4, "new": 1e-3}
@@ -86,12 +85,15 @@ class EngineTrainer:
     Args:
         case: the run; which of rows and columns are selected is the engine's choice.
         masters: what it starts from; None: from nothing.
+        device: where the model is.
     """
 
     share = 0.0
 
-    def __init__(self, case: Case, masters: Sequence[torch.Tensor] | None) -> None:
-        self.model = model_of(case, masters, CPU, torch.bfloat16)
+    def __init__(
+        self, case: Case, masters: Sequence[torch.Tensor] | None, device: torch.device
+    ) -> None:
+        self.model = model_of(case, masters, device, torch.bfloat16)
         self._rates = iter(case.lrs())
         hyper = case.hyper
         self.optimizer = OffloadAdamW(
@@ -100,7 +102,7 @@ class EngineTrainer:
             eps=hyper.eps,
             weight_decay=hyper.weight_decay,
             clip_norm=hyper.clip_norm,
-            threads=1,
+            threads=torch.get_num_threads(),
             deferred=None if case.delay is None else deferred_of(case.delay),
         )
 
@@ -180,6 +182,7 @@ class ZenFlowTrainer:
     Args:
         case: the run.
         masters: what it starts from; None: from nothing.
+        device: where the model is.
         block: DeepSpeed's `zenflow`.
         is_untouched: whether matrices stay as DeepSpeed has them.
     """
@@ -190,6 +193,7 @@ class ZenFlowTrainer:
         self,
         case: Case,
         masters: Sequence[torch.Tensor] | None,
+        device: torch.device,
         block: dict[str, Any],
         *,
         is_untouched: bool = False,
@@ -200,7 +204,7 @@ class ZenFlowTrainer:
         os.environ |= {
             # It calls ninja by its name.
             "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]]),
-            "DS_ACCELERATOR": "cpu",
+            "DS_ACCELERATOR": device.type,
             "RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_RANK": "0",
@@ -214,7 +218,7 @@ class ZenFlowTrainer:
         hyper = case.hyper
         self._rates = iter(case.lrs())
         self._engine, *_ = deepspeed.initialize(
-            model=model_of(case, masters, CPU, torch.bfloat16),
+            model=model_of(case, masters, device, torch.bfloat16),
             config={
                 "train_micro_batch_size_per_gpu": SIZES[case.size].batch_size,
                 "gradient_accumulation_steps": 1,
@@ -283,26 +287,26 @@ class Work:
         return f"{self.by}: {name_of(self.case)}"
 
 
-def line_of(work: Work, base: dict[str, Any] | None) -> dict[str, Any]:
+def line_of(work: Work, base: dict[str, Any] | None, device: torch.device) -> dict[str, Any]:
     """Trains, and returns the line.
 
     Args:
         work: what is run.
         base: what fine-tuning starts from: its `masters` and its `loss`.
+        device: where it trains.
     """
     case, begin = work.case, time.monotonic()
     masters = base["masters"] if base is not None else None
-    trainer: Trains
-    if work.by == "engine":
-        trainer = EngineTrainer(case, masters)
-    elif work.by == "simulation":
-        trainer = Trainer(case, masters, CPU)
-    else:
-        block, is_untouched = ZENFLOW_BLOCKS[work.by], work.by == "zenflow untouched"
-        trainer = ZenFlowTrainer(case, masters, block, is_untouched=is_untouched)
     line: dict[str, Any]
     try:
-        line = ended(trainer, case).line
+        if work.by == "simulation":
+            line = simulated(case, masters, device).line
+        elif work.by == "engine":
+            line = ended(EngineTrainer(case, masters, device), case, device).line
+        else:
+            block, is_untouched = ZENFLOW_BLOCKS[work.by], work.by == "zenflow untouched"
+            trainer = ZenFlowTrainer(case, masters, device, block, is_untouched=is_untouched)
+            line = ended(trainer, case, device).line
     except NotFiniteError as error:
         line = {"case": dataclasses.asdict(case), "failed": str(error)}
         line["seconds"] = round(time.monotonic() - begin, 2)
@@ -312,9 +316,9 @@ def line_of(work: Work, base: dict[str, Any] | None) -> dict[str, Any]:
     return line
 
 
-def ended(trainer: Trains, case: Case) -> Ended:
+def ended(trainer: Trains, case: Case, device: torch.device) -> Ended:
     """Runs it to its end."""
-    steps = follow(trainer, case, read_texts(CPU)[case.task])
+    steps = follow(trainer, case, read_texts(device)[case.task])
     while True:
         try:
             next(steps)
@@ -323,24 +327,33 @@ def ended(trainer: Trains, case: Case) -> Ended:
             return found
 
 
-def apart(work: Work, base: dict[str, Any] | None) -> dict[str, Any]:
+def simulated(case: Case, masters: Sequence[torch.Tensor] | None, device: torch.device) -> Ended:
+    """Runs the simulation to its end. A CUDA graph is not captured on the default stream."""
+    with own_stream(device):
+        return ended(Trainer(case, masters, device), case, device)
+
+
+def apart(
+    work: Work, base: dict[str, Any] | None, device: torch.device, threads: int
+) -> dict[str, Any]:
     """`line_of` in a process that is new."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     with quiet_deepspeed(), Path(os.devnull).open("w") as nowhere:
         # ZenFlow prints with every selection.
         os.dup2(nowhere.fileno(), 2)
-        return line_of(work, base)
+        return line_of(work, base, device)
 
 
-def base_of(size: str) -> dict[str, Any]:
+def base_of(size: str, device: torch.device) -> dict[str, Any]:
     """What fine-tuning starts from; trained where it is not kept."""
     path = BASES / f"{size}.pt"
     if not path.is_file():
         case = Case(size=size, task="base", lr=SIZES[size].base_lr, seed=100)
-        found = ended(Trainer(case, None, CPU), case)
+        found = simulated(case, None, device)
         path.parent.mkdir(parents=True, exist_ok=True)
         loss = round(found.line["validation_loss"], 6)
-        torch.save({"masters": found.masters, "loss": loss}, path)
+        masters = [master.cpu() for master in found.masters]
+        torch.save({"masters": masters, "loss": loss}, path)
         print(f"{name_of(case)} {loss} {found.line['seconds']:.1f} s", flush=True)
     base: dict[str, Any] = torch.load(path, weights_only=True)
     return base
@@ -399,19 +412,20 @@ def done_in(path: Path) -> set[str]:
     return {key_of(line["by"], line["case"], line.get("base")) for line in lines}
 
 
-def run(path: Path, works: Sequence[Work], until: float) -> None:
+def run(path: Path, works: Sequence[Work], until: float, device: torch.device) -> None:
     """Runs what the file has no line of, and appends that.
 
     Args:
         path: the file.
         works: in this order.
         until: when the last one has to end, as `time.monotonic()` has it.
+        device: where models are.
     """
     done = done_in(path)
     pace = SIZES[works[0].case.size].seconds_per_step
     for work in works:
         case = work.case
-        base = base_of(case.size) if case.task == "tune" else None
+        base = base_of(case.size, device) if case.task == "tune" else None
         key = key_of(work.by, dataclasses.asdict(case), base["loss"] if base else None)
         if key in done:
             continue
@@ -419,11 +433,12 @@ def run(path: Path, works: Sequence[Work], until: float) -> None:
             print(f"left out, for it would not end in time: {work.name}", flush=True)
             continue
         if work.by in ("engine", "simulation"):
-            line = line_of(work, base)
+            line = line_of(work, base, device)
         else:
             spawned = multiprocessing.get_context("spawn")
             with ProcessPoolExecutor(1, mp_context=spawned) as pool:
-                line = pool.submit(apart, work, base).result()
+                threads = torch.get_num_threads()
+                line = pool.submit(apart, work, base, device, threads).result()
         done.add(key)
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -441,6 +456,8 @@ def main() -> None:
     parser.add_argument("--size", default="micro", choices=list(SIZES), help="the model")
     parser.add_argument("--tasks", default="tune,new", help="in this order, of tune and new")
     parser.add_argument("--by", default="", help=f"only these, of {', '.join(get_args(By))}")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, or cuda")
+    parser.add_argument("--threads", type=int, default=1, help="of the host, for each run")
     parser.add_argument("--seconds", type=float, default=3600, help="when to stop")
     parser.add_argument("--plan", action="store_true", help="say what would be run, and end")
     options = parser.parse_args()
@@ -456,8 +473,8 @@ def main() -> None:
         for work in works:
             print(work.name)
         return
-    torch.set_num_threads(1)
-    run(options.runs, works, until)
+    torch.set_num_threads(options.threads)
+    run(options.runs, works, until, torch.device(options.device))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["Ended", "Trains", "follow", "model_of"]
+__all__ = ["Ended", "Trainer", "Trains", "follow", "model_of", "own_stream"]
 
 VALIDATED_EVERY = 50
 """Exact runs are validated every so many steps, for what a delay costs in steps."""
@@ -239,10 +239,7 @@ class Runner:
         self.base_losses: dict[str, float] = {}
         # Streams come from a pool that goes round: two that are made late may be one.
         slots = max(size.slots for size in SIZES.values())
-        self.streams: list[AbstractContextManager[Any]] = [
-            torch.cuda.stream(new_stream()) if device.type == "cuda" else nullcontext()
-            for _ in range(slots)
-        ]
+        self.streams = [own_stream(device) for _ in range(slots)]
         self.seconds_per_step: dict[str, float] = {}
 
     def run(self, cases: Sequence[Case]) -> None:
@@ -318,6 +315,11 @@ class Runner:
 def new_stream() -> torch.cuda.Stream:
     """A stream of the GPU."""
     return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which work goes to a stream of its own, where the device has streams."""
+    return torch.cuda.stream(new_stream()) if device.type == "cuda" else nullcontext()
 
 
 def check(device: torch.device, texts: dict[Task, Text], *, fuse: bool) -> None:

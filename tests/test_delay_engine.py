@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
@@ -28,14 +30,14 @@ def trained(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was trained, with a base of loss 1.5."""
     found: list[Any] = []
 
-    def line_of(work: Any, base: dict[str, Any] | None) -> dict[str, Any]:
+    def line_of(work: Any, base: dict[str, Any] | None, _: torch.device) -> dict[str, Any]:
         found.append(work)
         line = {"case": bench.dataclasses.asdict(work.case), "by": work.by, "seconds": 0.0}
         line |= {"train_loss": 1.0, "validation_loss": 1.0}
         return line if base is None else line | {"base": base["loss"]}
 
     monkeypatch.setattr(bench, "line_of", line_of)
-    monkeypatch.setattr(bench, "base_of", lambda size: {"masters": [], "loss": 1.5})
+    monkeypatch.setattr(bench, "base_of", lambda *_: {"masters": [], "loss": 1.5})
     return found
 
 
@@ -47,8 +49,8 @@ def test_a_run_that_has_its_line_is_left_out(
     bench: ModuleType, trained: list[Any], tmp_path: Path
 ) -> None:
     path, works = tmp_path / "runs.jsonl", works_of(bench)
-    bench.run(path, works[:3], math.inf)
-    bench.run(path, works, math.inf)
+    bench.run(path, works[:3], math.inf, CPU)
+    bench.run(path, works, math.inf, CPU)
     assert trained == works
     assert len(path.read_text().splitlines()) == len(works) == len(bench.done_in(path))
 
@@ -61,14 +63,14 @@ def test_a_run_from_another_base_is_another_run(
     assert work.case.task == "tune"
     line = {"case": bench.dataclasses.asdict(work.case), "by": work.by, "base": 1.25}
     path.write_text(json.dumps(line) + "\n")
-    bench.run(path, [work], math.inf)
+    bench.run(path, [work], math.inf, CPU)
     assert trained == [work]
 
 
 def test_no_run_is_begun_that_would_not_end_in_time(
     bench: ModuleType, trained: list[Any], tmp_path: Path
 ) -> None:
-    bench.run(tmp_path / "runs.jsonl", works_of(bench), -math.inf)
+    bench.run(tmp_path / "runs.jsonl", works_of(bench), -math.inf, CPU)
     assert trained == []
 
 
@@ -108,7 +110,7 @@ def test_16_bit_weights_are_those_of_the_simulation(bench: ModuleType, which: st
     """Losses of the study's model, its weights in bf16, by the engine and by the simulation."""
     delay = None if which == "exact" else bench.PREDICTED
     case = bench.Case(size="tiny", task="new", lr=1e-3, delay=delay)
-    engine, simulated = bench.EngineTrainer(case, None), bench.Trainer(case, None, bench.CPU)
+    engine, simulated = bench.EngineTrainer(case, None, CPU), bench.Trainer(case, None, CPU)
     generator = torch.Generator().manual_seed(0)
     for _ in range(16):
         batch = torch.randint(0, 256, (2, 33), generator=generator)
