@@ -28,7 +28,7 @@ def of_bytes(count):
 def taken(copies, *grads):
     """What `add` has copied for gradients: (name, bytes) of each, or (name, bytes, stream)."""
     return [
-        "".join(copies.add(name, of_bytes(count), *stream or (0,)))
+        "".join(name for name, _ in copies.add(name, of_bytes(count), *stream or (0,)))
         for name, count, *stream in grads
     ]
 
@@ -69,7 +69,7 @@ def all_checksums(grads):
 
 
 def mark_copied(copies, batch, checksums=all_checksums):
-    copies.mark_copied(batch, checksums(list(batch.values())), checksums)
+    copies.mark_copied(batch.items(), checksums(list(batch.values())), checksums)
 
 
 def test_a_copy_is_of_one_tensor_at_one_version():

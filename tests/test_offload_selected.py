@@ -72,7 +72,7 @@ class Recorded:
     def __init__(self, optimizer: OffloadAdamW) -> None:
         assert optimizer._engine is not None and optimizer._engine.selector is not None
         self.segments = {one.segment: one for one in optimizer._engine._core.selectable()}
-        self.params = list(optimizer._engine._indices)
+        self.params = list(optimizer._engine._params)
         self.held: dict[int, tuple[bool, list[int]]] = {}
         selector, choose = optimizer._engine.selector, optimizer._engine.selector.choose
         self.next: dict[int, tuple[bool, list[int]]] = {}

@@ -241,6 +241,11 @@ def _floats(shape: Sequence[int]) -> torch.Tensor:
 def step_of(state: State, label: Callable[[], str]) -> int:
     """The number of updates that `state` has seen."""
     step = state.get("step")
+    # As steps leave it.
+    if type(step) is torch.Tensor and step.dtype == torch.float32 and step.dim() == 0:
+        value: float = step.item()
+        if value >= 0 and value.is_integer():
+            return int(value)
     is_number = isinstance(step, (int, float))
     if isinstance(step, torch.Tensor):
         is_number = step.layout == torch.strided and not step.is_nested and step.numel() == 1

@@ -42,6 +42,11 @@ const CHECKSUMS_PTX: &CStr = text(concat!(include_str!("checksums.ptx"), "\0"));
 /// Places of its first parameter, which is 2 KiB.
 const CHECKSUMS_PER_LAUNCH: usize = 128;
 
+/// Places of the first parameter of `step_channels`, which is 3,840 bytes. With the others it is
+/// less than the 4 KiB that a launch takes.
+const BLOCKS_PER_LAUNCH: usize = 80;
+const _: () = assert!(BLOCKS_PER_LAUNCH * size_of::<Block>() == 3840);
+
 const fn text(with_nul: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(with_nul.as_bytes()) {
         Ok(text) => text,
@@ -117,7 +122,7 @@ impl Kernels {
         Ok(Self { module, step: step?, restore: restore? })
     }
 
-    /// Launches one over as many elements, with these parameters.
+    /// Launches one over as many elements of each of `count` blocks, with these parameters.
     ///
     /// # Safety
     /// The parameters are those of the kernel, and what they name is as it wants it until it has
@@ -125,6 +130,7 @@ impl Kernels {
     unsafe fn launch(
         function: Handle<sys::CUfunction>,
         numel: usize,
+        count: u32,
         stream: sys::CUstream,
         params: &mut [*mut c_void],
     ) -> Result<()> {
@@ -136,7 +142,7 @@ impl Kernels {
         unsafe {
             result::launch_kernel(
                 function.0,
-                (blocks, 1, 1),
+                (blocks, count, 1),
                 (BLOCK_THREADS, 1, 1),
                 0,
                 stream,
@@ -150,6 +156,18 @@ impl Kernels {
 /// A parameter of a kernel, by its address.
 fn param<T>(value: &mut T) -> *mut c_void {
     std::ptr::from_mut(value).cast()
+}
+
+/// What `step_channels` of `channels.ptx` takes of a block.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Block {
+    weight: u64,
+    grad: u64,
+    state: u64,
+    shape: [u32; 5],
+    /// Whole words: the next one begins with an address.
+    padding: u32,
 }
 
 /// What both kernels take of the shape: elements, those of a part of one row, those of a row, the
@@ -415,13 +433,11 @@ unsafe impl Device for CudaDevice {
     unsafe fn step_channels(
         &self,
         stream: Stream,
-        channels: &Channels,
-        mut grad: u64,
+        blocks: &[(Channels, u64)],
         step: &Step,
     ) -> Result<()> {
         let kernels = self.kernels()?;
-        let (mut weight, mut state) = (channels.weight, channels.state);
-        let mut shape = shape_params(channels);
+        let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
         let mut has_l2 = u32::from(step.has_l2);
         let mut scalars = [
             step.grad_scale,
@@ -435,17 +451,31 @@ unsafe impl Device for CudaDevice {
             step.denom_scale,
             step.eps,
         ];
-        let mut params = [std::ptr::null_mut(); 19];
-        let of_step = [param(&mut weight), param(&mut grad), param(&mut state)]
-            .into_iter()
-            .chain(shape.iter_mut().map(param))
-            .chain([param(&mut has_l2)])
-            .chain(scalars.iter_mut().map(param));
-        params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
-        let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
-        // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order; the
-        // caller vouches for the memory, and the maker of the stream that it is alive.
-        unsafe { Kernels::launch(kernels.step, channels.shape.numel(), stream, &mut params) }
+        for blocks in blocks.chunks(BLOCKS_PER_LAUNCH) {
+            let mut table = [Block::default(); BLOCKS_PER_LAUNCH];
+            for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
+                *place = Block {
+                    weight: channels.weight,
+                    grad,
+                    state: channels.state,
+                    shape: shape_params(&channels),
+                    padding: 0,
+                };
+            }
+            let mut params = [std::ptr::null_mut(); 12];
+            let of_step = [param(&mut table), param(&mut has_l2)]
+                .into_iter()
+                .chain(scalars.iter_mut().map(param));
+            params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
+            let numel_max = blocks.iter().map(|(channels, _)| channels.shape.numel()).max();
+            // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order;
+            // the caller vouches for the memory, and the maker of the stream that it is alive.
+            unsafe {
+                let count = blocks.len() as u32;
+                Kernels::launch(kernels.step, numel_max.unwrap_or(0), count, stream, &mut params)?;
+            }
+        }
+        Ok(())
     }
 
     unsafe fn restore_weights(&self, channels: &Channels) -> Result<()> {
@@ -459,7 +489,7 @@ unsafe impl Device for CudaDevice {
         let stream = self.lane(Lane::Upload);
         // SAFETY: these are the parameters of `restore_weights` in `channels.ptx`, in its order;
         // the caller vouches for the memory; the stream lives as long as `self`.
-        unsafe { Kernels::launch(kernels.restore, channels.shape.numel(), stream, &mut params) }
+        unsafe { Kernels::launch(kernels.restore, channels.shape.numel(), 1, stream, &mut params) }
     }
 
     unsafe fn checksums(&self, stream: Stream, memory: &[Words], sums: u64) -> Result<()> {

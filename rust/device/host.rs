@@ -114,18 +114,19 @@ unsafe impl Device for HostDevice {
     unsafe fn step_channels(
         &self,
         _stream: Stream,
-        channels: &Channels,
-        grad: u64,
+        blocks: &[(Channels, u64)],
         step: &Step,
     ) -> Result<()> {
-        let Opened { isa, state, indices, weight } = Opened::new(channels)?;
-        let grad = View::new(grad as usize, weight.dtype(), weight.numel())?;
-        // The stream is the calling thread: what it holds is done.
-        // SAFETY: the caller vouches for the memory.
-        unsafe {
-            let indices = indices_in(&indices);
-            let of = (&channels.shape, indices.as_slice());
-            selected::step(isa, step, of, channels.kind, grad, &state, weight);
+        for (channels, grad) in blocks {
+            let Opened { isa, state, indices, weight } = Opened::new(channels)?;
+            let grad = View::new(*grad as usize, weight.dtype(), weight.numel())?;
+            // The stream is the calling thread: what it holds is done.
+            // SAFETY: the caller vouches for the memory.
+            unsafe {
+                let indices = indices_in(&indices);
+                let of = (&channels.shape, indices.as_slice());
+                selected::step(isa, step, of, channels.kind, grad, &state, weight);
+            }
         }
         Ok(())
     }

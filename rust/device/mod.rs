@@ -166,20 +166,20 @@ pub unsafe trait Device: Send + Sync {
         Err(no_channels())
     }
 
-    /// Steps selected channels on `stream`, with the gradient of their block at `grad`, and writes
-    /// their weights.
+    /// Steps selected channels of blocks on `stream`, each with the address of the gradient of its
+    /// block, and writes their weights. In one launch for many blocks: a launch takes as long on
+    /// the thread that calls this as one of the model's.
     ///
     /// # Safety
     /// Until it is done, all memory is alive, the indices are the block's, and nothing else writes
-    /// what it reads or uses what it writes.
+    /// what it reads or uses what it writes. No two of the blocks have memory in common.
     ///
     /// # Errors
     /// As [`Device::copy`].
     unsafe fn step_channels(
         &self,
         _stream: Stream,
-        _channels: &Channels,
-        _grad: u64,
+        _blocks: &[(Channels, u64)],
         _step: &Step,
     ) -> Result<()> {
         Err(no_channels())

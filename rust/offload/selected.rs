@@ -40,8 +40,9 @@
 //!   selected, and so where the copies are. It comes after what used the places before, and no copy
 //!   outlasts it. Later selections have the place that the segment has then.
 //!
-//! Memory: on the device 12 B per selected parameter and 4 B per channel; as much host memory for
-//! the largest group of segments, through which copies are sent, and 4 B more per channel.
+//! Memory: on the device 12 B per selected parameter and 4 B per channel; an eighth of what the
+//! largest group of segments takes of it in host memory, through which copies are sent
+//! ([`super::selection`]), and 4 B more per channel.
 
 use std::ops::Range;
 
@@ -319,16 +320,24 @@ impl Selected {
         stream: Stream,
     ) -> Result<()> {
         let mut state = self.state();
+        // Those of one count and one group's hyperparameters have the same scalars.
+        let mut by_step: Vec<(Step, Vec<(Channels, u64)>)> = Vec::new();
         for (update, &grad) in updates.iter().zip(work.grads) {
             let step = Step::new(&update.hyper, update.count);
             for segment in segments.of(update.index) {
                 let Some(channels) = self.channels(&state, update, segment)? else { continue };
                 let begin = self.plans.of_segments[segment].map_or(0, |one| one.first);
-                let first = begin * channels.kind.dtype().size();
-                // SAFETY: passed on from the caller; the state is this engine's, and nothing else
-                // is under way with it: the stream comes after all uploads of the job before.
-                unsafe { device.step_channels(stream, &channels, grad + first as u64, &step)? };
+                let block = (channels, grad + (begin * channels.kind.dtype().size()) as u64);
+                match by_step.iter_mut().find(|(known, _)| *known == step) {
+                    Some((_, blocks)) => blocks.push(block),
+                    None => by_step.push((step, vec![block])),
+                }
             }
+        }
+        for (step, blocks) in &by_step {
+            // SAFETY: passed on from the caller; the state is this engine's, and nothing else is
+            // under way with it: the stream comes after all uploads of the job before.
+            unsafe { device.step_channels(stream, blocks, step)? };
         }
         if let Some(places) = self.places(&state, &work.changes, is_whole) {
             state.places = places;

@@ -9,8 +9,8 @@
 //! | tensor | of every segment, for a share of its rows or of its columns, whichever takes more |
 //! | global | of segments that are selected whole; a job that is whole lays out the rest anew |
 //!
-//! Host memory, through which state is sent, is for one group of segments at a time. More than it
-//! holds is sent in several rounds.
+//! Host memory, through which state is sent, holds an eighth of what a group of segments takes, and
+//! one segment's at least. More than it holds is sent in several rounds.
 
 use std::ops::Range;
 
@@ -24,6 +24,11 @@ use crate::{
 
 /// Of every segment's place: what the device's copies like.
 pub(super) const ALIGN_BYTES: usize = 64;
+
+/// In how many rounds the state of a group of segments is sent. Each waits for the copies of the
+/// one before; fewer take more host memory (all at once of a tenth, with four groups: .3 B per
+/// parameter).
+const ROUNDS: usize = 8;
 
 /// A share this close below a whole number of channels is one: products of decimal fractions are
 /// off by as much.
@@ -219,11 +224,15 @@ impl Plans {
         });
         let fixed = fixed.collect();
         let selectables = || of_segments.iter().flatten();
+        let largest = selectables().map(Selectable::nbytes_max).max().unwrap_or(0);
+        let staging_of = |group_nbytes: usize| {
+            largest.max(group_nbytes.div_ceil(ROUNDS).next_multiple_of(ALIGN_BYTES))
+        };
         let (device_nbytes, staging_nbytes) = match scope {
             Scope::Tensor(_) => {
                 let mut of_groups = vec![0; groups.count()];
                 selectables().for_each(|one| of_groups[one.group] += one.nbytes);
-                (fixed_nbytes, of_groups.into_iter().max().unwrap_or(0))
+                (fixed_nbytes, staging_of(of_groups.into_iter().max().unwrap_or(0)))
             }
             Scope::Global(budget_bytes) => {
                 if budget_bytes < fixed_nbytes {
@@ -233,9 +242,8 @@ impl Plans {
                     )));
                 }
                 let all: usize = selectables().map(Selectable::nbytes_max).sum();
-                let largest = selectables().map(Selectable::nbytes_max).max().unwrap_or(0);
                 let nbytes = all.min(budget_bytes / ALIGN_BYTES * ALIGN_BYTES);
-                (nbytes, nbytes.min(largest.max(nbytes.div_ceil(groups.count()))))
+                (nbytes, nbytes.min(staging_of(nbytes.div_ceil(groups.count()))))
             }
         };
         let shared = fixed_nbytes..device_nbytes;

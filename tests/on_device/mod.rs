@@ -387,15 +387,17 @@ unsafe impl Device for Gated {
     unsafe fn step_channels(
         &self,
         stream: Stream,
-        channels: &Channels,
-        grad: u64,
+        blocks: &[(Channels, u64)],
         step: &Step,
     ) -> Result<(), Error> {
-        if !has_left(&self.steps_left) {
-            return Err(Self::out_of_order());
+        for block in blocks {
+            if !has_left(&self.steps_left) {
+                return Err(Self::out_of_order());
+            }
+            // SAFETY: passed on.
+            unsafe { self.host.step_channels(stream, std::slice::from_ref(block), step)? };
         }
-        // SAFETY: passed on.
-        unsafe { self.host.step_channels(stream, channels, grad, step) }
+        Ok(())
     }
 
     unsafe fn restore_weights(&self, channels: &Channels) -> Result<(), Error> {

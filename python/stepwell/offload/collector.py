@@ -241,18 +241,21 @@ class DeviceCollector(Collector):
             self._may_change = may_change_after_backward()
         return self._may_change
 
-    def _copy(self, batch: Mapping[torch.Tensor, torch.Tensor], idle_engine: IdleEngine) -> None:
+    def _copy(
+        self, batch: Iterable[tuple[torch.Tensor, torch.Tensor]], idle_engine: IdleEngine
+    ) -> None:
         """Copies gradients; those that cannot be are left to the step, which says why."""
-        copied = {param: grad for param, grad in batch.items() if self._is_copyable(param, grad)}
+        copied = [pair for pair in batch if self._is_copyable(*pair)]
         if not copied:
             return
-        if outdated := sum(self.copies.is_outdated(*pair) for pair in copied.items()):
+        if outdated := sum(self.copies.is_outdated(*pair) for pair in copied):
             self._warn_of_outdated(outdated)
         engine = idle_engine()
         # First: what is copied behind a checksum is no older than it. And then no thread hands
         # copies to the driver yet, which the launch would share it with.
-        sums = engine.checksums(list(map(piece_of, copied.values())))
-        engine.take(list(copied), list(copied.values()))
+        params, grads = zip(*copied, strict=True)
+        sums = engine.checksums(list(map(piece_of, grads)))
+        engine.take(params, grads)
         self.copies.mark_copied(copied, sums, engine.checksums)
         self._order_at_the_end(engine)
 

@@ -68,7 +68,7 @@ def stream_of(stream: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
 
 
-def _close(core: _core.OffloadEngine, held: list[dict[torch.Tensor, torch.UntypedStorage]]) -> None:
+def _close(core: _core.OffloadEngine, held: list[dict[int, torch.UntypedStorage]]) -> None:
     """The optimizer is gone: what it has deferred is applied, to memory that is `held`."""
     # Broken, or another process's: then nothing runs that could be waited for.
     with contextlib.suppress(OSError, ValueError):
@@ -85,8 +85,8 @@ class _Owners(list[object]):
         return f"<{len(self)} owners of memory>"
 
 
-class _Storages(dict[torch.Tensor, torch.UntypedStorage]):
-    """Storages by parameter, which print likewise."""
+class _Storages(dict[int, torch.UntypedStorage]):
+    """Storages by the id of a parameter, which print likewise."""
 
     def __repr__(self) -> str:
         return f"<{len(self)} storages>"
@@ -123,12 +123,14 @@ class Engine:
     ) -> None:
         self._device = device
         self._twins = twins
-        self._indices = {param: index for index, param in enumerate(params)}
-        self._order = WaitOrder(len(self._indices))
-        self._is_sharded = any(map(is_dtensor, self._indices))
+        self._params = list(params)
+        # By the parameter's id, as all that follows: the hash of a tensor is a function in Python.
+        self._indices = {id(param): index for index, param in enumerate(self._params)}
+        self._order = WaitOrder(len(self._params))
+        self._is_sharded = any(map(is_dtensor, self._params))
         # They own the memory of all twins.
         self._buffers = twins.buffers
-        self._numels = [twins.weight_numel(param) for param in self._indices]
+        self._numels = [twins.weight_numel(param) for param in self._params]
         self._deferred = deferred
         self.selector: Selector[torch.Tensor] | None = None
         """Chooses the channels that are stepped on the device; None: none is."""
@@ -136,40 +138,42 @@ class Engine:
         """Device memory for their state."""
         tier: dict[str, Any] = {}
         if swapped is not None and swapped.core is not None:
-            tier = {"swap": swapped.core, "swapped": swapped.indices(self._indices)}
+            tier = {"swap": swapped.core, "swapped": swapped.indices(self._params)}
         if deferred is None:
             self._core = _core.OffloadEngine(
                 device_name(device), self._numels, threads=threads, **tier
             )
         else:
             self._core, self.selected_bytes = deferred_core(
-                device, device_name(device), Extents.of(self._indices), deferred, threads, tier
+                device, device_name(device), Extents.of(self._params), deferred, threads, tier
             )
             if self.selected_bytes:
-                segments, params = self._core.selectable(), list(self._indices)
+                segments = self._core.selectable()
                 budget_bytes = self.selected_bytes if deferred.scope == "global" else None
-                self.selector = Selector(segments, params, deferred.reselect, device, budget_bytes)
+                self.selector = Selector(
+                    segments, self._params, deferred.reselect, device, budget_bytes
+                )
         self._is_settling = False
         self._has_checksums = True
         # The storages of weights between deferred steps, in a list for the finalizer's sake.
-        self._held: list[dict[torch.Tensor, torch.UntypedStorage]] = [{}]
+        self._held: list[dict[int, torch.UntypedStorage]] = [{}]
         self.lock = threading.RLock()
         """A thread that submits or settles has it: a look on another thread may settle."""
         self.is_settled = True
         """Whether nothing was submitted since `settle`, which may have found nothing to do."""
         # Those of which deferred steps have left updates pending, or weights to land; and for how
         # many deferred steps more, if no gradient comes.
-        self._pending_params: dict[torch.Tensor, int] = {}
+        self._pending: dict[int, int] = {}
         if swapped is None:
             for buffer in self._buffers:
                 self._core.pin(buffer)
         else:
             # What waits for a drive waits little longer for a copy. Sums come up and go down again
             # in each backward.
-            pinned = [param for param in self._indices if param not in swapped]
+            pinned = [param for param in self._params if param not in swapped]
             for span in twins.spans(pinned, "weight"):
                 self._core.pin(*span)
-            for span in twins.spans(self._indices if sums_on_host else pinned, "grad"):
+            for span in twins.spans(self._params if sums_on_host else pinned, "grad"):
                 self._core.pin(*span)
         note_pinned(self, self._core.pinned_nbytes)
         self._submit_stream = self._stream()
@@ -187,8 +191,11 @@ class Engine:
         return {self._stream(), *([] if step_stream is None else [step_stream])}
 
     @property
-    def held(self) -> Collection[torch.Tensor]:
-        """The parameters whose storage it keeps alive, by one reference, between deferred steps."""
+    def held(self) -> Collection[int]:
+        """The ids of the parameters whose storage it keeps alive between deferred steps.
+
+        By one reference each.
+        """
         return self._held[0]
 
     @property
@@ -198,11 +205,22 @@ class Engine:
         Deferred steps have stepped them, and no exact step has followed. Those that get no gradient
         any more have their own weight after `2 * interval + 1` deferred steps.
         """
-        return self._pending_params.keys()
+        return dict.fromkeys(self._of(self._pending)).keys()
+
+    def pending_besides(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `pending_params` that are not among `params`."""
+        return self._of(self._pending.keys() - map(id, params))
+
+    def _of(self, keys: Iterable[int]) -> list[torch.Tensor]:
+        return [self._params[self._indices[key]] for key in keys]
+
+    def is_pending(self, param: torch.Tensor) -> bool:
+        """Whether `param` is among `pending_params`."""
+        return id(param) in self._pending
 
     def has_pending(self) -> bool:
         """Whether there is any in `pending_params`."""
-        return bool(self._pending_params)
+        return bool(self._pending)
 
     @property
     def busy(self) -> bool:
@@ -220,14 +238,14 @@ class Engine:
         pairs = [(param, grad) for param, grad in pairs if grad.numel()]
         if self._deferred is not None:
             self._core.take_deferred(
-                [self._indices[param] for param, _ in pairs],
+                [self._indices[id(param)] for param, _ in pairs],
                 [grad.data_ptr() for _, grad in pairs],
                 source_owners=[grad.untyped_storage() for _, grad in pairs],
                 stream=self._stream(),
             )
             return
         self._core.take(
-            [self._indices[param] for param, _ in pairs],
+            [self._indices[id(param)] for param, _ in pairs],
             [grad.data_ptr() for _, grad in pairs],
             [self._twins[param].grad_view for param, _ in pairs],
             source_owners=[grad.untyped_storage() for _, grad in pairs],
@@ -264,7 +282,7 @@ class Engine:
         self, items: Iterable[_Item], param_of: Callable[[_Item], torch.Tensor]
     ) -> list[_Item]:
         """`items` in the order in which the next step goes over their parameters."""
-        return self._order.sorted(items, lambda item: self._indices[param_of(item)])
+        return self._order.sorted(items, lambda item: self._indices[id(param_of(item))])
 
     def discard(self) -> None:
         """Forgets the gradients taken since the last step: of a step that is skipped or refused.
@@ -307,30 +325,31 @@ class Engine:
         self._submit_stream, self._step_stream = self._stream(), None
         self.seconds_waited = 0.0
         storages = {
-            update.param: weight.untyped_storage()
+            id(update.param): weight.untyped_storage()
             for (update, _), weight in zip(stepped, weights, strict=True)
         }
         # Deferred steps hold them here, not with each job: the guard counts what refers to one.
         before = self._held[0]
-        pending = self._pending_after([update.param for update, _ in stepped], at_once)
-        still = {param: old for param, old in before.items() if param in pending}
+        pending = self._pending_after(storages, at_once)
+        still = {key: old for key, old in before.items() if key in pending}
         held = _Storages() if at_once is None else _Storages({**still, **storages})
-        owners_of_weights = [old for param, old in before.items() if old is not held.get(param)]
+        owners_of_weights = [old for key, old in before.items() if old is not held.get(key)]
         deferral: dict[str, Any] = {}
         if at_once is None:
             owners_of_weights += storages.values()
         else:
             assert self._deferred is not None
+            keys_at_once = set(map(id, at_once))
             deferral = {
                 "deferred": self._deferred.predicted_updates,
-                "at_once": [update.param in at_once for update, _ in stepped],
+                "at_once": [key in keys_at_once for key in storages],
             }
         if self.selector is not None and grads is not None:
             deferral["grads"] = [local(grads[update.param]).data_ptr() for update, _ in stepped]
             deferral["selected"] = selected
         submit = partial(
             self._core.submit,
-            [self._indices[update.param] for update, _ in stepped],
+            [self._indices[key] for key in storages],
             [bound.tensor for _, bound in stepped if bound.tensor is not None],
             weights=[weight.data_ptr() for weight in weights],
             steps=[update.step for update, _ in stepped],
@@ -351,7 +370,7 @@ class Engine:
         return [
             submit,
             partial(self._held.__setitem__, 0, held),
-            partial(setattr, self, "_pending_params", pending),
+            partial(setattr, self, "_pending", pending),
             partial(setattr, self, "is_settled", False),
             partial(setattr, self, "_step_stream", self._submit_stream),
         ]
@@ -369,18 +388,20 @@ class Engine:
             self._step_stream = self._submit_stream
 
     def _pending_after(
-        self, stepped: Iterable[torch.Tensor], at_once: Collection[torch.Tensor] | None
-    ) -> dict[torch.Tensor, int]:
-        """`_pending_params` once a step of these parameters was submitted; `at_once` as there."""
+        self, stepped: Iterable[int], at_once: Collection[torch.Tensor] | None
+    ) -> dict[int, int]:
+        """`_pending` once a step of these parameters was submitted; `at_once` as there."""
         if at_once is None:
             return {}
         assert self._deferred is not None
         # The turn of the last gradient, the landing of its predicted weight, and, at the turn after
         # that, of the weight itself (`submit` in `rust/offload/engine.rs`).
         num_steps = 2 * self._deferred.turns + 1
-        left = {param: count - 1 for param, count in self._pending_params.items() if count > 1}
+        left = {key: count - 1 for key, count in self._pending.items() if count > 1}
         left.update(dict.fromkeys(stepped, num_steps))
-        return {param: count for param, count in left.items() if param not in at_once}
+        for param in at_once:
+            left.pop(id(param), None)
+        return left
 
     def settle(self) -> None:
         """Applies all updates that are deferred. The weights on the device are all there are then.
@@ -404,11 +425,11 @@ class Engine:
         self.is_settled = True
         if self.selector is not None:
             self.selector.reset()
-        if not self._pending_params:
+        if not self._pending:
             return
         self._wait_for_submit_stream()
         self.finish()
-        params = list(self._pending_params)
+        params = list(self.pending_params)
         with as_plain(params), torch.no_grad():
             written = self._twins.stale(params)
             foreign = set(written)
@@ -426,7 +447,7 @@ class Engine:
                 # Its memory may be another than the one that the weight went to.
                 local(param).copy_(local(self._twins.weight(param)))
             self._twins.note(params)
-        self._pending_params = {}
+        self._pending = {}
         self._let_go()
         if written:
             raise ValueError(
@@ -467,7 +488,7 @@ class Engine:
         # Read before the wait: a step may be submitted on another thread meanwhile.
         step_stream = self._step_stream
         streams = self._streams(step_stream)
-        indices = [self._indices[param] for param in params]
+        indices = [self._indices[id(param)] for param in params]
         if self._is_sharded:
             self._order.note(indices)
         for index in indices:

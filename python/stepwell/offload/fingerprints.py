@@ -42,7 +42,8 @@ class FingerprintStatus:
 
     def mark_verified(self, params: Iterable[torch.Tensor]) -> None:
         """A step has verified the fingerprints of `params` where it had to."""
-        self._unverified.difference_update(params)
+        if self._unverified:
+            self._unverified.difference_update(params)
 
     def mark_outdated(self, params: Iterable[torch.Tensor]) -> None:
         """A step is about to write `params`, and takes fingerprints only where it verifies them."""

@@ -121,6 +121,8 @@ class Gate:
         """Whether a CUDA graph may capture a forward."""
         self._called: set[int] = set()
         self._waits: dict[int, list[torch.Tensor]] = {}
+        # The ids of what is in them.
+        self._covered: set[int] = set()
         self._num_called = -1
         self._uncovered: list[torch.Tensor] = []
         self._release = None if release is None else weakref.WeakMethod(release)
@@ -205,7 +207,7 @@ class Gate:
         self.guard.protect(params)
 
     def exposed(
-        self, params: Iterable[torch.Tensor], held: Collection[torch.Tensor] = ()
+        self, params: Iterable[torch.Tensor], held: Collection[int] = ()
     ) -> list[torch.Tensor]:
         """Those of `params` whose memory can be reached without an access that the guard sees.
 
@@ -221,10 +223,10 @@ class Gate:
         """Those of `params` that no forward is known to wait for, and those of `exposed`."""
         if self._num_called != len(self._called):
             self._waits = self._share_out()
+            self._covered = {id(param) for waited in self._waits.values() for param in waited}
             self._num_called = len(self._called)
-        covered = {param for waited in self._waits.values() for param in waited}
-        covered.difference_update(exposed)
-        return [param for param in params if param not in covered]
+        covered = self._covered.difference(map(id, exposed))
+        return [param for param in params if id(param) not in covered]
 
     @property
     def called(self) -> list[torch.nn.Module]:

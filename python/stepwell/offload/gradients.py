@@ -13,17 +13,17 @@ from __future__ import annotations
 import contextlib
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from stepwell._sharding import PLAIN, is_dtensor, local
-from stepwell._tensors import check_memory, contiguous_hint, has_memory, is_run
+from stepwell._tensors import check_memory, contiguous_hint, is_run
 from stepwell.offload.checksums import differences
 from stepwell.offload.marker import GradMarker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from stepwell.offload.twins import Twin
 
@@ -38,6 +38,8 @@ __all__ = [
     "piece_of",
 ]
 
+
+_Owner = TypeVar("_Owner")
 
 Label: TypeAlias = "Callable[[torch.Tensor], str]"
 """What errors call a parameter."""
@@ -60,13 +62,15 @@ class Gradients:
     def __init__(self, accumulation_steps: int | None) -> None:
         self._accumulation_steps = accumulation_steps or 1
         self._is_last = True
-        self._backwards: dict[torch.Tensor, int] = {}
-        self._waiting: dict[torch.Tensor, torch.Tensor] = {}
+        # By the parameter's id: the hash of a tensor is a function in Python, and autograd's thread
+        # launches the backward.
+        self._backwards: dict[int, int] = {}
+        self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._waiting_stream = 0
         self._waiting_nbytes = 0
         # The memory of the latest, if it is a DTensor's.
         self._waiting_memory: int | None = None
-        self._copied: dict[torch.Tensor, _Copied] = {}
+        self._copied: dict[int, _Copied] = {}
         self._checksums: Checksums | None = None
         self.knows_last = accumulation_steps is not None
         """Whether the user says which backward is the last."""
@@ -85,17 +89,20 @@ class Gradients:
 
         Returns whether it is known to be the last before the step.
         """
-        count = self._backwards[param] = self._backwards.get(param, 0) + 1
+        key = id(param)
+        count = self._backwards[key] = self._backwards.get(key, 0) + 1
         return self.knows_last and self._is_last and count >= self._accumulation_steps
 
     def has_counted(self, param: torch.Tensor) -> bool:
         """Whether a backward since the last step has reached `param`."""
-        return param in self._backwards
+        return id(param) in self._backwards
 
     def add(
         self, param: torch.Tensor, grad: torch.Tensor, stream: int
-    ) -> dict[torch.Tensor, torch.Tensor]:
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Sets a last gradient aside, and returns those that are to be copied now.
+
+        Each comes with its parameter.
 
         They are copied in batches, since each copy costs a call. All gradients of a batch were made
         on `stream`, the current one: copies are ordered after no other. Where it changes, what was
@@ -111,75 +118,73 @@ class Gradients:
         piece, memory = piece_of(grad), None
         if piece is not grad:
             memory = piece.untyped_storage().data_ptr()
-        batch: dict[torch.Tensor, torch.Tensor] = {}
-        is_of_group = memory is not None and memory == self._waiting_memory
-        if self._waiting_nbytes >= BATCH_BYTES and not is_of_group:
-            batch, self._waiting, self._waiting_nbytes = self._waiting, {}, 0
+        batch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self._waiting_nbytes >= BATCH_BYTES:
+            is_of_group = memory is not None and memory == self._waiting_memory
+            if not is_of_group:
+                batch = list(self._waiting.values())
+                self._waiting, self._waiting_nbytes = {}, 0
         self._waiting_memory = memory
-        if param not in self._waiting:
+        key = id(param)
+        if key not in self._waiting:
             self._waiting_nbytes += piece.nbytes
-        self._waiting[param] = grad
+        self._waiting[key] = param, grad
         return batch
 
     def mark_copied(
         self,
-        batch: Mapping[torch.Tensor, torch.Tensor],
+        batch: Iterable[tuple[torch.Tensor, torch.Tensor]],
         sums: Iterable[torch.Tensor],
         checksums: Checksums,
     ) -> None:
         """These gradients are copied as they are now, in the order of the current stream.
 
         Args:
-            batch: the gradients by parameter.
+            batch: parameters with their gradients.
             sums: their checksums, of now.
             checksums: gives those of a later time.
         """
         self._checksums = checksums
-        for (param, grad), found in zip(batch.items(), sums, strict=True):
+        for (param, grad), found in zip(batch, sums, strict=True):
             piece = piece_of(grad)
             memory = piece.shape, piece.device, piece.data_ptr()
-            self._copied[param] = _Copied(grad, piece, piece._version, memory, found)
+            self._copied[id(param)] = _Copied(grad, piece, piece._version, memory, found)
 
     def is_copied(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether `grad` is on the host as it is now, as far as `read_with` has looked."""
-        copied = self._copied.get(param)
-        if copied is None or copied.grad is not grad:
-            return False
-        piece = piece_of(grad)
-        return copied.piece is piece and copied.version == piece._version
+        copied = self._copied.get(id(param))
+        return copied is not None and copied.grad is grad and copied.is_current
 
     def read_with(self, scalar: torch.Tensor) -> float:
         """The value of `scalar`, which is on the device or in host memory.
 
         On the way, in the same transfer, it looks whether gradients that were copied have changed.
         """
-        copied = {
-            param: each for param, each in self._copied.items() if self.is_copied(param, each.grad)
-        }
+        copied = {key: each for key, each in self._copied.items() if each.is_current}
         # `grad.data = ...` gives it other memory.
-        changed = {param for param, each in copied.items() if not each.is_in_place}
-        compared = [param for param in copied if param not in changed]
+        changed = {key for key, each in copied.items() if not each.is_in_place}
+        compared = [key for key in copied if key not in changed]
         value = scalar.view(1)
         if compared:
             assert self._checksums is not None
-            now = self._checksums([copied[param].piece for param in compared])
-            differ = differences([copied[param].checksum for param in compared], now)
+            now = self._checksums([copied[key].piece for key in compared])
+            differ = differences([copied[key].checksum for key in compared], now)
             value = torch.cat([value, differ.to(value)])
         number, *found = value.tolist()
-        changed.update(param for param, differs in zip(compared, found, strict=True) if differs)
-        for param in changed:
-            self._copied[param] = copied[param]._replace(version=_CHANGED)
+        changed.update(key for key, differs in zip(compared, found, strict=True) if differs)
+        for key in changed:
+            self._copied[key] = copied[key]._replace(version=_CHANGED)
         return float(number)
 
     def is_outdated(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether a gradient of `param` was copied that `grad` is not any more."""
-        return param in self._copied and not self.is_copied(param, grad)
+        return id(param) in self._copied and not self.is_copied(param, grad)
 
     def is_replaced(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether another tensor than `grad` was copied or set aside for `param`."""
-        copied, waiting = self._copied.get(param), self._waiting.get(param)
+        copied, waiting = self._copied.get(id(param)), self._waiting.get(id(param))
         return (copied is not None and copied.grad is not grad) or (
-            waiting is not None and waiting is not grad
+            waiting is not None and waiting[1] is not grad
         )
 
     @property
@@ -215,6 +220,11 @@ class _Copied(NamedTuple):
     checksum: torch.Tensor
 
     @property
+    def is_current(self) -> bool:
+        """Whether no write was seen."""
+        return self.version == self.piece._version and piece_of(self.grad) is self.piece
+
+    @property
     def is_in_place(self) -> bool:
         """Whether it is where it was, in one run."""
         piece = self.piece
@@ -226,19 +236,19 @@ def piece_of(grad: torch.Tensor) -> torch.Tensor:
     return grad._local_tensor if is_dtensor(grad) else grad
 
 
-class OnGrad:
+class OnGrad(Generic[_Owner]):
     """A hook that calls a method with the parameter whose gradient has been accumulated.
 
-    It does so as long as the method's object lives.
+    It does so as long as the method's object lives. (A call of a `WeakMethod` takes longer.)
     """
 
-    def __init__(self, method: Callable[[torch.Tensor], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+    def __init__(self, owner: _Owner, method: Callable[[_Owner, torch.Tensor], None]) -> None:
+        self._owner, self._method = weakref.ref(owner), method
 
     def __call__(self, param: torch.Tensor) -> None:
         """Autograd has accumulated the gradient of `param`."""
-        if (method := self._method()) is not None:
-            method(param)
+        if (owner := self._owner()) is not None:
+            self._method(owner, param)
 
 
 def may_change_after_backward() -> bool:
@@ -259,14 +269,23 @@ def lies_as(tensor: torch.Tensor, twin: Twin, device: torch.device) -> bool:
 
     It is in one run, and its memory was not freed under it. False of what is not plain.
     """
+    # `is_run` and `has_memory` in one: a step asks this twice of each parameter.
     return (
         type(tensor) in PLAIN
         and tensor.layout == torch.strided
         and tensor.dtype == twin.dtype
         and tensor.device == device
         and tensor.shape == twin.shape
-        and is_run(tensor)
-        and has_memory(tensor)
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and (
+            twin.nbytes == 0
+            or (
+                tensor.data_ptr() != 0
+                and tensor.untyped_storage().nbytes()
+                >= tensor.storage_offset() * tensor.itemsize + twin.nbytes
+            )
+        )
     )
 
 

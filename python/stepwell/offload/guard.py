@@ -94,7 +94,7 @@ class WeightGuard:
         self,
         params: Iterable[torch.Tensor],
         holders: Iterable[torch.Tensor],
-        held: Collection[torch.Tensor] = (),
+        held: Collection[int] = (),
     ) -> list[torch.Tensor]:
         """Those of `params` whose memory can be reached without an access that this guard sees.
 
@@ -195,7 +195,7 @@ def exposed(
     tensors: Iterable[torch.Tensor],
     holders: Iterable[torch.Tensor],
     kind: type[torch.Tensor] = Parameter,
-    held: Collection[torch.Tensor] = (),
+    held: Collection[int] = (),
 ) -> list[torch.Tensor]:
     """Those of `tensors` whose memory can be reached without an access that a guard sees.
 
@@ -205,17 +205,19 @@ def exposed(
             element is read or written through them before all have arrived. They are looked at only
             if a tensor shares its memory.
         kind: the class that `tensors` should have.
-        held: those of `tensors` whose storage one reference in Python keeps alive, which nothing is
-            read or written through.
+        held: the ids of those of `tensors` whose storage one reference in Python keeps alive, which
+            nothing is read or written through.
     """
-    found = [tensor for tensor in tensors if not _is_alone(tensor, kind, held=tensor in held)]
+    found = [tensor for tensor in tensors if not _is_alone(tensor, kind, held=id(tensor) in held)]
     if not found:
         return []
     with without_waiting():
         known = {id(holder): holder for holder in holders}
         expected = Counter(references(holder)[0] for holder in known.values())
         return [
-            tensor for tensor in found if not _is_among(tensor, kind, expected, held=tensor in held)
+            tensor
+            for tensor in found
+            if not _is_among(tensor, kind, expected, held=id(tensor) in held)
         ]
 
 

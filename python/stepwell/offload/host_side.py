@@ -385,8 +385,9 @@ class HostSide:
 
     def drop_fresh(self, params: Iterable[torch.Tensor]) -> None:
         """The optimizer has state of `params` now."""
-        for param in params:
-            self._fresh.pop(param, None)
+        if self._fresh:
+            for param in params:
+                self._fresh.pop(param, None)
 
     def note_load(self, *, has_state: bool) -> None:
         """A state dict is about to be loaded.
@@ -400,13 +401,10 @@ class HostSide:
     # ---- weights ----
 
     def reread(
-        self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
-    ) -> list[torch.Tensor]:
-        """Copies to the host those of `params` that other code has written on the device.
-
-        Returns them.
-        """
-        if stale := self.twins.stale(params):
+        self, stale: Sequence[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
+    ) -> None:
+        """Copies to the host parameters that other code may have written on the device."""
+        if stale:
             _LOGGER.debug(
                 "%d parameters may have been written since the last step, and are read again",
                 len(stale),
@@ -418,7 +416,6 @@ class HostSide:
             # First: Ctrl-C may come before the copies have ended.
             self.fingerprints.mark_unverified(stale)
             self.twins.refresh(stale)
-        return stale
 
     def take_fingerprints(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]

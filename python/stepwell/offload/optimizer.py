@@ -198,8 +198,8 @@ class OffloadAdamW(OffloadStep):
             if accumulate == "host"
             else DeviceCollector(self._host, accumulation_steps)
         )
-        # What removes the hooks of a parameter.
-        self._hooked: dict[torch.Tensor, weakref.finalize[Any, OffloadAdamW]] = {}
+        # What removes the hooks of a parameter, by its id.
+        self._hooked: dict[int, weakref.finalize[Any, OffloadAdamW]] = {}
         self._background = Background(
             self._host,
             self._collector,
@@ -270,7 +270,7 @@ class OffloadAdamW(OffloadStep):
             self._collector.let_go(params)
             for param in params:
                 self._bound.pop(param, None)
-                if remove_hooks := self._hooked.pop(param, None):
+                if remove_hooks := self._hooked.pop(id(param), None):
                     remove_hooks()
         if self._sharding is not None:
             # Of frozen ones too, which have no twin. State that is left is of these rows: one that
@@ -398,16 +398,16 @@ class OffloadAdamW(OffloadStep):
         """
         if self._collector.wants_hooks:
             for param in self._twins:
-                if param not in self._hooked and param.requires_grad and _calls_hooks(param):
+                if id(param) not in self._hooked and param.requires_grad and _calls_hooks(param):
                     # torch has no types for hooks.
-                    hook = OnGrad(self._on_grad)
+                    hook = OnGrad(self, type(self)._on_grad)
                     handles = [param.register_post_accumulate_grad_hook(hook)]  # type: ignore[no-untyped-call]
                     handles += self._collector.watch(param)
-                    self._hooked[param] = weakref.finalize(self, remove, handles)
+                    self._hooked[id(param)] = weakref.finalize(self, remove, handles)
 
     def _on_grad(self, param: torch.Tensor) -> None:
         """The gradient of `param` is accumulated, maybe for the last time before the step."""
-        if param not in self._hooked:
+        if id(param) not in self._hooked:
             # What a hook of the program's has returned; torch raises behind all hooks.
             return
         # FSDP2 calls hooks where it has reduced a gradient, with the stream current that it did so

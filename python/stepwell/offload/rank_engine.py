@@ -76,11 +76,11 @@ class RankEngine(Engine):
             # from it (`sharded_volume.py`).
             self.confirm()
         submit, *others = super().submission(updates, grad_scale, at_once, grads, selected)
-        stepped = {each.update.param for each in updates}
-        params = [param for param in self._indices if param in stepped]
+        stepped = {id(each.update.param) for each in updates}
+        params = [param for param in self._params if id(param) in stepped]
         gather = self._gatherer.submission(
             [self._piece(param) for param in params],
-            {self._indices[param]: nth for nth, param in enumerate(params)},
+            {self._indices[id(param)]: nth for nth, param in enumerate(params)},
         )
         return [submit, *gather, *others]
 
@@ -92,14 +92,17 @@ class RankEngine(Engine):
         parts = [memory[begin:end] for begin, end in itertools.pairwise(cuts)]
         is_even = len({part.numel() for part in parts}) == 1
         begin, end = self._shares.elements(param)
-        return Piece(self._indices[param], 0, end - begin, parts, whole=memory if is_even else None)
+        return Piece(
+            self._indices[id(param)], 0, end - begin, parts, whole=memory if is_even else None
+        )
 
     @override
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         begin = time.perf_counter()
         # Read before the wait: a step may be submitted on another thread meanwhile.
         step_stream = self._step_stream
-        self._gatherer.wait((self._indices[param] for param in params), self._streams(step_stream))
+        indices = [self._indices[id(param)] for param in params]
+        self._gatherer.wait(indices, self._streams(step_stream))
         self.seconds_waited += time.perf_counter() - begin
         return step_stream is not None
 

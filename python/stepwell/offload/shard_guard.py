@@ -84,7 +84,7 @@ class ShardGuard(WeightGuard):
         self,
         params: Iterable[torch.Tensor],
         holders: Iterable[torch.Tensor],
-        held: Collection[torch.Tensor] = (),
+        held: Collection[int] = (),
     ) -> list[torch.Tensor]:
         params = list(params)
         shards = [param for param in params if param in self._shards]

@@ -207,9 +207,13 @@ class OffloadStep(OffloadStateDicts):
         facts = Facts(found_inf=found_inf, has_error=has_error)
         if not has_error and not found_inf:
             with awaited(self._sharding):
-                self._refuse_lost_writes()
-                self._score(params, grads, updates)
-                self._host.reread(params, self.state)
+                stale = self._twins.stale()
+                self._refuse_lost_writes(stale)
+                if stale:
+                    stepped = set(params)
+                    stale = [param for param in stale if param in stepped]
+                self._score(params, grads, updates, stale)
+                self._host.reread(stale, self.state)
                 collector = self._collector
                 norm = gradient_norm(params, grads, collector.place, read=collector.read)
                 norm *= inverse_scale
@@ -268,15 +272,17 @@ class OffloadStep(OffloadStateDicts):
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
         updates: Sequence[Update],
+        stale: Sequence[torch.Tensor],
     ) -> None:
         """Scores channels of which some may be selected; the norm that comes next is waited for.
 
-        Before parameters that were written are read again: it looks for these.
+        Before parameters that were written are read again.
 
         Args:
             params: the parameters of the step.
             grads: their gradients.
             updates: their updates.
+            stale: those of `params` that may have been written.
         """
         steps = self._deferred_steps
         if steps is None or not updates:
@@ -286,9 +292,7 @@ class OffloadStep(OffloadStateDicts):
         if selector is None:
             return
         # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
-        is_written = any(
-            selector.holds([one]) and self._twins.differs(one) for one in self._twins.stale(params)
-        )
+        is_written = any(selector.holds([one]) and self._twins.differs(one) for one in stale)
         if selector.needs_exact or is_written:
             # Of what was written the device has copies. An exact step drops them.
             engine.is_settled = True
@@ -299,10 +303,10 @@ class OffloadStep(OffloadStateDicts):
         else:
             selector.score([], [], None)
 
-    def _refuse_lost_writes(self) -> None:
-        """Raises ValueError where a parameter was written that updates are deferred of."""
+    def _refuse_lost_writes(self, stale: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError where one of the `stale` parameters has updates that are deferred."""
         engine = self._engine
-        if engine is not None and self._twins.stale(engine.pending_params):
+        if engine is not None and any(map(engine.is_pending, stale)):
             engine.settle()
 
     def _at_once(
@@ -331,16 +335,17 @@ class OffloadStep(OffloadStateDicts):
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
-        params, num_known = [], 0
+        twins, params, num_known, is_any_new = self._twins, [], 0, False
         for group in self.param_groups:
             for param in group["params"]:
-                is_known = param in self._twins
+                is_known = param in twins
                 num_known += is_known
                 if param.grad is not None:
-                    params.append((param, is_known))
-        if num_known < len(self._twins) or not all(is_known for _, is_known in params):
+                    params.append(param)
+                    is_any_new |= not is_known
+        if num_known < len(twins) or is_any_new:
             self._follow_groups()
-        return [param for param, _ in params]
+        return params
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None:
@@ -387,7 +392,7 @@ class OffloadStep(OffloadStateDicts):
         # Forwards wait by themselves once the step runs.
         #
         # Weights of deferred updates land with this step, also those of parameters without update.
-        others = list(set(engine.pending_params).difference(params))
+        others = engine.pending_besides(params)
         landing = [*params, *others]
         before = [
             partial(self._twins.mark_stale, self._twins.left_out(landing)),

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from stepwell import _core
-from stepwell._sharding import like, local
+from stepwell._sharding import PLAIN, like, local
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ _NO_VERSION = (-1, -1, -1, -1)
 class Twin:
     """The host side of one parameter."""
 
+    param: torch.Tensor
     weight: torch.Tensor
     """A step writes it, and the device gets a copy of it."""
     grad: torch.Tensor
@@ -49,6 +50,8 @@ class Twin:
     dtype: torch.dtype
     shape: torch.Size
     """Of what this rank has of the parameter on the device."""
+    nbytes: int
+    """Of the same."""
     buffers: tuple[_core.Buffer, ...]
     """The memory of `weight` and `grad`, and of others that were added with them."""
     span: tuple[int, int]
@@ -83,7 +86,8 @@ class Twins:
     ) -> None:
         self._shares = shares
         self._align_bytes = mmap.PAGESIZE if is_paged else _ALIGN_BYTES
-        self._twins: dict[torch.Tensor, Twin] = {}
+        # By the parameter's id: the hash of a tensor is a function in Python.
+        self._twins: dict[int, Twin] = {}
         self._num_buffers = 2 if have_gradients else 1
 
     def nbytes(self, params: Iterable[torch.Tensor]) -> int:
@@ -123,7 +127,7 @@ class Twins:
         found: list[tuple[_core.Buffer, int, int]] = []
         index = ("weight", "grad").index(side)
         for param in params:
-            twin = self._twins[param]
+            twin = self._twins[id(param)]
             for buffer in twin.buffers[index : index + 1]:
                 begin, end = twin.span
                 if found and found[-1][0] is buffer and found[-1][2] == begin:
@@ -159,12 +163,14 @@ class Twins:
             weight, grad = (place.view(piece.dtype).view(piece.shape) for place in places)
             span = begin, begin + self._aligned(piece.nbytes)
             begin = span[1]
-            self._twins[param] = Twin(
+            self._twins[id(param)] = Twin(
+                param=param,
                 weight=like(param, weight),
                 grad=like(param, grad),
                 grad_view=view(grad),
                 dtype=piece.dtype,
                 shape=local(param).shape,
+                nbytes=local(param).nbytes,
                 buffers=buffers,
                 span=span,
                 version=None,
@@ -172,19 +178,19 @@ class Twins:
                 storage=None,
             )
         for param in params:
-            local(self._twins[param].weight).copy_(self.piece(param))
+            local(self._twins[id(param)].weight).copy_(self.piece(param))
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
         """Lets go of the twins of `params`, which no step and no copy uses."""
         for param in params:
-            self._twins.pop(param, None)
+            self._twins.pop(id(param), None)
 
     def __contains__(self, param: torch.Tensor) -> bool:
-        return param in self._twins
+        return id(param) in self._twins
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The parameters, in the order in which they were added."""
-        return iter(self._twins)
+        return iter([twin.param for twin in self._twins.values()])
 
     def __len__(self) -> int:
         return len(self._twins)
@@ -193,40 +199,46 @@ class Twins:
         """The parameters that have a twin and are not among `params`, which all have one."""
         if len(params) == len(self._twins):
             return []
-        known = set(params)
-        return [param for param in self._twins if param not in known]
+        known = set(map(id, params))
+        return [twin.param for key, twin in self._twins.items() if key not in known]
 
     def __getitem__(self, param: torch.Tensor) -> Twin:
-        return self._twins[param]
+        return self._twins[id(param)]
 
     def get(self, param: torch.Tensor) -> Twin | None:
         """The twin of `param`; None: it has none."""
-        return self._twins.get(param)
+        return self._twins.get(id(param))
 
     def weight(self, param: torch.Tensor) -> torch.Tensor:
         """The host side of `param`."""
-        return self._twins[param].weight
+        return self._twins[id(param)].weight
 
     def weight_numel(self, param: torch.Tensor) -> int:
         """How many elements of `param` this rank steps."""
-        return local(self._twins[param].weight).numel()
+        return local(self._twins[id(param)].weight).numel()
 
     def grad(self, param: torch.Tensor) -> torch.Tensor:
         """Where the gradient of `param` comes to."""
-        return self._twins[param].grad
+        return self._twins[id(param)].grad
 
     def written(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `params` that other code has written, or moved, since a step or a copy."""
         twins = self._twins
-        return [param for param in params if twins[param].version not in (None, _version(param))]
-
-    def stale(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose weights on the device may not be those of the host."""
-        twins = self._twins
         return [
-            param
-            for param in params
-            if twins[param].is_marked_stale or twins[param].version != _version(param)
+            param for param in params if twins[id(param)].version not in (None, _version(param))
+        ]
+
+    def stale(self, params: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
+        """Those of `params` whose weights on the device may not be those of the host.
+
+        None: of all that have a twin.
+        """
+        twins = self._twins
+        looked_at = twins.values() if params is None else [twins[id(param)] for param in params]
+        return [
+            twin.param
+            for twin in looked_at
+            if twin.is_marked_stale or twin.version != _version(twin.param)
         ]
 
     def differs(self, param: torch.Tensor) -> bool:
@@ -234,7 +246,7 @@ class Twins:
 
         Takes 16 MiB, or a row of it.
         """
-        ours, theirs = self.piece(param).detach(), local(self._twins[param].weight)
+        ours, theirs = self.piece(param).detach(), local(self._twins[id(param)].weight)
         if ours.dim() == 0:
             ours, theirs = ours.view(1), theirs.view(1)
         rows = max(_PART_BYTES // max(theirs[:1].nbytes, 1), 1)
@@ -245,13 +257,13 @@ class Twins:
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
         for param in params:
-            local(self._twins[param].weight).copy_(self.piece(param))
+            local(self._twins[id(param)].weight).copy_(self.piece(param))
             self.note([param])
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Other code has written `params`, however it did: they are stale."""
         for param in params:
-            self._twins[param].version = _NO_VERSION
+            self._twins[id(param)].version = _NO_VERSION
 
     def mark_stale(self, params: Iterable[torch.Tensor]) -> None:
         """Other code may write `params`, and that will not be seen: they are stale.
@@ -259,7 +271,7 @@ class Twins:
         A write through `.data` changes no version but while the weight is under way.
         """
         for param in params:
-            self._twins[param].is_marked_stale = True
+            self._twins[id(param)].is_marked_stale = True
 
     def note(self, params: Iterable[torch.Tensor]) -> None:
         """Takes the weights of `params` on the device, as they are now, for those of the host.
@@ -267,12 +279,12 @@ class Twins:
         The only one that says so: version and storage go together.
         """
         for param in params:
-            twin = self._twins[param]
-            storage = local(param).untyped_storage()
-            if twin.storage is None or twin.storage.cdata != storage._cdata:
+            twin = self._twins[id(param)]
+            version = twin.version = _version(param)
+            if twin.storage is None or twin.storage.cdata != version[2]:
                 # torch has no types for it.
-                twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            twin.version, twin.is_marked_stale = _version(param), False
+                twin.storage = StorageWeakRef(local(param).untyped_storage())  # type: ignore[no-untyped-call]
+            twin.is_marked_stale = False
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
@@ -281,6 +293,9 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _version(param: torch.Tensor) -> tuple[int, int, int, int]:
+    if type(param) in PLAIN:
+        version = param._version
+        return version, version, param.untyped_storage()._cdata, param.data_ptr()
     # A write to a DTensor does not count as one to its piece, nor the other way round.
     piece = local(param)
     return param._version, piece._version, piece.untyped_storage()._cdata, piece.data_ptr()
