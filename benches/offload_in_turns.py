@@ -2,7 +2,7 @@
 
     python benches/offload_in_turns.py [--site NAME=FOLDER ...] --run "NAME: CASE" ...
         [--peer "NAME: CASE"] [--rounds 6] [--steps 4] [--accumulation 1] [--micro-batch 1]
-        [--size 1b]
+        [--size 1b] [--drive FOLDER ...]
         [--time MODULE:CLASS.METHOD ...]
 
 A site is a folder with an installation (`pip install --target FOLDER WHEEL`); without `--site`
@@ -17,9 +17,14 @@ A row for each run has medians per step over all rounds, in seconds:
   out.
 - `to the peer`, `to the first`: the median over the rounds of the ratio to the round's step of the
   peer, and of the first run with the same case.
+- `mean`: of all steps; in brackets, over the peer's.
 - `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step;
   behind it, how long of this the thread that launches was on a CPU (autograd's, for the backward).
 - `stepping`: of the workers in host memory.
+
+Cases with a volume need `--drive`, a folder for each. A volume is left there, since processes are
+ended. Where every fourth step commits, look at means, with `--steps 8` and four rounds: then the
+step that is left out is each of the four once.
 
 Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
 twice to see by how much (`--site old=OLD --site again=OLD`).
@@ -194,6 +199,10 @@ class Contender:
         """Of each round."""
         return [statistics.median(block["seconds"][name]) for block in self.blocks]
 
+    def mean_step(self) -> float:
+        """Over all rounds."""
+        return statistics.fmean(step for block in self.blocks for step in block["seconds"]["step"])
+
     def row(self, peer: Contender | None, first: Contender) -> str:
         """A line of the table."""
         name = f"{self.site}: {self.case}"
@@ -205,6 +214,9 @@ class Contender:
                 texts.append(
                     f"{label} {statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
                 )
+        mean = self.mean_step()
+        over = f" ({mean / peer.mean_step():.3f})" if peer is not None else ""
+        texts.append(f"mean {mean:.4f}{over}")
         for each in ("forward", "backward", "update"):
             whole, cpu = (statistics.median(self.medians(name)) for name in (each, f"{each} cpu"))
             texts.append(f"{each} {whole:.4f} ({cpu:.4f})")
@@ -228,6 +240,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--size", default="1b")
     parser.add_argument("--sequence-length", type=int, default=4096)
+    parser.add_argument("--drive", action="append", default=[], dest="drives")
     parser.add_argument("--time", action="append", default=[], dest="timed")
     args = parser.parse_args()
     folders: dict[str, str] = dict(each.split("=", 1) for each in args.site) or {"here": ""}
@@ -241,6 +254,7 @@ def main() -> None:
         "clip_norm": 1.0,
         "seed": 0,
         "text": None,
+        "drives": args.drives,
     }
 
     def start(run: str) -> Contender:

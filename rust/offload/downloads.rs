@@ -23,9 +23,9 @@ use crate::{
 };
 
 /// Copies that are with the device at once. Few enough that its queue, of a thousand or so, is
-/// never full; enough for the segments of a large embedding, whose gradient is the last: the step
-/// waits until all copies are handed over.
-pub const IN_FLIGHT: usize = if cfg!(feature = "shuttle") { 8 } else { 64 };
+/// never full; enough for the segments of a large embedding, whose gradient is the last, and of the
+/// batch before it: the step waits until all copies are handed over.
+pub const IN_FLIGHT: usize = if cfg!(feature = "shuttle") { 8 } else { 128 };
 
 /// An entry of the queue.
 pub(super) enum Download {
