@@ -21,9 +21,12 @@ use stepwell::{
     stream::view::View,
 };
 
-/// More tensors than the device is given copies at once, small ones.
+/// More than the device is given copies at once, and no more than the queue of one tensor holds.
+const MANY: usize = IN_FLIGHT + 64;
+
+/// So many tensors, small ones.
 fn many() -> Vec<OnDevice> {
-    (0..3 * IN_FLIGHT as u64).map(|seed| split(70 + seed as usize, seed)).collect()
+    (0..MANY as u64).map(|seed| split(70 + seed as usize, seed)).collect()
 }
 
 /// Takes and submits on another thread, in the order given, and waits for neither.
@@ -73,7 +76,7 @@ fn nothing_is_stepped_before_the_device_has_been_given_its_copy() {
 #[test]
 fn parts_that_the_device_has_not_been_given_are_waited_for() {
     let length = 50;
-    let mut all = [split(3 * IN_FLIGHT * length, 1)];
+    let mut all = [split(MANY * length, 1)];
     let mut expected = stepped(&all[0], 1, &Hyper::default());
     let device = host_device(&all);
     let engine = Arc::new(engine_on(Arc::clone(&device) as Arc<dyn Device>, &all, 2));
@@ -175,7 +178,7 @@ fn gradients_may_be_written_before_the_step_by_what_comes_after_their_copies() {
 fn copies_are_handed_over_in_order_each_after_its_mark_and_by_the_engine() {
     let mut all = [split(30, 1)];
     let sources: Vec<Vec<u8>> =
-        (0..3 * IN_FLIGHT).map(|value| vec![value as u8; all[0].grad.len()]).collect();
+        (0..MANY).map(|value| vec![value as u8; all[0].grad.len()]).collect();
     let addresses: Vec<u64> =
         sources.iter().map(|source| source.as_ptr().expose_provenance() as u64).collect();
     let device = Arc::new(Gated::new(&all));
