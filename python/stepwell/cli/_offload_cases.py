@@ -434,6 +434,9 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell volume q8, commit_interval=4": _stepwell(
         "q8", durability="commit", commit_interval=4
     ),
+    "stepwell volume q8, commit_interval=8": _stepwell(
+        "q8", durability="commit", commit_interval=8
+    ),
     "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
     "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
     "stepwell volume, durability=none, deferred=4": _stepwell(
