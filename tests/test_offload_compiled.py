@@ -242,6 +242,27 @@ def test_an_evaluation_of_a_part_has_all_updates(compiler, how, when):
         assert torch.equal(part(batch(8, width=WIDTH)), found)
 
 
+@pytest.mark.parametrize("how", ["in place", "wrapped", "whole"])
+@pytest.mark.parametrize("called", ["all of it", "a part"])
+def test_an_evaluation_in_training_mode_has_all_updates(compiler, how, called):
+    model = call = layers(how)
+    if how == "whole":
+        call = torch.compile(model, backend="aot_eager")
+    part = {"in place": model[0].linear, "whole": model}.get(how) or model[0]._orig_mod
+    optimizer = stepwell.OffloadAdamW(
+        model.parameters(), lr=1e-2, threads=1, deferred=stepwell.Deferred(interval=3)
+    )
+    for step in range(7):
+        train_step(call, optimizer, step)
+    assert optimizer._engine.has_pending()
+    evaluated = call if called == "all of it" else part
+    with torch.no_grad():
+        found = evaluated(batch(8, width=WIDTH))
+        optimizer.drain()
+        assert torch.equal(evaluated(batch(8, width=WIDTH)), found)
+    assert optimizer._gate.is_open
+
+
 def test_code_of_others_that_has_a_compiled_layer_closes_the_gate(compiler):
     model = layers("in place")
     optimizer = stepwell.OffloadAdamW(

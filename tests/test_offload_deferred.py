@@ -16,6 +16,7 @@ from stepwell.offload.deferred import INTERVAL_MAX, Extents, memory_of
 from stepwell.offload.twins import Twins
 from stepwell.offload.under_way import as_plain
 from torch import nn
+from torch.utils import checkpoint as checkpointing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -94,7 +95,17 @@ def test_forwards_in_training_do_not_wait_for_what_is_deferred() -> None:
     assert optimizer._engine.pending_params
 
 
-LOOKS = ["eval", "no_grad", "state_dict", "access", "drain", "synchronize", "state", "copy"]
+LOOKS = [
+    "eval",
+    "no_grad",
+    "no_grad in training mode",
+    "state_dict",
+    "access",
+    "drain",
+    "synchronize",
+    "state",
+    "copy",
+]
 
 
 @pytest.mark.parametrize("how", LOOKS)
@@ -109,6 +120,9 @@ def test_every_look_sees_all_updates(how: str) -> None:
         loss_of(model, 6)
     elif how == "no_grad":
         model.eval()
+        with torch.no_grad():
+            loss_of(model, 6)
+    elif how == "no_grad in training mode":
         with torch.no_grad():
             loss_of(model, 6)
     elif how == "state_dict":
@@ -126,6 +140,33 @@ def test_every_look_sees_all_updates(how: str) -> None:
     assert not engine.pending_params
     for param in model.parameters():
         assert torch.equal(param.cpu(), optimizer._twins.weight(param))
+
+
+def test_a_forward_without_gradients_behind_one_with_them_reads_the_same_weights() -> None:
+    """It may be a part of it, and the backward needs its weights as they are."""
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(6))
+    loss = loss_of(model, 6)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, 6), loss)
+    assert optimizer._engine is not None and optimizer._engine.pending_params
+    loss.backward()
+
+
+class Checkpointed(nn.Sequential):
+    """Runs without gradients at first, and again in the backward."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpointing.checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+def test_a_reentrant_checkpoint_is_no_look() -> None:
+    model = Checkpointed(*model_of().children())
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    train(model, optimizer, range(6))
+    loss_of(model, 6)
+    assert optimizer._engine is not None and optimizer._engine.pending_params
 
 
 def test_autograd_sees_that_a_drain_has_written_weights() -> None:
@@ -192,8 +233,7 @@ def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
     model = model_of()
     optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
-    with torch.no_grad():
-        loss_of(model, 6)
+    loss_of(model, 6)
     assert optimizer._engine is not None and optimizer._engine.pending_params
     model.state_dict()
     assert not optimizer._engine.pending_params

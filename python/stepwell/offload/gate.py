@@ -3,7 +3,8 @@
 What is gated is the forward of `torch.nn.Module`s that hold parameters of the optimizer. A module
 waits for its own parameters, and for those of submodules that it uses without calling them. A
 forward in training mode shows which submodules are called. In evaluation mode, where modules may
-take short cuts, the first module called waits for everything beneath it.
+take short cuts, the first module called waits for everything beneath it; and so does an evaluation
+in training mode, where updates are deferred (`Gate.is_look`).
 
 The gate is there for speed: it waits for all weights of a module at once, before they are needed
 one by one. `guard` makes every access wait, also one that no hook sees. The step itself waits for
@@ -263,8 +264,7 @@ class Gate:
             ValueError: weights are under way, or lack updates that are deferred, and a capture
                 cannot wait for them.
         """
-        has_pending = None if self._has_pending is None else self._has_pending()
-        if self.guard.any_under_way or (has_pending is not None and has_pending()):
+        if self.guard.any_under_way or self._is_any_pending():
             raise ValueError(
                 "a CUDA graph is captured while new weights are under way. "
                 "hint: optimizer.synchronize() before the capture"
@@ -325,20 +325,37 @@ class Gate:
             self._nbytes[key] = sum(param.nbytes for param in params)
         return self._nbytes[key]
 
+    def _is_any_pending(self) -> bool:
+        """Whether `settle` would apply updates that are deferred."""
+        has_pending = None if self._has_pending is None else self._has_pending()
+        return has_pending is not None and has_pending()
+
+    def is_look(self, module: torch.nn.Module) -> bool:
+        """Whether the forward of `module` is no forward in training, and sees all updates.
+
+        So without gradients in training mode, where no forward with gradients has begun since the
+        last step: a program that evaluates need not call `eval()`. Within one (a reentrant
+        checkpoint, a part that is frozen), or behind it, weights are those that it reads.
+        """
+        if not module.training:
+            return True
+        return not (self._is_entered or torch.is_grad_enabled()) and self._is_any_pending()
+
     def is_in_call(self) -> bool:
         """Whether this thread is in a call of a compiled module that has waited."""
         return any(key in self._by_id for key in in_calls())
 
     def enter(self, module: torch.nn.Module) -> None:
         """The forward of `module` is about to begin."""
-        if not module.training:
+        if module.training:
+            self._called.add(id(module))
+        if self.is_look(module):
             self.enter_all(module)
             return
-        self._called.add(id(module))
+        self._is_entered = True
         if self._unfinished_on is not None or self._uncovered:
             self._end_interrupted_step()
         if self.guard.any_under_way:
-            self._is_entered = True
             self.guard.enter(self._waits.get(id(module), ()))
 
     def enter_all(self, module: torch.nn.Module) -> None:
@@ -395,7 +412,7 @@ class _ForwardHook(Hook):
 class _InnerHook(Hook):
     """Of a module within a compiled one.
 
-    In training the compiled one waits for its weights; without that, each access does.
+    In training the compiled one waits for its weights; without it, each access does.
     """
 
     def __call__(self, module: torch.nn.Module, _: Any) -> None:
@@ -408,7 +425,7 @@ class _InnerHook(Hook):
         if gate.is_on_cuda and torch.cuda.is_current_stream_capturing():
             gate.capture()
             return
-        if not module.training:
+        if gate.is_look(module):
             gate.enter_all(module)
         if torch._C._is_tracing():
             gate.close()
