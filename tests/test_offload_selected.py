@@ -221,6 +221,37 @@ def test_everything_selected_is_an_exact_run(dtype: torch.dtype) -> None:
     assert_same((model, optimizer), (exact_model, exact))
 
 
+class Zeros(nn.Module):
+    """Two weights that are -0; what its forward has read of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((4, 4), -0.0) for _ in range(2))
+        self.read: list[torch.Tensor] = []
+
+    def forward(self) -> torch.Tensor:
+        self.read = [(weight * 1).detach().cpu() for weight in self.weights]
+        return -torch.stack(list(self.weights)).sum()
+
+
+@pytest.mark.parametrize("lrs", [(0.0, -0.0), (-0.0, 0.0), (-0.0, -0.0)])
+def test_groups_whose_scalars_are_zeros_of_other_signs_are_stepped_apart(
+    lrs: tuple[float, float],
+) -> None:
+    read = []
+    for deferred in (None, Deferred(interval=4, fraction=1.0)):
+        model = Zeros().to(DEVICE)
+        groups = [{"params": [w], "lr": lr} for w, lr in zip(model.weights, lrs, strict=True)]
+        optimizer = OffloadAdamW(groups, weight_decay=0.0, threads=1, deferred=deferred)
+        for _ in range(4):
+            model().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model()
+        read.append([weight.view(torch.int32) for weight in model.read])
+    assert all(map(torch.equal, *read))
+
+
 def test_nothing_selected_takes_nothing_and_changes_nothing() -> None:
     deferred = Deferred(interval=2, fraction=0.0)
     (model, optimizer), _ = pair(deferred)

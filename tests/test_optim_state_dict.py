@@ -394,6 +394,18 @@ def test_a_step_that_is_no_number_is_refused(step):
         optimizer.load_state_dict(packed)
 
 
+@pytest.mark.parametrize("count", [torch.tensor(2.0).to_sparse(), torch.tensor(-1.0), "two"])
+def test_a_count_of_the_state_that_is_none_is_refused(count):
+    """A step that began would count the parameters before it."""
+    params = [parameter(3) for _ in range(3)]
+    optimizer = stepwell.AdamW(params)
+    advance(optimizer, 1, seed=1)
+    optimizer.state[params[1]]["step"] = count
+    with pytest.raises(ValueError, match=r"expected a count(.|\n)*hint: "):
+        advance(optimizer, 1, seed=2)
+    assert [float(optimizer.state[param]["step"]) for param in params[::2]] == [1.0, 1.0]
+
+
 def test_a_master_that_is_not_dense_is_left_behind(caplog):
     """As one of another dtype: the parameter is its own master."""
     param = parameter(8, dtype=torch.bfloat16)

@@ -241,8 +241,14 @@ def _floats(shape: Sequence[int]) -> torch.Tensor:
 def step_of(state: State, label: Callable[[], str]) -> int:
     """The number of updates that `state` has seen."""
     step = state.get("step")
-    # As steps leave it.
-    if type(step) is torch.Tensor and step.dtype == torch.float32 and step.dim() == 0:
+    # A short cut for what steps leave: all that is asked below holds of it.
+    if (
+        type(step) is torch.Tensor
+        and step.dtype == torch.float32
+        and step.dim() == 0
+        and step.layout == torch.strided
+        and step.is_cpu
+    ):
         value: float = step.item()
         if value >= 0 and value.is_integer():
             return int(value)

@@ -126,6 +126,26 @@ impl Step {
         black_box(Self::derive(&black_box(*hyper), count))
     }
 
+    /// Whether both step every element to the same bits: zeros of the other sign are other scalars.
+    pub(crate) fn steps_alike(&self, other: &Self) -> bool {
+        let bits = |step: &Self| {
+            let scalars = [
+                step.grad_scale,
+                step.weight_keep,
+                step.l2,
+                step.beta1,
+                step.one_minus_beta1,
+                step.beta2,
+                step.one_minus_beta2,
+                step.step_size,
+                step.denom_scale,
+                step.eps,
+            ];
+            (step.has_l2, scalars.map(f32::to_bits))
+        };
+        bits(self) == bits(other)
+    }
+
     fn derive(hyper: &Hyper, count: u64) -> Self {
         let Hyper { lr, betas: (beta1, beta2), eps, weight_decay, .. } = *hyper;
         let correction =

@@ -122,7 +122,8 @@ impl Kernels {
         Ok(Self { module, step: step?, restore: restore? })
     }
 
-    /// Launches one over as many elements of each of `count` blocks, with these parameters.
+    /// Launches one with these parameters, over up to `numel` elements of each of `count` entries
+    /// of its table.
     ///
     /// # Safety
     /// The parameters are those of the kernel, and what they name is as it wants it until it has

@@ -320,7 +320,7 @@ impl Selected {
         stream: Stream,
     ) -> Result<()> {
         let mut state = self.state();
-        // Those of one count and one group's hyperparameters have the same scalars.
+        // Those of one count and of equal groups have the same scalars.
         let mut by_step: Vec<(Step, Vec<(Channels, u64)>)> = Vec::new();
         for (update, &grad) in updates.iter().zip(work.grads) {
             let step = Step::new(&update.hyper, update.count);
@@ -328,7 +328,7 @@ impl Selected {
                 let Some(channels) = self.channels(&state, update, segment)? else { continue };
                 let begin = self.plans.of_segments[segment].map_or(0, |one| one.first);
                 let block = (channels, grad + (begin * channels.kind.dtype().size()) as u64);
-                match by_step.iter_mut().find(|(known, _)| *known == step) {
+                match by_step.iter_mut().find(|(known, _)| known.steps_alike(&step)) {
                     Some((_, blocks)) => blocks.push(block),
                     None => by_step.push((step, vec![block])),
                 }
@@ -336,7 +336,8 @@ impl Selected {
         }
         for (step, blocks) in &by_step {
             // SAFETY: passed on from the caller; the state is this engine's, and nothing else is
-            // under way with it: the stream comes after all uploads of the job before.
+            // under way with it: the stream comes after all uploads of the job before. Weights of
+            // different segments are apart, which the caller vouches for, and so are their places.
             unsafe { device.step_channels(stream, blocks, step)? };
         }
         if let Some(places) = self.places(&state, &work.changes, is_whole) {

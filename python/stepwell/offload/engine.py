@@ -124,7 +124,7 @@ class Engine:
         self._device = device
         self._twins = twins
         self._params = list(params)
-        # By the parameter's id, as all that follows: the hash of a tensor is a function in Python.
+        # By the parameter's id (`twins`), as `_held` and `_pending`.
         self._indices = {id(param): index for index, param in enumerate(self._params)}
         self._order = WaitOrder(len(self._params))
         self._is_sharded = any(map(is_dtensor, self._params))
@@ -322,15 +322,15 @@ class Engine:
         self._order.begin()
         stepped = [(each.update, each.bound) for each in updates if each.bound.tensor is not None]
         weights = [self._twins.piece(update.param) for update, _ in stepped]
+        keys = [id(update.param) for update, _ in stepped]
         self._submit_stream, self._step_stream = self._stream(), None
         self.seconds_waited = 0.0
         storages = {
-            id(update.param): weight.untyped_storage()
-            for (update, _), weight in zip(stepped, weights, strict=True)
+            key: weight.untyped_storage() for key, weight in zip(keys, weights, strict=True)
         }
         # Deferred steps hold them here, not with each job: the guard counts what refers to one.
         before = self._held[0]
-        pending = self._pending_after(storages, at_once)
+        pending = self._pending_after(keys, at_once)
         still = {key: old for key, old in before.items() if key in pending}
         held = _Storages() if at_once is None else _Storages({**still, **storages})
         owners_of_weights = [old for key, old in before.items() if old is not held.get(key)]
@@ -342,14 +342,14 @@ class Engine:
             keys_at_once = set(map(id, at_once))
             deferral = {
                 "deferred": self._deferred.predicted_updates,
-                "at_once": [key in keys_at_once for key in storages],
+                "at_once": [key in keys_at_once for key in keys],
             }
         if self.selector is not None and grads is not None:
             deferral["grads"] = [local(grads[update.param]).data_ptr() for update, _ in stepped]
             deferral["selected"] = selected
         submit = partial(
             self._core.submit,
-            [self._indices[key] for key in storages],
+            [self._indices[key] for key in keys],
             [bound.tensor for _, bound in stepped if bound.tensor is not None],
             weights=[weight.data_ptr() for weight in weights],
             steps=[update.step for update, _ in stepped],

@@ -62,8 +62,7 @@ class Gradients:
     def __init__(self, accumulation_steps: int | None) -> None:
         self._accumulation_steps = accumulation_steps or 1
         self._is_last = True
-        # By the parameter's id: the hash of a tensor is a function in Python, and autograd's thread
-        # launches the backward.
+        # By the parameter's id (`twins`). They are forgotten before its twin is.
         self._backwards: dict[int, int] = {}
         self._waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._waiting_stream = 0
@@ -239,7 +238,8 @@ def piece_of(grad: torch.Tensor) -> torch.Tensor:
 class OnGrad(Generic[_Owner]):
     """A hook that calls a method with the parameter whose gradient has been accumulated.
 
-    It does so as long as the method's object lives. (A call of a `WeakMethod` takes longer.)
+    It does so as long as the method's object lives. It holds object and method apart: a call of a
+    `WeakMethod` takes as long as the rest of it.
     """
 
     def __init__(self, owner: _Owner, method: Callable[[_Owner, torch.Tensor], None]) -> None:
@@ -269,7 +269,8 @@ def lies_as(tensor: torch.Tensor, twin: Twin, device: torch.device) -> bool:
 
     It is in one run, and its memory was not freed under it. False of what is not plain.
     """
-    # `is_run` and `has_memory` in one: a step asks this twice of each parameter.
+    # What `is_run` and `has_memory` ask, in one: a step asks this twice of each parameter. With the
+    # twin's dtype and shape it has the twin's bytes.
     return (
         type(tensor) in PLAIN
         and tensor.layout == torch.strided

@@ -403,7 +403,12 @@ class HostSide:
     def reread(
         self, stale: Sequence[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
     ) -> None:
-        """Copies to the host parameters that other code may have written on the device."""
+        """Copies parameters to the host that other code may have written on the device.
+
+        Args:
+            stale: of those that are stepped, what `Twins.stale` has found.
+            states: the states of parameters.
+        """
         if stale:
             _LOGGER.debug(
                 "%d parameters may have been written since the last step, and are read again",

@@ -198,7 +198,7 @@ class OffloadAdamW(OffloadStep):
             if accumulate == "host"
             else DeviceCollector(self._host, accumulation_steps)
         )
-        # What removes the hooks of a parameter, by its id.
+        # What removes the hooks of a parameter, by its id. Its twin holds it.
         self._hooked: dict[int, weakref.finalize[Any, OffloadAdamW]] = {}
         self._background = Background(
             self._host,
@@ -266,12 +266,14 @@ class OffloadAdamW(OffloadStep):
         if params := [param for param in self._twins if param not in living]:
             # It has pinned the memory.
             self._background.close()
+            # Before the twins, which hold the parameters whose ids these are: Ctrl-C may come.
+            for param in params:
+                if remove_hooks := self._hooked.pop(id(param), None):
+                    remove_hooks()
             self._host.let_go(params, self._states)
             self._collector.let_go(params)
             for param in params:
                 self._bound.pop(param, None)
-                if remove_hooks := self._hooked.pop(id(param), None):
-                    remove_hooks()
         if self._sharding is not None:
             # Of frozen ones too, which have no twin. State that is left is of these rows: one that
             # comes back goes on with it.

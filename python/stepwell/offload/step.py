@@ -276,7 +276,7 @@ class OffloadStep(OffloadStateDicts):
     ) -> None:
         """Scores channels of which some may be selected; the norm that comes next is waited for.
 
-        Before parameters that were written are read again.
+        Called before `reread`, behind which weights that were written differ from none of the host.
 
         Args:
             params: the parameters of the step.

@@ -86,7 +86,8 @@ class Twins:
     ) -> None:
         self._shares = shares
         self._align_bytes = mmap.PAGESIZE if is_paged else _ALIGN_BYTES
-        # By the parameter's id: the hash of a tensor is a function in Python.
+        # By the parameter's id, as what the step, the gate and hooks have: the hash of a tensor is
+        # a function in Python. While a parameter has a twin, that holds it, and its id is its own.
         self._twins: dict[int, Twin] = {}
         self._num_buffers = 2 if have_gradients else 1
 
