@@ -218,10 +218,8 @@ def test_updates_are_deferred_where_layers_are_compiled(compiler, how, fraction)
     assert all(torch.equal(one, expected[name]) for name, one in params.items())
 
 
-@pytest.mark.parametrize("when", ["before the step", "after a forward without gradients"])
-@pytest.mark.parametrize("how", ["in place", "wrapped", "whole"])
-def test_an_evaluation_of_a_part_has_all_updates(compiler, how, when):
-    """The part is called by itself, and not compiled."""
+def trained_with_a_part(how):
+    """What is called, a part of it that is not compiled, and its optimizer with updates pending."""
     model = call = layers(how)
     if how == "whole":
         call = torch.compile(model, backend="aot_eager")
@@ -232,11 +230,18 @@ def test_an_evaluation_of_a_part_has_all_updates(compiler, how, when):
     for step in range(7):
         train_step(call, optimizer, step)
     assert optimizer._engine.has_pending()
+    return call, part, optimizer
+
+
+@pytest.mark.parametrize("when", ["before the step", "after a forward"])
+@pytest.mark.parametrize("how", ["in place", "wrapped", "whole"])
+def test_an_evaluation_of_a_part_has_all_updates(compiler, how, when):
+    """The part is called by itself, and not compiled."""
+    call, part, optimizer = trained_with_a_part(how)
+    loss = call(batch(7, width=WIDTH)).sum()
     if when == "before the step":
-        call(batch(7, width=WIDTH)).sum().backward()
+        loss.backward()
     with torch.no_grad():
-        if when != "before the step":
-            call(batch(7, width=WIDTH))
         found = part.eval()(batch(8, width=WIDTH))
         optimizer.drain()
         assert torch.equal(part(batch(8, width=WIDTH)), found)
@@ -245,16 +250,7 @@ def test_an_evaluation_of_a_part_has_all_updates(compiler, how, when):
 @pytest.mark.parametrize("how", ["in place", "wrapped", "whole"])
 @pytest.mark.parametrize("called", ["all of it", "a part"])
 def test_an_evaluation_in_training_mode_has_all_updates(compiler, how, called):
-    model = call = layers(how)
-    if how == "whole":
-        call = torch.compile(model, backend="aot_eager")
-    part = {"in place": model[0].linear, "whole": model}.get(how) or model[0]._orig_mod
-    optimizer = stepwell.OffloadAdamW(
-        model.parameters(), lr=1e-2, threads=1, deferred=stepwell.Deferred(interval=3)
-    )
-    for step in range(7):
-        train_step(call, optimizer, step)
-    assert optimizer._engine.has_pending()
+    call, part, optimizer = trained_with_a_part(how)
     evaluated = call if called == "all of it" else part
     with torch.no_grad():
         found = evaluated(batch(8, width=WIDTH))

@@ -126,23 +126,25 @@ impl Step {
         black_box(Self::derive(&black_box(*hyper), count))
     }
 
+    /// The scalars in the order in which `channels.ptx` takes them.
+    pub(crate) fn scalars(&self) -> [f32; 10] {
+        [
+            self.grad_scale,
+            self.weight_keep,
+            self.l2,
+            self.beta1,
+            self.one_minus_beta1,
+            self.beta2,
+            self.one_minus_beta2,
+            -self.step_size,
+            self.denom_scale,
+            self.eps,
+        ]
+    }
+
     /// Whether both step every element to the same bits: zeros of the other sign are other scalars.
     pub(crate) fn steps_alike(&self, other: &Self) -> bool {
-        let bits = |step: &Self| {
-            let scalars = [
-                step.grad_scale,
-                step.weight_keep,
-                step.l2,
-                step.beta1,
-                step.one_minus_beta1,
-                step.beta2,
-                step.one_minus_beta2,
-                step.step_size,
-                step.denom_scale,
-                step.eps,
-            ];
-            (step.has_l2, scalars.map(f32::to_bits))
-        };
+        let bits = |step: &Self| (step.has_l2, step.scalars().map(f32::to_bits));
         bits(self) == bits(other)
     }
 

@@ -440,18 +440,7 @@ unsafe impl Device for CudaDevice {
         let kernels = self.kernels()?;
         let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
         let mut has_l2 = u32::from(step.has_l2);
-        let mut scalars = [
-            step.grad_scale,
-            step.weight_keep,
-            step.l2,
-            step.beta1,
-            step.one_minus_beta1,
-            step.beta2,
-            step.one_minus_beta2,
-            -step.step_size,
-            step.denom_scale,
-            step.eps,
-        ];
+        let mut scalars = step.scalars();
         for blocks in blocks.chunks(BLOCKS_PER_LAUNCH) {
             let mut table = [Block::default(); BLOCKS_PER_LAUNCH];
             for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
