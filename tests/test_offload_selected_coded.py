@@ -74,7 +74,7 @@ def test_coded_parameters_may_get_no_gradient_any_more(
         for each in (selected, unselected):
             step_with(*each, step, has_grad)
     assert optimizer._engine is not None
-    left = [param for param in model.parameters() if param not in optimizer._engine.pending_params]
+    left = [param for param in model.parameters() if not optimizer._engine.is_pending(param)]
     assert 0 < len(left) < len(list(model.parameters()))
     weights = {param: param.detach().clone() for param in left}
     assert_same(selected, unselected)

@@ -199,17 +199,18 @@ class Engine:
         return self._held[0]
 
     @property
-    def pending_params(self) -> Collection[torch.Tensor]:
+    def pending_params(self) -> list[torch.Tensor]:
         """The parameters of which the device may lack an update, or have a predicted weight.
 
         Deferred steps have stepped them, and no exact step has followed. Those that get no gradient
         any more have their own weight after `2 * interval + 1` deferred steps.
         """
-        return dict.fromkeys(self._of(self._pending)).keys()
+        return self._of(self._pending)
 
     def pending_besides(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `pending_params` that are not among `params`."""
-        return self._of(self._pending.keys() - map(id, params))
+        known = set(map(id, params))
+        return self._of(key for key in self._pending if key not in known)
 
     def _of(self, keys: Iterable[int]) -> list[torch.Tensor]:
         return [self._params[self._indices[key]] for key in keys]
@@ -429,7 +430,7 @@ class Engine:
             return
         self._wait_for_submit_stream()
         self.finish()
-        params = list(self.pending_params)
+        params = self.pending_params
         with as_plain(params), torch.no_grad():
             written = self._twins.stale(params)
             foreign = set(written)

@@ -281,11 +281,11 @@ class Twins:
         """
         for param in params:
             twin = self._twins[id(param)]
-            version = twin.version = _version(param)
+            version = _version(param)
             if twin.storage is None or twin.storage.cdata != version[2]:
                 # torch has no types for it.
                 twin.storage = StorageWeakRef(local(param).untyped_storage())  # type: ignore[no-untyped-call]
-            twin.is_marked_stale = False
+            twin.version, twin.is_marked_stale = version, False
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
