@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delay_model import SIZES, Task
 from delay_simulation import Delay, Hyper
@@ -24,7 +24,17 @@ from delay_simulation import Delay, Hyper
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-__all__ = ["SELECTED", "Case", "describe", "left_of", "lr_name", "name_of", "plan", "share_of"]
+__all__ = [
+    "SELECTED",
+    "Case",
+    "describe",
+    "key_in",
+    "left_of",
+    "lr_name",
+    "name_of",
+    "plan",
+    "share_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +65,7 @@ class Case:
     @property
     def key(self) -> str:
         """What tells its line from those of other runs."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return key_in(dataclasses.asdict(self))
 
     def lrs(self) -> list[float]:
         """The learning rate of each step."""
@@ -74,6 +84,11 @@ class Case:
         if self.task == "tune":
             return Hyper()
         return Hyper(betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def key_in(case: dict[str, Any]) -> str:
+    """The key of a case, as a line has it."""
+    return json.dumps(case, sort_keys=True)
 
 
 # ---- the plan ----

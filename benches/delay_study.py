@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from delay_cases import SELECTED, Case, left_of, name_of, plan, share_of
+from delay_cases import SELECTED, Case, key_in, left_of, name_of, plan, share_of
 from delay_model import SIZES, Llama, Task, Text, batches, read_texts
 from delay_simulation import Simulation
 
@@ -216,7 +216,7 @@ def follow(trainer: Trains, case: Case, text: Text) -> Generator[None, None, End
 def done_in(path: Path) -> set[str]:
     """The keys of the runs that have their lines in a file, which may not be there."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return {json.dumps(json.loads(line)["case"], sort_keys=True) for line in lines}
+    return {key_in(json.loads(line)["case"]) for line in lines}
 
 
 class Runner:

@@ -237,19 +237,17 @@ class Engine:
         piece = self._twins.piece
         pairs = [(param, piece(param, grad)) for param, grad in zip(params, grads, strict=True)]
         pairs = [(param, grad) for param, grad in pairs if grad.numel()]
+        indices = [self._indices[id(param)] for param, _ in pairs]
+        sources = [grad.data_ptr() for _, grad in pairs]
+        owners = [grad.untyped_storage() for _, grad in pairs]
         if self._deferred is not None:
-            self._core.take_deferred(
-                [self._indices[id(param)] for param, _ in pairs],
-                [grad.data_ptr() for _, grad in pairs],
-                source_owners=[grad.untyped_storage() for _, grad in pairs],
-                stream=self._stream(),
-            )
+            self._core.take_deferred(indices, sources, source_owners=owners, stream=self._stream())
             return
         self._core.take(
-            [self._indices[id(param)] for param, _ in pairs],
-            [grad.data_ptr() for _, grad in pairs],
+            indices,
+            sources,
             [self._twins[param].grad_view for param, _ in pairs],
-            source_owners=[grad.untyped_storage() for _, grad in pairs],
+            source_owners=owners,
             target_owners=self._buffers,
             stream=self._stream(),
         )

@@ -118,11 +118,10 @@ class Gradients:
         if piece is not grad:
             memory = piece.untyped_storage().data_ptr()
         batch: list[tuple[torch.Tensor, torch.Tensor]] = []
-        if self._waiting_nbytes >= BATCH_BYTES:
-            is_of_group = memory is not None and memory == self._waiting_memory
-            if not is_of_group:
-                batch = list(self._waiting.values())
-                self._waiting, self._waiting_nbytes = {}, 0
+        is_of_group = memory is not None and memory == self._waiting_memory
+        if self._waiting_nbytes >= BATCH_BYTES and not is_of_group:
+            batch = list(self._waiting.values())
+            self._waiting, self._waiting_nbytes = {}, 0
         self._waiting_memory = memory
         key = id(param)
         if key not in self._waiting:

@@ -283,8 +283,9 @@ class Twins:
             twin = self._twins[id(param)]
             version = _version(param)
             if twin.storage is None or twin.storage.cdata != version[2]:
+                storage = local(param).untyped_storage()
                 # torch has no types for it.
-                twin.storage = StorageWeakRef(local(param).untyped_storage())  # type: ignore[no-untyped-call]
+                twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             twin.version, twin.is_marked_stale = version, False
 
 
