@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "grant_channels", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "grant_channels", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -150,6 +150,50 @@ class Buffer:
     def nbytes(self, /) -> int:
         """
         Bytes asked for.
+        """
+
+@final
+class DeviceSteps:
+    """
+    Steps Adam on a device, over parameters whose state is there.
+
+    The state of a parameter is one piece of memory: master, `exp_avg` and `exp_avg_sq`, as many
+    fp32 as it has elements each, and a 32-bit 0 behind them. A weight that its master is not
+    rounded to becomes the master first: the program has written it. Bits are those of a step in
+    host memory with fp32 moments, but for the payload of a NaN. A step reads and writes 12 bytes of
+    state per parameter, its weight, and reads its gradient.
+
+    Args:
+        device: "cuda:N", or "cpu": then the calling thread steps.
+
+    Raises:
+        ValueError: for another device.
+        OSError: where there is no such device, or its driver does not compile the kernel.
+    """
+    def __new__(cls, /, device: str) -> DeviceSteps: ...
+    @staticmethod
+    def state_nbytes(numel: int) -> int | None:
+        """
+        Bytes of the state of a parameter with so many elements; None: it has too many.
+        """
+    def step(self, /, weights: Sequence[int], grads: Sequence[int], states: Sequence[int], *, numels: Sequence[int], dtypes: Sequence[str], steps: Sequence[int], hypers: Sequence[Hyper], stream: int = 0) -> None:
+        """
+        Steps each parameter once, in the order of `stream`.
+
+        Args:
+            weights: addresses of the parameters on the device, each contiguous.
+            grads: of their gradients, likewise, of the same dtypes.
+            states: of their state, multiples of 4. All memory stays as it is until the stream is
+                beyond the step, and none is named twice.
+            numels: elements of each.
+            dtypes: of each.
+            steps: which update of each it is, from 1.
+            hypers: the options of each.
+            stream: a stream of the device.
+
+        Raises:
+            ValueError: with nothing stepped, for lists of other lengths, or what they cannot have.
+            OSError: where the device has failed.
         """
 
 @final
@@ -369,6 +413,7 @@ class OffloadEngine:
         threads: workers that step; if None, one per allowed physical core but one, which launches
             work meanwhile; but one and an eighth where ranks share the host. Of deferred steps they
             have a nice value of 10.
+        threads_share: if `threads` is None, which share of these there are, rounded up.
         generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
             those of a step while the one before is stepped, into other memory.
         interval: for steps that are deferred, every how many of them a segment has its turn: 1 to
@@ -390,7 +435,7 @@ class OffloadEngine:
         ValueError: for another device, or a bad number of threads or generations.
         OSError: where there is no such device.
     """
-    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, budget_bytes: int | None = None, selection: tuple[int, Any] | None = None, staging: Buffer | None = None, swap: Swap | None = None, swapped: Sequence[int | None] | None = None) -> OffloadEngine: ...
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, threads_share: float = 1.0, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, budget_bytes: int | None = None, selection: tuple[int, Any] | None = None, staging: Buffer | None = None, swap: Swap | None = None, swapped: Sequence[int | None] | None = None) -> OffloadEngine: ...
     @property
     def busy(self, /) -> bool:
         """

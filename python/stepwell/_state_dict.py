@@ -165,21 +165,28 @@ class StateDicts(Optimizer):
         for index, (param, seed) in enumerate(params):
             source = _unshielded(loaded.get(param, {}))
             if source:
-                source = self._own_state(param, source, labels[param])
-                host_side = self._host_side(param)
-                if param.requires_grad:
-                    # A frozen one may be anywhere, and of any dtype.
-                    check_param(host_side, labels[param])
-                converted[param] = _state.convert(
-                    host_side,
-                    source,
-                    self._moments,
-                    key=_state.key_of(seed, index, param),
-                    first=self._first_element(param),
-                    current=self.state.get(param, {}),
-                    label=labels[param],
-                )
+                key = _state.key_of(seed, index, param)
+                converted[param] = self._converted(param, source, key, labels[param])
         return converted
+
+    def _converted(
+        self, param: torch.Tensor, loaded: _state.State, key: int, label: str
+    ) -> _state.State:
+        """Loaded state of a parameter in this optimizer's form; `key` decorrelates its rounding."""
+        source = self._own_state(param, loaded, label)
+        host_side = self._host_side(param)
+        if param.requires_grad:
+            # A frozen one may be anywhere, and of any dtype.
+            check_param(host_side, label)
+        return _state.convert(
+            host_side,
+            source,
+            self._moments,
+            key=key,
+            first=self._first_element(param),
+            current=self.state.get(param, {}),
+            label=label,
+        )
 
 
 class _Shielded:

@@ -21,7 +21,7 @@ from stepwell._tensors import Written, check_param, ordinary_tensors
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT
@@ -432,13 +432,13 @@ class Adam(StateDicts):
             hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)
         ]
         states, bound, moments = self.state, self._bound, self._moments
-        is_fixed = self._has_own_host_sides
+        is_fixed, apart = self._has_own_host_sides, self._stepped_apart
         ordinal = -1
         for hyper, group in zip(hypers, self.param_groups, strict=True):
             for param in group["params"]:
                 ordinal += 1
                 grad = param.grad
-                if grad is None:
+                if grad is None or id(param) in apart:
                     continue
                 state = states.get(param) or None
                 last = bound.get(param)
@@ -488,6 +488,9 @@ class Adam(StateDicts):
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step: `param` itself."""
         return param
+
+    _stepped_apart: Container[int] = frozenset()
+    """The ids of parameters that are not stepped in host memory."""
 
     _has_own_host_sides = False
     """Whether `_host_tensors` are the optimizer's, so that no program moves them."""

@@ -220,6 +220,30 @@ impl<P: Master> Kernel for Weights<'_, P> {
     }
 }
 
+/// Masters become the weights that they are not rounded to.
+struct Follow<'a, P: Master> {
+    masters: Cursor<'a, f32>,
+    weights: Source<'a, P::Weight>,
+}
+
+impl<P: Master> Kernel for Follow<'_, P> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, simd: S) {
+        for at in (0..self.masters.len()).step_by(LANES) {
+            let count = (self.masters.len() - at).min(LANES);
+            let master = self.masters.load(simd, at, count);
+            let weight = self.weights.load(simd, at, count);
+            let [rounded] = P::weights::<S, 1>(simd, [simd.of_bits(master)]);
+            let written = simd.bits(P::Weight::widen(simd, weight));
+            let is_other = [simd.gt_u(weight, rounded), simd.gt_u(rounded, weight)];
+            let kept = simd.select(is_other[0], written, master);
+            self.masters.store(simd, at, count, simd.select(is_other[1], written, kept));
+        }
+    }
+}
+
 /// Steps selected channels with the gradient of their block, and writes the block's weights of
 /// them. `grad` and `weight` are the block's.
 ///
@@ -267,10 +291,7 @@ unsafe fn update_all<G: Element>(
                 Places::Run(begin) => grad.slice::<G>(begin..begin + len),
                 Places::Picked(row, columns) => {
                     let row = grad.slice::<G>(row..row + shape.row_len);
-                    for (to, &column) in gathered.iter_mut().zip(columns) {
-                        *to = row[column as usize];
-                    }
-                    &gathered[..len]
+                    pick(row, columns, &mut gathered)
                 }
             };
             let master = Plain(Cursor::in_place(state.master.slice_mut::<f32>(range.clone())));
@@ -339,6 +360,64 @@ unsafe fn weights_of<P: Master>(
             }
         }
     });
+}
+
+/// Takes a weight that a master is not rounded to for the master: the program has written it.
+///
+/// # Safety
+/// As [`step`].
+///
+/// # Panics
+/// As [`step`].
+pub unsafe fn follow_weights(
+    isa: Isa,
+    channels: (&Shape, &[u32]),
+    kind: WeightKind,
+    master: View,
+    weight: View,
+) {
+    // SAFETY: passed on from the caller.
+    unsafe {
+        match kind {
+            WeightKind::Float32 => follow::<Plain<'_, f32>>(isa, channels, master, weight),
+            WeightKind::Split => follow::<Split<'_>>(isa, channels, master, weight),
+            WeightKind::Float16 => follow::<Plain<'_, F16>>(isa, channels, master, weight),
+            WeightKind::BFloat16 => follow::<Plain<'_, Bf16>>(isa, channels, master, weight),
+        }
+    }
+}
+
+/// # Safety
+/// As [`step`].
+unsafe fn follow<P: Master>(
+    isa: Isa,
+    (shape, indices): (&Shape, &[u32]),
+    master: View,
+    weight: View,
+) {
+    let mut gathered = [P::Weight::default(); PIECE];
+    shape.pieces(indices, |at, len, places| {
+        // SAFETY: the caller vouches for the memory; pieces are disjoint, and within the views.
+        unsafe {
+            let weights = match places {
+                Places::Run(begin) => weight.slice::<P::Weight>(begin..begin + len),
+                Places::Picked(row, columns) => {
+                    let row = weight.slice::<P::Weight>(row..row + shape.row_len);
+                    pick(row, columns, &mut gathered)
+                }
+            };
+            let masters = Cursor::in_place(master.slice_mut::<f32>(at..at + len));
+            isa.run(Follow::<P> { masters, weights: Source::new(weights) });
+        }
+    });
+}
+
+/// The elements of a row that are in these columns.
+fn pick<'a, T: Copy>(row: &[T], columns: &[u32], to: &'a mut [T; PIECE]) -> &'a [T] {
+    for (to, &column) in to.iter_mut().zip(columns) {
+        *to = row[column as usize];
+    }
+    &to[..columns.len()]
 }
 
 /// Reads the state of selected channels from that of `tensor`, whose element `first` their block

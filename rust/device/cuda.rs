@@ -167,8 +167,7 @@ struct Block {
     grad: u64,
     state: u64,
     shape: [u32; 5],
-    /// Whole words: the next one begins with an address.
-    padding: u32,
+    follows_weight: u32,
 }
 
 /// What both kernels take of the shape: elements, those of a part of one row, those of a row, the
@@ -449,7 +448,7 @@ unsafe impl Device for CudaDevice {
                     grad,
                     state: channels.state,
                     shape: shape_params(&channels),
-                    padding: 0,
+                    follows_weight: u32::from(channels.follows_weight),
                 };
             }
             let mut params = [std::ptr::null_mut(); 12];

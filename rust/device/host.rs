@@ -125,6 +125,9 @@ unsafe impl Device for HostDevice {
             unsafe {
                 let indices = indices_in(&indices);
                 let of = (&channels.shape, indices.as_slice());
+                if channels.follows_weight {
+                    selected::follow_weights(isa, of, channels.kind, state.master, weight);
+                }
                 selected::step(isa, step, of, channels.kind, grad, &state, weight);
             }
         }
@@ -186,7 +189,7 @@ struct Opened {
 
 impl Opened {
     fn new(channels: &Channels) -> Result<Self> {
-        let Channels { shape, kind, weight, state } = channels;
+        let Channels { shape, kind, weight, state, .. } = channels;
         let memory = View::new(*state as usize, Dtype::Uint8, shape.nbytes())?;
         let (state, indices) = ChannelState::within(memory, shape);
         let weight = View::new(*weight as usize, kind.dtype(), shape.block_len())?;

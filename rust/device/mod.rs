@@ -92,6 +92,25 @@ pub struct Channels {
     /// Address of their state and, behind it, their indices, ascending
     /// ([`crate::adam::selected::ChannelState::within`]).
     pub state: u64,
+    /// Whether a weight that a master is not rounded to becomes the master, before it is stepped:
+    /// where nothing but steps and the program writes weights.
+    pub follows_weight: bool,
+}
+
+/// Blocks with their gradients, by the step that they take: of equal scalars, so that one launch
+/// can take them.
+#[must_use]
+pub fn by_step(
+    blocks: impl Iterator<Item = (Step, (Channels, u64))>,
+) -> Vec<(Step, Vec<(Channels, u64)>)> {
+    let mut found: Vec<(Step, Vec<(Channels, u64)>)> = Vec::new();
+    for (step, block) in blocks {
+        match found.iter_mut().find(|(known, _)| known.steps_alike(&step)) {
+            Some((_, blocks)) => blocks.push(block),
+            None => found.push((step, vec![block])),
+        }
+    }
+    found
 }
 
 /// What [`crate::offload`] needs of a device. Every method may be called from any thread that is

@@ -58,7 +58,7 @@ use crate::{
         selected::{ChannelState, Shape, WeightKind, keeps_bits, read},
         tensor::AdamTensor,
     },
-    device::{Channels, Device, Lane, Stream},
+    device::{Channels, Device, Lane, Stream, by_step},
     error::{Error, Result},
     host::pool::Pool,
     simd::isa::Isa,
@@ -291,6 +291,8 @@ impl Selected {
             kind,
             weight: weight + (one.first * kind.dtype().size()) as u64,
             state: self.device + place.offset as u64,
+            // Uploads write weights too: predicted ones, for one.
+            follows_weight: false,
         }))
     }
 
@@ -320,21 +322,17 @@ impl Selected {
         stream: Stream,
     ) -> Result<()> {
         let mut state = self.state();
-        // Those of one count and of equal groups have the same scalars.
-        let mut by_step: Vec<(Step, Vec<(Channels, u64)>)> = Vec::new();
+        let mut stepped = Vec::new();
         for (update, &grad) in updates.iter().zip(work.grads) {
             let step = Step::new(&update.hyper, update.count);
             for segment in segments.of(update.index) {
                 let Some(channels) = self.channels(&state, update, segment)? else { continue };
                 let begin = self.plans.of_segments[segment].map_or(0, |one| one.first);
                 let block = (channels, grad + (begin * channels.kind.dtype().size()) as u64);
-                match by_step.iter_mut().find(|(known, _)| known.steps_alike(&step)) {
-                    Some((_, blocks)) => blocks.push(block),
-                    None => by_step.push((step, vec![block])),
-                }
+                stepped.push((step, block));
             }
         }
-        for (step, blocks) in &by_step {
+        for (step, blocks) in &by_step(stepped.into_iter()) {
             // SAFETY: passed on from the caller; the state is this engine's, and nothing else is
             // under way with it: the stream comes after all uploads of the job before. Weights of
             // different segments are apart, which the caller vouches for, and so are their places.

@@ -1,6 +1,7 @@
 //! `stepwell._core`: the extension module. Every file here is thin: extract, detach, call, convert.
 
 mod adam;
+mod device_steps;
 mod errors;
 mod files;
 mod host;
@@ -21,6 +22,8 @@ mod _core {
         PyAdamTensor, PyGradStats, PyHyper, PyStatePart, adam_rollback, adam_step, grad_stats,
         master_parts, moments_codecs, moments_parts, read_state, take_fingerprints, write_state,
     };
+    #[pymodule_export]
+    use super::device_steps::PyDeviceSteps;
     #[pymodule_export]
     use super::files::PyFiles;
     #[pymodule_export]

@@ -46,6 +46,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     threads: workers that step; if None, one per allowed physical core but one, which launches
 ///         work meanwhile; but one and an eighth where ranks share the host. Of deferred steps they
 ///         have a nice value of 10.
+///     threads_share: if `threads` is None, which share of these there are, rounded up.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
 ///     interval: for steps that are deferred, every how many of them a segment has its turn: 1 to
@@ -154,7 +155,7 @@ const BACKGROUND_NICE: i32 = 10;
 impl PyOffloadEngine {
     #[new]
     #[pyo3(signature = (
-        device, numels, *, threads=None, generations=1, interval=None, dtypes=None, gradients=None,
+        device, numels, *, threads=None, threads_share=1.0, generations=1, interval=None, dtypes=None, gradients=None,
         predicted=None, row_lens=None, fraction=0.0, budget_bytes=None, selection=None,
         staging=None, swap=None, swapped=None
     ))]
@@ -164,6 +165,7 @@ impl PyOffloadEngine {
         device: &str,
         numels: Vec<usize>,
         threads: Option<usize>,
+        threads_share: f64,
         generations: usize,
         interval: Option<usize>,
         dtypes: Option<Vec<String>>,
@@ -215,7 +217,10 @@ impl PyOffloadEngine {
         let engine = py.detach(|| {
             let threads = match threads {
                 Some(threads) => threads,
-                None => Pool::global()?.threads_beside_launches(),
+                None => {
+                    let all = Pool::global()?.threads_beside_launches();
+                    ((all as f64 * threads_share).ceil() as usize).clamp(1, all)
+                }
             };
             // In the background of a whole step workers meet the threads that launch it.
             let nice = if deferral.is_some() { BACKGROUND_NICE } else { 0 };

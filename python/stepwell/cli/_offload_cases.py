@@ -189,6 +189,7 @@ def _stepwell(
     durability: Durability | None = None,
     fraction: float = 0.0,
     commit_interval: int = 1,
+    resident: float = 0.0,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
         from stepwell.offload import Deferred, Volume
@@ -204,9 +205,11 @@ def _stepwell(
             host_bytes_max = twins.nbytes(model.parameters()) + _BUFFERS_BYTES
             if deferred is not None:
                 host_bytes_max += memory_of(Extents.of(model.parameters()), deferred).pinned
+        numel = sum(param.numel() for param in model.parameters())
         return stepwell_run(
             workload,
             model,
+            device_bytes_max=int(resident * numel * _RESIDENT_BYTES),
             moments=moments,
             gate=gate,
             accumulation_steps=workload.accumulation if announces_steps else None,
@@ -247,6 +250,7 @@ def stepwell_run(workload: Workload, model: torch.nn.Module, **options: Any) -> 
 
 
 _BUFFERS_BYTES = 256 << 20
+_RESIDENT_BYTES = 12  # of state per parameter that is stepped on the device
 BUCKET = int(2e8)
 _ON_CPU = {"device": "cpu", "pin_memory": True}
 ZERO_2 = {"stage": 2, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
@@ -423,6 +427,17 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell, deferred=2": _stepwell("fp32", interval=2),
     "stepwell, deferred=4": _stepwell("fp32", interval=4),
     "stepwell, deferred=4, fraction=0.1": _stepwell("fp32", interval=4, fraction=0.1),
+    "stepwell, resident=0.5": _stepwell("fp32", resident=0.5),
+    "stepwell, deferred=1, resident=0.5": _stepwell("fp32", interval=1, resident=0.5),
+    "stepwell, deferred=4, fraction=0.1, resident=0.3": _stepwell(
+        "fp32", interval=4, fraction=0.1, resident=0.3
+    ),
+    "stepwell, deferred=4, fraction=0.1, resident=0.5": _stepwell(
+        "fp32", interval=4, fraction=0.1, resident=0.5
+    ),
+    "stepwell q8, resident=0.5": _stepwell("q8", resident=0.5),
+    "stepwell q8, deferred=1, resident=0.5": _stepwell("q8", interval=1, resident=0.5),
+    "stepwell q8, deferred=2, resident=0.5": _stepwell("q8", interval=2, resident=0.5),
     "stepwell, deferred=auto": _stepwell("fp32", interval="auto"),
     "stepwell q8, deferred=1": _stepwell("q8", interval=1),
     "stepwell q8, deferred=2": _stepwell("q8", interval=2),

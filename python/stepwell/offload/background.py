@@ -97,6 +97,7 @@ class Background:
                     self._deferred,
                     swapped,
                     sums_on_host=self._collector.sums_on_host,
+                    threads_share=self._host.hosted_share,
                 )
             else:
                 engine = ranked = RankEngine(

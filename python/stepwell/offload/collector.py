@@ -28,6 +28,7 @@ from stepwell.offload.gradients import (
     Label,
     check_in_place,
     checked,
+    gradients_of,
     lies_as,
     may_change_after_backward,
     piece_of,
@@ -291,23 +292,7 @@ class DeviceCollector(Collector):
     def gradients(
         self, params: Sequence[torch.Tensor], idle_engine: IdleEngine, label: Label
     ) -> list[torch.Tensor]:
-        grads = []
-        twins, device = self._host.twins, self._host.device
-        for param in params:
-            twin, grad = twins.get(param), param.grad
-            # Most are as they should be. What is not plain is looked at by itself.
-            is_ready = (
-                twin is not None
-                and grad is not None
-                and lies_as(param, twin, device)
-                and lies_as(grad, twin, device)
-            )
-            if not is_ready:
-                check_in_place(param, twin, device, label)
-                grad = checked(param, label)
-            assert grad is not None
-            grads.append(grad)
-        return grads
+        return gradients_of(params, self._host.twins.get, self._host.device, label)
 
     @property
     @override

@@ -222,6 +222,7 @@ def deferred_core(
     deferred: Deferred,
     threads: int | None,
     tier: Mapping[str, Any] | None = None,
+    threads_share: float = 1.0,
 ) -> tuple[_core.OffloadEngine, int]:
     """An engine of the core whose steps may be deferred, with the memory for it.
 
@@ -232,6 +233,7 @@ def deferred_core(
         deferred: which updates are deferred.
         threads: workers that step; None: one per physical core of this process but one.
         tier: what has the state of some tensors, as the core is told it; None: nothing has.
+        threads_share: without `threads`, which share of the workers there are.
 
     Returns:
         It, and the bytes of device memory for the state of selected channels; 0: none is selected.
@@ -253,6 +255,7 @@ def deferred_core(
         name,
         extents.numels,
         threads=threads,
+        threads_share=threads_share,
         generations=2,
         interval=deferred.turns,
         dtypes=extents.dtypes,

@@ -101,6 +101,8 @@ class Engine:
             DTensors, steps learn the order from waits (`wait_order`).
         twins: their host sides, which are pinned, but for those whose state is on a volume.
         threads: workers that step; None: as `OffloadEngine` has it.
+        threads_share: which share of these step where updates are deferred: that of all parameters
+            which `params` are. The background takes as long as with all, and leaves cores.
         deferred: which updates are deferred; None: none is.
         swapped: the state that is on a volume; None: none is.
         sums_on_host: whether gradients of several backwards are summed in host memory. Then the
@@ -120,6 +122,7 @@ class Engine:
         swapped: Swapped | None = None,
         *,
         sums_on_host: bool = False,
+        threads_share: float = 1.0,
     ) -> None:
         self._device = device
         self._twins = twins
@@ -145,7 +148,13 @@ class Engine:
             )
         else:
             self._core, self.selected_bytes = deferred_core(
-                device, device_name(device), Extents.of(self._params), deferred, threads, tier
+                device,
+                device_name(device),
+                Extents.of(self._params),
+                deferred,
+                threads,
+                tier,
+                threads_share,
             )
             if self.selected_bytes:
                 segments = self._core.selectable()

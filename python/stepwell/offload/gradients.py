@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -25,14 +25,15 @@ from stepwell.offload.marker import GradMarker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from stepwell.offload.twins import Twin
 
 __all__ = [
     "Gradients",
+    "Known",
     "Label",
     "OnGrad",
     "check_in_place",
     "checked",
+    "gradients_of",
     "lies_as",
     "may_change_after_backward",
     "piece_of",
@@ -263,7 +264,58 @@ def may_change_after_backward() -> bool:
     )
 
 
-def lies_as(tensor: torch.Tensor, twin: Twin, device: torch.device) -> bool:
+class Known(Protocol):
+    """What a parameter was when it was added."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this rank's piece of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the same."""
+
+
+def gradients_of(
+    params: Iterable[torch.Tensor],
+    known: Callable[[torch.Tensor], Known | None],
+    device: torch.device,
+    label: Label,
+) -> list[torch.Tensor]:
+    """The gradients of `params`, which all have one, as they are stepped.
+
+    Args:
+        params: the parameters.
+        known: what each was when it was added; None: it never was.
+        device: where they are.
+        label: what errors call them.
+
+    Raises:
+        ValueError: one of them cannot be stepped.
+    """
+    grads = []
+    for param in params:
+        was, grad = known(param), param.grad
+        # Most are as they should be. What is not plain is looked at by itself.
+        is_ready = (
+            was is not None
+            and grad is not None
+            and lies_as(param, was, device)
+            and lies_as(grad, was, device)
+        )
+        if not is_ready:
+            check_in_place(param, was, device, label)
+            grad = checked(param, label)
+        assert grad is not None
+        grads.append(grad)
+    return grads
+
+
+def lies_as(tensor: torch.Tensor, twin: Known, device: torch.device) -> bool:
     """Whether a plain tensor on `device` is as the host side `twin`: a copy reads what it has.
 
     It is in one run, and its memory was not freed under it. False of what is not plain.
@@ -290,7 +342,7 @@ def lies_as(tensor: torch.Tensor, twin: Twin, device: torch.device) -> bool:
 
 
 def check_in_place(
-    param: torch.Tensor, twin: Twin | None, device: torch.device, label: Label
+    param: torch.Tensor, twin: Known | None, device: torch.device, label: Label
 ) -> None:
     """Raises ValueError if `param` is not what it was when it was added.
 

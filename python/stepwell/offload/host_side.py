@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.residents import Residents
     from stepwell.offload.shares import Shares
     from stepwell.offload.swapped import Swapped
 
@@ -47,12 +48,14 @@ class HostSide:
         deferred: which updates are deferred; None: none is.
         swapped: has the state that does not fit into host memory; None: all is there.
         shares: the rows of each parameter that this rank steps; None: all of what it has.
+        residents: parameters that have no host side.
     """
 
     def __init__(
         self,
         moments: str,
         bytes_max: int | None,
+        residents: Residents,
         deferred: Deferred | None = None,
         swapped: Swapped | None = None,
         shares: Shares | None = None,
@@ -61,6 +64,7 @@ class HostSide:
         self.twins = Twins(
             have_gradients=deferred is None, shares=shares, is_paged=swapped is not None
         )
+        self._residents = residents
         self._deferred = deferred
         self.device = torch.device("cpu")
         """Where the parameters are."""
@@ -90,7 +94,7 @@ class HostSide:
         for param in params:
             check_param(param, labels[param], on_device=True)
         # Refuses tensors that share memory.
-        known = [param for param in self.twins if param in labels]
+        known = [param for param in (*self.twins, *self._residents) if param in labels]
         Written((labels[param], local(param)) for param in [*known, *params])
         device = self._device_with(params)
         for param in params:
@@ -100,8 +104,15 @@ class HostSide:
                     "expected one device. hint: an optimizer for each device"
                 )
 
+    @property
+    def hosted_share(self) -> float:
+        """Which share of all elements has a host side."""
+        numel = sum(local(param).numel() for param in self.twins)
+        return numel / max(numel + self._residents.numel, 1)
+
     def _device_with(self, params: Sequence[torch.Tensor]) -> torch.device:
-        return local(params[0]).device if params and not len(self.twins) else self.device
+        is_first = not len(self.twins) and not len(self._residents)
+        return local(params[0]).device if params and is_first else self.device
 
     def announce(
         self,

@@ -20,6 +20,7 @@ from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.module_tree import remove
 from stepwell.offload.options import Accumulate, GateMode, check_options
+from stepwell.offload.residents import Residents
 from stepwell.offload.sharding import Shard, Sharding, awaited, open_sharding
 from stepwell.offload.step import OffloadStep
 from stepwell.offload.swapped import Swapped
@@ -109,6 +110,12 @@ class OffloadAdamW(OffloadStep):
         threads: workers that step; None: one per physical core of this process, but one, which
             launches work on the device; but one and an eighth where ranks share the host.
         host_bytes_max: the most host memory that may be taken; None: what is free.
+        device_bytes_max: the most device memory that state may take, 12 bytes per parameter, from
+            the first step on. The first parameters whose state fits are stepped on the device, in
+            fp32 whatever `moments` is, and take no host memory. No step waits for them, and none of
+            their updates is deferred. Bits are those of steps in host memory with fp32 moments, and
+            state dicts are alike. Not with `shard`, `accumulate="host"`, a volume that commits, or
+            DTensor parameters.
         deferred: which updates are applied later, in the background of the steps to come, so that
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
@@ -162,6 +169,7 @@ class OffloadAdamW(OffloadStep):
         seed: int = 0,
         threads: int | None = None,
         host_bytes_max: int | None = None,
+        device_bytes_max: int = 0,
         deferred: Deferred | None = None,
         tier: Volume | None = None,
         shard: Shard = False,
@@ -174,6 +182,8 @@ class OffloadAdamW(OffloadStep):
             accumulation_steps=accumulation_steps,
             deferred=deferred,
             tier=tier,
+            device_bytes_max=device_bytes_max,
+            is_sharded=shard is not False,
         )
         self._sharding: Sharding | None = open_sharding(
             shard,
@@ -190,7 +200,9 @@ class OffloadAdamW(OffloadStep):
         self._stepping_on = None
         swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
         shares = None if self._sharding is None else self._sharding.shares
-        self._host = HostSide(moments, host_bytes_max, deferred, swapped, shares)
+        self._residents = Residents(device_bytes_max)
+        self._stepped_apart = self._residents.ids
+        self._host = HostSide(moments, host_bytes_max, self._residents, deferred, swapped, shares)
         self._swapping = [[]]
         self._twins = self._host.twins
         self._collector: Collector = (
@@ -238,11 +250,15 @@ class OffloadAdamW(OffloadStep):
 
     def _admit(self, params: list[torch.Tensor]) -> None:
         self._let_go()
-        new = [param for param in params if param.requires_grad and param not in self._twins]
+        new = [param for param in params if param.requires_grad and not self._is_known(param)]
         if new:
             with self._host.awaited(new):
                 self._admit_new(new)
         self._hook()
+
+    def _is_known(self, param: torch.Tensor) -> bool:
+        """Whether it was admitted."""
+        return param in self._twins or param in self._residents
 
     def _admit_new(self, new: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
@@ -250,6 +266,18 @@ class OffloadAdamW(OffloadStep):
         self._collector.check(new, labels)
         if self._sharding is not None:
             self._sharding.admit(new, labels)
+        residents = self._residents.choose(new, labels)
+        self._residents.add(residents)
+        try:
+            self._admit_to_host([param for param in new if param not in self._residents])
+        except BaseException:
+            self._residents.remove(residents)
+            raise
+        self._host.device = local(new[0]).device
+
+    def _admit_to_host(self, new: list[torch.Tensor]) -> None:
+        if not new:
+            return
         has_engine = self._engine is not None
         with self._host.announce(new, self._states, has_engine=has_engine):
             # It is made for a fixed list of parameters.
@@ -263,6 +291,7 @@ class OffloadAdamW(OffloadStep):
         All but their state, as in torch's optimizers.
         """
         living = {param for group in self.param_groups for param in group["params"]}
+        self._residents.remove([param for param in self._residents if param not in living])
         if params := [param for param in self._twins if param not in living]:
             # It has pinned the memory.
             self._background.close()

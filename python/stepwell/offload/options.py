@@ -20,6 +20,8 @@ def check_options(
     accumulation_steps: int | None,
     deferred: Deferred | None,
     tier: Volume | None,
+    device_bytes_max: int,
+    is_sharded: bool,
 ) -> None:
     """Raises ValueError for options that are not what `OffloadAdamW` takes.
 
@@ -52,6 +54,32 @@ def check_options(
         )
     if deferred is not None and tier is not None:
         _check_deferred_on_volume(deferred, tier)
+    _check_device_bytes(device_bytes_max, accumulate=accumulate, tier=tier, is_sharded=is_sharded)
+
+
+def _check_device_bytes(
+    device_bytes_max: int, *, accumulate: Accumulate, tier: Volume | None, is_sharded: bool
+) -> None:
+    """Raises ValueError where so much state cannot stay on the device."""
+    if type(device_bytes_max) is not int or device_bytes_max < 0:
+        raise ValueError(
+            f"`device_bytes_max` is `{device_bytes_max!r}`, expected bytes, 0 or more. "
+            "hint: device_bytes_max=16 << 30"
+        )
+    if device_bytes_max == 0:
+        return
+    what = f"`device_bytes_max` is `{device_bytes_max}` and "
+    if accumulate == "host":
+        raise ValueError(
+            what + "`accumulate` is `host`, expected device: what is stepped there is summed there"
+        )
+    if is_sharded:
+        raise ValueError(what + "`shard` is given, expected one of the two")
+    if tier is not None and tier.durability == "commit":
+        raise ValueError(
+            what + "`tier` has durability `commit`, expected none: state on the device is in no "
+            "commit. hint: Volume(..., durability='none'), and checkpoints of state_dict()"
+        )
 
 
 def _check_deferred_on_volume(deferred: Deferred, tier: Volume) -> None:

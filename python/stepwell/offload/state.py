@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stepwell.offload.engine import Engine
     from stepwell.offload.gate import Gate
     from stepwell.offload.host_side import HostSide
+    from stepwell.offload.residents import Residents
     from stepwell.offload.twins import Twins
 
 __all__ = ["OffloadState", "StateInMemory"]
@@ -133,6 +134,7 @@ class OffloadState(AdamW):
     """An AdamW whose state is in host memory or on a volume, and stepped in the background."""
 
     _host: HostSide
+    _residents: Residents
     _twins: Twins
     _background: Background
     # While a step is decided and submitted, `state` does not settle what is deferred, on the thread

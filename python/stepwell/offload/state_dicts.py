@@ -58,6 +58,13 @@ class OffloadStateDicts(OffloadState):
         self._sharding.admit([param], {param: label})
         return sharded_state.own(self._sharding, param, state, label)
 
+    def _converted(
+        self, param: torch.Tensor, loaded: _state.State, key: int, label: str
+    ) -> _state.State:
+        if param in self._residents:
+            return self._residents.converted(param, loaded, label)
+        return super()._converted(param, loaded, key, label)
+
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         if self._sharding is None or param in self._twins or param not in self._sharding.shares:
             return super()._host_side(param)
@@ -108,6 +115,11 @@ class OffloadStateDicts(OffloadState):
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
+        if len(self._residents):
+            with torch.no_grad():
+                for index, param in enumerate(self._in_order()):
+                    if param in self._residents and (state := state_dict["state"].get(index)):
+                        state_dict["state"][index] = self._residents.host_state(param, state)
         swapped = self._host.swapped
         if swapped is not None and swapped.commits:
             # All else is read from the volume, and not written by later steps: so are counts of

@@ -17,12 +17,12 @@ import math
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from stepwell import _state
-from stepwell._decision import Facts
+from stepwell._decision import Facts, Outcome, decide
 from stepwell._sharding import greatest, is_dtensor
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from stepwell._operand import Update
     from stepwell.offload.collector import Collector
     from stepwell.offload.engine import Engine
+    from stepwell.offload.residents import ResidentUpdate
 
 __all__ = ["OffloadStep"]
 
@@ -172,14 +173,17 @@ class OffloadStep(OffloadStateDicts):
         params: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         updates: list[Update] = []
+        on_device = _OnDevice([], [], [])
         inverse_scale = 1.0
         norm = 0.0
         with awaited(self._sharding):
             try:
                 inverse_scale = self._inverse_grad_scale()
-                params = self._stepped()
+                stepped = self._stepped()
+                params = [param for param in stepped if param not in self._residents]
                 grads = self._collector.gradients(params, self._background.idle, self._label)
                 updates = self._updates()
+                on_device = self._on_device(stepped)
                 if self._sharding is not None:
                     self._sharding.check_batches()
             except ValueError as caught:
@@ -210,12 +214,14 @@ class OffloadStep(OffloadStateDicts):
                 stale = self._twins.stale()
                 self._refuse_lost_writes(stale)
                 if stale:
-                    stepped = set(params)
-                    stale = [param for param in stale if param in stepped]
+                    known = set(params)
+                    stale = [param for param in stale if param in known]
                 self._score(params, grads, updates, stale)
                 self._host.reread(stale, self.state)
                 collector = self._collector
-                norm = gradient_norm(params, grads, collector.place, read=collector.read)
+                norm = gradient_norm(
+                    *on_device.merged(stepped, params, grads), collector.place, read=collector.read
+                )
                 norm *= inverse_scale
                 if self._sharding is not None:
                     self._sharding.peers.check_norm(norm)
@@ -235,18 +241,43 @@ class OffloadStep(OffloadStateDicts):
             what += self._collector.explain_nan()
         elif facts.is_nonfinite and math.isfinite(norm):
             what = "a gradient of another rank is not finite"
-        if not self._is_taken(facts, updates, error, what, is_awaited=is_awaited):
+        if decide(facts, self._nonfinite) is Outcome.MAKE_STATE:
+            for param in on_device.params:
+                self.state[param] = self._residents.fresh_state(param, self._label)
+        is_any = is_awaited or bool(on_device.updates)
+        if not self._is_taken(facts, updates, error, what, is_awaited=is_any):
             return False
         self._has_left = True
+        grad_scale = inverse_scale * self._clip_coefficient(norm)
+        # Behind the submit, which may fail.
+        after = self._residents.submission(on_device.updates, grad_scale, self.__dict__["state"])
+        if not updates and not is_awaited:
+            self._commit([], after)
+            return True
         engine = self._background.opened()
         with engine.decided():
             # After the norm, which would come down behind them; the step begins with the first that
             # is there.
             self._collector.take_missing(params, grads, engine)
             selects = engine.selector is not None
-            on_device = dict(zip(params, grads, strict=True)) if selects else None
-            self._apply(updates, inverse_scale * self._clip_coefficient(norm), on_device)
+            by_param = dict(zip(params, grads, strict=True)) if selects else None
+            self._apply(updates, grad_scale, by_param, after)
         return True
+
+    def _on_device(self, stepped: Sequence[torch.Tensor]) -> _OnDevice:
+        """What the device steps of the parameters that have a gradient.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+        residents = self._residents
+        params = [param for param in stepped if param in residents] if len(residents) else []
+        if not params:
+            return _OnDevice([], [], [])
+        grads = residents.gradients(params, self._label)
+        by_id = {id(param): grad for param, grad in zip(params, grads, strict=True)}
+        updates = residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
+        return _OnDevice(params, grads, updates)
 
     def _agree_on_step(
         self,
@@ -335,15 +366,16 @@ class OffloadStep(OffloadStateDicts):
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
-        twins, params, num_known, is_any_new = self._twins, [], 0, False
+        twins, residents = self._twins, self._residents
+        params, num_known, is_any_new = [], 0, False
         for group in self.param_groups:
             for param in group["params"]:
-                is_known = param in twins
+                is_known = param in twins or param in residents
                 num_known += is_known
                 if param.grad is not None:
                     params.append(param)
                     is_any_new |= not is_known
-        if num_known < len(twins) or is_any_new:
+        if num_known < len(twins) + len(residents) or is_any_new:
             self._follow_groups()
         return params
 
@@ -377,7 +409,16 @@ class OffloadStep(OffloadStateDicts):
         updates: list[Update],
         grad_scale: float,
         grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
+        after: Sequence[partial[Any]] = (),
     ) -> None:
+        """Submits updates that were checked.
+
+        Args:
+            updates: of the step.
+            grad_scale: what all gradients are multiplied by.
+            grads: those on the device, where it steps selected channels; None: it does not.
+            after: calls that come behind the submit.
+        """
         for update in updates:
             if update.operand.is_moved and update.operand.state is not None:
                 # The step goes on in the background, and works on the state itself.
@@ -415,6 +456,7 @@ class OffloadStep(OffloadStateDicts):
             *engine.submission(bound_updates, grad_scale, at_once, grads, selected),
             partial(setattr, self._background, "is_unreleased", True),
             partial(self._swapping.__setitem__, 0, swapping),
+            *after,
         ]
         if others:
             torch.autograd.graph.increment_version(others)
@@ -448,10 +490,18 @@ class OffloadStep(OffloadStateDicts):
         - `selected_share`: with `deferred.fraction`, which share of the squared norms the selected
           channels had when they were chosen.
         - `selected_bytes`: likewise, device memory for their state.
+        - `resident_bytes`: with `device_bytes_max`, device memory for the state of the parameters
+          that are stepped there.
         """
+        resident = {"resident_bytes": self._residents.nbytes} if len(self._residents) else {}
         if self._engine is None:
-            return {}
-        timing = {**self._seconds, "gate": self._engine.seconds_waited, **self._engine.timing()}
+            return {**resident}
+        timing = {
+            **self._seconds,
+            "gate": self._engine.seconds_waited,
+            **self._engine.timing(),
+            **resident,
+        }
         if self._engine.selector is not None:
             timing["selected_share"] = self._engine.selector.share
             timing["selected_bytes"] = self._engine.selected_bytes
@@ -479,6 +529,31 @@ class OffloadStep(OffloadStateDicts):
         )
         if interval is not None:
             self._set_interval(interval)
+
+
+class _OnDevice(NamedTuple):
+    """What the device steps in a step."""
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    """Of each parameter."""
+    updates: list[ResidentUpdate]
+
+    def merged(
+        self,
+        stepped: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """All parameters and their gradients, in the order of `stepped`.
+
+        A norm is summed in that order, so its bits do not depend on which are stepped where.
+        """
+        if not self.params:
+            return params, grads
+        by_id = {id(param): grad for param, grad in zip(params, grads, strict=True)}
+        by_id.update((id(param), grad) for param, grad in zip(self.params, self.grads, strict=True))
+        return stepped, [by_id[id(param)] for param in stepped]
 
 
 def _number_of(updates: Sequence[Update]) -> int:
