@@ -233,13 +233,12 @@ impl<P: Master> Kernel for Follow<'_, P> {
     fn run<S: Simd>(self, simd: S) {
         for at in (0..self.masters.len()).step_by(LANES) {
             let count = (self.masters.len() - at).min(LANES);
-            let master = self.masters.load(simd, at, count);
+            let master = simd.of_bits(self.masters.load(simd, at, count));
             let weight = self.weights.load(simd, at, count);
-            let [rounded] = P::weights::<S, 1>(simd, [simd.of_bits(master)]);
-            let written = simd.bits(P::Weight::widen(simd, weight));
-            let is_other = [simd.gt_u(weight, rounded), simd.gt_u(rounded, weight)];
-            let kept = simd.select(is_other[0], written, master);
-            self.masters.store(simd, at, count, simd.select(is_other[1], written, kept));
+            let [rounded] = P::weights::<S, 1>(simd, [master]);
+            let is_ours = simd.eq_u(rounded, weight);
+            let kept = simd.select_f(is_ours, master, P::Weight::widen(simd, weight));
+            self.masters.store(simd, at, count, simd.bits(kept));
         }
     }
 }

@@ -107,7 +107,7 @@ impl PyDeviceSteps {
         let mut blocks = Vec::with_capacity(hypers.len());
         for (at, hyper) in hypers.iter().enumerate() {
             let numel = numels[at];
-            if numel > NUMEL_MAX || states[at] % 4 != 0 {
+            if numel > NUMEL_MAX || !states[at].is_multiple_of(4) {
                 return Err(Error::value(format!(
                     "a parameter has `{numel}` elements and its state is at `{:#x}`, expected \
                      {NUMEL_MAX} at most, at a multiple of 4",

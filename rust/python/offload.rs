@@ -155,9 +155,9 @@ const BACKGROUND_NICE: i32 = 10;
 impl PyOffloadEngine {
     #[new]
     #[pyo3(signature = (
-        device, numels, *, threads=None, threads_share=1.0, generations=1, interval=None, dtypes=None, gradients=None,
-        predicted=None, row_lens=None, fraction=0.0, budget_bytes=None, selection=None,
-        staging=None, swap=None, swapped=None
+        device, numels, *, threads=None, threads_share=1.0, generations=1, interval=None,
+        dtypes=None, gradients=None, predicted=None, row_lens=None, fraction=0.0,
+        budget_bytes=None, selection=None, staging=None, swap=None, swapped=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(

@@ -139,3 +139,65 @@ fn steps_channels(
     }
     memory.assert_guards("state");
 }
+
+/// What a program has written, to some elements of the channels and to others.
+#[test]
+fn a_weight_that_its_master_is_not_rounded_to_becomes_the_master() {
+    let kinds = [WeightKind::Float32, WeightKind::Split, WeightKind::Float16, WeightKind::BFloat16];
+    for (kind, by_columns) in kinds.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+        let (rows, row_len) = (37_usize, 1045);
+        let mut draw = Draw::new(7);
+        let end = if by_columns { row_len } else { rows };
+        let indices = some(&mut draw, end.div_ceil(3), end);
+        let shape = Channels { rows, row_len, count: indices.len(), by_columns };
+        let channels = (&shape, indices.as_slice());
+        let floats = || Guarded::zeros(Dtype::Float32, shape.numel(), 0);
+        let weights = || Guarded::zeros(kind.dtype(), shape.block_len(), 0);
+        let (mut masters, mut others) = (floats(), floats());
+        let (mut weight, mut other, mut after) = (weights(), weights(), weights());
+        let value = |at: usize| (at as f32 * 0.7).sin() * 1.37_f32;
+        let size = kind.dtype().size();
+        // SAFETY: all memory is the test's own.
+        unsafe {
+            for at in 0..shape.numel() {
+                masters.view().slice_mut::<f32>(at..at + 1)[0] = value(at);
+                others.view().slice_mut::<f32>(at..at + 1)[0] = 3.0 * value(at + 1) + 1e-3;
+            }
+            selected::write_weights(widest(), channels, kind, masters.view(), weight.view());
+            selected::write_weights(widest(), channels, kind, masters.view(), after.view());
+            selected::write_weights(widest(), channels, kind, others.view(), other.view());
+            for at in (0..shape.block_len()).step_by(5) {
+                let [from, to] =
+                    [&mut other, &mut weight].map(|one| one.view().address() + at * size);
+                let from = std::ptr::with_exposed_provenance::<u8>(from);
+                std::ptr::with_exposed_provenance_mut::<u8>(to).copy_from(from, size);
+            }
+            selected::follow_weights(widest(), channels, kind, masters.view(), weight.view());
+        }
+        let rounded = after.payload().to_vec();
+        // SAFETY: as above.
+        unsafe {
+            selected::write_weights(widest(), channels, kind, masters.view(), after.view());
+        }
+        let what = format!("{kind:?}, by columns: {by_columns}");
+        for place in 0..shape.numel() {
+            let (outer, inner) = (place / shape.inner(), place % shape.inner());
+            let at = match by_columns {
+                true => outer * row_len + indices[inner] as usize,
+                false => indices[outer] as usize * row_len + inner,
+            };
+            let bytes = at * size..(at + 1) * size;
+            let is_written = rounded[bytes.clone()] != weight.payload()[bytes.clone()];
+            assert!(after.payload()[bytes.clone()] == weight.payload()[bytes], "{what}: {at}");
+            // SAFETY: as above.
+            let found = unsafe { masters.view().slice::<f32>(place..place + 1)[0] };
+            if !is_written {
+                assert!(is_same(found, value(place)), "{what}: {at}");
+            } else if kind.dtype() == Dtype::BFloat16 {
+                assert!(found.to_bits() & 0xffff == 0, "{what}: {at} is not the weight");
+            }
+        }
+        masters.assert_guards("masters");
+        weight.assert_guards("weights");
+    }
+}

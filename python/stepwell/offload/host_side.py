@@ -21,6 +21,7 @@ from stepwell._tensors import Written, check_param
 from stepwell.offload.budget import GIB, announce, share_of_free_bytes
 from stepwell.offload.deferred import Extents, Memory, memory_of
 from stepwell.offload.fingerprints import FingerprintStatus
+from stepwell.offload.residents import Residents
 from stepwell.offload.sharded_volume import fetch_rows
 from stepwell.offload.twins import Twins
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
     from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
-    from stepwell.offload.residents import Residents
     from stepwell.offload.shares import Shares
     from stepwell.offload.swapped import Swapped
 
@@ -48,23 +48,23 @@ class HostSide:
         deferred: which updates are deferred; None: none is.
         swapped: has the state that does not fit into host memory; None: all is there.
         shares: the rows of each parameter that this rank steps; None: all of what it has.
-        residents: parameters that have no host side.
+        residents: parameters that have no host side; None: all have one.
     """
 
     def __init__(
         self,
         moments: str,
         bytes_max: int | None,
-        residents: Residents,
         deferred: Deferred | None = None,
         swapped: Swapped | None = None,
         shares: Shares | None = None,
+        residents: Residents | None = None,
     ) -> None:
         # Beside a volume some of it is pinned, and some is not.
         self.twins = Twins(
             have_gradients=deferred is None, shares=shares, is_paged=swapped is not None
         )
-        self._residents = residents
+        self._residents = Residents(0) if residents is None else residents
         self._deferred = deferred
         self.device = torch.device("cpu")
         """Where the parameters are."""

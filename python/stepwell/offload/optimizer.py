@@ -202,7 +202,7 @@ class OffloadAdamW(OffloadStep):
         shares = None if self._sharding is None else self._sharding.shares
         self._residents = Residents(device_bytes_max)
         self._stepped_apart = self._residents.ids
-        self._host = HostSide(moments, host_bytes_max, self._residents, deferred, swapped, shares)
+        self._host = HostSide(moments, host_bytes_max, deferred, swapped, shares, self._residents)
         self._swapping = [[]]
         self._twins = self._host.twins
         self._collector: Collector = (
