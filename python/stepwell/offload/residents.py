@@ -340,9 +340,8 @@ class Residents:
         if weight.dtype != torch.bfloat16 or not isinstance(master, torch.Tensor):
             return found
         # Rounds it, into memory that stands for the parameter.
-        rounded = weight.clone()
-        tensor = _bound(rounded, found)
-        _core.write_state(tensor, step=1, master=view(master.detach().cpu().contiguous()))
+        rounded, on_host = weight.clone(), master.detach().cpu().contiguous()
+        _core.write_state(_bound(rounded, found), step=1, master=view(on_host))
         written = rounded.view(torch.int16) != weight.view(torch.int16)
         found["trailing"].masked_fill_(written, 0)
         _state.take_fingerprints(weight, found, "fp32")
