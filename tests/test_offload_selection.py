@@ -94,6 +94,23 @@ def test_channels_are_chosen_anew_in_the_first_turn_that_is_late_enough() -> Non
         assert numbers == list(range(first, 13, 4)), name
 
 
+def test_first_changes_are_dealt_to_the_turns_of_a_group() -> None:
+    steps = Steps(count=4, interval=2, reselect=8)
+    steps.step(None)
+    found: dict[str, list[int]] = {name: [] for name in steps.names}
+    for number in range(1, 25):
+        for name in steps.step(number % 2):
+            found[name].append(number)
+    for group in (0, 1):
+        names = [name for name in steps.names if steps.group_of[name] == group]
+        firsts = [found[name][0] for name in names]
+        # No two of them in one step, and none later than is said.
+        assert len(set(firsts)) == len(names) > 1
+        assert max(firsts) <= 8
+    for name, numbers in found.items():
+        assert numbers == list(range(numbers[0], 25, 8)), name
+
+
 def test_what_a_step_updates_at_once_is_not_selected_and_due_in_its_next_turn() -> None:
     steps = Steps(reselect=100)
     steps.step(None)

@@ -72,8 +72,9 @@ class Selector(Generic[_Tensor]):
         self._counts = {
             one.segment: (one.row_count, one.column_count) for one in segments if one.nbytes
         }
-        # For each segment the step that selected channels of it.
+        # For each segment the step that selected channels of it, or that counts as that one.
         self._selected_at: dict[int, int] = {}
+        self._leads = _leads(segments, reselect)
         # Squared norms, of the chosen channels and of all, of the last choice.
         self._captured: dict[int, tuple[float, float]] = {}
         self._due: list[_core.Selectable] = []
@@ -154,7 +155,8 @@ class Selector(Generic[_Tensor]):
             by_columns, channels = found.get(one.segment, (False, list(range(one.rows))))
             if channels:
                 chosen.append((one.segment, by_columns, channels))
-                self._selected_at[one.segment] = self._step
+                lead = self._leads[one.segment] if at_once is None else 0
+                self._selected_at[one.segment] = self._step - lead
         self._due, self._is_all_due = [], False
         self._step += 1
         return chosen
@@ -203,6 +205,22 @@ class Selector(Generic[_Tensor]):
     def _forget(self, segment: int) -> None:
         self._selected_at.pop(segment, None)
         self._captured.pop(segment, None)
+
+
+def _leads(segments: Sequence[_core.Selectable], reselect: int) -> dict[int, int]:
+    """By how many steps the first selection of each segment is due sooner.
+
+    An exact step selects channels of all segments, which would all be due together from then on:
+    the background would have a quarter of the model's copies to make in each of four steps, and
+    none in twelve. So those of a group are dealt to its turns within `reselect` steps.
+    """
+    interval = 1 + max((one.group for one in segments), default=0)
+    turns = max(reselect // interval, 1)
+    leads, count_of = {}, [0] * interval
+    for one in segments:
+        leads[one.segment] = interval * (count_of[one.group] % turns)
+        count_of[one.group] += 1
+    return leads
 
 
 def _is_whole(one: _core.Selectable) -> bool:
