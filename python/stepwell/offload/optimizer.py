@@ -291,7 +291,10 @@ class OffloadAdamW(OffloadStep):
         All but their state, as in torch's optimizers.
         """
         living = {param for group in self.param_groups for param in group["params"]}
-        self._residents.remove([param for param in self._residents if param not in living])
+        if left := [param for param in self._residents if param not in living]:
+            # Their state stays, and is good wherever they come back.
+            self._residents.read(self._states, left, self._moments)
+            self._residents.remove(left)
         if params := [param for param in self._twins if param not in living]:
             # It has pinned the memory.
             self._background.close()

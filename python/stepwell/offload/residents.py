@@ -9,9 +9,11 @@ neither taken nor read for it.
   for it: what the program does next comes behind it on the stream, as with torch's optimizers.
 - State is fp32, in one piece of device memory per resident: master, `exp_avg`, `exp_avg_sq`. A step
   has the bits that one in host memory with fp32 moments has.
-- The optimizer's `state` has views of that memory. What the program puts in their place, or loads,
-  counts: the next step brings it to the device (`_take_up`). In state dicts a resident's state has
-  the form that state in host memory has, so that either kind of optimizer goes on from the other's.
+- What the optimizer's `state` has of a resident while that memory counts is a stand-in, which no
+  program sees. A look at `state`, and a state dict, bring all of them to host memory first, in the
+  form that state has there (`read`). From then on that counts, as written by the program or not,
+  and the next step brings it back (`_take_up`). So state dicts, loads and edits know nothing of
+  residents.
 - A weight that is not its master's was written by the program, and is the master from then on.
   The step itself compares them, so every write counts, whatever it was made through.
 
@@ -44,9 +46,6 @@ __all__ = ["ResidentUpdate", "Residents"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# In the order in which a resident's memory has them.
-_PARTS = ("master", "exp_avg", "exp_avg_sq")
-
 
 @dataclass(slots=True, eq=False)
 class _Resident:
@@ -58,22 +57,10 @@ class _Resident:
     nbytes: int
     """Of the parameter, when it was added."""
     memory: torch.Tensor | None = None
-    """Bytes of its state; None: nothing is there yet."""
-    state: _state.State | None = None
-    """What the optimizer's `state` has of the parameter while `memory` is its state."""
-    parts: tuple[tuple[str, torch.Tensor, int], ...] = ()
-    """The tensors of `state` that are views of `memory`, by name, and their addresses."""
-
-    def is_current(self, state: _state.State | None) -> bool:
-        """Whether `state`, which the optimizer has of the parameter, is what `memory` has."""
-        return (
-            state is not None
-            and state is self.state
-            and all(
-                state.get(name) is part and part.data_ptr() == address
-                for name, part, address in self.parts
-            )
-        )
+    """Bytes of its state; None: nothing is there."""
+    stand_in: _state.State | None = None
+    """What the optimizer's `state` has of the parameter while `memory` is its state: the count of
+    updates, and what a program has added."""
 
 
 class ResidentUpdate(NamedTuple):
@@ -94,7 +81,7 @@ class Residents:
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_left = bytes_max
+        self._bytes_max = self._bytes_left = bytes_max
         # By the parameter's id, which is its own as long as this holds it (`twins`).
         self._residents: dict[int, _Resident] = {}
         self._steps: _core.DeviceSteps | None = None
@@ -139,7 +126,7 @@ class Residents:
         """
         chosen, left = [], self._bytes_left
         for param in params:
-            if left and is_dtensor(param):
+            if self._bytes_max and is_dtensor(param):
                 raise ValueError(
                     f"{labels[param]} is a DTensor and `device_bytes_max` is given, expected plain "
                     "parameters. hint: device_bytes_max=0"
@@ -216,9 +203,9 @@ class Residents:
                     continue
                 state = states.get(param) or None
                 step = 0 if state is None else _state.step_of(state, partial(label, param))
-                if not resident.is_current(state):
+                if state is None or state is not resident.stand_in:
                     self._take_up(resident, state, label)
-                found.append(ResidentUpdate(resident, grad, hyper, step + 1))
+                found.append(ResidentUpdate(resident, _aligned(grad), hyper, step + 1))
         return found
 
     def submission(
@@ -241,10 +228,9 @@ class Residents:
         assert self._steps is not None
         hypers = {each.hyper: each.hyper.core(grad_scale) for each in updates}
         for update in updates:
-            param, state = update.resident.param, update.resident.state
-            assert state is not None
-            _state.repair_step(state, update.step - 1)
-            states[param] = state
+            param, stand_in = update.resident.param, update.resident.stand_in
+            assert stand_in is not None
+            states[param] = stand_in
         torch.autograd.graph.increment_version([each.resident.param for each in updates])
         counters = [states[each.resident.param]["step"] for each in updates]
         return [
@@ -265,87 +251,115 @@ class Residents:
     # ---- state ----
 
     def fresh_state(self, param: torch.Tensor, label: Label) -> _state.State:
-        """State of a resident that was never stepped."""
+        """The stand-in of a resident that was never stepped."""
         resident = self._residents[id(param)]
         self._take_up(resident, None, label)
-        assert resident.state is not None
-        return resident.state
+        assert resident.stand_in is not None
+        return resident.stand_in
 
     def _take_up(self, resident: _Resident, state: _state.State | None, label: Label) -> None:
-        """Brings `state`, which the optimizer has of a resident, to memory on the device.
+        """Brings `state`, which the optimizer has of a resident, to the device.
 
-        To new memory: of what was there before the program may have views. None: there is none.
+        Until a step follows the state stays what the optimizer has. None: there is none.
 
         Raises:
             ValueError: the state is not of an Adam, or not of this parameter.
         """
         param = resident.param.detach()
+        if param.data_ptr() % param.itemsize:
+            raise ValueError(
+                f"{label(resident.param)} is at `{param.data_ptr():#x}`, expected a multiple of "
+                f"`{param.itemsize}`. hint: parameter.data = parameter.data.clone()"
+            )
         nbytes = _nbytes(param)
         assert nbytes is not None
+        # First: what is there does not count any more.
+        resident.memory = resident.stand_in = None
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        parts = _parts(memory, param)
-        others: _state.State = {}
+        master, exp_avg, exp_avg_sq = _parts(memory, param)
+        stand_in: _state.State = {"step": _state.step_tensor(0)}
         if state is None:
-            parts["master"].copy_(param)
-            counter = _state.step_tensor(0)
+            master.copy_(param)
         else:
             weight = param.cpu()
-            name_of_param = label(resident.param)
-            found = self.converted(resident.param, state, name_of_param, weight=weight)
-            parts["master"].copy_(_master(weight, found, state, name_of_param))
-            for name in ("exp_avg", "exp_avg_sq"):
-                parts[name].copy_(found[name])
-            counter = found["step"]
-            others = {
-                name: value
-                for name, value in found.items()
-                if name != "step" and not _state.is_part(name)
-            }
-        if param.dtype == torch.float32:
-            # The parameter is its own master.
-            del parts["master"]
-        resident.memory, resident.state = memory, {"step": counter, **parts, **others}
-        resident.parts = tuple((name, part, part.data_ptr()) for name, part in parts.items())
+            found = _state.convert(
+                weight, state, "fp32", key=0, current=state, label=label(resident.param)
+            )
+            on_host = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
+            _core.read_state(_bound(weight, found), master=view(on_host))
+            master.copy_(on_host)
+            exp_avg.copy_(found["exp_avg"])
+            exp_avg_sq.copy_(found["exp_avg_sq"])
+            stand_in = {name: value for name, value in found.items() if not _state.is_part(name)}
+        resident.memory, resident.stand_in = memory, stand_in
 
-    def converted(
+    def read(
         self,
-        param: torch.Tensor,
-        state: _state.State,
-        label: str,
-        *,
-        weight: torch.Tensor | None = None,
-    ) -> _state.State:
-        """`state` in the form that it has in host memory, with fp32 moments; always a copy.
+        states: dict[torch.Tensor, _state.State],
+        params: Iterable[torch.Tensor] | None = None,
+        moments: str = "fp32",
+    ) -> None:
+        """Brings the state of residents to host memory, in the form that it has there.
+
+        Args:
+            states: those that the optimizer has: it has copies of the state from now on.
+            params: residents; None: all.
+            moments: the codec of the moments.
+        """
+        for param in self if params is None else params:
+            resident = self._residents[id(param)]
+            if resident.stand_in is not None and states.get(param) is resident.stand_in:
+                with torch.no_grad():
+                    found = _host_state(resident)
+                    if moments != "fp32":
+                        weight = param.detach().cpu()
+                        found = _state.convert(
+                            weight, found, moments, key=0, current={}, label="a parameter"
+                        )
+                states[param] = found
+                resident.memory = resident.stand_in = None
+
+    def converted(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
+        """Loaded state of a resident in the form that it has in host memory, with fp32 moments.
 
         Args:
             param: a resident.
             state: ours in any form, torch.optim.AdamW's or DeepSpeedCPUAdam's.
             label: names the parameter in errors.
-            weight: the parameter in host memory; None: it is copied.
 
         Raises:
             ValueError: the state is not of an Adam, or not of this parameter.
         """
-        weight = param.detach().cpu() if weight is None else weight
+        weight = param.detach().cpu()
         return _state.convert(weight, state, "fp32", key=0, current={}, label=label)
 
-    def host_state(self, param: torch.Tensor, state: _state.State) -> _state.State:
-        """`state`, which the optimizer has of a resident, as a copy in host memory.
 
-        In the form that state in host memory has, for the weight that the parameter has now.
-        """
-        weight = param.detach().cpu()
-        found = self.converted(param, state, "the parameter", weight=weight)
-        master = state.get("master")
-        if weight.dtype != torch.bfloat16 or not isinstance(master, torch.Tensor):
-            return found
-        # Rounds it, into memory that stands for the parameter.
-        rounded, on_host = weight.clone(), master.detach().cpu().contiguous()
-        _core.write_state(_bound(rounded, found), step=1, master=view(on_host))
+def _host_state(resident: _Resident) -> _state.State:
+    """A copy of the state of a resident in host memory, for the weight that it has now."""
+    assert resident.stand_in is not None
+    # The program may have given it other strides; its state has none.
+    weight = resident.param.detach().contiguous().cpu()
+    master, exp_avg, exp_avg_sq = _parts(_memory(resident), weight)
+    found = _state.new(weight, "fp32")
+    found["exp_avg"].copy_(exp_avg)
+    found["exp_avg_sq"].copy_(exp_avg_sq)
+    found |= resident.stand_in
+    if weight.dtype == torch.float32:
+        # The parameter is its own master.
+        return found
+    # Rounds it, into memory that stands for the parameter.
+    rounded, on_host = weight.clone(), master.cpu()
+    _core.write_state(_bound(rounded, found), step=1, master=view(on_host))
+    if weight.dtype == torch.bfloat16:
         written = rounded.view(torch.int16) != weight.view(torch.int16)
         found["trailing"].masked_fill_(written, 0)
         _state.take_fingerprints(weight, found, "fp32")
-        return found
+    return found
+
+
+def _aligned(grad: torch.Tensor) -> torch.Tensor:
+    """`grad` itself, or a copy where it is not at a multiple of its elements' size."""
+    return grad.clone() if grad.data_ptr() % grad.itemsize else grad
 
 
 def _nbytes(param: torch.Tensor) -> int | None:
@@ -358,43 +372,13 @@ def _memory(resident: _Resident) -> torch.Tensor:
     return resident.memory
 
 
-def _parts(memory: torch.Tensor, param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The views of a resident's memory, in the parameter's shape."""
-    numel = param.numel()
-    floats = memory[: len(_PARTS) * 4 * numel].view(torch.float32).view(len(_PARTS), *param.shape)
-    return dict(zip(_PARTS, floats, strict=True))
+def _parts(memory: torch.Tensor, param: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Master, `exp_avg` and `exp_avg_sq`: views of a resident's memory in the parameter's shape."""
+    nbytes = 3 * param.numel() * torch.float32.itemsize
+    return memory[:nbytes].view(torch.float32).view(3, *param.shape).unbind()
 
 
 def _bound(weight: torch.Tensor, state: _state.State) -> _core.AdamTensor:
     """A weight in host memory with its state there, as the core takes it."""
     runs = {name: state[name] for name in _state.part_names(weight, "fp32")}
     return _state.adam_tensor(weight, runs)
-
-
-def _master(
-    weight: torch.Tensor, found: _state.State, state: _state.State, label: str
-) -> torch.Tensor:
-    """The master of a weight in host memory.
-
-    Args:
-        weight: of a resident.
-        found: its state, as `converted` gives it.
-        state: what the optimizer has, of which `found` was made.
-        label: names the parameter in errors.
-
-    Raises:
-        ValueError: `state` has a master that is none.
-    """
-    kept = state.get("master")
-    if weight.dtype == torch.bfloat16 and "trailing" not in state and kept is not None:
-        # Of a resident's own form, or a copy of it.
-        is_float32 = isinstance(kept, torch.Tensor) and kept.dtype == torch.float32
-        if isinstance(kept, torch.Tensor) and is_float32 and kept.shape == weight.shape:
-            return kept.detach()
-        raise ValueError(
-            f"`master` in the state of {label} is `{kept!r}`, expected float32 of "
-            f"`{tuple(weight.shape)}`. hint: del optimizer.state[parameter] starts afresh"
-        )
-    master = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
-    _core.read_state(_bound(weight, found), master=view(master))
-    return master

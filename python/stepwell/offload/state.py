@@ -27,10 +27,11 @@ __all__ = ["OffloadState", "StateInMemory"]
 
 
 class StateInMemory(defaultdict[torch.Tensor, _state.State]):
-    """The state of an optimizer with a volume, as code outside of a step sees it.
+    """The state of an optimizer that has some elsewhere, as code outside of a step sees it.
 
     It has no entries of its own. Each call goes to the optimizer's state as it is then, of which
-    what is on the volume has been read into memory. So it may be kept over steps.
+    what is on a volume or on the device has been read into host memory. So it may be kept over
+    steps.
 
     Args:
         states: gives that state.
@@ -161,16 +162,23 @@ class OffloadState(AdamW):
     def state(self) -> defaultdict[torch.Tensor, _state.State]:
         """State by parameter, as torch's optimizers have it, after the last step is complete."""
         states = self._read_states()
-        return states if self._host.swapped is None else StateInMemory(self._read_states)
+        if self._is_stepping or (self._host.swapped is None and not len(self._residents)):
+            return states
+        return StateInMemory(self._read_states)
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
         self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
 
     def _read_states(self) -> defaultdict[torch.Tensor, _state.State]:
-        """As `_states`. What is on a volume is read into memory, but for the step's own thread."""
+        """As `_states`. What is elsewhere is read into host memory, but for the step's own thread.
+
+        That is state on a volume, and on the device.
+        """
         with self._background.lock():
             states = self._states
+            if len(self._residents) and not self._is_stepping:
+                self._residents.read(states)
             swapped = self._host.swapped
             if swapped is not None and not self._is_stepping:
                 # In this order: a first step, without an engine yet, may begin on another thread.

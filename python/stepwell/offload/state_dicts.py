@@ -115,11 +115,6 @@ class OffloadStateDicts(OffloadState):
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
-        if len(self._residents):
-            with torch.no_grad():
-                for index, param in enumerate(self._in_order()):
-                    if param in self._residents and (state := state_dict["state"].get(index)):
-                        state_dict["state"][index] = self._residents.host_state(param, state)
         swapped = self._host.swapped
         if swapped is not None and swapped.commits:
             # All else is read from the volume, and not written by later steps: so are counts of

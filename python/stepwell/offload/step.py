@@ -216,7 +216,7 @@ class OffloadStep(OffloadStateDicts):
                 if stale:
                     known = set(params)
                     stale = [param for param in stale if param in known]
-                self._score(params, grads, updates, stale)
+                self._score(params, grads, _number_of(updates, on_device.updates), stale)
                 self._host.reread(stale, self.state)
                 collector = self._collector
                 norm = gradient_norm(
@@ -241,17 +241,18 @@ class OffloadStep(OffloadStateDicts):
             what += self._collector.explain_nan()
         elif facts.is_nonfinite and math.isfinite(norm):
             what = "a gradient of another rank is not finite"
+        states = self.__dict__["state"]
         if decide(facts, self._nonfinite) is Outcome.MAKE_STATE:
             for param in on_device.params:
-                self.state[param] = self._residents.fresh_state(param, self._label)
+                states[param] = self._residents.fresh_state(param, self._label)
         is_any = is_awaited or bool(on_device.updates)
         if not self._is_taken(facts, updates, error, what, is_awaited=is_any):
             return False
         self._has_left = True
         grad_scale = inverse_scale * self._clip_coefficient(norm)
         # Behind the submit, which may fail.
-        after = self._residents.submission(on_device.updates, grad_scale, self.__dict__["state"])
-        if not updates and not is_awaited:
+        after = self._residents.submission(on_device.updates, grad_scale, states)
+        if not len(self._twins):
             self._commit([], after)
             return True
         engine = self._background.opened()
@@ -261,7 +262,8 @@ class OffloadStep(OffloadStateDicts):
             self._collector.take_missing(params, grads, engine)
             selects = engine.selector is not None
             by_param = dict(zip(params, grads, strict=True)) if selects else None
-            self._apply(updates, grad_scale, by_param, after)
+            number = _number_of(updates, on_device.updates)
+            self._apply(updates, grad_scale, number, by_param, after)
         return True
 
     def _on_device(self, stepped: Sequence[torch.Tensor]) -> _OnDevice:
@@ -302,7 +304,7 @@ class OffloadStep(OffloadStateDicts):
         self,
         params: Sequence[torch.Tensor],
         grads: Sequence[torch.Tensor],
-        updates: Sequence[Update],
+        number: int,
         stale: Sequence[torch.Tensor],
     ) -> None:
         """Scores channels of which some may be selected; the norm that comes next is waited for.
@@ -312,11 +314,11 @@ class OffloadStep(OffloadStateDicts):
         Args:
             params: the parameters of the step.
             grads: their gradients.
-            updates: their updates.
+            number: which step it is, of the parameter that has seen most; 0: nothing is stepped.
             stale: those of `params` that may have been written.
         """
         steps = self._deferred_steps
-        if steps is None or not updates:
+        if steps is None or number == 0:
             return
         engine = self._background.opened()
         selector = engine.selector
@@ -327,9 +329,9 @@ class OffloadStep(OffloadStateDicts):
         if selector.needs_exact or is_written:
             # Of what was written the device has copies. An exact step drops them.
             engine.is_settled = True
-        if self._is_deferred(engine, updates):
+        if self._is_deferred(engine, number):
             selector.score(params, grads, engine.next_group())
-        elif steps.is_followed_by_deferred(_number_of(updates), is_seen=self._is_seen()):
+        elif steps.is_followed_by_deferred(number, is_seen=self._is_seen()):
             selector.score(params, grads, None)
         else:
             selector.score([], [], None)
@@ -341,14 +343,21 @@ class OffloadStep(OffloadStateDicts):
             engine.settle()
 
     def _at_once(
-        self, engine: Engine, updates: Sequence[Update], exposed: Collection[torch.Tensor]
+        self,
+        engine: Engine,
+        updates: Sequence[Update],
+        number: int,
+        exposed: Collection[torch.Tensor],
     ) -> set[torch.Tensor] | None:
-        """The parameters that a deferred step updates at once; None: the step is exact."""
+        """The parameters that a deferred step updates at once; None: the step is exact.
+
+        `number`: as `_score` has it.
+        """
         steps, gate = self._deferred_steps, self._background.gate
         if steps is None or gate is None:
             return None
-        steps.note(_number_of(updates), is_seen=self._is_seen(), is_settled=engine.is_settled)
-        if not self._is_deferred(engine, updates):
+        steps.note(number, is_seen=self._is_seen(), is_settled=engine.is_settled)
+        if not self._is_deferred(engine, number):
             return None
         # The step waits for the weights of these, since no forward is known to.
         return set(gate.not_covered([update.param for update in updates], exposed))
@@ -358,10 +367,10 @@ class OffloadStep(OffloadStateDicts):
         gate = self._background.open_gate
         return gate is not None and not gate.guard.was_compiled
 
-    def _is_deferred(self, engine: Engine, updates: Sequence[Update]) -> bool:
-        """Whether the step with these updates is deferred."""
+    def _is_deferred(self, engine: Engine, number: int) -> bool:
+        """Whether a step is deferred; `number`: as `_score` has it."""
         return self._deferred_steps is not None and self._deferred_steps.is_deferred(
-            _number_of(updates), is_seen=self._is_seen(), is_settled=engine.is_settled
+            number, is_seen=self._is_seen(), is_settled=engine.is_settled
         )
 
     def _stepped(self) -> list[torch.Tensor]:
@@ -408,6 +417,7 @@ class OffloadStep(OffloadStateDicts):
         self,
         updates: list[Update],
         grad_scale: float,
+        number: int = 0,
         grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
         after: Sequence[partial[Any]] = (),
     ) -> None:
@@ -416,6 +426,7 @@ class OffloadStep(OffloadStateDicts):
         Args:
             updates: of the step.
             grad_scale: what all gradients are multiplied by.
+            number: as `_score` has it.
             grads: those on the device, where it steps selected channels; None: it does not.
             after: calls that come behind the submit.
         """
@@ -444,7 +455,9 @@ class OffloadStep(OffloadStateDicts):
         if gate is not None:
             shared.update(self._background.exposed(landing))
             before.append(partial(gate.open, landing, shared))
-        at_once = None if shared.intersection(others) else self._at_once(engine, updates, shared)
+        at_once = (
+            None if shared.intersection(others) else self._at_once(engine, updates, number, shared)
+        )
         if at_once is not None:
             # What they name in memory is on the volume after this step, and so is what comes next.
             at_once.update(param for param, _, _ in swapping)
@@ -556,6 +569,6 @@ class _OnDevice(NamedTuple):
         return stepped, [by_id[id(param)] for param in stepped]
 
 
-def _number_of(updates: Sequence[Update]) -> int:
-    """Which update it is, from 1, of the parameter that has seen most."""
-    return max(update.step for update in updates)
+def _number_of(updates: Sequence[Update], on_device: Sequence[ResidentUpdate]) -> int:
+    """Which update it is, from 1, of the parameter that has seen most; 0: there is none."""
+    return max([*(each.step for each in updates), *(each.step for each in on_device)], default=0)
