@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -345,7 +346,7 @@ def test_without_host_memory_there_is_no_engine() -> None:
     assert optimizer._engine is None
     optimizer.synchronize()
     optimizer.drain()
-    assert optimizer.timing == {"resident_bytes": optimizer._residents.nbytes}
+    assert optimizer.timing["resident_bytes"] == optimizer._residents.state_nbytes
 
 
 def test_parameters_that_thaw_come_or_leave() -> None:
@@ -441,7 +442,9 @@ def test_state_that_is_looked_at_is_a_snapshot_whose_changes_count() -> None:
         step_with(model, optimizer, 2)
         if optimizer is runs[0][1]:
             assert torch.equal(bits(kept), before)
-        # The mapping is that of now.
+        if optimizer is runs[1][1]:
+            # Of host memory it is the state itself, which waits when it is asked for.
+            state = optimizer.state
         assert float(state[first]["step"]) == 2
         state[first]["exp_avg"] = state[first]["exp_avg"] * 0.5
         step_with(model, optimizer, 3)
@@ -549,6 +552,108 @@ def test_turns_go_on_in_steps_of_residents_alone() -> None:
         step_with(model, optimizer, step, lambda _, index: index == 0)
     loss_of(model, 20)
     assert not optimizer._engine.pending_params
+
+
+@pytest.mark.parametrize("device_bytes_max", [FIRST, ALL])
+def test_looks_of_another_thread_come_between_steps(device_bytes_max: int) -> None:
+    """Those of the first step too, which makes the engine."""
+    (model, optimizer), reference = made(model_of(), device_bytes_max), made(model_of(), 0)
+    is_over = threading.Event()
+    failures: list[Exception] = []
+
+    def look() -> None:
+        try:
+            while not is_over.is_set():
+                for state in dict(optimizer.state).values():
+                    assert "exp_avg" in state
+        except Exception as error:  # noqa: BLE001
+            failures.append(error)
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    try:
+        for step in range(1, 21):
+            for each in ((model, optimizer), reference):
+                step_with(*each, step)
+    finally:
+        is_over.set()
+        reader.join(60)
+    assert not failures
+    assert_alike((model, optimizer), reference)
+
+
+def test_a_handler_within_a_step_saves_whole_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made(model_of(), ALL)
+    step_with(model, optimizer, 1)
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    step_with(model, optimizer, 2)
+    found: list[Any] = []
+    submission = optimizer._residents.submission
+    monkeypatch.setattr(
+        optimizer._residents,
+        "submission",
+        lambda *args: (found.append(optimizer.state_dict()["state"]), submission(*args))[1],
+    )
+    step_with(model, optimizer, 3)
+    assert all(found[0][index].keys() == state.keys() for index, state in expected.items())
+    assert {float(state["step"]) for state in found[0].values()} == {2.0}
+
+
+@pytest.mark.parametrize("moments", ["bf16", "q8"])
+def test_looked_at_state_of_a_resident_that_leaves_is_good_in_host_memory(moments: str) -> None:
+    model, optimizer = made(model_of(), FIRST, moments=moments)
+    step_with(model, optimizer, 1)
+    optimizer.state_dict()
+    first = optimizer.param_groups[0]["params"].pop(0)
+    other = nn.Parameter(torch.ones_like(first))
+    optimizer.add_param_group({"params": [other], "param_names": ["other"]})
+    optimizer.param_groups[0]["params"].insert(0, first)
+    step_with(model, optimizer, 2)
+    assert first in optimizer._twins
+    assert float(optimizer.state[first]["step"]) == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_state_has_the_shape_that_a_resident_was_added_with(dtype: torch.dtype) -> None:
+    """As where a program prunes: it cuts the weight, and then the state."""
+    found = []
+    for nbytes in (ALL, 0):
+        model, optimizer = made(model_of(dtype), nbytes)
+        step_with(model, optimizer, 1)
+        before = copy.deepcopy(optimizer.state_dict()["state"][0])
+        step_with(model, optimizer, 2)
+        first = next(model.parameters())
+        first.data = first.data[:2].clone()
+        state = optimizer.state_dict()["state"][0]
+        assert all(state[key].shape == before[key].shape for key in before)
+        found.append(state)
+        if nbytes:
+            optimizer.param_groups[0]["params"].pop(0)
+            three = {"params": [nn.Parameter(torch.ones(3, device=DEVICE))], "param_names": ["x"]}
+            optimizer.add_param_group(three)
+            assert optimizer._residents._bytes_left == ALL - optimizer._residents.state_nbytes
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        assert torch.equal(bits(found[0][key]), bits(found[1][key])), key
+
+
+def test_a_look_takes_nothing_of_host_bytes_max() -> None:
+    model = model_of()
+    numel = sum(param.numel() for param in model.parameters())
+    model, optimizer = made(model, ALL, host_bytes_max=numel)
+    step_with(model, optimizer, 1)
+    optimizer.state_dict()
+    three = {"params": [nn.Parameter(torch.ones(3, device=DEVICE))], "param_names": ["x"]}
+    optimizer.add_param_group(three)
+
+
+def test_state_that_is_read_in_inference_mode_may_be_written_outside_of_it() -> None:
+    model, optimizer = made(model_of(), ALL)
+    step_with(model, optimizer, 1)
+    with torch.inference_mode():
+        states = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
+    for exp_avg in states:
+        exp_avg.mul_(0.5)
+    step_with(model, optimizer, 2)
 
 
 def test_misaligned_gradients_are_copied() -> None:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import threading
 from typing import TYPE_CHECKING
 
 from stepwell._sharding import is_dtensor
@@ -63,6 +63,8 @@ class Background:
         self._deferred_steps = deferred_steps
         self._gate_mode = gate_mode
         self._threads = threads
+        # Of all engines that there will be: one may be made, or closed, by the thread that has it.
+        self._lock = threading.RLock()
         self.engine: Engine | None = None
         """None: it was not needed yet, or was closed."""
         self.gate: Gate | None = None
@@ -98,10 +100,11 @@ class Background:
                     swapped,
                     sums_on_host=self._collector.sums_on_host,
                     threads_share=self._host.hosted_share,
+                    lock=self._lock,
                 )
             else:
                 engine = ranked = RankEngine(
-                    self._sharding, device, twins, twins, self._threads, swapped
+                    self._sharding, device, twins, twins, self._threads, swapped, self._lock
                 )
                 confirm = ranked.confirm
             gate = None
@@ -175,7 +178,7 @@ class Background:
 
     def lock(self) -> AbstractContextManager[object]:
         """What a thread has that submits a step, or settles what is deferred."""
-        return contextlib.nullcontext() if self.engine is None else self.engine.lock
+        return self._lock
 
     def finish(self) -> None:
         """The last step is complete on the host, and the current stream waits for its weights.

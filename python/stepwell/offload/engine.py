@@ -101,8 +101,9 @@ class Engine:
             DTensors, steps learn the order from waits (`wait_order`).
         twins: their host sides, which are pinned, but for those whose state is on a volume.
         threads: workers that step; None: as `OffloadEngine` has it.
-        threads_share: which share of these step where updates are deferred: that of all parameters
-            which `params` are. The background takes as long as with all, and leaves cores.
+        threads_share: which share of these step where updates are deferred. A part of a model takes
+            as long with that part of them as the whole with all, and leaves cores.
+        lock: what a thread has that submits a step or settles; None: one of its own.
         deferred: which updates are deferred; None: none is.
         swapped: the state that is on a volume; None: none is.
         sums_on_host: whether gradients of several backwards are summed in host memory. Then the
@@ -123,6 +124,7 @@ class Engine:
         *,
         sums_on_host: bool = False,
         threads_share: float = 1.0,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
         self._device = device
         self._twins = twins
@@ -166,7 +168,7 @@ class Engine:
         self._has_checksums = True
         # The storages of weights between deferred steps, in a list for the finalizer's sake.
         self._held: list[dict[int, torch.UntypedStorage]] = [{}]
-        self.lock = threading.RLock()
+        self.lock = threading.RLock() if lock is None else lock
         """A thread that submits or settles has it: a look on another thread may settle."""
         self.is_settled = True
         """Whether nothing was submitted since `settle`, which may have found nothing to do."""

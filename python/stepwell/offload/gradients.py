@@ -25,7 +25,6 @@ from stepwell.offload.marker import GradMarker
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-
 __all__ = [
     "Gradients",
     "Known",
@@ -315,40 +314,40 @@ def gradients_of(
     return grads
 
 
-def lies_as(tensor: torch.Tensor, twin: Known, device: torch.device) -> bool:
-    """Whether a plain tensor on `device` is as the host side `twin`: a copy reads what it has.
+def lies_as(tensor: torch.Tensor, known: Known, device: torch.device) -> bool:
+    """Whether a plain tensor on `device` is as it is `known`: a copy reads what it has.
 
     It is in one run, and its memory was not freed under it. False of what is not plain.
     """
     # What `is_run` and `has_memory` ask, in one: a step asks this twice of each parameter. With the
-    # twin's dtype and shape it has the twin's bytes.
+    # dtype and the shape it has the bytes.
     return (
         type(tensor) in PLAIN
         and tensor.layout == torch.strided
-        and tensor.dtype == twin.dtype
+        and tensor.dtype == known.dtype
         and tensor.device == device
-        and tensor.shape == twin.shape
+        and tensor.shape == known.shape
         and tensor.is_contiguous()
         and not tensor.is_neg()
         and (
-            twin.nbytes == 0
+            known.nbytes == 0
             or (
                 tensor.data_ptr() != 0
                 and tensor.untyped_storage().nbytes()
-                >= tensor.storage_offset() * tensor.itemsize + twin.nbytes
+                >= tensor.storage_offset() * tensor.itemsize + known.nbytes
             )
         )
     )
 
 
 def check_in_place(
-    param: torch.Tensor, twin: Known | None, device: torch.device, label: Label
+    param: torch.Tensor, known: Known | None, device: torch.device, label: Label
 ) -> None:
     """Raises ValueError if `param` is not what it was when it was added.
 
-    `twin`: its host side; None: it was never added.
+    `known`: that; None: it was never added.
     """
-    if twin is None:
+    if known is None:
         raise ValueError(
             f"{label(param)} has a gradient, but is frozen. "
             "hint: parameter.requires_grad_(True), or parameter.grad = None"
@@ -359,10 +358,10 @@ def check_in_place(
             f"{label(param)} is on `{piece.device}`, expected `{device}`, where it was. "
             "hint: move the model before the optimizer is made"
         )
-    if piece.dtype != twin.dtype or piece.shape != twin.shape:
+    if piece.dtype != known.dtype or piece.shape != known.shape:
         raise ValueError(
             f"{label(param)} is `{piece.dtype}` of `{tuple(piece.shape)}`, expected "
-            f"`{twin.dtype}` of `{tuple(twin.shape)}`, as it was. hint: make a new optimizer and "
+            f"`{known.dtype}` of `{tuple(known.shape)}`, as it was. hint: make a new optimizer and "
             "load this one's state_dict()"
         )
     check_memory(piece, partial(label, param))

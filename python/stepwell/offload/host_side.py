@@ -163,8 +163,10 @@ class HostSide:
             return None
         held = self.twins.total_nbytes
         for param, state in chain(states.items(), self._fresh.items()):
-            # What is read from a volume, or loaded over what is there, goes with the next step.
-            if self.swapped is None or param not in self.swapped:
+            # What is read from a volume or from the device, or loaded over what is there, goes with
+            # the next step.
+            is_elsewhere = self.swapped is not None and param in self.swapped
+            if not is_elsewhere and param not in self._residents:
                 held += _state.nbytes_of(state)
         if self.swapped is not None:
             held += self.swapped.memory_bytes

@@ -267,8 +267,8 @@ class OffloadAdamW(OffloadStep):
         if self._sharding is not None:
             self._sharding.admit(new, labels)
         residents = self._residents.choose(new, labels)
-        self._residents.add(residents)
         try:
+            self._residents.add(residents)
             self._admit_to_host([param for param in new if param not in self._residents])
         except BaseException:
             self._residents.remove(residents)
@@ -291,10 +291,15 @@ class OffloadAdamW(OffloadStep):
         All but their state, as in torch's optimizers.
         """
         living = {param for group in self.param_groups for param in group["params"]}
-        if left := [param for param in self._residents if param not in living]:
-            # Their state stays, and is good wherever they come back.
-            self._residents.read(self._states, left, self._moments)
-            self._residents.remove(left)
+        if leaving := [param for param in self._residents if param not in living]:
+            states = self._states
+            self._residents.read(states, leaving)
+            self._residents.remove(leaving)
+            if self._moments != "fp32":
+                # They may come back to host memory. What is no state is refused there.
+                for param in leaving:
+                    with contextlib.suppress(ValueError):
+                        states[param] = self._converted(param, states[param], 0, "a parameter")
         if params := [param for param in self._twins if param not in living]:
             # It has pinned the memory.
             self._background.close()
@@ -334,6 +339,7 @@ class OffloadAdamW(OffloadStep):
             OSError: the step failed in the background.
         """
         self._background.synchronize()
+        self._residents.synchronize()
 
     def drain(self) -> None:
         """Applies all updates that are deferred: parameters and state are those of the last step.

@@ -51,8 +51,9 @@ class RankEngine(Engine):
         twins: Twins,
         threads: int | None,
         swapped: Swapped | None = None,
+        lock: AbstractContextManager[object] | None = None,
     ) -> None:
-        super().__init__(device, params, twins, threads, swapped=swapped)
+        super().__init__(device, params, twins, threads, swapped=swapped, lock=lock)
         self._shares = sharding.shares
         self._commits = swapped is not None and swapped.commits
         self._gatherer = Gatherer(self._core, sharding.peers, device, commits=self._commits)

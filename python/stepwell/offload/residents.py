@@ -9,20 +9,24 @@ neither taken nor read for it.
   for it: what the program does next comes behind it on the stream, as with torch's optimizers.
 - State is fp32, in one piece of device memory per resident: master, `exp_avg`, `exp_avg_sq`. A step
   has the bits that one in host memory with fp32 moments has.
-- What the optimizer's `state` has of a resident while that memory counts is a stand-in, which no
-  program sees. A look at `state`, and a state dict, bring all of them to host memory first, in the
-  form that state has there (`read`). From then on that counts, as written by the program or not,
-  and the next step brings it back (`_take_up`). So state dicts, loads and edits know nothing of
-  residents.
+- What the optimizer's `state` has of a resident while that memory counts is a *stand-in*, which no
+  program sees. A look at `state`, and a state dict, bring all of it to host memory first, in the
+  form that state with fp32 moments has there (`read`). From then on that counts, as written by the
+  program or not, and the next step brings it back (`_take_up`). So nothing else has to know a
+  second form of state.
 - A weight that is not its master's was written by the program, and is the master from then on.
   The step itself compares them, so every write counts, whatever it was made through.
 
-Cost per parameter: 12 B of device memory, and 30 B of it are moved by a step.
+Steps, looks and waits come one after the other: the optimizer's lock sees to it.
+
+Cost per parameter: 12 B of device memory, and 30 B of it are moved by a step. A look brings 10 B to
+host memory, and the step behind it brings them back.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,9 +36,9 @@ import torch
 from stepwell import _core, _state
 from stepwell._hyper import hyper_of
 from stepwell._sharding import is_dtensor
-from stepwell._tensors import name_of, view
+from stepwell._tensors import name_of, ordinary_tensors, view
 from stepwell.offload.budget import GIB
-from stepwell.offload.engine import current_stream, device_name
+from stepwell.offload.engine import current_stream, device_name, stream_of
 from stepwell.offload.gradients import Label, gradients_of
 
 if TYPE_CHECKING:
@@ -49,25 +53,30 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Resident:
-    """A parameter whose state is on the device."""
+    """A parameter whose state is on the device, and what it was when it was added."""
 
     param: torch.Tensor
     dtype: torch.dtype
     shape: torch.Size
     nbytes: int
-    """Of the parameter, when it was added."""
+    """Of the parameter."""
+    state_nbytes: int
+    """Of its state on the device."""
     memory: torch.Tensor | None = None
-    """Bytes of its state; None: nothing is there."""
+    """The state, as bytes; None: it is not on the device now."""
     stand_in: _state.State | None = None
     """What the optimizer's `state` has of the parameter while `memory` is its state: the count of
     updates, and what a program has added."""
 
 
 class ResidentUpdate(NamedTuple):
-    """One resident of a step, checked. Its state is on the device."""
+    """One resident of a step, checked. It holds the memory that the device works with."""
 
-    resident: _Resident
+    param: torch.Tensor
     grad: torch.Tensor
+    memory: torch.Tensor
+    """Its state."""
+    stand_in: _state.State
     hyper: Hyper
     step: int
     """Which update of the parameter it is, from 1."""
@@ -86,6 +95,8 @@ class Residents:
         self._residents: dict[int, _Resident] = {}
         self._steps: _core.DeviceSteps | None = None
         self._device = torch.device("cpu")
+        # That of the last step; None: there was none.
+        self._stream: int | None = None
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -98,18 +109,18 @@ class Residents:
 
     @property
     def ids(self) -> Mapping[int, object]:
-        """The ids of the parameters."""
+        """Has the ids of the parameters as keys."""
         return self._residents
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of device memory for their state."""
-        return sum(_nbytes(each.param) or 0 for each in self._residents.values())
+    def state_nbytes(self) -> int:
+        """Bytes of device memory that their state takes in a step."""
+        return sum(each.state_nbytes for each in self._residents.values())
 
     @property
     def numel(self) -> int:
         """Elements of all."""
-        return sum(each.param.numel() for each in self._residents.values())
+        return sum(math.prod(each.shape) for each in self._residents.values())
 
     # ---- which ones ----
 
@@ -131,7 +142,7 @@ class Residents:
                     f"{labels[param]} is a DTensor and `device_bytes_max` is given, expected plain "
                     "parameters. hint: device_bytes_max=0"
                 )
-            nbytes = _nbytes(param)
+            nbytes = _state_nbytes(param)
             if nbytes is not None and nbytes <= left:
                 chosen.append(param)
                 left -= nbytes
@@ -148,21 +159,23 @@ class Residents:
         self._device = params[0].device
         if self._steps is None:
             self._steps = _core.DeviceSteps(device_name(self._device))
-        nbytes = sum(_nbytes(param) or 0 for param in params)
+        found = [(param, _state_nbytes(param) or 0) for param in params]
         _LOGGER.info(
             "%.2f GiB of device memory for the state of %d parameters, which are stepped there",
-            nbytes / GIB,
+            sum(nbytes for _, nbytes in found) / GIB,
             sum(param.numel() for param in params),
         )
-        self._bytes_left -= nbytes
-        for param in params:
-            self._residents[id(param)] = _Resident(param, param.dtype, param.shape, param.nbytes)
+        for param, nbytes in found:
+            self._residents[id(param)] = _Resident(
+                param, param.dtype, param.shape, param.nbytes, nbytes
+            )
+            self._bytes_left -= nbytes
 
     def remove(self, params: Iterable[torch.Tensor]) -> None:
-        """Forgets `params`. State that the optimizer has of them stays, as in torch's."""
+        """Forgets `params`. What is to be kept of their state was read."""
         for param in params:
-            if self._residents.pop(id(param), None) is not None:
-                self._bytes_left += _nbytes(param) or 0
+            if resident := self._residents.pop(id(param), None):
+                self._bytes_left += resident.state_nbytes
 
     # ---- a step ----
 
@@ -203,9 +216,11 @@ class Residents:
                     continue
                 state = states.get(param) or None
                 step = 0 if state is None else _state.step_of(state, partial(label, param))
-                if state is None or state is not resident.stand_in:
-                    self._take_up(resident, state, label)
-                found.append(ResidentUpdate(resident, _aligned(grad), hyper, step + 1))
+                memory, stand_in = resident.memory, resident.stand_in
+                if memory is None or stand_in is None or state is not stand_in:
+                    memory, stand_in = self._take_up(resident, state, label)
+                grad = _aligned(grad)
+                found.append(ResidentUpdate(param, grad, memory, stand_in, hyper, step + 1))
         return found
 
     def submission(
@@ -216,51 +231,60 @@ class Residents:
     ) -> list[partial[Any]]:
         """The calls that step residents, in which no Python can be interrupted.
 
-        Until they are made, what this has done changes no weight and no state.
+        Before they are made no weight has changed, and no state but that one which was never
+        stepped is there, with no step.
 
         Args:
-            updates: of the step.
+            updates: of the step. They are held until the calls are made.
             grad_scale: what all gradients are multiplied by.
-            states: those that the optimizer has; it has those of all updates from now on.
+            states: those that the optimizer has. It gets the stand-ins of the updates.
         """
         if not updates:
             return []
         assert self._steps is not None
         hypers = {each.hyper: each.hyper.core(grad_scale) for each in updates}
-        for update in updates:
-            param, stand_in = update.resident.param, update.resident.stand_in
-            assert stand_in is not None
-            states[param] = stand_in
-        torch.autograd.graph.increment_version([each.resident.param for each in updates])
-        counters = [states[each.resident.param]["step"] for each in updates]
+        states.update((each.param, each.stand_in) for each in updates)
+        torch.autograd.graph.increment_version([each.param for each in updates])
+        self._stream = current_stream(self._device)
         return [
             partial(
                 self._steps.step,
-                [each.resident.param.data_ptr() for each in updates],
+                [each.param.data_ptr() for each in updates],
                 [each.grad.data_ptr() for each in updates],
-                [_memory(each.resident).data_ptr() for each in updates],
+                [each.memory.data_ptr() for each in updates],
                 numels=[each.grad.numel() for each in updates],
-                dtypes=[name_of(each.resident.dtype) for each in updates],
+                dtypes=[name_of(each.grad.dtype) for each in updates],
                 steps=[each.step for each in updates],
                 hypers=[hypers[each.hyper] for each in updates],
-                stream=current_stream(self._device),
+                stream=self._stream,
             ),
-            partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0),
+            partial(
+                torch._foreach_add_,
+                [each.stand_in["step"] for each in updates],
+                _state.step_tensor(1),
+                alpha=1.0,
+            ),
         ]
+
+    def synchronize(self) -> None:
+        """Waits until the last step of residents is complete."""
+        if self._stream is not None and self._device.type == "cuda":
+            stream_of(self._stream, self._device).synchronize()
 
     # ---- state ----
 
-    def fresh_state(self, param: torch.Tensor, label: Label) -> _state.State:
-        """The stand-in of a resident that was never stepped."""
-        resident = self._residents[id(param)]
-        self._take_up(resident, None, label)
-        assert resident.stand_in is not None
-        return resident.stand_in
-
-    def _take_up(self, resident: _Resident, state: _state.State | None, label: Label) -> None:
+    def _take_up(
+        self, resident: _Resident, state: _state.State | None, label: Label
+    ) -> tuple[torch.Tensor, _state.State]:
         """Brings `state`, which the optimizer has of a resident, to the device.
 
-        Until a step follows the state stays what the optimizer has. None: there is none.
+        Args:
+            resident: whose it is.
+            state: it stays what counts until the optimizer has the stand-in; None: there is none.
+            label: what errors call a parameter.
+
+        Returns:
+            the memory that has it now, and its stand-in.
 
         Raises:
             ValueError: the state is not of an Adam, or not of this parameter.
@@ -271,20 +295,16 @@ class Residents:
                 f"{label(resident.param)} is at `{param.data_ptr():#x}`, expected a multiple of "
                 f"`{param.itemsize}`. hint: parameter.data = parameter.data.clone()"
             )
-        nbytes = _nbytes(param)
-        assert nbytes is not None
-        # First: what is there does not count any more.
+        # Before there is new memory.
         resident.memory = resident.stand_in = None
-        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        master, exp_avg, exp_avg_sq = _parts(memory, param)
+        memory = torch.zeros(resident.state_nbytes, dtype=torch.uint8, device=self._device)
+        master, exp_avg, exp_avg_sq = _parts(memory, param.shape)
         stand_in: _state.State = {"step": _state.step_tensor(0)}
         if state is None:
             master.copy_(param)
         else:
             weight = param.cpu()
-            found = _state.convert(
-                weight, state, "fp32", key=0, current=state, label=label(resident.param)
-            )
+            found = _with_fp32_moments(weight, state, label(resident.param), current=state)
             on_host = torch.empty(weight.shape, dtype=torch.float32, device="cpu")
             _core.read_state(_bound(weight, found), master=view(on_host))
             master.copy_(on_host)
@@ -292,35 +312,54 @@ class Residents:
             exp_avg_sq.copy_(found["exp_avg_sq"])
             stand_in = {name: value for name, value in found.items() if not _state.is_part(name)}
         resident.memory, resident.stand_in = memory, stand_in
+        return memory, stand_in
 
+    @ordinary_tensors
     def read(
         self,
         states: dict[torch.Tensor, _state.State],
         params: Iterable[torch.Tensor] | None = None,
-        moments: str = "fp32",
     ) -> None:
-        """Brings the state of residents to host memory, in the form that it has there.
+        """Brings the state of residents to host memory.
 
         Args:
             states: those that the optimizer has: it has copies of the state from now on.
             params: residents; None: all.
-            moments: the codec of the moments.
+
+        Raises:
+            ValueError: there is no memory for it.
         """
-        for param in self if params is None else params:
-            resident = self._residents[id(param)]
-            if resident.stand_in is not None and states.get(param) is resident.stand_in:
-                with torch.no_grad():
-                    found = _host_state(resident)
-                    if moments != "fp32":
-                        weight = param.detach().cpu()
-                        found = _state.convert(
-                            weight, found, moments, key=0, current={}, label="a parameter"
-                        )
-                states[param] = found
-                resident.memory = resident.stand_in = None
+        residents = [self._residents[id(param)] for param in (self if params is None else params)]
+        on_device = [
+            each
+            for each in residents
+            if each.stand_in is not None and states.get(each.param) is each.stand_in
+        ]
+        if not on_device:
+            return
+        nbytes = sum(each.state_nbytes for each in on_device)
+        free = _core.free_memory_bytes()
+        if free is not None and nbytes > free:
+            raise ValueError(
+                f"state on the device takes `{nbytes}` bytes of host memory as tensors, `{free}` "
+                "are free. hint: a smaller device_bytes_max"
+            )
+        _LOGGER.info("%.2f GiB of host memory for state that is read from the device", nbytes / GIB)
+        self.synchronize()
+        for each in on_device:
+            states[each.param] = _host_state(each)
+            each.memory = each.stand_in = None
+
+    def as_read(self, param: torch.Tensor, state: _state.State) -> _state.State:
+        """A copy of `state`, which the optimizer has of a resident, as `read` would have it."""
+        resident = self._residents[id(param)]
+        if state is not resident.stand_in:
+            return state
+        # The step that is under way counts on.
+        return {**_host_state(resident), "step": state["step"].clone()}
 
     def converted(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
-        """Loaded state of a resident in the form that it has in host memory, with fp32 moments.
+        """Loaded state of a resident as state in host memory, with fp32 moments.
 
         Args:
             param: a resident.
@@ -330,27 +369,44 @@ class Residents:
         Raises:
             ValueError: the state is not of an Adam, or not of this parameter.
         """
-        weight = param.detach().cpu()
-        return _state.convert(weight, state, "fp32", key=0, current={}, label=label)
+        return _with_fp32_moments(param.detach().cpu(), state, label, current={})
+
+
+def _state_nbytes(param: torch.Tensor) -> int | None:
+    """Bytes of device memory for the state of a parameter; None: it cannot be a resident."""
+    return _core.DeviceSteps.state_nbytes(param.numel()) if param.numel() else None
+
+
+def _parts(memory: torch.Tensor, shape: torch.Size) -> Sequence[torch.Tensor]:
+    """Master, `exp_avg` and `exp_avg_sq`: views of a resident's memory."""
+    nbytes = 3 * math.prod(shape) * torch.float32.itemsize
+    return memory[:nbytes].view(torch.float32).view(3, *shape).unbind()
+
+
+def _with_fp32_moments(
+    weight: torch.Tensor, state: _state.State, label: str, *, current: _state.State
+) -> _state.State:
+    """`state` of a weight in host memory in the form that it has there.
+
+    What it shares with `current` is not copied.
+    """
+    # Decoding draws on no noise, so no key has to tell parameters apart.
+    return _state.convert(weight, state, "fp32", key=0, current=current, label=label)
 
 
 def _host_state(resident: _Resident) -> _state.State:
     """A copy of the state of a resident in host memory, for the weight that it has now."""
-    assert resident.stand_in is not None
-    # The program may have given it other strides; its state has none.
-    weight = resident.param.detach().contiguous().cpu()
-    master, exp_avg, exp_avg_sq = _parts(_memory(resident), weight)
-    found = _state.new(weight, "fp32")
-    found["exp_avg"].copy_(exp_avg)
-    found["exp_avg_sq"].copy_(exp_avg_sq)
-    found |= resident.stand_in
-    if weight.dtype == torch.float32:
-        # The parameter is its own master.
-        return found
-    # Rounds it, into memory that stands for the parameter.
-    rounded, on_host = weight.clone(), master.cpu()
-    _core.write_state(_bound(rounded, found), step=1, master=view(on_host))
-    if weight.dtype == torch.bfloat16:
+    assert resident.memory is not None and resident.stand_in is not None
+    master, *moments = (part.cpu() for part in _parts(resident.memory, resident.shape))
+    # What masters are rounded to, in memory that stands for the parameter.
+    rounded = torch.empty(resident.shape, dtype=resident.dtype, device="cpu")
+    found = _state.new(rounded, "fp32")
+    _core.write_state(_bound(rounded, found), step=1, master=view(master))
+    found |= {**dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True)), **resident.stand_in}
+    param = resident.param.detach()
+    if param.dtype == torch.bfloat16 and param.shape == resident.shape:
+        # The program may have given it other strides; its state has none.
+        weight = param.contiguous().cpu()
         written = rounded.view(torch.int16) != weight.view(torch.int16)
         found["trailing"].masked_fill_(written, 0)
         _state.take_fingerprints(weight, found, "fp32")
@@ -360,22 +416,6 @@ def _host_state(resident: _Resident) -> _state.State:
 def _aligned(grad: torch.Tensor) -> torch.Tensor:
     """`grad` itself, or a copy where it is not at a multiple of its elements' size."""
     return grad.clone() if grad.data_ptr() % grad.itemsize else grad
-
-
-def _nbytes(param: torch.Tensor) -> int | None:
-    """Bytes of device memory for the state of a parameter; None: it cannot be a resident."""
-    return _core.DeviceSteps.state_nbytes(param.numel()) if param.numel() else None
-
-
-def _memory(resident: _Resident) -> torch.Tensor:
-    assert resident.memory is not None
-    return resident.memory
-
-
-def _parts(memory: torch.Tensor, param: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Master, `exp_avg` and `exp_avg_sq`: views of a resident's memory in the parameter's shape."""
-    nbytes = 3 * param.numel() * torch.float32.itemsize
-    return memory[:nbytes].view(torch.float32).view(3, *param.shape).unbind()
 
 
 def _bound(weight: torch.Tensor, state: _state.State) -> _core.AdamTensor:

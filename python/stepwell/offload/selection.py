@@ -210,9 +210,10 @@ class Selector(Generic[_Tensor]):
 def _leads(segments: Sequence[_core.Selectable], reselect: int) -> dict[int, int]:
     """By how many steps the first selection of each segment is due sooner.
 
-    An exact step selects channels of all segments, which would all be due together from then on:
-    the background would have a quarter of the model's copies to make in each of four steps, and
-    none in twelve. So those of a group are dealt to its turns within `reselect` steps.
+    An exact step selects channels of all segments, which would all be due together from then on: at
+    `interval` 4 and `reselect` 16 the background would have a quarter of the model's copies to make
+    in each of four steps, and none in the next twelve. So those of a group are dealt to its turns
+    within `reselect` steps.
     """
     interval = 1 + max((one.group for one in segments), default=0)
     turns = max(reselect // interval, 1)

@@ -1,4 +1,7 @@
-"""The state of an OffloadAdamW as programs see it: after the last step, read from its volume."""
+"""The state of an OffloadAdamW as programs see it: after the last step, and in host memory.
+
+What is on a volume or on the device has been read.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,10 @@ class StateInMemory(defaultdict[torch.Tensor, _state.State]):
 
 
 class OffloadState(AdamW):
-    """An AdamW whose state is in host memory or on a volume, and stepped in the background."""
+    """An AdamW whose state is in host memory, on a volume or on the device.
+
+    What is not on the device is stepped in the background.
+    """
 
     _host: HostSide
     _residents: Residents
@@ -188,7 +194,7 @@ class OffloadState(AdamW):
 
     @property
     def _states(self) -> defaultdict[torch.Tensor, _state.State]:
-        """As `state`. What is on a volume is not read."""
+        """As `state`. What is on a volume or on the device is not read."""
         if self._engine is not None and not self._is_stepping:
             with self._engine.lock:
                 self._engine.settle()

@@ -115,6 +115,11 @@ class OffloadStateDicts(OffloadState):
         self.synchronize()
         self._host.take_fingerprints(self._twins, self._states)
         state_dict = super().state_dict()
+        if self._is_stepping:
+            # A signal's handler. The step goes on with what is on the device.
+            for index, param in enumerate(self._in_order()):
+                if param in self._residents and (state := state_dict["state"].get(index)):
+                    state_dict["state"][index] = self._residents.as_read(param, state)
         swapped = self._host.swapped
         if swapped is not None and swapped.commits:
             # All else is read from the volume, and not written by later steps: so are counts of

@@ -243,17 +243,14 @@ class OffloadStep(OffloadStateDicts):
             what = "a gradient of another rank is not finite"
         states = self.__dict__["state"]
         if decide(facts, self._nonfinite) is Outcome.MAKE_STATE:
-            for param in on_device.params:
-                states[param] = self._residents.fresh_state(param, self._label)
-        is_any = is_awaited or bool(on_device.updates)
-        if not self._is_taken(facts, updates, error, what, is_awaited=is_any):
+            states.update((each.param, each.stand_in) for each in on_device.updates)
+        steps_any = is_awaited or bool(on_device.updates)
+        if not self._is_taken(facts, updates, error, what, is_awaited=steps_any):
             return False
         self._has_left = True
         grad_scale = inverse_scale * self._clip_coefficient(norm)
-        # Behind the submit, which may fail.
-        after = self._residents.submission(on_device.updates, grad_scale, states)
         if not len(self._twins):
-            self._commit([], after)
+            self._commit([], self._residents.submission(on_device.updates, grad_scale, states))
             return True
         engine = self._background.opened()
         with engine.decided():
@@ -263,6 +260,8 @@ class OffloadStep(OffloadStateDicts):
             selects = engine.selector is not None
             by_param = dict(zip(params, grads, strict=True)) if selects else None
             number = _number_of(updates, on_device.updates)
+            # Their calls come behind the submit: where that fails nothing is stepped.
+            after = self._residents.submission(on_device.updates, grad_scale, states)
             self._apply(updates, grad_scale, number, by_param, after)
         return True
 
@@ -318,7 +317,7 @@ class OffloadStep(OffloadStateDicts):
             stale: those of `params` that may have been written.
         """
         steps = self._deferred_steps
-        if steps is None or number == 0:
+        if steps is None or number == 0 or not len(self._twins):
             return
         engine = self._background.opened()
         selector = engine.selector
@@ -506,9 +505,11 @@ class OffloadStep(OffloadStateDicts):
         - `resident_bytes`: with `device_bytes_max`, device memory for the state of the parameters
           that are stepped there.
         """
-        resident = {"resident_bytes": self._residents.nbytes} if len(self._residents) else {}
+        resident: dict[str, float] = {}
+        if len(self._residents):
+            resident["resident_bytes"] = self._residents.state_nbytes
         if self._engine is None:
-            return {**resident}
+            return {**self._seconds, **resident} if resident else {}
         timing = {
             **self._seconds,
             "gate": self._engine.seconds_waited,
