@@ -200,6 +200,18 @@ impl ChannelState {
     }
 }
 
+/// Calls a function of the master that becomes this kind of weight.
+macro_rules! of_kind {
+    ($kind:expr, $call:ident($($argument:expr),*)) => {
+        match $kind {
+            WeightKind::Float32 => $call::<Plain<'_, f32>>($($argument),*),
+            WeightKind::Split => $call::<Split<'_>>($($argument),*),
+            WeightKind::Float16 => $call::<Plain<'_, F16>>($($argument),*),
+            WeightKind::BFloat16 => $call::<Plain<'_, Bf16>>($($argument),*),
+        }
+    };
+}
+
 /// The weights that masters are rounded to.
 struct Weights<'a, P: Master> {
     from: Source<'a, f32>,
@@ -320,12 +332,7 @@ pub unsafe fn write_weights(
 ) {
     // SAFETY: passed on from the caller.
     unsafe {
-        match kind {
-            WeightKind::Float32 => weights_of::<Plain<'_, f32>>(isa, channels, master, weight),
-            WeightKind::Split => weights_of::<Split<'_>>(isa, channels, master, weight),
-            WeightKind::Float16 => weights_of::<Plain<'_, F16>>(isa, channels, master, weight),
-            WeightKind::BFloat16 => weights_of::<Plain<'_, Bf16>>(isa, channels, master, weight),
-        }
+        of_kind!(kind, weights_of(isa, channels, master, weight));
     }
 }
 
@@ -377,12 +384,7 @@ pub unsafe fn follow_weights(
 ) {
     // SAFETY: passed on from the caller.
     unsafe {
-        match kind {
-            WeightKind::Float32 => follow::<Plain<'_, f32>>(isa, channels, master, weight),
-            WeightKind::Split => follow::<Split<'_>>(isa, channels, master, weight),
-            WeightKind::Float16 => follow::<Plain<'_, F16>>(isa, channels, master, weight),
-            WeightKind::BFloat16 => follow::<Plain<'_, Bf16>>(isa, channels, master, weight),
-        }
+        of_kind!(kind, follow(isa, channels, master, weight));
     }
 }
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell import _state
 from stepwell._decision import Nonfinite
 from stepwell._sharding import is_dtensor, local
 from stepwell.offload.background import Background
@@ -295,11 +296,14 @@ class OffloadAdamW(OffloadStep):
             states = self._states
             self._residents.read(states, leaving)
             self._residents.remove(leaving)
-            if self._moments != "fp32":
-                # They may come back to host memory. What is no state is refused there.
-                for param in leaving:
+            for param in leaving:
+                if state := states.get(param):
+                    # They may come back to host memory, which refuses what is no state.
                     with contextlib.suppress(ValueError):
-                        states[param] = self._converted(param, states[param], 0, "a parameter")
+                        weight = param.detach().cpu()
+                        states[param] = _state.convert(
+                            weight, state, self._moments, key=0, current=state, label="a parameter"
+                        )
         if params := [param for param in self._twins if param not in living]:
             # It has pinned the memory.
             self._background.close()

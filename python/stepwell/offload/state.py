@@ -5,6 +5,7 @@ What is on a volume or on the device has been read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections import defaultdict
@@ -17,6 +18,7 @@ from stepwell.optim import AdamW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from stepwell._operand import Update
     from stepwell.offload.background import Background
@@ -34,104 +36,131 @@ class StateInMemory(defaultdict[torch.Tensor, _state.State]):
 
     It has no entries of its own. Each call goes to the optimizer's state as it is then, of which
     what is on a volume or on the device has been read into host memory. So it may be kept over
-    steps.
+    steps. No step comes between the read and the call.
 
     Args:
-        states: gives that state.
+        states: gives that state, and keeps steps away, while it is entered.
     """
 
-    def __init__(self, states: Callable[[], defaultdict[torch.Tensor, _state.State]]) -> None:
+    def __init__(
+        self,
+        states: Callable[[], AbstractContextManager[defaultdict[torch.Tensor, _state.State]]],
+    ) -> None:
         super().__init__(dict)
         self._states = states
 
     def __getitem__(self, param: torch.Tensor) -> _state.State:
-        return self._states()[param]
+        with self._states() as states:
+            return states[param]
 
     def __setitem__(self, param: torch.Tensor, state: _state.State) -> None:
-        self._states()[param] = state
+        with self._states() as states:
+            states[param] = state
 
     def __delitem__(self, param: torch.Tensor) -> None:
-        del self._states()[param]
+        with self._states() as states:
+            del states[param]
 
     def __contains__(self, param: object) -> bool:
-        return param in self._states()
+        with self._states() as states:
+            return param in states
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._states())
+        with self._states() as states:
+            return iter(list(states))
 
     def __reversed__(self) -> Iterator[torch.Tensor]:
-        return reversed(self._states())
+        with self._states() as states:
+            return reversed(list(states))
 
     def __len__(self) -> int:
-        return len(self._states())
+        with self._states() as states:
+            return len(states)
 
     def __eq__(self, other: object) -> bool:
-        return dict(self._states()) == other
+        with self._states() as states:
+            return dict(states) == other
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __repr__(self) -> str:
-        return repr(self._states())
+        with self._states() as states:
+            return repr(states)
 
     __hash__ = None  # type: ignore[assignment]
 
     def __copy__(self) -> Any:
-        return self._states().copy()
+        with self._states() as states:
+            return states.copy()
 
     copy = __copy__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self._states(), memo)
+        with self._states() as states:
+            return copy.deepcopy(states, memo)
 
     def __reduce__(self) -> Any:
-        return self._states().__reduce__()
+        with self._states() as states:
+            return states.__reduce__()
 
     def __or__(self, other: Any) -> Any:
-        return self._states() | other
+        with self._states() as states:
+            return states | other
 
     def __ror__(self, other: Any) -> Any:
-        return other | self._states()
+        with self._states() as states:
+            return other | states
 
     def __ior__(self, other: Any) -> Any:
-        self._states().update(other)
+        with self._states() as states:
+            states.update(other)
         return self
 
     def get(self, param: torch.Tensor, default: Any = None) -> Any:
         """As dict's."""
-        return self._states().get(param, default)
+        with self._states() as states:
+            return states.get(param, default)
 
     def keys(self) -> Any:
         """As those of a copy: a view of dict's may be kept, and would see places later."""
-        return dict(self._states()).keys()
+        with self._states() as states:
+            return dict(states).keys()
 
     def values(self) -> Any:
         """Likewise."""
-        return dict(self._states()).values()
+        with self._states() as states:
+            return dict(states).values()
 
     def items(self) -> Any:
         """Likewise."""
-        return dict(self._states()).items()
+        with self._states() as states:
+            return dict(states).items()
 
     def pop(self, *args: Any) -> Any:
         """As dict's."""
-        return self._states().pop(*args)
+        with self._states() as states:
+            return states.pop(*args)
 
     def popitem(self) -> Any:
         """As dict's."""
-        return self._states().popitem()
+        with self._states() as states:
+            return states.popitem()
 
     def setdefault(self, param: torch.Tensor, default: Any = None) -> Any:
         """As dict's."""
-        return self._states().setdefault(param, default)
+        with self._states() as states:
+            return states.setdefault(param, default)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As dict's."""
-        self._states().update(*args, **kwargs)
+        with self._states() as states:
+            states.update(*args, **kwargs)
 
     def clear(self) -> None:
         """As dict's."""
-        self._states().clear()
+        with self._states() as states:
+            states.clear()
 
 
 class OffloadState(AdamW):
@@ -170,11 +199,17 @@ class OffloadState(AdamW):
         states = self._read_states()
         if self._is_stepping or (self._host.swapped is None and not len(self._residents)):
             return states
-        return StateInMemory(self._read_states)
+        return StateInMemory(self._states_in_memory)
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
         self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
+
+    @contextlib.contextmanager
+    def _states_in_memory(self) -> Iterator[defaultdict[torch.Tensor, _state.State]]:
+        """As `_read_states`, with no step while it is entered."""
+        with self._background.lock():
+            yield self._read_states()
 
     def _read_states(self) -> defaultdict[torch.Tensor, _state.State]:
         """As `_states`. What is elsewhere is read into host memory, but for the step's own thread.

@@ -170,6 +170,7 @@ class OffloadStep(OffloadStateDicts):
             return self._is_taken(Facts(found_inf=True), [], None, "")
         is_apart = is_awaited = False
         error: ValueError | None = None
+        stepped: list[torch.Tensor] = []
         params: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         updates: list[Update] = []
