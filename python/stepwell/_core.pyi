@@ -158,10 +158,10 @@ class DeviceSteps:
     Steps Adam on a device, over parameters whose state is there.
 
     The state of a parameter is one piece of memory: master, `exp_avg` and `exp_avg_sq`, as many
-    fp32 as it has elements each, and a 32-bit 0 behind them. A weight that its master is not
-    rounded to becomes the master first: the program has written it. Bits are those of a step in
-    host memory with fp32 moments, but for the payload of a NaN. A step reads and writes 12 bytes of
-    state per parameter, its weight, and reads its gradient.
+    fp32 as it has elements each, and a 32-bit 0 behind them. A weight that differs from its rounded
+    master was written by the program. It becomes the master before the step. Bits are those of a
+    step in host memory with fp32 moments, but for the payload of a NaN. A step reads and writes 12
+    bytes of state per parameter and its weight, and reads its gradient.
 
     Args:
         device: "cuda:N", or "cpu": then the calling thread steps.
@@ -193,7 +193,7 @@ class DeviceSteps:
 
         Raises:
             ValueError: with nothing stepped, for lists of other lengths, or what they cannot have.
-            OSError: where the device has failed.
+            OSError: where the device has failed: then some are stepped, and some are not.
         """
 
 @final

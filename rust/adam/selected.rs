@@ -232,7 +232,7 @@ impl<P: Master> Kernel for Weights<'_, P> {
     }
 }
 
-/// Masters become the weights that they are not rounded to.
+/// Weights that differ from their rounded masters become the masters.
 struct Follow<'a, P: Master> {
     masters: Cursor<'a, f32>,
     weights: Source<'a, P::Weight>,
@@ -368,7 +368,7 @@ unsafe fn weights_of<P: Master>(
     });
 }
 
-/// Takes a weight that a master is not rounded to for the master: the program has written it.
+/// Makes a weight that differs from its rounded master the master: the program has written it.
 ///
 /// # Safety
 /// As [`step`].

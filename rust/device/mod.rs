@@ -92,8 +92,8 @@ pub struct Channels {
     /// Address of their state and, behind it, their indices, ascending
     /// ([`crate::adam::selected::ChannelState::within`]).
     pub state: u64,
-    /// Whether a weight that a master is not rounded to becomes the master, before it is stepped:
-    /// where nothing but steps and the program writes weights.
+    /// Whether a weight that differs from its rounded master becomes the master before the step:
+    /// the program has written it. Only where nothing else writes weights between steps.
     pub follows_weight: bool,
 }
 

@@ -142,7 +142,7 @@ fn steps_channels(
 
 /// What a program has written, to some elements of the channels and to others.
 #[test]
-fn a_weight_that_its_master_is_not_rounded_to_becomes_the_master() {
+fn a_weight_that_differs_from_its_rounded_master_becomes_the_master() {
     let kinds = [WeightKind::Float32, WeightKind::Split, WeightKind::Float16, WeightKind::BFloat16];
     for (kind, by_columns) in kinds.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
         let (rows, row_len) = (37_usize, 1045);

@@ -194,13 +194,26 @@ fn what_is_on_a_device_is_left_alone() {
     block_device::format(&device.image, true).expect_err("a file");
 }
 
+/// A device that nothing else has as long as this is open. The kernel may have it for a moment
+/// longer than what has let go of it, or made it.
+fn claim(path: &Path) -> File {
+    let begin = Instant::now();
+    let excl = rustix::fs::OFlags::EXCL.bits().cast_signed();
+    loop {
+        match File::options().read(true).custom_flags(excl).open(path) {
+            Ok(claimed) => return claimed,
+            Err(error) => assert!(begin.elapsed() < SOON, "still claimed: {error}"),
+        }
+        std::thread::yield_now();
+    }
+}
+
 /// DEV-2: a claim of the kernel's, whoever has it.
 #[test]
 fn a_device_that_is_used_or_mounted_is_refused() {
     let Some(devices) = Devices::new(1) else { return };
     let device = &devices.loops[0];
-    let excl = rustix::fs::OFlags::EXCL.bits().cast_signed();
-    let claimed = File::options().read(true).custom_flags(excl).open(&device.path).expect("free");
+    let claimed = claim(&device.path);
     let options = Options { lock_timeout: Duration::from_millis(200), ..kept() };
     let shape = Shape::new(vec![10]);
     let create = || Volume::create(&devices.location, &shape, &options, &pool());
@@ -208,13 +221,7 @@ fn a_device_that_is_used_or_mounted_is_refused() {
     block_device::format(&device.path, true).expect_err("claimed");
     drop(claimed);
     drop(create().expect("free again"));
-    // The kernel may have it for a moment longer.
-    let begin = Instant::now();
-    let is_free = || File::options().read(true).custom_flags(excl).open(&device.path).is_ok();
-    while !is_free() {
-        assert!(begin.elapsed() < SOON, "still claimed");
-        std::thread::yield_now();
-    }
+    drop(claim(&device.path));
     let Ok(made) = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&device.path).status() else {
         eprintln!("skipped: the part with a file system, for which mkfs.ext4 is not there");
         return;
