@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from stepwell.optim import Moments
 
 # So that both slots of each record have been written, also with the longest interval.
-WARMUP_STEPS = 8
-VOLUMES: list[tuple[Durability, int]] = [("none", 1), ("commit", 1), ("commit", 4)]
-"""Durability, and steps from one commit to the next."""
+WARMUP_STEPS = 16
+VOLUMES: list[tuple[Durability, int | None]] = [("none", None), ("commit", 1), ("commit", None)]
+"""Durability, and steps from one commit to the next; None: as `Volume` has it."""
 # Of a parameter: what is not state (weight and gradient), and room for the buffers of drives.
 TWIN_BYTES, BUFFERS_BYTES = 4, 96 << 20
 
 
 def measure(
-    moments: Moments, durability: Durability, interval: int, args: argparse.Namespace
+    moments: Moments, durability: Durability, interval: int | None, args: argparse.Namespace
 ) -> None:
     """Prints a line of the table."""
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def measure(
     read, written = (now - then for now, then in zip(after, before, strict=True))
     steps = args.steps
     print(
-        f"{moments:5} {durability:7} {interval:8}"
+        f"{moments:5} {durability:7} {interval or '':8}"
         f" {seconds / steps:8.3f} {read / steps / numel:11.2f}"
         f" {written / steps / numel:8.2f} {read / seconds / 1e6:12.0f}"
         f" {written / seconds / 1e6:8.0f} {(read + written) / seconds / 1e6:8.0f}"
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--width", type=int, default=1600)
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
     print("moments      interval   s/step   B/param: read, written   MB/s: read, written, both")
     kinds: list[Moments] = ["fp32", "q8"]

@@ -50,12 +50,13 @@ def host_bytes(bytes_beside=4):
 
 
 def on_volume(config, folder, *, host_bytes_max=None, nvme=None, **volume):
-    """`config` with its state on a volume."""
+    """`config` with its state on a volume, which commits each step unless it says otherwise."""
     zero = dict(config["zero_optimization"])
     zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(folder), **(nvme or {})}
     block = {**config.get("stepwell", {}), "host_bytes_max": host_bytes_max or host_bytes()}
-    if volume:
-        block["volume"] = volume
+    if volume.get("durability") != "none":
+        volume.setdefault("commit_interval", 1)
+    block["volume"] = volume
     return {**config, "zero_optimization": zero, "stepwell": block}
 
 

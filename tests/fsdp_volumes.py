@@ -14,6 +14,7 @@ from sharded_volumes import DTYPE, FITTING, end
 from stepwell._sharding import local
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from volume_models import volume_of
 
 LR, CLIP_NORM = 1e-2, 0.5
 HOST_BYTES_MAX = 3 << 20
@@ -67,7 +68,7 @@ def on_volume(
         net,
         moments=moments,
         host_bytes_max=host_bytes_max,
-        tier=stepwell.Volume(drives, **volume),
+        tier=volume_of(drives, **volume),
         **(options or {}),
     )
 

@@ -13,6 +13,7 @@ from sharded_models import make, train
 from stepwell.offload.shares import Shares
 from stepwell.offload.twins import Twins
 from torch.nn.parallel import DistributedDataParallel
+from volume_models import volume_of
 
 DTYPE = torch.bfloat16
 FITTING = [
@@ -44,7 +45,7 @@ def on_volume(net, drives, *, shard=True, host_bytes_max=3 << 20, moments="fp32"
         threads=1,
         shard=shard,
         host_bytes_max=host_bytes_max,
-        tier=stepwell.Volume(drives, **volume),
+        tier=volume_of(drives, **volume),
     )
 
 

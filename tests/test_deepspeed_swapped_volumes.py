@@ -26,9 +26,14 @@ from swapped_partitions import (
 )
 
 
+def each_step(paths, **options):
+    """A volume that commits each step."""
+    return Volume(paths, commit_interval=1, **options)
+
+
 @pytest.fixture
 def volume(tmp_path):
-    return Volume([tmp_path])
+    return each_step([tmp_path])
 
 
 # ---- the beginning ----
@@ -157,7 +162,7 @@ def test_buffers_leave_half_of_the_memory(volume, monkeypatch):
 @pytest.mark.parametrize("weight", [BF16, FP32])
 @pytest.mark.parametrize("kind", [stepwell.AdamW, torch.optim.AdamW])
 def test_a_volume_is_resumed(tmp_path, kind, weight):
-    run = Run(Volume([tmp_path], name="run"), kind=kind, weight=weight)
+    run = Run(each_step([tmp_path], name="run"), kind=kind, weight=weight)
     assert run.swapped.committed_steps == 0
     assert run.partitions.resumed == {}
     run.steps(2)
@@ -187,17 +192,19 @@ def test_a_volume_that_commits_every_few_steps_is_resumed(tmp_path, weight, room
     options = {"weight": weight, "room": room}
     run = Run(Volume([tmp_path], name="run", commit_interval=3), **options).steps(5)
     assert run.swapped.committed_steps == 3
+    # The end commits the last step.
     run.end()
     del run
     again = Volume([tmp_path], name="run", resume=True, commit_interval=100)
-    run, expected = Run(again, seed=1, **options), Run(weight=weight).steps(3)
-    assert run.partitions.resumed == {0: 3, 2: 3}
-    assert_same(run.steps(2, 3), expected.steps(2, 3))
-    commit_last_step(run.swapped, run.partitions.finish)
+    run, expected = Run(again, seed=1, **options), Run(weight=weight).steps(5)
+    assert run.partitions.resumed == {0: 5, 2: 5}
+    assert_same(run.steps(2, 5), expected.steps(2, 5))
     assert run.swapped.committed_steps == 5
+    commit_last_step(run.swapped, run.partitions.finish)
+    assert run.swapped.committed_steps == 7
     run.end()
     del run
-    assert_same(Run(again, seed=2, **options).steps(1, 5), expected.steps(1, 5))
+    assert_same(Run(again, seed=2, **options).steps(1, 7), expected.steps(1, 7))
 
 
 def test_a_commit_that_failed_on_a_rank_is_the_end_on_all(tmp_path, monkeypatch):
@@ -233,7 +240,7 @@ def test_state_of_a_resumed_volume_that_is_deleted_at_once(tmp_path):
 
 def test_a_volume_goes_back_a_step(tmp_path, monkeypatch):
     of_ranks(monkeypatch, None)
-    Run(Volume([tmp_path], name="run"), rank=1).steps(3).end()
+    Run(each_step([tmp_path], name="run"), rank=1).steps(3).end()
     # This rank has committed a step that others have not.
     of_ranks(monkeypatch, None, 2)
     said = noted(monkeypatch)

@@ -60,8 +60,9 @@ def commits_between(drives):
 
 
 def test_steps_between_commits_are_made_again(two, drives):
-    assert two.run(commits_between, drives) == [[0, 2, 3, 3]] * 2
-    assert two.run(go_on, drives, 3) == [6, 6]
+    assert two.run(commits_between, drives) == [[1, 2, 3, 3]] * 2
+    # The end commits the last step.
+    assert two.run(go_on, drives, 4) == [7, 7]
 
 
 def one_commits_and_the_other_does_not(drives, behind, steps, interval=1):

@@ -135,9 +135,25 @@ def test_volumes_that_are_one_commit_ahead_go_back(caplog):
     assert [swap.step for swap in found] == [8, 8, 8]
     assert caplog.text.count("goes back from step 12 to 8") == 1
     # A step that lies between two commits of one of them.
-    makers = [Maker(12, interval=4), Maker(9, interval=1), Maker(12, interval=4)]
+    makers = [Maker(12, interval=4), Maker(10, interval=1), Maker(12, interval=4)]
     for error in on_ranks(opened, makers, [4] * 3):
         assert "not of one run" in str(error)
+
+
+@pytest.mark.parametrize("steps", [(13, 12, 13), (13, 8, 12), (8, 13, 8), (13, 13, 8)])
+def test_volumes_whose_ranks_have_ended_at_several_steps_go_back(steps):
+    makers = [Maker(step, interval=step - 8 or 7) for step in steps]
+    found = on_ranks(opened, makers, [8] * 3)
+    assert [swap.step for swap in found] == [8, 8, 8]
+    assert [[each.step for each in maker.made] for maker in makers] == [
+        [8] if step == 8 else [step, 8] for step in steps
+    ]
+
+
+def test_volumes_whose_ranks_have_ended_at_one_step_are_gone_on_from():
+    makers = [Maker(13, interval=5) for _ in RANKS]
+    assert [swap.step for swap in on_ranks(opened, makers, [8] * 3)] == [13, 13, 13]
+    assert [len(maker.made) for maker in makers] == [1, 1, 1]
 
 
 def test_ranks_commit_the_same_steps():

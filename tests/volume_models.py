@@ -28,15 +28,25 @@ def folders(tmp_path, num=2):
     return found
 
 
+def volume_of(drives, **options):
+    """A volume that commits each step, unless the options say something else."""
+    if options.get("durability") != "none":
+        options.setdefault("commit_interval", 1)
+    return stepwell.Volume(drives, **options)
+
+
 def on_volume(net, tmp_path, *, host_bytes=3 << 20, threads=2, num=2, lr=1e-2, **options):
-    """An optimizer whose state is on a volume, but for `host_bytes`, buffers included."""
+    """An optimizer whose state is on a volume, but for `host_bytes`, buffers included.
+
+    Each step is committed, unless the options say something else.
+    """
     volume = {name: options.pop(name) for name in VOLUME_OPTIONS if name in options}
     return stepwell.OffloadAdamW(
         net.named_parameters(),
         lr=lr,
         threads=threads,
         host_bytes_max=pinned_bytes(net) + host_bytes,
-        tier=stepwell.Volume(folders(tmp_path, num), **volume),
+        tier=volume_of(folders(tmp_path, num), **volume),
         **options,
     )
 

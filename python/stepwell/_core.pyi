@@ -787,7 +787,7 @@ class Swap:
         step: of a volume that is resumed, the committed step to go on from: the last one, or the
             one before it, if nothing was written since; None: the last one.
         counts_each_step: whether a step counts that changes nothing here.
-        commit_interval: steps from one commit to the next.
+        commit_interval: steps from one commit to the next. The first step is committed too.
         run: what its commits say of the run that makes them; the same for the volumes of all ranks.
         packed: the places whose fp32 masters are packed beside their bfloat16 weights. These stay
             where they are, and only steps write them.
@@ -849,9 +849,19 @@ class Swap:
         Whether io_uring moves the bytes.
         """
     @property
+    def is_behind(self, /) -> bool:
+        """
+        Whether the last step that was made is not committed.
+        """
+    @property
     def is_direct(self, /) -> bool:
         """
         Whether the page cache is bypassed on every member.
+        """
+    @property
+    def is_kept(self, /) -> bool:
+        """
+        Whether files stay when the volume ends, and it commits steps.
         """
     @property
     def name(self, /) -> str:

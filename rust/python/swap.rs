@@ -44,7 +44,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 ///     step: of a volume that is resumed, the committed step to go on from: the last one, or the
 ///         one before it, if nothing was written since; None: the last one.
 ///     counts_each_step: whether a step counts that changes nothing here.
-///     commit_interval: steps from one commit to the next.
+///     commit_interval: steps from one commit to the next. The first step is committed too.
 ///     run: what its commits say of the run that makes them; the same for the volumes of all ranks.
 ///     packed: the places whose fp32 masters are packed beside their bfloat16 weights. These stay
 ///         where they are, and only steps write them.
@@ -225,6 +225,18 @@ impl PySwap {
     #[getter]
     fn commits_next(&self) -> Result<bool> {
         Ok(self.swap()?.commits_next())
+    }
+
+    /// Whether files stay when the volume ends, and it commits steps.
+    #[getter]
+    fn is_kept(&self) -> bool {
+        self.swap().is_ok_and(|swap| swap.is_kept())
+    }
+
+    /// Whether the last step that was made is not committed.
+    #[getter]
+    fn is_behind(&self) -> Result<bool> {
+        Ok(self.swap()?.is_behind())
     }
 
     /// Which of the places have weights that the next commit would lack, unless its step writes

@@ -188,7 +188,7 @@ def _stepwell(
     interval: int | Literal["auto"] | None = None,
     durability: Durability | None = None,
     fraction: float = 0.0,
-    commit_interval: int = 1,
+    commit_interval: int | None = None,
     resident: float = 0.0,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
@@ -290,7 +290,7 @@ def _nvme(
     register: bool,
     durability: Durability = "commit",
     moments: str = "fp32",
-    commit_interval: int = 1,
+    commit_interval: int | None = None,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     """ZeRO-3 with its state on the drives, of which DeepSpeed's swapper uses the first."""
 
@@ -308,9 +308,11 @@ def _nvme(
             "nvme_paths": list(workload.drives),
             # Weights, gradients and buffers; no state fits in, or little.
             "host_bytes_max": 4 * numel + _BUFFERS_BYTES,
-            "volume": {"durability": durability, "commit_interval": commit_interval},
+            "volume": {"durability": durability},
             "moments": moments,
         }
+        if commit_interval is not None:
+            block["volume"] = {"durability": durability, "commit_interval": commit_interval}
         case = (
             deepspeed_run(register=True, zero=zero, block=block)
             if register
@@ -435,9 +437,13 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell, deferred=4, fraction=0.1, resident=0.5": _stepwell(
         "fp32", interval=4, fraction=0.1, resident=0.5
     ),
+    "stepwell, deferred=4, fraction=0.1, resident=0.75": _stepwell(
+        "fp32", interval=4, fraction=0.1, resident=0.75
+    ),
     "stepwell q8, resident=0.5": _stepwell("q8", resident=0.5),
     "stepwell q8, deferred=1, resident=0.5": _stepwell("q8", interval=1, resident=0.5),
     "stepwell q8, deferred=2, resident=0.5": _stepwell("q8", interval=2, resident=0.5),
+    "stepwell q8, deferred=2, resident=0.75": _stepwell("q8", interval=2, resident=0.75),
     "stepwell, deferred=auto": _stepwell("fp32", interval="auto"),
     "stepwell q8, deferred=1": _stepwell("q8", interval=1),
     "stepwell q8, deferred=2": _stepwell("q8", interval=2),
@@ -445,12 +451,9 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell q8, deferred=4": _stepwell("q8", interval=4),
     "stepwell volume": _stepwell("fp32", durability="commit"),
     "stepwell volume q8": _stepwell("q8", durability="commit"),
-    "stepwell volume, commit_interval=4": _stepwell("fp32", durability="commit", commit_interval=4),
-    "stepwell volume q8, commit_interval=4": _stepwell(
-        "q8", durability="commit", commit_interval=4
-    ),
-    "stepwell volume q8, commit_interval=8": _stepwell(
-        "q8", durability="commit", commit_interval=8
+    "stepwell volume, commit_interval=1": _stepwell("fp32", durability="commit", commit_interval=1),
+    "stepwell volume q8, commit_interval=1": _stepwell(
+        "q8", durability="commit", commit_interval=1
     ),
     "stepwell volume, durability=none": _stepwell("fp32", durability="none"),
     "stepwell volume q8, durability=none": _stepwell("q8", durability="none"),
@@ -478,8 +481,9 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "deepspeed on stepwell, ratio=0.5": deepspeed_run(register=True, zero=_TWIN_FLOW),
     "deepspeed, nvme": _nvme(register=False),
     "deepspeed on stepwell, nvme": _nvme(register=True),
-    "deepspeed on stepwell q8, nvme, commit_interval=4": _nvme(
-        register=True, moments="q8", commit_interval=4
+    "deepspeed on stepwell q8, nvme": _nvme(register=True, moments="q8"),
+    "deepspeed on stepwell q8, nvme, commit_interval=1": _nvme(
+        register=True, moments="q8", commit_interval=1
     ),
     "deepspeed on stepwell, nvme, durability=none": _nvme(register=True, durability="none"),
     "deepspeed on stepwell q8, nvme, durability=none": _nvme(

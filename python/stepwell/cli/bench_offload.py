@@ -46,9 +46,11 @@ CASES = (
     "stepwell, deferred=1, resident=0.5",
     "stepwell, deferred=4, fraction=0.1, resident=0.3",
     "stepwell, deferred=4, fraction=0.1, resident=0.5",
+    "stepwell, deferred=4, fraction=0.1, resident=0.75",
     "stepwell q8, resident=0.5",
     "stepwell q8, deferred=1, resident=0.5",
     "stepwell q8, deferred=2, resident=0.5",
+    "stepwell q8, deferred=2, resident=0.75",
     "stepwell, deferred=auto",
     "stepwell q8, deferred=1",
     "stepwell q8, deferred=2",
@@ -56,9 +58,8 @@ CASES = (
     "stepwell q8, deferred=4",
     "stepwell volume",
     "stepwell volume q8",
-    "stepwell volume, commit_interval=4",
-    "stepwell volume q8, commit_interval=4",
-    "stepwell volume q8, commit_interval=8",
+    "stepwell volume, commit_interval=1",
+    "stepwell volume q8, commit_interval=1",
     "stepwell volume, durability=none",
     "stepwell volume q8, durability=none",
     "stepwell volume, durability=none, deferred=4",
@@ -75,7 +76,8 @@ CASES = (
     "deepspeed on stepwell, ratio=0.5",
     "deepspeed, nvme",
     "deepspeed on stepwell, nvme",
-    "deepspeed on stepwell q8, nvme, commit_interval=4",
+    "deepspeed on stepwell q8, nvme",
+    "deepspeed on stepwell q8, nvme, commit_interval=1",
     "deepspeed on stepwell, nvme, durability=none",
     "deepspeed on stepwell q8, nvme, durability=none",
 )
@@ -169,7 +171,7 @@ def bench_offload(
       chosen as training goes. `fraction=0.1`: a tenth of the rows or columns is stepped at once, on
       the GPU.
     - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
-      host memory as can be; `commit_interval=N`: a commit every N steps; `durability=none`: without
+      host memory as can be; `commit_interval=1`: a commit in each step; `durability=none`: without
       commits, and with deferred updates. q8 moments likewise.
     - `deepspeed`: ZeRO-2 with CPU offload. Its op needs a C++ compiler.
     - `deepspeed on stepwell`: the same JSON with Stepwell registered.
@@ -182,7 +184,7 @@ def bench_offload(
     - `deepspeed, ratio=0.5`, `deepspeed on stepwell, ratio=0.5`: ZeRO-3 with half of the optimizer
       state in host memory, and half on the GPU.
     - `deepspeed, nvme`, `deepspeed on stepwell, nvme`: ZeRO-3 with optimizer state on the drives;
-      DeepSpeed's swapper uses the first. `durability=none`, `commit_interval=N` and q8 moments as
+      DeepSpeed's swapper uses the first. `durability=none`, `commit_interval=1` and q8 moments as
       above.
 
     With `--ranks`, all ranks on this host, each with samples of its own:

@@ -27,9 +27,11 @@ class _Postponed(threading.local):
 _POSTPONED = _Postponed()
 
 
-def finalize(owner: object, function: Callable[..., object], *args: Any) -> None:
+def finalize(
+    owner: object, function: Callable[..., object], *args: Any
+) -> weakref.finalize[..., object]:
     """As weakref.finalize, of a `function` that waits for steps."""
-    weakref.finalize(owner, _call, partial(function, *args))
+    return weakref.finalize(owner, _call, partial(function, *args))
 
 
 def _call(function: partial[Any]) -> None:

@@ -238,7 +238,8 @@ class OffloadAdamW(OffloadStep):
                 fused=fused,
             )
             with torch.no_grad():
-                self._host.open(self, self._states, self._names())
+                synchronize = self._background.synchronize
+                self._host.open(self, self._states, self._names(), synchronize)
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [

@@ -13,11 +13,14 @@ DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
   Under ZeRO each rank's own step has ended before it takes part in the norm of the next one; with
   DTensors, before the ranks agree on the next one.
 - SHV-3 So whenever the ranks are killed, and however a step fails, their volumes are at one commit,
-  or at two that follow one another. Those that are ahead then still have the commit before, whole
-  (`rust/tier/volume/commit.rs`, CMT-5), and go back to it.
-- SHV-4 Where volumes differ by more, or have other numbers of updates of the same parameter, or the
-  commits that they go on from are those of several runs, all ranks refuse them. A run is a number
-  that the ranks draw when they open volumes, and that all commits from then on have.
+  or at two that follow one another. A program that ends commits the last step of each rank
+  (`volume_end.py`), which may be another one. Those that are ahead, by either, still have the
+  commit before, whole (`rust/tier/volume/commit.rs`, CMT-5): all go back to the last one that all
+  have.
+- SHV-4 Where volumes have no commit in common, or have other numbers of updates of the same
+  parameter, or the commits that they go on from are those of several runs, all ranks refuse them. A
+  run is a number that the ranks draw when they open volumes, and that all commits from then on
+  have.
 
 An error of one rank is raised on all of them.
 
@@ -170,29 +173,29 @@ def open_together(
     try:
         _check_intervals(ranks.objects(commit_interval, Call.VOLUME))
         found = ranks.objects((step, before), Call.VOLUME)
-        least = _common_step(found)
+        common = _common_step(found)
     except BaseException:
         close(core)
         raise
 
     def go_back() -> _core.Swap | None:
-        if core is None or step == least:
+        if core is None or step == common:
             return core
         name = core.name
         core.close(keep=True)
-        made = make(least, run)
+        made = make(common, run)
         _LOGGER.warning(
             "volume `%s` goes back from step %s to %s: the run has ended before all ranks had "
             "committed that step",
             name,
             step,
-            least,
+            common,
         )
         return made
 
     if len({last for last, _ in found}) > 1:
         core = _on_all(ranks, go_back, core)
-    if least is not None:
+    if common is not None:
         try:
             _check_runs(ranks.objects(None if core is None else core.resumed_run, Call.VOLUME))
         except BaseException:
@@ -230,12 +233,11 @@ def _common_step(found: Sequence[tuple[int | None, int | None]]) -> int | None:
         ValueError: there is none.
     """
     steps = [last for last, _ in found]
-    known = [last for last in steps if last is not None]
-    if not known:
+    if all(last is None for last in steps):
         return None
-    least = min(known)
-    if len(known) == len(steps) and all(least in each for each in found):
-        return least
+    common = set[int | None](found[0]).intersection(*found[1:]) - {None}
+    if None not in steps and common:
+        return max(step for step in common if step is not None)
     raise ValueError(
         f"the volumes of the ranks are at the steps `{steps}`, expected one step on all, or two "
         "commits that follow one another: they are not of one run. hint: the same `resume` on all "

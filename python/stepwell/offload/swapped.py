@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import weakref
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +35,7 @@ from stepwell.offload.sharded_volume import (
     ranks_of,
 )
 from stepwell.offload.tuning import shape_of
+from stepwell.offload.volume_end import end_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -137,6 +137,8 @@ class Swapped:
         weights: Mapping[torch.Tensor, torch.Tensor],
         host_bytes: int,
         names: Mapping[torch.Tensor, str],
+        twins: Twins,
+        synchronize: Callable[[], None],
     ) -> list[torch.Tensor]:
         """Makes the volume, or finds it again, for as much state as does not fit into memory.
 
@@ -146,6 +148,8 @@ class Swapped:
                 sides.
             host_bytes: for state and buffers.
             names: of parameters that have one: a volume of other names or shapes is not resumed.
+            twins: the host sides of parameters at the end.
+            synchronize: waits until the last step is over.
 
         Returns:
             the parameters whose state is in memory of their own.
@@ -161,10 +165,15 @@ class Swapped:
             self._core = make(None, RUN_OF_ONE)
         else:
             self._core = open_together(
-                self._ranks, make, commit_interval=self.volume.commit_interval
+                self._ranks, make, commit_interval=self.volume.steps_per_commit
             )
         if self._core is not None:
-            weakref.finalize(owner, self._core.close)
+            params = list(self._indices)
+
+            def weight(number: int) -> _core.TensorView:
+                return view(local(twins.weight(params[number])))
+
+            end_with(owner, self._core, weight, synchronize)
         return [param for param in weights if param not in self._indices]
 
     def _open(
@@ -429,7 +438,7 @@ class Swapped:
         Raises:
             OSError: a drive cannot be written.
         """
-        if self._core is not None and self.volume.commit_interval > 1:
+        if self._core is not None and self.volume.steps_per_commit > 1:
             self._write_weights(params, twins.weight, twins.differs)
 
     def _write_weights(
@@ -559,7 +568,7 @@ def make_swap(
         step=step,
         run=run,
         counts_each_step=counts_each_step,
-        commit_interval=volume.commit_interval,
+        commit_interval=volume.steps_per_commit,
         identity=identity,
         packed=list(packed),
         ram_nbytes=ram_nbytes,

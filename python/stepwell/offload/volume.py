@@ -13,6 +13,12 @@ __all__ = ["Durability", "Volume"]
 
 Durability: TypeAlias = Literal["commit", "none"]
 
+# With q8 moments a commit takes a quarter of a step longer: every eighth step, that is 3 % of the
+# run, and a crash costs seven steps at most. The interval that loses least time, sqrt(2 * cost *
+# time between failures) (J. W. Young, 1974, "A first order approximation to the optimum checkpoint
+# interval"), is longer: 90 steps of 5 s where a machine fails once a day.
+_COMMIT_INTERVAL = 8
+
 # What the core counts steps in.
 _COMMIT_INTERVAL_MAX = (1 << 63) - 1
 
@@ -35,15 +41,17 @@ class Volume:
     _: KW_ONLY
 
     durability: Durability = "commit"
-    """What is left after a crash. "commit": each step ends with a commit, or each
-    `commit_interval`-th, and a volume that is resumed is at the last one, whole. It takes twice the
-    space, and weights are written too where they are not the rounded copies of masters. "none":
-    steps are written in place, and nothing is left when the process ends."""
+    """What is left after a crash. "commit": each `commit_interval`-th step ends with a commit, and
+    a volume that is resumed is at the last one, whole. It takes twice the space, and commits write
+    weights too where they are not the rounded copies of masters. "none": steps are written in
+    place, and nothing is left when the process ends."""
 
-    commit_interval: int = 1
-    """Steps from one commit to the next: a commit ends each step whose number is a multiple of it.
-    Steps in between write no weights, and no state that is in host memory; after a crash they are
-    to be made again. `OffloadAdamW.commit()` commits at any other step. The same on all ranks."""
+    commit_interval: int | None = None
+    """Steps from one commit to the next: a commit ends the first step of a new volume, and each
+    step whose number is a multiple of it. Steps in between write no weights, and no state that is
+    in host memory; after a crash they are to be made again. `OffloadAdamW.commit()` commits at any
+    other step, and a volume that is kept commits the last one when the optimizer or the program
+    ends. The same on all ranks. None: 8."""
 
     keep: bool | None = None
     """Whether the files stay when the program or the optimizer ends, and devices keep what they
@@ -103,15 +111,14 @@ class Volume:
             raise ValueError("`resume` is given and `name` is not, expected which volume it is")
         for name in ("commit_interval", "stripe_bytes", "queue_depth"):
             value = getattr(self, name)
-            is_left = value is None and name != "commit_interval"
-            if not is_left and not _is_count(value):
+            if value is not None and not _is_count(value):
                 raise ValueError(f"`{name}` is `{value}`, expected an integer of at least 1")
-        if self.commit_interval > _COMMIT_INTERVAL_MAX:
+        if self.steps_per_commit > _COMMIT_INTERVAL_MAX:
             raise ValueError(
                 f"`commit_interval` is `{self.commit_interval}`, expected "
                 f"{_COMMIT_INTERVAL_MAX} steps at most"
             )
-        if self.durability == "none" and self.commit_interval != 1:
+        if self.durability == "none" and self.commit_interval is not None:
             raise ValueError(
                 f"`commit_interval` is `{self.commit_interval}` and `durability` is `none`, which "
                 "commits no step, expected commit"
@@ -128,6 +135,11 @@ class Volume:
                 f"`weights` is `{list(self.weights or ())}`, expected integers of at least 1. "
                 "hint: the MB/s of each drive"
             )
+
+    @property
+    def steps_per_commit(self) -> int:
+        """The `commit_interval`, given or not."""
+        return _COMMIT_INTERVAL if self.commit_interval is None else self.commit_interval
 
     @property
     def is_kept(self) -> bool:

@@ -132,18 +132,34 @@ impl Swap {
         }
     }
 
+    /// Whether what is committed is left when the volume ends.
+    #[must_use]
+    pub fn is_kept(&self) -> bool {
+        self.durability == Durability::Commit && self.volume.is_kept()
+    }
+
+    /// Whether the last step that was made is not committed.
+    #[must_use]
+    pub fn is_behind(&self) -> bool {
+        self.durability == Durability::Commit && self.committed_step() < self.last_step()
+    }
+
+    /// The number of the last step that is committed; 0: none is.
+    fn committed_step(&self) -> u64 {
+        self.volume.step().unwrap_or(0)
+    }
+
     /// Warns where a volume that is kept ends before its last steps are committed.
     pub fn tell_of_uncommitted(&self) {
-        let (last, committed) = (self.last_step(), self.volume.step().unwrap_or(0));
-        if self.volume.is_kept() && self.durability == Durability::Commit && committed < last {
+        if self.is_kept() && self.is_behind() {
+            let (last, committed) = (self.last_step(), self.committed_step());
             let kept = match committed {
                 0 => "has no commit to go on from".to_owned(),
                 _ => format!("is kept at step {committed}, its last commit"),
             };
             log::warn!(
                 target: "stepwell",
-                "volume `{}` ends at step {last} and {kept}. hint: optimizer.commit() at the end \
-                 of a run",
+                "volume `{}` ends at step {last} and {kept}",
                 self.volume.name(),
             );
         }
@@ -157,10 +173,10 @@ impl Swap {
     pub fn commit_now(&self) -> Result<()> {
         let _alone = self.alone()?;
         self.pipeline().check_idle()?;
-        let step = self.last_step();
-        if self.durability == Durability::None || self.volume.step().unwrap_or(0) >= step {
+        if !self.is_behind() {
             return Ok(());
         }
+        let step = self.last_step();
         self.check_weights(step)?;
         let make = || {
             self.end_writes(&AtomicBool::new(false))?;

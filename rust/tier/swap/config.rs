@@ -46,7 +46,7 @@ pub struct Config {
     /// Whether each step counts, also one that changes nothing here: so that the steps of several
     /// volumes have the same numbers.
     pub counts_each_step: bool,
-    /// Steps from one commit to the next, with [`Durability::Commit`].
+    /// Steps from one commit to the next (SWAP-6), with [`Durability::Commit`].
     pub commit_interval: NonZeroU64,
     /// How the volume is used; the number of buffers is chosen here.
     pub options: Options,

@@ -28,9 +28,10 @@
 //! - SWAP-5 With [`Durability::Commit`] a commit holds all that the next step goes on from: the
 //!   state of every chunk that was ever stepped, also of those in host memory, their weights, the
 //!   count of updates of each tensor, and which run made it (`catalog.rs`).
-//! - SWAP-6 A commit ends each step whose number is a multiple of [`Config::commit_interval`].
-//!   The others write no weights, and no state that is in host memory. What a commit then lacks of
-//!   chunks that its own step does not step is written before it: state by the commit, weights by
+//! - SWAP-6 A commit ends the first step of a new volume, so that there is one to go on from, and
+//!   each step whose number is a multiple of [`Config::commit_interval`]. The others write no
+//!   weights, and no state that is in host memory. What a commit then lacks of chunks that its own
+//!   step does not step is written before it: state by the commit, weights by
 //!   [`Swap::write_weights`]. A commit without them fails.
 //! - SWAP-7 A packed master (`packed.rs`) is what its record has together with the weight, which
 //!   stays in host memory. Only steps write that. A checksum finds a weight that something else has

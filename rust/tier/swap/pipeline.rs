@@ -220,9 +220,9 @@ impl Pipeline {
         self.step
     }
 
-    /// Whether a commit ends the step that is under way, or comes next.
+    /// Whether a commit ends the step that is under way, or comes next (SWAP-6).
     pub(super) fn commits(&self) -> bool {
-        self.step.is_multiple_of(self.commit_interval.get())
+        self.step == 1 || self.step.is_multiple_of(self.commit_interval.get())
     }
 
     pub(super) fn is_behind(&self, number: usize) -> Behind {

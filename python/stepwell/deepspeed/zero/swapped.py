@@ -52,6 +52,7 @@ from stepwell.offload.sharded_volume import (
 )
 from stepwell.offload.swapped import BUFFERS_BYTES_MAX, make_swap
 from stepwell.offload.under_way import without_waiting
+from stepwell.offload.volume_end import end_with, write_weights_behind
 from stepwell.offload.writes import Written, forget, remember
 
 if TYPE_CHECKING:
@@ -187,7 +188,9 @@ class SwappedPartitions:
         if core is None:
             return
         self._finish = weakref.WeakMethod(finish)
-        self._closing = weakref.finalize(self, core.close)
+        self._closing = end_with(
+            self, core, _host_sides(self._held, self._weights), _strongly(self._finish)
+        )
         for group, held in self._held.items():
             tensors = list(held.tensors.values())
             self._group_of.update((id(tensor), group) for tensor in tensors)
@@ -211,7 +214,7 @@ class SwappedPartitions:
     ) -> _core.Swap | None:
         """As `sharded_volume.open_together`, of `count` partitions on each rank."""
         ranks = WholeWorld()
-        core = open_together(ranks, make, commit_interval=self._volume.commit_interval)
+        core = open_together(ranks, make, commit_interval=self._volume.steps_per_commit)
         # Of new volumes none is at a step, on all ranks.
         if core is not None and core.step is not None:
             counts = core.counts or []
@@ -360,12 +363,7 @@ class SwappedPartitions:
         def commit() -> None:
             synchronize()
             assert self._core is not None
-            behind = set(self._core.weights_behind())
-            for group, held in self._held.items():
-                if held.number in behind:
-                    with without_waiting():
-                        weight = view(self._weights[group])
-                    self._core.write_weights(held.number, weight)
+            write_weights_behind(self._core, _host_sides(self._held, self._weights))
             self._core.commit()
 
         self._common_commits.make(None if self._rank is None else WholeWorld(), commit)
@@ -631,6 +629,34 @@ def commit_last_step(swapped: SwappedPartitions | None, synchronize: Callable[[]
             'with the device nvme, and "volume": {"durability": "commit"}'
         )
     swapped.commit(synchronize)
+
+
+def _host_sides(
+    partitions: Mapping[int, _Held], weights: Mapping[int, torch.Tensor]
+) -> Callable[[int], _core.TensorView]:
+    """Gives the host side of the weights of one of the core's tensors, by its number.
+
+    Args:
+        partitions: those whose state is on the volume.
+        weights: of each partition.
+    """
+
+    def find(number: int) -> _core.TensorView:
+        (group,) = (group for group, held in partitions.items() if held.number == number)
+        with without_waiting():
+            return view(weights[group])
+
+    return find
+
+
+def _strongly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """Calls `method`, if its object is there."""
+
+    def call() -> None:
+        if (found := method()) is not None:
+            found()
+
+    return call
 
 
 def _empty(dtype: torch.dtype) -> torch.Tensor:
