@@ -192,6 +192,7 @@ def _stepwell(
     resident: float = 0.0,
 ) -> Callable[[Workload, torch.nn.Module], Run]:
     def prepare(workload: Workload, model: torch.nn.Module) -> Run:
+        from stepwell import _core
         from stepwell.offload import Deferred, Volume
         from stepwell.offload.deferred import Extents, memory_of
         from stepwell.offload.twins import Twins
@@ -209,7 +210,7 @@ def _stepwell(
         return stepwell_run(
             workload,
             model,
-            device_bytes_max=int(resident * numel * _RESIDENT_BYTES),
+            device_bytes_max=_core.DeviceSteps.state_nbytes(int(resident * numel)),
             moments=moments,
             gate=gate,
             accumulation_steps=workload.accumulation if announces_steps else None,
@@ -250,7 +251,6 @@ def stepwell_run(workload: Workload, model: torch.nn.Module, **options: Any) -> 
 
 
 _BUFFERS_BYTES = 256 << 20
-_RESIDENT_BYTES = 12  # of state per parameter that is stepped on the device
 BUCKET = int(2e8)
 _ON_CPU = {"device": "cpu", "pin_memory": True}
 ZERO_2 = {"stage": 2, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}

@@ -177,6 +177,7 @@ class OffloadStep(OffloadStateDicts):
         on_device = _OnDevice([], [], [])
         inverse_scale = 1.0
         norm = 0.0
+        number = 0
         with awaited(self._sharding):
             try:
                 inverse_scale = self._inverse_grad_scale()
@@ -217,7 +218,8 @@ class OffloadStep(OffloadStateDicts):
                 if stale:
                     known = set(params)
                     stale = [param for param in stale if param in known]
-                self._score(params, grads, _number_of(updates, on_device.updates), stale)
+                number = _number_of(updates, on_device.updates)
+                self._score(params, grads, number, stale)
                 self._host.reread(stale, self.state)
                 collector = self._collector
                 norm = gradient_norm(
@@ -260,7 +262,6 @@ class OffloadStep(OffloadStateDicts):
             self._collector.take_missing(params, grads, engine)
             selects = engine.selector is not None
             by_param = dict(zip(params, grads, strict=True)) if selects else None
-            number = _number_of(updates, on_device.updates)
             # Their calls come behind the submit: where that fails nothing is stepped.
             after = self._residents.submission(on_device.updates, grad_scale, states)
             self._apply(updates, grad_scale, number, by_param, after)
