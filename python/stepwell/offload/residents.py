@@ -242,7 +242,7 @@ class Residents:
         if not updates:
             return []
         assert self._steps is not None
-        hypers = {each.hyper: each.hyper.core(grad_scale) for each in updates}
+        hypers = {hyper: hyper.core(grad_scale) for hyper in {each.hyper for each in updates}}
         states.update((each.param, each.stand_in) for each in updates)
         torch.autograd.graph.increment_version([each.param for each in updates])
         self._stream = current_stream(self._device)
