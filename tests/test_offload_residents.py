@@ -307,6 +307,20 @@ def test_misaligned_gradients_are_copied() -> None:
     assert_alike(*runs)
 
 
+def test_a_gradient_may_lie_in_a_weight_that_the_step_writes() -> None:
+    runs = [made(model_of(torch.float32), nbytes) for nbytes in (ALL, 0)]
+    for step in range(3):
+        for model, optimizer in runs:
+            loss_of(model, step).backward()
+            first, *others = model.parameters()
+            for each in others:
+                if each.numel() <= first.numel():
+                    each.grad = first.detach().view(-1)[: each.numel()].view_as(each)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(*runs)
+
+
 @pytest.mark.parametrize("nbytes", [-1, 1.5, True, "1"])
 def test_a_number_of_bytes_is_expected(nbytes: Any) -> None:
     with pytest.raises(ValueError, match=r"`device_bytes_max` is .* expected bytes, 0 or more"):

@@ -221,7 +221,14 @@ class Residents:
                     memory, stand_in = self._take_up(resident, state, label)
                 grad = _aligned(grad)
                 found.append(ResidentUpdate(param, grad, memory, stand_in, hyper, step + 1))
-        return found
+        # One launch steps many: none may read what it writes.
+        written = {each.param.untyped_storage().data_ptr() for each in found}
+        return [
+            each._replace(grad=each.grad.clone())
+            if each.grad.untyped_storage().data_ptr() in written
+            else each
+            for each in found
+        ]
 
     def submission(
         self,
