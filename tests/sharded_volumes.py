@@ -55,7 +55,7 @@ def in_memory(net, **options):
     )
 
 
-def _members(drives, rank):
+def members(drives, rank):
     """The files of the volume `run` of a rank, and where they are set aside."""
     names = [f"run-{rank}.{member}.stepwell" for member in range(len(drives))]
     aside = drives[0].parent / "aside"
@@ -70,7 +70,7 @@ def step_and_set_back(begin, drives, behind, steps):
     """
     gc.collect()
     optimizer, trained = begin()
-    mine = _members(drives, dist.get_rank()) if dist.get_rank() in behind else []
+    mine = members(drives, dist.get_rank()) if dist.get_rank() in behind else []
     trained(2, 0)
     optimizer.synchronize()
     for path, aside in mine:

@@ -7,6 +7,8 @@ breaks the gate and sees them fail.
 """
 
 import pickle
+import sys
+import threading
 import weakref
 
 import pytest
@@ -361,3 +363,34 @@ def test_a_module_waits_at_once_for_what_is_beneath_it():
     uploads.waits.clear()
     model(torch.ones(1, 4))
     assert uploads.waits == [4, 2]
+
+
+def test_looking_for_modules_disturbs_no_other_thread():
+    """Python cannot end a tuple that is being made where something else holds it."""
+    is_over, failures = threading.Event(), []
+    # Longer than the space that Python takes for them at first.
+    lengths = range(11, 200)
+
+    def make_tuples():
+        try:
+            while not is_over.is_set():
+                for length in lengths:
+                    tuple(each for each in range(length))
+        except SystemError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=make_tuples)
+    thread.start()
+    net = Net()
+    interval = sys.getswitchinterval()
+    # The objects of before the tests are not looked at here, and the others are few.
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            found = {id(module) for module in module_tree.modules_alive()}
+            assert found >= {id(module) for module in net.modules()}
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        thread.join(30)
+    assert not failures

@@ -18,6 +18,7 @@ from sharded_volumes import (
     first_run,
     go_on,
     kill_in_steps,
+    members,
     on_volume,
     reference,
     refused_on_all,
@@ -85,6 +86,36 @@ def test_ranks_that_are_ahead_go_back(two, drives, behind):
 def test_ranks_that_are_a_commit_ahead_go_back(two, drives):
     two.run(one_commits_and_the_other_does_not, drives, (1,), 2, 2)
     assert two.run(go_on, drives, 2) == [5, 5]
+
+
+def to_step(drives, last):
+    """Goes on, or begins, and ends the optimizer behind this step."""
+    gc.collect()
+    net = make(DTYPE, seed=1)
+    is_new = not files(drives)
+    dist.barrier()
+    if is_new:
+        net = make(DTYPE)
+    optimizer = on_volume(net, drives, name="run", resume=not is_new, commit_interval=8)
+    first = optimizer.committed_steps
+    train(DistributedDataParallel(net), optimizer, last - first, first)
+    optimizer.synchronize()
+    return first
+
+
+def test_what_ranks_have_gone_back_from_is_no_commit_to_go_to(two, drives):
+    """Two runs, in each of which one rank is killed at step 10, behind the commit of step 8."""
+    two.run(to_step, drives, 8)
+    for rank in (1, 0):
+        for path, aside in members(drives, rank):
+            aside.parent.mkdir(exist_ok=True)
+            shutil.copy(path, aside)
+        assert two.run(to_step, drives, 10) == [8, 8]
+        for path, aside in members(drives, rank):
+            shutil.copy(aside, path)
+        # The other one goes back, and has what it goes back from beside it.
+        two.run(to_step, drives, 8)
+    assert two.run(go_on, drives, 8) == [11, 11]
 
 
 def resumed_and_not_kept(drives, fail=None):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from optim_cases import LAYOUT_IDS, LAYOUTS
 from volume_models import files, folders, net_of, on_volume, pair, pinned_bytes
 
 TIMEOUT_S = 120
+SOON_S = 10
 
 
 def resumed(tmp_path, dtype, **options):
@@ -108,9 +110,86 @@ def test_a_commit_that_fails_at_the_end_is_told_of(tmp_path, monkeypatch, caplog
         patched.setattr(stepwell.offload.volume_end, "write_weights_behind", failed)
         del optimizer
         gc.collect()
-    assert "the last step cannot be committed: no drive" in caplog.text
+    assert "the last step cannot be committed: OSError: no drive" in caplog.text
     assert "ends at step 3 and is kept at step 1, its last commit" in caplog.text
     assert resumed(tmp_path, torch.float32)[1].committed_steps == 1
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_ctrl_c_in_the_last_commit_is_raised_behind_it(tmp_path, monkeypatch, num):
+    net = net_of()
+    optimizer = on_volume(net, tmp_path, name="run", commit_interval=8)
+    train(net, optimizer, 3)
+    write = stepwell.offload.volume_end.write_weights_behind
+
+    def interrupted(*args):
+        for _ in range(num):
+            signal.raise_signal(signal.SIGINT)
+        write(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stepwell.offload.volume_end, "write_weights_behind", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            del optimizer
+            gc.collect()
+            for _ in range(SOON_S * 1000):
+                time.sleep(1e-3)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # The second one ends it.
+    assert resumed(tmp_path, torch.float32)[1].committed_steps == (3 if num == 1 else 1)
+
+
+def test_a_volume_that_has_no_commit_is_removed(tmp_path):
+    optimizer = on_volume(net_of(), tmp_path, name="run")
+    assert len(files(tmp_path)) == 2
+    del optimizer
+    gc.collect()
+    assert files(tmp_path) == []
+    # Its name is free.
+    on_volume(net_of(), tmp_path, name="run")
+
+
+def trained_in_a_cycle(path):
+    net = net_of(torch.bfloat16)
+    optimizer = on_volume(net, path, name="run", commit_interval=8)
+    train(net, optimizer, 3)
+    # Nothing collects it.
+    net.optimizer, net.itself = optimizer, lambda: net
+
+
+# One that is forked needs a parent in which torch has no threads yet.
+PARENT = """
+    import multiprocessing, pathlib, sys
+    sys.path.insert(0, {tests!r})
+    from test_offload_volume_end import trained_in_a_cycle
+    if __name__ == "__main__":
+        process = multiprocessing.get_context({kind!r}).Process(
+            target=trained_in_a_cycle, args=(pathlib.Path({path!r}),)
+        )
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
+"""
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("kind", ["fork", "spawn"])
+def test_the_end_of_a_process_of_multiprocessing_commits_the_last_step(tmp_path, kind):
+    ended = run_program(PARENT, kind=kind, path=str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    assert resumed(tmp_path, torch.bfloat16)[1].committed_steps == 3
+
+
+def run_program(program, **values):
+    program = textwrap.dedent(program).format(tests=str(Path(__file__).parent), **values)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
 
 
 PROGRAM = """
@@ -147,19 +226,10 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_of_the_program_commits_the_last_step(tmp_path, end):
     lines, code, steps = ENDS[end]
-    program = textwrap.dedent(PROGRAM).format(
-        tests=str(Path(__file__).parent), path=str(tmp_path), end=textwrap.dedent(lines)
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-    )
+    ended = run_program(PROGRAM, path=str(tmp_path), end=textwrap.dedent(lines))
     assert ended.returncode == code, ended.stderr
     assert "cannot be committed" not in ended.stderr
+    assert "is kept at step" not in ended.stderr
     net, optimizer = resumed(tmp_path, torch.bfloat16)
     assert optimizer.committed_steps == steps
     twin = net_of(torch.bfloat16)

@@ -210,7 +210,9 @@ def _stepwell(
         return stepwell_run(
             workload,
             model,
-            device_bytes_max=_core.DeviceSteps.state_nbytes(int(resident * numel)),
+            device_bytes_max=_core.DeviceSteps.state_nbytes(int(resident * numel))
+            if resident
+            else 0,
             moments=moments,
             gate=gate,
             accumulation_steps=workload.accumulation if announces_steps else None,

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
 from stepwell.offload.rank_engine import RankEngine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
     from stepwell.offload.sharding import Sharding
 
 __all__ = ["Background"]
+
+# How long the end of the program waits for the call of `step` of another thread.
+_OTHER_STEP_S_MAX = 10.0
 
 
 class Background:
@@ -209,6 +213,22 @@ class Background:
             self.is_unreleased = False
             if self.gate is not None:
                 self.gate.clear(step)
+
+    @contextlib.contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """A context that begins when the last step is complete, and in which none begins.
+
+        Raises:
+            ValueError: another thread is in a step, and stays there.
+            OSError: the step failed in the background.
+        """
+        if not self._lock.acquire(timeout=_OTHER_STEP_S_MAX):
+            raise ValueError("another thread is in a step, expected it to end")
+        try:
+            self.synchronize()
+            yield
+        finally:
+            self._lock.release()
 
     def exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `params` whose weights can be reached without an access that the gate sees.

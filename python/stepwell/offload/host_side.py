@@ -242,7 +242,7 @@ class HostSide:
         owner: object,
         states: dict[torch.Tensor, _state.State],
         names: Mapping[torch.Tensor, str],
-        synchronize: Callable[[], None],
+        between_steps: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Gives the state of all parameters its place, on the volume or in host memory.
 
@@ -250,7 +250,7 @@ class HostSide:
             owner: with it the volume ends.
             states: those that the optimizer has: none; or what a resumed volume has, afterwards.
             names: of parameters that have one, also in the run that a volume is resumed from.
-            synchronize: waits until the last step is over.
+            between_steps: as `volume_end.end_with` has it.
 
         Raises:
             ValueError: there is too little memory, or the volume is another model's.
@@ -266,7 +266,7 @@ class HostSide:
             left = self._bytes_max - self.twins.total_nbytes
         # The engine takes what deferral takes when it is made, which is later.
         left = max(left - self._deferral(()).pinned, 0)
-        in_memory = swapped.open(owner, weights, left, names, self.twins, synchronize)
+        in_memory = swapped.open(owner, weights, left, names, self.twins, between_steps)
         self._is_open = True
         self._fresh.update(
             {param: _state.new(weights[param], self._moments) for param in in_memory}

@@ -13,7 +13,7 @@ import torch
 from stepwell.offload.compiled_calls import is_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from stepwell.offload.compiled_calls import CompiledCall
 
@@ -29,8 +29,19 @@ __all__ = [
 
 def modules_alive() -> list[torch.nn.Module]:
     """Every module that is alive."""
-    # A class of a proxy may lie about itself; isinstance would ask it.
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    # An object refers to its class. Not by gc.get_objects: it would hold tuples that other threads
+    # are making, which Python then cannot end. And not by isinstance, which asks a proxy, whose
+    # class may lie about itself.
+    classes = {torch.nn.Module, *_beneath(torch.nn.Module)}
+    found = gc.get_referrers(*classes)
+    return [each for each in found if type(each) in classes]
+
+
+def _beneath(one: type) -> Iterator[type]:
+    each: type
+    for each in type.__subclasses__(one):
+        yield each
+        yield from _beneath(each)
 
 
 def living(keys: Iterable[int], by_id: Mapping[int, torch.nn.Module]) -> list[torch.nn.Module]:

@@ -238,8 +238,8 @@ class OffloadAdamW(OffloadStep):
                 fused=fused,
             )
             with torch.no_grad():
-                synchronize = self._background.synchronize
-                self._host.open(self, self._states, self._names(), synchronize)
+                between_steps = self._background.between_steps
+                self._host.open(self, self._states, self._names(), between_steps)
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [

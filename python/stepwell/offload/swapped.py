@@ -138,7 +138,7 @@ class Swapped:
         host_bytes: int,
         names: Mapping[torch.Tensor, str],
         twins: Twins,
-        synchronize: Callable[[], None],
+        between_steps: Callable[[], AbstractContextManager[None]],
     ) -> list[torch.Tensor]:
         """Makes the volume, or finds it again, for as much state as does not fit into memory.
 
@@ -149,7 +149,7 @@ class Swapped:
             host_bytes: for state and buffers.
             names: of parameters that have one: a volume of other names or shapes is not resumed.
             twins: the host sides of parameters at the end.
-            synchronize: waits until the last step is over.
+            between_steps: as `volume_end.end_with` has it.
 
         Returns:
             the parameters whose state is in memory of their own.
@@ -173,7 +173,7 @@ class Swapped:
             def weight(number: int) -> _core.TensorView:
                 return view(local(twins.weight(params[number])))
 
-            end_with(owner, self._core, weight, synchronize)
+            end_with(owner, self._core, weight, between_steps)
         return [param for param in weights if param not in self._indices]
 
     def _open(

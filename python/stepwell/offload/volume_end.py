@@ -1,7 +1,7 @@
 """How the use of a volume ends: its last step is committed, where it is kept and is behind.
 
 With the optimizer, or with the program. After a kill it does not: then the volume is at its last
-commit.
+commit. A new volume that has none yet cannot be gone on from, and is removed.
 
 Each rank commits its own last step. At the end another rank may be gone, or at another step; ranks
 that go on go back to the last commit that all of their volumes have
@@ -10,15 +10,24 @@ that go on go back to the last commit that all of their volumes have
 
 from __future__ import annotations
 
+import _thread
+import atexit
+import contextlib
 import logging
+import multiprocessing
 import os
+import signal
+import threading
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
 from stepwell.offload.finalizers import finalize
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from types import FrameType
 
     from stepwell import _core
 
@@ -26,12 +35,18 @@ __all__ = ["end_with", "write_weights_behind"]
 
 _LOGGER = logging.getLogger(__name__)
 
+# By then a finalizer has returned.
+_INTERRUPT_DELAY_S = 0.05
+
+_ENDING = threading.Event()
+"""Set when the program ends."""
+
 
 def end_with(
     owner: object,
     core: _core.Swap,
     weight: Callable[[int], _core.TensorView],
-    synchronize: Callable[[], None],
+    between_steps: Callable[[], AbstractContextManager[None]],
 ) -> weakref.finalize[..., object]:
     """Has the volume end with its owner, or with the program, whichever is first.
 
@@ -39,12 +54,20 @@ def end_with(
         owner: no argument may hold it.
         core: the volume.
         weight: gives the host side of a tensor of the volume, by its number.
-        synchronize: waits until the last step is over.
+        between_steps: gives a context that begins when the last step is over, and in which none
+            begins.
 
     Returns:
         what ends it now.
     """
-    return finalize(owner, _end, core, weight, synchronize, os.getpid())
+    ends = finalize(owner, _end, core, weight, between_steps, os.getpid())
+    # Behind the first finalizer, and so called before all of them.
+    atexit.unregister(_ENDING.set)
+    atexit.register(_ENDING.set)
+    if multiprocessing.parent_process() is not None:
+        # Where it was forked, the program ends without what `weakref` would do then.
+        Finalize(None, ends, exitpriority=0)
+    return ends
 
 
 def write_weights_behind(core: _core.Swap, weight: Callable[[int], _core.TensorView]) -> None:
@@ -60,20 +83,75 @@ def write_weights_behind(core: _core.Swap, weight: Callable[[int], _core.TensorV
 def _end(
     core: _core.Swap,
     weight: Callable[[int], _core.TensorView],
-    synchronize: Callable[[], None],
+    between_steps: Callable[[], AbstractContextManager[None]],
     process: int,
 ) -> None:
-    try:
+    if process != os.getpid():
         # In a forked child the volume is its parent's.
-        if process == os.getpid() and core.is_kept:
-            synchronize()
-            if core.is_behind:
-                write_weights_behind(core, weight)
-                core.commit()
-                _LOGGER.info("volume `%s` ends with a commit of step %s", core.name, core.step)
-    except (ValueError, OSError) as error:
-        # A record that is kept would hold the frames that the error has come through, and them the
-        # volume.
-        _LOGGER.warning("the last step cannot be committed: %s", str(error))
+        return
+    interrupts = _Interrupts()
+    try:
+        if core.is_kept:
+            with interrupts.held(), between_steps():
+                if core.is_behind:
+                    write_weights_behind(core, weight)
+                    core.commit()
+                    _LOGGER.info("volume `%s` ends with a commit of step %s", core.name, core.step)
+    # Nobody could catch it: Python drops what a finalizer raises, and at the end of the program
+    # Ctrl-C would drop the other finalizers as well.
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
+        # As text: a record that is kept would hold the frames that the error has come through, and
+        # them the volume.
+        said = f"{type(error).__name__}: {error}"
+        _LOGGER.warning("the last step cannot be committed: %s", said)
     finally:
-        core.close()
+        core.close(keep=False if _is_new(core) else None)
+    interrupts.raise_later()
+
+
+def _is_new(core: _core.Swap) -> bool:
+    """Whether nothing was committed."""
+    with contextlib.suppress(ValueError, OSError):
+        return core.step is None
+    # It was closed before.
+    return False
+
+
+class _Interrupts:
+    """Ctrl-C while a finalizer commits: the first one waits, the second one ends the commit.
+
+    They are raised once the finalizer is over, but at the end of the program, where nothing is left
+    that they could end. Only the main thread hears of them.
+    """
+
+    def __init__(self) -> None:
+        self._have_come = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The context in which they wait."""
+        default = signal.default_int_handler
+        is_main = threading.current_thread() is threading.main_thread()
+        if not is_main or signal.getsignal(signal.SIGINT) is not default:
+            yield
+            return
+
+        def wait(_number: int, _frame: FrameType | None) -> None:
+            self._have_come = True
+            signal.signal(signal.SIGINT, default)
+            _LOGGER.warning(
+                "the last step is being committed to its volume; Ctrl-C once more leaves it out"
+            )
+
+        signal.signal(signal.SIGINT, wait)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, default)
+
+    def raise_later(self) -> None:
+        """Raises one in the main thread, if any has come."""
+        if self._have_come and not _ENDING.is_set():
+            timer = threading.Timer(_INTERRUPT_DELAY_S, _thread.interrupt_main)
+            timer.daemon = True
+            timer.start()

@@ -130,7 +130,12 @@ impl Image<'_> {
         for member in self.members {
             member.disk.sync().map_err(|error| self.error("sync", head, 0, error))?;
         }
-        let step_before = before.filter(|_| is_newest).and_then(|(head, _)| head.step);
+        // To go back is a commit: the one that was left then is of the generation before, and is
+        // none to go back to, though its step is a later one.
+        let step_before = before
+            .filter(|_| is_newest)
+            .and_then(|(head, _)| head.step)
+            .filter(|&step| Some(step) < head.step);
         self.write(head, entries.iter().copied())?;
         Ok((head, step_before, entries))
     }

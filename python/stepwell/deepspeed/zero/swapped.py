@@ -23,6 +23,7 @@ the chunks that were looked at.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -56,7 +57,8 @@ from stepwell.offload.volume_end import end_with, write_weights_behind
 from stepwell.offload.writes import Written, forget, remember
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from stepwell.deepspeed.zero.partition import Partition
     from stepwell.offload.volume import Volume
@@ -189,7 +191,7 @@ class SwappedPartitions:
             return
         self._finish = weakref.WeakMethod(finish)
         self._closing = end_with(
-            self, core, _host_sides(self._held, self._weights), _strongly(self._finish)
+            self, core, _host_sides(self._held, self._weights), _behind(self._finish)
         )
         for group, held in self._held.items():
             tensors = list(held.tensors.values())
@@ -649,14 +651,18 @@ def _host_sides(
     return find
 
 
-def _strongly(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Calls `method`, if its object is there."""
+def _behind(
+    finish: weakref.WeakMethod[Callable[[], None]],
+) -> Callable[[], AbstractContextManager[None]]:
+    """Gives a context that begins when the last step is over, by `finish` if its object lives."""
 
-    def call() -> None:
-        if (found := method()) is not None:
+    @contextlib.contextmanager
+    def between_steps() -> Iterator[None]:
+        if (found := finish()) is not None:
             found()
+        yield
 
-    return call
+    return between_steps
 
 
 def _empty(dtype: torch.dtype) -> torch.Tensor:
