@@ -44,8 +44,8 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
 ///     numels: elements of each tensor, in forward order.
 ///     threads: workers that step; if None, one per allowed physical core but one, which launches
-///         work meanwhile; but one and an eighth where ranks share the host. Of deferred steps they
-///         have a nice value of 10.
+///         work meanwhile; but one and an eighth where ranks share the host. Of deferred steps four
+///         fifths of these, with a nice value of 10.
 ///     threads_share: if `threads` is None, which share of these there are, rounded up.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
@@ -218,7 +218,11 @@ impl PyOffloadEngine {
             let threads = match threads {
                 Some(threads) => threads,
                 None => {
-                    let all = Pool::global()?.threads_beside_launches();
+                    let pool = Pool::global()?;
+                    let all = match deferral {
+                        Some(_) => pool.threads_behind_launches(),
+                        None => pool.threads_beside_launches(),
+                    };
                     ((all as f64 * threads_share).ceil() as usize).clamp(1, all)
                 }
             };

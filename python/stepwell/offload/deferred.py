@@ -231,7 +231,7 @@ def deferred_core(
         name: what the core calls it.
         extents: the tensors.
         deferred: which updates are deferred.
-        threads: workers that step; None: one per physical core of this process but one.
+        threads: workers that step; None: as `OffloadAdamW` has it.
         tier: what has the state of some tensors, as the core is told it; None: nothing has.
         threads_share: without `threads`, which share of the workers there are.
 

@@ -109,7 +109,8 @@ class OffloadAdamW(OffloadStep):
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
         threads: workers that step; None: one per physical core of this process, but one, which
-            launches work on the device; but one and an eighth where ranks share the host.
+            launches work on the device; but one and an eighth where ranks share the host. Four
+            fifths of these where updates are deferred.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         device_bytes_max: the most device memory that state may take, 12 bytes per parameter, from
             the first step on. The first parameters whose state fits are stepped on the device, in
