@@ -5,15 +5,15 @@ Modules are found, not given: an optimizer gets parameters, as torch's do.
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 import torch
 
+from stepwell import _core
 from stepwell.offload.compiled_calls import is_compiled
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from stepwell.offload.compiled_calls import CompiledCall
 
@@ -29,19 +29,20 @@ __all__ = [
 
 def modules_alive() -> list[torch.nn.Module]:
     """Every module that is alive."""
-    # An object refers to its class. Not by gc.get_objects: it would hold tuples that other threads
-    # are making, which Python then cannot end. And not by isinstance, which asks a proxy, whose
-    # class may lie about itself.
-    classes = {torch.nn.Module, *_beneath(torch.nn.Module)}
-    found = gc.get_referrers(*classes)
-    return [each for each in found if type(each) in classes]
+    return _core.instances_alive(_classes())
 
 
-def _beneath(one: type) -> Iterator[type]:
-    each: type
-    for each in type.__subclasses__(one):
-        yield each
-        yield from _beneath(each)
+def _classes() -> list[type]:
+    """The class of modules, and all beneath it."""
+    # By their ids: one of another metaclass may have no hash.
+    found: dict[int, type] = {}
+    ahead: list[type] = [torch.nn.Module]
+    while ahead:
+        one = ahead.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            ahead += type.__subclasses__(one)
+    return list(found.values())
 
 
 def living(keys: Iterable[int], by_id: Mapping[int, torch.nn.Module]) -> list[torch.nn.Module]:

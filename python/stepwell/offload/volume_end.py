@@ -25,7 +25,7 @@ from stepwell.offload.finalizers import finalize
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from contextlib import AbstractContextManager
     from types import FrameType
 
@@ -36,7 +36,7 @@ __all__ = ["end_with", "write_weights_behind"]
 _LOGGER = logging.getLogger(__name__)
 
 # By then a finalizer has returned.
-_INTERRUPT_DELAY_S = 0.05
+_SIGNAL_DELAY_S = 0.05
 
 _ENDING = threading.Event()
 """Set when the program ends."""
@@ -89,24 +89,27 @@ def _end(
     if process != os.getpid():
         # In a forked child the volume is its parent's.
         return
-    interrupts = _Interrupts()
-    try:
-        if core.is_kept:
-            with interrupts.held(), between_steps():
-                if core.is_behind:
-                    write_weights_behind(core, weight)
-                    core.commit()
-                    _LOGGER.info("volume `%s` ends with a commit of step %s", core.name, core.step)
-    # Nobody could catch it: Python drops what a finalizer raises, and at the end of the program
-    # Ctrl-C would drop the other finalizers as well.
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
-        # As text: a record that is kept would hold the frames that the error has come through, and
-        # them the volume.
-        said = f"{type(error).__name__}: {error}"
-        _LOGGER.warning("the last step cannot be committed: %s", said)
-    finally:
-        core.close(keep=False if _is_new(core) else None)
-    interrupts.raise_later()
+    with _signals_wait():
+        try:
+            if core.is_kept:
+                with between_steps():
+                    _commit(core, weight)
+        # Nobody could catch it: Python drops what a finalizer raises, and where the program ends,
+        # the finalizers that are left as well. So SystemExit of a signal's handler stays here too.
+        except BaseException as error:  # noqa: BLE001
+            # As text: a record that is kept would hold the frames that the error has come through,
+            # and them the volume.
+            said = f"{type(error).__name__} {error}"
+            _LOGGER.warning("the last step may not be committed: %s", said)
+        finally:
+            core.close(keep=False if _is_new(core) else None)
+
+
+def _commit(core: _core.Swap, weight: Callable[[int], _core.TensorView]) -> None:
+    if core.is_behind:
+        write_weights_behind(core, weight)
+        core.commit()
+        _LOGGER.info("volume `%s` ends with a commit of step %s", core.name, core.step)
 
 
 def _is_new(core: _core.Swap) -> bool:
@@ -117,41 +120,46 @@ def _is_new(core: _core.Swap) -> bool:
     return False
 
 
-class _Interrupts:
-    """Ctrl-C while a finalizer commits: the first one waits, the second one ends the commit.
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Handlers of signals wait in it, Ctrl-C among them; at a second one a handler is called.
 
-    They are raised once the finalizer is over, but at the end of the program, where nothing is left
-    that they could end. Only the main thread hears of them.
+    What they raise would be dropped in a finalizer. They are called in the main thread, once the
+    finalizer is over; not at the end of the program, where nothing is left that they could end.
     """
+    if threading.current_thread() is not threading.main_thread():
+        # They are called in that one.
+        yield
+        return
+    # Numbers without a name are those of real time.
+    handlers = {each: signal.getsignal(each) for each in signal.Signals}
+    have_come: list[signal.Signals] = []
 
-    def __init__(self) -> None:
-        self._have_come = False
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """The context in which they wait."""
-        default = signal.default_int_handler
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main or signal.getsignal(signal.SIGINT) is not default:
-            yield
+    def wait(number: int, frame: FrameType | None) -> None:
+        known = signal.Signals(number)
+        handler = handlers[known]
+        assert callable(handler)
+        if known in have_come:
+            handler(number, frame)
             return
+        have_come.append(known)
+        _LOGGER.warning("%s waits for a volume to end; the next one does not", known.name)
 
-        def wait(_number: int, _frame: FrameType | None) -> None:
-            self._have_come = True
-            signal.signal(signal.SIGINT, default)
-            _LOGGER.warning(
-                "the last step is being committed to its volume; Ctrl-C once more leaves it out"
-            )
-
-        signal.signal(signal.SIGINT, wait)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, default)
-
-    def raise_later(self) -> None:
-        """Raises one in the main thread, if any has come."""
-        if self._have_come and not _ENDING.is_set():
-            timer = threading.Timer(_INTERRUPT_DELAY_S, _thread.interrupt_main)
+    replaced = [number for number, handler in handlers.items() if callable(handler)]
+    for number in replaced:
+        signal.signal(number, wait)
+    try:
+        yield
+    finally:
+        for number in replaced:
+            signal.signal(number, handlers[number])
+        if have_come and not _ENDING.is_set():
+            timer = threading.Timer(_SIGNAL_DELAY_S, _call_handlers, [have_come])
             timer.daemon = True
             timer.start()
+
+
+def _call_handlers(numbers: Iterable[signal.Signals]) -> None:
+    for number in numbers:
+        if not _ENDING.is_set():
+            _thread.interrupt_main(number)
