@@ -235,7 +235,7 @@ ENDS = {
     "the last line": ("", 0, 3),
     "exit": ("sys.exit(3)", 3, 3),
     "an error": ("raise RuntimeError('of the program')", 1, 3),
-    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, 3),
+    "Ctrl-C": ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, 3),
     "a kill": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, 1),
     "a child that ends": (FORKED, 0, 4),
 }
