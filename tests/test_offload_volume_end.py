@@ -231,11 +231,17 @@ FORKED = """
     train(net, optimizer, 1, first=3)
 """
 
+# Python ignores it where the shell does, as in a job in the background.
+INTERRUPTED = """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
+"""
+
 ENDS = {
     "the last line": ("", 0, 3),
     "exit": ("sys.exit(3)", 3, 3),
     "an error": ("raise RuntimeError('of the program')", 1, 3),
-    "Ctrl-C": ("signal.raise_signal(signal.SIGINT)", -signal.SIGINT, 3),
+    "Ctrl-C": (INTERRUPTED, -signal.SIGINT, 3),
     "a kill": ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, 1),
     "a child that ends": (FORKED, 0, 4),
 }
