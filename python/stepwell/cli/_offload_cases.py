@@ -310,11 +310,9 @@ def _nvme(
             "nvme_paths": list(workload.drives),
             # Weights, gradients and buffers; no state fits in, or little.
             "host_bytes_max": 4 * numel + _BUFFERS_BYTES,
-            "volume": {"durability": durability},
+            "volume": {"durability": durability, "commit_interval": commit_interval},
             "moments": moments,
         }
-        if commit_interval is not None:
-            block["volume"] = {"durability": durability, "commit_interval": commit_interval}
         case = (
             deepspeed_run(register=True, zero=zero, block=block)
             if register
