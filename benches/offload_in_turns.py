@@ -11,20 +11,25 @@ processes live at the same time, and one of them trains while the others sleep. 
 does meanwhile (its memory moves a fifth more or less from minute to minute) is the same for all.
 Every other round goes backwards.
 
+Each round's steps are printed to stderr as they come, so that a run that is cut has told them.
+
 A row for each run has medians per step over all rounds, in seconds:
 
 - `step`: from one forward to the next. The first of a round has no step to wait for and is left
   out.
 - `to the peer`, `to the first`: the median over the rounds of the ratio to the round's step of the
   peer, and of the first run with the same case.
-- `mean`: of all steps; in brackets, over the peer's.
+- `mean_step`: of all steps; in brackets, over the peer's.
+- `mean_whole`: of rounds, their first steps and what the last ones leave to do included, per step;
+  in brackets, over the peer's.
 - `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step;
   behind it, how long of this the thread that launches was on a CPU (autograd's, for the backward).
 - `stepping`: of the workers in host memory.
 
 Cases with a volume need `--drive`, a folder for each. A volume is left there, since processes are
-ended. Where every fourth step commits, look at means, with `--steps 8` and four rounds: then the
-step that is left out is each of the four once.
+ended. Where every eighth step commits, look at `mean_whole`, with `--steps 3` and an even number of
+rounds: then each round takes four steps, and every second round has a commit. Short rounds are the
+better ones there: a disk's speed drifts within minutes.
 
 Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
 twice to see by how much (`--site old=OLD --site again=OLD`).
@@ -146,10 +151,12 @@ class Training:
         found["step"] = [end - begin for begin, end in pairwise(marks)]
         run.finish()
         self._sync(self._device)
+        whole = time.perf_counter() - marks[0]
         self.loss = float(loss.detach())
         return {
             "seconds": {name: seconds[1:] for name, seconds in found.items()},
             "calls": {name: each[1:] for name, each in calls.items()},
+            "whole": whole / (steps + 1),
             "loss": self.loss,
         }
 
@@ -195,6 +202,11 @@ class Contender:
         self.process.stdin.flush()
         self.blocks.append(self.answer())
 
+    def last_round(self) -> str:
+        """A line that says what its steps took."""
+        seconds = ", ".join(f"{step:.3f}" for step in self.blocks[-1]["seconds"]["step"])
+        return f"{self.site}: {self.case}: {seconds}; whole {self.blocks[-1]['whole']:.3f}"
+
     def medians(self, name: str) -> list[float]:
         """Of each round."""
         return [statistics.median(block["seconds"][name]) for block in self.blocks]
@@ -202,6 +214,10 @@ class Contender:
     def mean_step(self) -> float:
         """Over all rounds."""
         return statistics.fmean(step for block in self.blocks for step in block["seconds"]["step"])
+
+    def mean_whole(self) -> float:
+        """Per step, over all rounds, with their first steps and their ends."""
+        return statistics.fmean(block["whole"] for block in self.blocks)
 
     def row(self, peer: Contender | None, first: Contender) -> str:
         """A line of the table."""
@@ -214,9 +230,10 @@ class Contender:
                 texts.append(
                     f"{label} {statistics.median(ratios):.3f} ({ratios[0]:.2f}-{ratios[-1]:.2f})"
                 )
-        mean = self.mean_step()
-        over = f" ({mean / peer.mean_step():.3f})" if peer is not None else ""
-        texts.append(f"mean {mean:.4f}{over}")
+        for label in ("mean_step", "mean_whole"):
+            seconds = getattr(self, label)()
+            over = f" ({seconds / getattr(peer, label)():.3f})" if peer is not None else ""
+            texts.append(f"{label} {seconds:.4f}{over}")
         for each in ("forward", "backward", "update"):
             whole, cpu = (statistics.median(self.medians(name)) for name in (each, f"{each} cpu"))
             texts.append(f"{each} {whole:.4f} ({cpu:.4f})")
@@ -278,6 +295,7 @@ def main() -> None:
     for number in range(args.rounds):
         for contender in contenders[:: 1 if number % 2 == 0 else -1]:
             contender.take(args.steps)
+            print(f"round {number + 1}, {contender.last_round()}", file=sys.stderr, flush=True)
     for contender in contenders:
         first = next(each for each in runs if each.case == contender.case or contender is peer)
         print(contender.row(peer, first if contender is not peer else contender), flush=True)
