@@ -236,8 +236,7 @@ class Setting:
 
 def zenflow_of(delay: Delay) -> Delay:
     """ZenFlow's way with the same interval, fraction and exact steps."""
-    channels: Any = "columns" if delay.fraction else "rows"
-    return replace(delay, predict=False, average=True, channels=channels)
+    return replace(delay, predict=False, average=True, channels="columns")
 
 
 def first_at_most(losses: Sequence[Sequence[float]], bound: float) -> float | None:

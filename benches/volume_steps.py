@@ -1,10 +1,10 @@
 """Steps of an optimizer whose state is on drives, without a model around them.
 
-    python benches/volume_steps.py FOLDER... [--width 1600] [--layers 32] [--steps 12]
+    python benches/volume_steps.py FOLDER... [--state-mib 800] [--steps 16]
 
-Matrices in bfloat16, with gradients that stay, are stepped one step after the other, with no state
-in host memory. So the drives never pause, and their rate can be held against what fio moves of
-the same kind (`stepwell bench volume FOLDER...`, reads and writes mixed).
+Parameters in bfloat16, with gradients that stay, are stepped one step after the other, with next to
+no state in host memory. So the drives never pause. What fio moves of the same kind, in the same
+run, is `stepwell bench volume FOLDER...` (`swap`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-import torch
-from stepwell import OffloadAdamW, Volume
+from stepwell import Volume
+from stepwell.cli._drive_rates import optimizer_on
 
 if TYPE_CHECKING:
     from stepwell.offload.volume import Durability
@@ -24,28 +24,15 @@ if TYPE_CHECKING:
 WARMUP_STEPS = 16
 VOLUMES: list[tuple[Durability, int | None]] = [("none", None), ("commit", 1), ("commit", None)]
 """Durability, and steps from one commit to the next; None: as `Volume` has it."""
-# Of a parameter: what is not state (weight and gradient), and room for the buffers of drives.
-TWIN_BYTES, BUFFERS_BYTES = 4, 96 << 20
 
 
 def measure(
     moments: Moments, durability: Durability, interval: int | None, args: argparse.Namespace
 ) -> None:
     """Prints a line of the table."""
-    torch.manual_seed(0)
-    width = args.width
-    params = [torch.randn(width, width).bfloat16().requires_grad_() for _ in range(args.layers)]
-    numel = sum(param.numel() for param in params)
-    optimizer = OffloadAdamW(
-        params,
-        lr=1e-4,
-        clip_norm=1.0,
-        moments=moments,
-        tier=Volume(args.folders, durability=durability, commit_interval=interval),
-        host_bytes_max=TWIN_BYTES * numel + BUFFERS_BYTES,
-    )
-    for param in params:
-        param.grad = 1e-3 * torch.randn_like(param)
+    volume = Volume(args.folders, durability=durability, commit_interval=interval)
+    optimizer = optimizer_on(volume, moments, args.state_mib << 20)
+    numel = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
 
     def moved(steps: int) -> tuple[float, float]:
         for _ in range(steps):
@@ -71,8 +58,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="+")
-    parser.add_argument("--width", type=int, default=1600)
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--state-mib", type=int, default=800)
     parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
     print("moments      interval   s/step   B/param: read, written   MB/s: read, written, both")

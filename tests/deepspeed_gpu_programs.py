@@ -1,6 +1,7 @@
 """A program (see deepspeed_run) of ZeRO on a GPU."""
 
 from deepspeed_engines import configuration, initialize, partitions, squared, train, vectors
+from deepspeed_nvme_programs import BUFFERS_BYTES
 from deepspeed_paths import wide
 
 STEPS = 5
@@ -11,7 +12,7 @@ def run(config):
     engine = initialize(wide(), config)
     norms, losses = [], []
     for batch in vectors(STEPS * config.get("gradient_accumulation_steps", 1)):
-        losses += train(engine, [batch.cuda()], squared)
+        losses += train(engine, [batch.to(engine.device)], squared)
         norms.append(float(engine.get_global_grad_norm() or 0.0))
     result = {
         "losses": losses,
@@ -20,6 +21,7 @@ def run(config):
         "skipped": engine.skipped_steps,
         "device": str(engine.device.type),
         "class": type(engine.optimizer).__name__,
+        "read": getattr(engine.optimizer, "timing", {}).get("bytes_read", 0),
     }
     engine.destroy()
     return result
@@ -78,6 +80,7 @@ def program_gpu_volume(result, drive):
     import stepwell.deepspeed
 
     stepwell.deepspeed.register()
+    numel = sum(param.numel() for param in wide().parameters())
     for name, config in {
         "ZeRO-2": configuration(dtype="bf16"),
         "ZeRO-2, accumulated": configuration(dtype="bf16", gradient_accumulation_steps=3),
@@ -85,4 +88,6 @@ def program_gpu_volume(result, drive):
     }.items():
         on_drive = {"device": "nvme", "nvme_path": drive}
         zero = {**config["zero_optimization"], "offload_optimizer": on_drive}
-        result[name] = [run({**config, "zero_optimization": zero}), run(config)]
+        block = {"host_bytes_max": 4 * numel + BUFFERS_BYTES}
+        on_volume = {**config, "zero_optimization": zero, "stepwell": block}
+        result[name] = [run(on_volume), run(config)]

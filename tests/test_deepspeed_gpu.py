@@ -81,6 +81,7 @@ def test_a_volume_has_the_bits_of_host_memory_on_a_gpu(tmp_path):
     )
     assert len(found) == 3
     for on_volume, in_memory in found.values():
+        assert on_volume["read"] > 0
         assert (on_volume["losses"], on_volume["norms"]) == (
             in_memory["losses"],
             in_memory["norms"],

@@ -40,7 +40,8 @@ def setting_of(report: ModuleType, tmp_path: Path, lines: list[str]) -> Any:
 
 
 def test_gaps_are_between_runs_of_one_seed(report: ModuleType, tmp_path: Path) -> None:
-    deferred, zenflow = report.Delay(), report.Delay(predict=False, average=True)
+    deferred = report.Delay()
+    zenflow = report.Delay(predict=False, average=True, channels="columns")
     lines = [
         line(report, 2.0),
         line(report, 2.4, seed=1),

@@ -1,8 +1,8 @@
 """What moves bytes to and from drives, to be measured side by side: the contenders.
 
 Each moves as much as it can for some seconds, on all folders at once, and says how many bytes that
-were. Two patterns: reads and writes of whole files one after the other (`read`, `write`), and both
-at once, as a step of an optimizer has them (`swap`).
+were. Three patterns: reads or writes of all records or whole files (`read`, `write`), and both at
+once, as a step of an optimizer has them (`swap`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from stepwell import _core
+import torch
+
+from stepwell import OffloadAdamW, Volume, _core
 from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from stepwell.optim import Moments
 
 __all__ = [
     "PATTERNS",
     "Contender",
     "DeepSpeedAio",
     "Fio",
+    "OptimizerSteps",
     "Pattern",
     "PlainCalls",
     "ThroughVolume",
     "check_folders",
+    "optimizer_on",
 ]
 
 Pattern: TypeAlias = Literal["write", "read", "swap"]
@@ -43,6 +49,14 @@ _MIB = 1 << 20
 # As most benchmarks of drives have it.
 _BLOCK_BYTES = _MIB
 _FILE_NAME = "stepwell_bench.tmp"
+
+# What of a parameter that is stepped is not state: weight and gradient.
+_TWIN_BYTES = 4
+# Of each drive; half of it is for buffers. A volume takes 16 MiB, and some for each worker.
+_MEMORY_BYTES = 48 << 20
+# Of state in fp32: trailing bits and two moments; else moments in 16 bits, or in bytes.
+_STATE_BYTES_PER_PARAM = {"fp32": 10, "bf16": 6, "q8": 4}
+_PARAM_NUMEL_MAX = 4 << 20
 
 
 def check_folders(drives: Sequence[Path]) -> None:
@@ -56,6 +70,8 @@ class Contender(Protocol):
     """What is measured."""
 
     name: str
+    patterns: Sequence[Pattern]
+    """Those that it has."""
 
     def rate(self, pattern: Pattern, seconds: float) -> float:
         """Bytes per second, read and written together, over at least so many seconds.
@@ -81,6 +97,7 @@ class ThroughVolume:
     queue_depth: int
     io_engine: str = "auto"
     name: str = "stepwell"
+    patterns: Sequence[Pattern] = PATTERNS
 
     def __post_init__(self) -> None:
         self._passes = _core.VolumePasses(
@@ -105,6 +122,75 @@ class ThroughVolume:
     def close(self) -> None:
         """As `Contender.close`."""
         self._passes.close()
+
+
+def optimizer_on(volume: Volume, moments: Moments, state_nbytes: int) -> OffloadAdamW:
+    """Steps bfloat16 parameters with about so many bytes of state; their gradients stay.
+
+    The state is on the volume, but for what memory is left beside its buffers.
+
+    Raises:
+        ValueError: the volume has not so much memory, or is in use.
+        OSError: a drive fails, or is full.
+    """
+    numel = max(state_nbytes // _STATE_BYTES_PER_PARAM[moments], 1)
+    memory = min(_MEMORY_BYTES * len(volume.paths), max(state_nbytes // 2, 1 << 20))
+    count = -(-numel // _PARAM_NUMEL_MAX)
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for number in range(count):
+        nth = (number + 1) * numel // count - number * numel // count
+        param = torch.randn(nth, generator=generator).bfloat16().requires_grad_()
+        param.grad = 1e-3 * torch.randn(nth, generator=generator).bfloat16()
+        params.append(param)
+    return OffloadAdamW(
+        params,
+        lr=1e-4,
+        clip_norm=1.0,
+        moments=moments,
+        tier=volume,
+        host_bytes_max=_TWIN_BYTES * numel + memory,
+    )
+
+
+class OptimizerSteps:
+    """Steps of an optimizer whose state is on a volume, one after the other, without a model.
+
+    Args:
+        volume: where; durability `none`.
+        moments: as `OffloadAdamW` has it.
+        state_nbytes: of all folders.
+    """
+
+    patterns: Sequence[Pattern] = ("swap",)
+
+    def __init__(self, volume: Volume, moments: Moments, state_nbytes: int) -> None:
+        self.name = f"steps, {moments}"
+        self._optimizer: OffloadAdamW | None = optimizer_on(volume, moments, state_nbytes)
+        # A first step reads nothing.
+        self._moved_by_steps(1)
+
+    def _moved_by_steps(self, steps: int) -> float:
+        """Bytes read and written since the volume was made, after so many steps more."""
+        assert self._optimizer is not None
+        for _ in range(steps):
+            self._optimizer.step()
+        self._optimizer.synchronize()
+        timing = self._optimizer.timing
+        return timing["bytes_read"] + timing["bytes_written"]
+
+    def rate(self, pattern: Pattern, seconds: float) -> float:
+        """As `Contender.rate`; of whole steps."""
+        assert pattern in self.patterns
+        before = self._moved_by_steps(0)
+        begin, moved = time.perf_counter(), 0.0
+        while (elapsed := time.perf_counter() - begin) < seconds or not moved:
+            moved = self._moved_by_steps(1) - before
+        return moved / elapsed
+
+    def close(self) -> None:
+        """As `Contender.close`."""
+        self._optimizer = None
 
 
 @contextlib.contextmanager
@@ -136,6 +222,7 @@ class PlainCalls:
     calls_at_once: int
     """Of each drive."""
     name: str = "plain calls"
+    patterns: Sequence[Pattern] = PATTERNS
     _files: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -195,6 +282,7 @@ class Fio:
     calls_at_once: int
     """Of each drive."""
     name: str = "fio"
+    patterns: Sequence[Pattern] = PATTERNS
 
     @staticmethod
     def absence() -> str | None:
@@ -239,6 +327,7 @@ class DeepSpeedAio:
     """Of each drive and way."""
     native: Any
     name: str = "deepspeed aio"
+    patterns: Sequence[Pattern] = PATTERNS
 
     @staticmethod
     def load() -> tuple[Any | None, str | None]:
@@ -257,8 +346,6 @@ class DeepSpeedAio:
             )
 
     def __post_init__(self) -> None:
-        import torch
-
         self._paths = [
             [folder / f"{way}_{_FILE_NAME}" for way in ("read", "write")] for folder in self.folders
         ]

@@ -60,13 +60,16 @@ def bench_volume(
 
     All of them move bytes on all drives at once, in turns. A round measures each of them once;
     medians of rounds are shown. `swap` reads and writes at once, as a step of an optimizer does;
-    its bytes are both. DeepSpeed's async_io is compiled first, which takes minutes.
+    its bytes are both. `steps, fp32` and `steps, q8` are such steps: those of OffloadAdamW on a
+    volume, without a model around them. DeepSpeed's async_io is compiled first, which takes
+    minutes.
     """
     from rich.console import Console
 
     from stepwell.cli._drive_rates import (
         DeepSpeedAio,
         Fio,
+        OptimizerSteps,
         PlainCalls,
         ThroughVolume,
         check_folders,
@@ -111,6 +114,17 @@ def bench_volume(
             queue_depth=shape.queue_depth,
         )
         contenders.append(through)
+        stepped = Volume(
+            folders,
+            durability="none",
+            weights=shape.weights,
+            stripe_bytes=shape.stripe_bytes,
+            queue_depth=shape.queue_depth,
+        )
+        contenders += [
+            OptimizerSteps(stepped, moments, len(folders) * mib * _MIB)
+            for moments in ("fp32", "q8")
+        ]
         # All have as much in flight.
         calls_at_once = min(shape.queue_depth, buffers)
         contenders.append(PlainCalls(folders, mib * _MIB, calls_at_once))
@@ -167,14 +181,16 @@ def _measure(
     from stepwell.cli._drive_rates import PATTERNS
 
     rates: dict[str, dict[str, list[float]]] = {
-        each.name: {pattern: [0.0] * rounds for pattern in PATTERNS} for each in contenders
+        each.name: {pattern: [0.0] * rounds for pattern in each.patterns} for each in contenders
     }
     with Progress(console=console) as progress:
-        task = progress.add_task("", total=rounds * len(PATTERNS) * len(contenders))
+        task = progress.add_task("", total=rounds * sum(len(each.patterns) for each in contenders))
         for round_ in range(rounds):
             first = round_ % len(contenders)
             for pattern in PATTERNS:
                 for each in contenders[first:] + contenders[:first]:
+                    if pattern not in each.patterns:
+                        continue
                     progress.update(task, description=f"{each.name}, {pattern}")
                     rates[each.name][pattern][round_] = each.rate(pattern, seconds) / _MB
                     progress.advance(task)
@@ -191,9 +207,9 @@ def _ratios(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any
     return {
         peer: {
             pattern: asdict(
-                ratio([1 / rate for rate in rates[peer][pattern]], [1 / rate for rate in found])
+                ratio([1 / rate for rate in found], [1 / rate for rate in rates[ours][pattern]])
             )
-            for pattern, found in rates[ours].items()
+            for pattern, found in rates[peer].items()
         }
         for peer in peers
     }
@@ -217,7 +233,8 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     for name, by_pattern in rates.items():
         row = [name]
         for pattern in patterns:
-            row.append(f"{statistics.median(by_pattern[pattern]):.0f}")
+            found_rates = by_pattern.get(pattern)
+            row.append("" if found_rates is None else f"{statistics.median(found_rates):.0f}")
             found = report["ratio"].get(name, {}).get(pattern)
             row.append(
                 ""
@@ -241,8 +258,8 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
     patterns = list(next(iter(rates.values())))
     for place, (name, by_pattern) in enumerate(rates.items()):
         axes.bar(
-            [index + place / (len(rates) + 1) for index in range(len(patterns))],
-            [statistics.median(by_pattern[pattern]) for pattern in patterns],
+            [patterns.index(pattern) + place / (len(rates) + 1) for pattern in by_pattern],
+            [statistics.median(found) for found in by_pattern.values()],
             1 / (len(rates) + 1),
             label=name,
         )
