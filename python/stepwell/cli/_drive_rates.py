@@ -168,13 +168,12 @@ class OptimizerSteps:
         self.name = f"steps, {moments}"
         self._optimizer: OffloadAdamW | None = optimizer_on(volume, moments, state_nbytes)
         # A first step reads nothing.
-        self._moved_by_steps(1)
+        self._optimizer.step()
+        self._moved()
 
-    def _moved_by_steps(self, steps: int) -> float:
-        """Bytes read and written since the volume was made, after so many steps more."""
+    def _moved(self) -> float:
+        """Bytes read and written since the volume was made, once the last step is over."""
         assert self._optimizer is not None
-        for _ in range(steps):
-            self._optimizer.step()
         self._optimizer.synchronize()
         timing = self._optimizer.timing
         return timing["bytes_read"] + timing["bytes_written"]
@@ -182,11 +181,13 @@ class OptimizerSteps:
     def rate(self, pattern: Pattern, seconds: float) -> float:
         """As `Contender.rate`; of whole steps."""
         assert pattern in self.patterns
-        before = self._moved_by_steps(0)
-        begin, moved = time.perf_counter(), 0.0
-        while (elapsed := time.perf_counter() - begin) < seconds or not moved:
-            moved = self._moved_by_steps(1) - before
-        return moved / elapsed
+        assert self._optimizer is not None
+        before, begin = self._moved(), time.perf_counter()
+        # A step begins when the one before it is over, and goes on behind the call.
+        self._optimizer.step()
+        while time.perf_counter() - begin < seconds:
+            self._optimizer.step()
+        return (self._moved() - before) / (time.perf_counter() - begin)
 
     def close(self) -> None:
         """As `Contender.close`."""
