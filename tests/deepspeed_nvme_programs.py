@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed_checkpoint_programs import to_universal
 from deepspeed_engines import (
     configuration,
     initialize,
@@ -22,7 +23,7 @@ from deepspeed_engines import (
 
 STEPS = 3
 WIDTH = 64
-STAGES = (2, 3)
+STAGES = (1, 2, 3)
 # What the volume takes at least, with no room for the state of a chunk beside it.
 BUFFERS_BYTES = 1_800_000
 
@@ -200,8 +201,7 @@ def looks(config):
         read = []
 
         def note(read=read, engine=engine):
-            engine.optimizer._partitions.finish()
-            read.append(engine.optimizer.timing["bytes_read"])
+            read.append(bytes_read(engine))
 
         losses = train(engine, vectors(2), squared)
         note()
@@ -229,6 +229,12 @@ def looks(config):
             {"losses": losses, "read": read, "found": found, "partitions": ended(engine)}
         )
     return results
+
+
+def bytes_read(engine):
+    """By all steps so far."""
+    engine.optimizer._partitions.finish()
+    return engine.optimizer.timing["bytes_read"]
 
 
 def fragments_of(engine):
@@ -311,6 +317,7 @@ def checkpoints(result, folder, stage):
         train(engine, vectors(2), squared)
         engine.save_checkpoint(str(at / "saved" / name))
         # What is looked at is not in the way of the steps after.
+        result["saved", name] = partitions(engine)
         train(engine, vectors(2, 2), squared)
         saved[name] = ended(engine)
     result["straight"] = saved["volume"], saved["memory"]
@@ -335,6 +342,28 @@ def consolidated(folder, stage):
         get_fp32_state_dict_from_zero_checkpoint(str(folder / f"stage {stage}" / "saved" / name))
         for name in ("volume", "memory")
     ]
+
+
+def universal(folder, stage):
+    """A universal checkpoint, made of one of a volume, is loaded into a run with a volume."""
+    at = folder / f"stage {stage}"
+    saved = str(at / "saved" / "volume")
+    tag = to_universal(saved, in_process=True)
+    engine = engine_of(on_volume(bf16(stage, checkpoint={"load_universal": True}), at), seed=1)
+    engine.load_checkpoint(saved, tag=tag)
+    return {"loaded": partitions(engine), **gone_on(engine)}
+
+
+def gone_on(engine, rank=0):
+    """The third and the fourth step of a run, and what the fourth has read from the volume."""
+    losses = train(engine, vectors(1, 2, rank=rank), squared)
+    before = bytes_read(engine)
+    losses += train(engine, vectors(1, 3, rank=rank), squared)
+    return {
+        "losses": losses,
+        "read": bytes_read(engine) - before,
+        "partitions": ended(engine),
+    }
 
 
 def resumed(result, folder, stage):
@@ -445,6 +474,7 @@ def program_nvme(result, *, folder):
         result["looks", stage] = looks(on_volume(config, at))
         checkpoints(result.setdefault(("checkpoints", stage), {}), folder / "checkpoints", stage)
         result["consolidated", stage] = consolidated(folder / "checkpoints", stage)
+        result["universal", stage] = universal(folder / "checkpoints", stage)
         resumed(result.setdefault(("resumed", stage), {}), folder, stage)
     full_drive(result.setdefault("full drive", {}), folder / "full")
     result["ignored keys"] = ignored_keys(folder / "ignored")
@@ -461,7 +491,29 @@ def program_nvme_ranks(result, *, folder):
     for stage in STAGES:
         at = Path(folder) / f"stage {stage}"
         at.mkdir(parents=True, exist_ok=True)
-        on_ranks(result.setdefault(stage, {}), at, bf16(stage), torch.distributed.get_rank())
+        rank = torch.distributed.get_rank()
+        saved_by_ranks(result.setdefault(("saved", stage), {}), at, bf16(stage), rank)
+        on_ranks(result.setdefault(stage, {}), at, bf16(stage), rank)
+
+
+def saved_by_ranks(result, at, config, rank):
+    """A run that is saved after two of four steps, and others that are resumed from there."""
+    swapped, folder = on_volume(config, at), str(at / "saved")
+    result["in memory"] = run(config, steps=4, rank=rank)
+    engine = engine_of(swapped)
+    train(engine, vectors(2, rank=rank), squared)
+    engine.save_checkpoint(folder)
+    result["saved"] = partitions(engine)
+    result["straight"] = gone_on(engine, rank)
+    engine = engine_of(swapped, seed=1)
+    engine.load_checkpoint(folder)
+    result["loaded"] = partitions(engine)
+    result["resumed", "anew"] = gone_on(engine, rank)
+    # By an engine whose volume has other records, and without a look at what was loaded.
+    engine = engine_of(swapped, seed=1)
+    train(engine, vectors(3, 40, rank=rank), squared)
+    engine.load_checkpoint(folder)
+    result["resumed", "again"] = gone_on(engine, rank)
 
 
 def on_ranks(result, at, config, rank):

@@ -1,8 +1,14 @@
 """Programs (see deepspeed_run) of ZenFlow on the offload engine: its updates are deferred."""
 
 import importlib
+import itertools
 import math
 import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
 
 import torch
 from deepspeed_engines import (
@@ -16,6 +22,7 @@ from deepspeed_engines import (
     train,
     vectors,
 )
+from fork_server import PATIENCE
 
 ZENFLOW = {
     "topk_ratio": 0.1,
@@ -26,6 +33,9 @@ ZENFLOW = {
     "overlap_step": True,
 }
 STEPS = 11
+STAGES = (1, 2)
+SAVED_AT, LAST = 7, 14
+"""The step that a run is saved at, and the one that it is compared at."""
 
 
 class Sums(torch.nn.Module):
@@ -185,7 +195,17 @@ def program_zenflow_on_engine(result):
         result["q8"] = str(error)
 
 
-def program_zenflow_saves(result, folder):
+def program_zenflow_stages_save(result, folder):
+    """Ranks that save, go on, and resume, under ZeRO-1 and -2."""
+    for stage in STAGES:
+        program_zenflow_saves(result.setdefault(stage, {}), f"{folder}/{stage}", stage)
+
+
+def saving_configuration(stage):
+    return configuration(stage=stage, dtype="bf16", clip=0.5, zero=with_zenflow(update_interval=2))
+
+
+def program_zenflow_saves(result, folder, stage=2):
     """Ranks that save, go on, and resume."""
     import stepwell.deepspeed
     from deepspeed.utils import logger
@@ -194,17 +214,18 @@ def program_zenflow_saves(result, folder):
     lines = Lines()
     logger.addHandler(lines)
     rank = int(os.environ["RANK"])
-    config = configuration(dtype="bf16", clip=0.5, zero=with_zenflow(update_interval=2))
+    config = saving_configuration(stage)
 
     def trained(engine, first, last):
         return train(engine, vectors(last - first, first=first, rank=rank), squared)
 
     engine = initialize(perceptron(), config)
-    trained(engine, 0, 7)
+    trained(engine, 0, SAVED_AT)
+    result["late before"] = not engine.optimizer._partitions.is_landed
     engine.save_checkpoint(folder)
     saved = partitions(engine)
     weights = [param.detach().clone() for param in engine.module.parameters()]
-    losses = trained(engine, 7, 14)
+    losses = trained(engine, SAVED_AT, LAST)
     result["late"] = not engine.optimizer._partitions.is_landed
     result["went on"] = saved, weights, losses, partitions(engine)
     engine.module.state_dict()
@@ -220,29 +241,177 @@ def program_zenflow_saves(result, folder):
         trained(engine, 40, 40 + steps)
         engine.load_checkpoint(folder)
         result["loaded", name] = partitions(engine)
-        result["resumed", name] = trained(engine, 7, 14), partitions(engine)
+        result["resumed", name] = trained(engine, SAVED_AT, LAST), partitions(engine)
         engine.destroy()
     # A look behind the first step, and nothing else that applies what is pending.
     for name, steps in (("again", 4), ("anew", 0)):
         engine = initialize(perceptron(seed=1), config)
         trained(engine, 40, 40 + steps)
         engine.load_checkpoint(folder)
-        losses = trained(engine, 7, 8)
+        losses = trained(engine, SAVED_AT, SAVED_AT + 1)
         engine.module[0].weight.norm()
-        result["looked", name] = losses + trained(engine, 8, 14), partitions(engine)
+        result["looked", name] = losses + trained(engine, SAVED_AT + 1, LAST), partitions(engine)
         engine.destroy()
+    engine = initialize(perceptron(seed=1), config)
+    engine.load_checkpoint(folder)
+    result["one step"] = trained(engine, SAVED_AT, SAVED_AT + 1), partitions(engine)
+    engine.destroy()
+    logger.removeHandler(lines)
     result["warnings"] = [line for line in lines.lines if "updates, since several" in line]
 
 
 def program_zenflow_loads(result, folder):
-    """DeepSpeed without Stepwell loads what was saved."""
+    """DeepSpeed without Stepwell loads what was saved, and takes a step."""
     # It would be compiled.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
-    config = configuration(
-        dtype="bf16", clip=0.5, params={"torch_adam": True}, zero_force_ds_cpu_optimizer=False
+    rank = int(os.environ["RANK"])
+    for stage in STAGES:
+        config = configuration(
+            stage=stage,
+            dtype="bf16",
+            clip=0.5,
+            params={"torch_adam": True},
+            zero_force_ds_cpu_optimizer=False,
+        )
+        engine = initialize(perceptron(seed=2), config)
+        engine.load_checkpoint(f"{folder}/{stage}")
+        found = result[stage] = {"class": type(engine.optimizer).__name__}
+        found["base"] = type(engine.optimizer.optimizer).__module__
+        found["loaded"] = partitions(engine)
+        found["weights"] = [param.detach().clone() for param in engine.module.parameters()]
+        losses = train(engine, vectors(1, first=SAVED_AT, rank=rank), squared)
+        found["one step"] = losses, partitions(engine)
+        engine.destroy()
+
+
+# ---- a run that is killed ----
+
+STEPS_MAX = 10_000
+SECONDS_MAX = 60
+
+
+def wide(seed=0):
+    """The turns of its middle matrix take about a millisecond."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Linear(32, 512), torch.nn.Linear(512, 512), torch.nn.Linear(512, 32)
     )
-    engine = initialize(perceptron(seed=2), config)
-    result["class"] = type(engine.optimizer).__name__
+
+
+def save(engine, folder):
+    """Trains, and saves. Returns whether weights were late until then."""
+    train(engine, vectors(SAVED_AT), squared)
+    is_late = not engine.optimizer._partitions.is_landed
+    engine.save_checkpoint(folder)
+    return is_late
+
+
+def go_on(engine):
+    """The state at the step that was saved, the losses of those behind it, the state at the end."""
+    saved = partitions(engine)
+    losses = train(engine, vectors(LAST - SAVED_AT, first=SAVED_AT), squared)
+    at_end = partitions(engine)
+    engine.destroy()
+    return saved, losses, at_end
+
+
+def train_and_tell(folder):
+    """Saves, and goes on without an end. Prints where it is."""
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    engine = initialize(wide(), saving_configuration(2))
+    save(engine, folder)
+    print("saved", flush=True)
+    deferred = engine.optimizer._partitions
+    for step in itertools.count(SAVED_AT):
+        assert step < STEPS_MAX
+        train(engine, vectors(1, first=step), squared)
+        # Behind some turns.
+        if step > SAVED_AT + 3 and deferred.has_pending() and deferred._core.busy:
+            print("turn begins", flush=True)
+            while deferred._core.busy:
+                os.sched_yield()
+            print("turn ends", flush=True)
+
+
+class Output:
+    """What a process prints, line by line.
+
+    Args:
+        pipe: its end that is read.
+    """
+
+    def __init__(self, pipe):
+        os.set_blocking(pipe, False)
+        self._pipe, self._rest = pipe, ""
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+        self.lines = []
+
+    def wait(self, deadline):
+        """Until there is more, or the process has ended."""
+        assert self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000), self.lines
+        assert self.read(), f"the process has ended: {self.lines}"
+
+    def read(self):
+        """What is there. Returns whether there was something."""
+        try:
+            found = os.read(self._pipe, 1 << 16).decode(errors="replace")
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + found).split("\n")
+        self.lines += lines
+        return bool(found)
+
+
+def stop_in_a_turn(child, output):
+    """Stops a process that has begun a turn, and has not told of its end."""
+    deadline = time.monotonic() + SECONDS_MAX * PATIENCE
+    while True:
+        output.wait(deadline)
+        if output.lines[-1:] != ["turn begins"]:
+            continue
+        # It may be over by now. So it is looked at while nothing moves on.
+        os.kill(child, signal.SIGSTOP)
+        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        output.read()
+        if output.lines[-1] == "turn begins":
+            return
+        os.kill(child, signal.SIGCONT)
+
+
+def killed(folder):
+    """What a process has printed that was killed in a turn, and how it ended."""
+    sys.stdout.flush()
+    pipe, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # Where nobody reads it any more, what it prints is an error.
+        os.close(pipe)
+        os.dup2(end, 1)
+        train_and_tell(folder)
+    os.close(end)
+    output = Output(pipe)
+    try:
+        stop_in_a_turn(child, output)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        os.close(pipe)
+    return output.lines, os.waitstatus_to_exitcode(status)
+
+
+def program_zenflow_killed(result, folder):
+    """A run that is killed in a turn is resumed, and one that was saved at its step goes on."""
+    # DeepSpeed is not imported yet.
+    result["killed"] = killed(folder)
+    import stepwell.deepspeed
+
+    stepwell.deepspeed.register()
+    engine = initialize(wide(seed=1), saving_configuration(2))
     engine.load_checkpoint(folder)
-    result["loaded"] = partitions(engine)
-    result["weights"] = [param.detach().clone() for param in engine.module.parameters()]
+    result["resumed"] = go_on(engine)
+    engine = initialize(wide(), saving_configuration(2))
+    result["late"] = save(engine, str(Path(folder) / "straight"))
+    result["went on"] = go_on(engine)

@@ -130,6 +130,7 @@ def test_a_full_drive_is_named_and_harms_nothing(runs):
 )
 def test_a_checkpoint_goes_on_with_the_same_bits(runs, stage, way):
     found = runs["checkpoints", stage]
+    assert_same_partitions(found["saved", "volume"], found["saved", "memory"])
     assert_same_partitions(*found["straight"])
     assert_same_partitions(found[way], found["straight"][1])
 
@@ -139,6 +140,14 @@ def test_deepspeeds_script_reads_a_checkpoint(runs, stage):
     swapped, in_memory = runs["consolidated", stage]
     assert swapped.keys() == in_memory.keys()
     assert_same_values(list(swapped.values()), list(in_memory.values()))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_universal_checkpoint_is_made_of_a_volume_and_loaded_into_one(runs, stage):
+    found, run = runs["universal", stage], runs["checkpoints", stage]
+    assert_same_partitions(found["loaded"], run["saved", "volume"])
+    assert_same_partitions(found["partitions"], run["straight"][0])
+    assert found["read"] > 0
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -189,6 +198,21 @@ def test_ranks_share_the_drives(ranks, stage):
         swapped, in_memory = found[stage]["both"]
         assert_same_run(swapped, in_memory)
         assert_same_partitions(found[stage]["resumed"], in_memory["partitions"])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_of_ranks_goes_on_with_the_same_bits(ranks, stage):
+    for found in (each["saved", stage] for each in ranks):
+        straight, in_memory = found["straight"], found["in memory"]
+        assert straight["losses"] == in_memory["losses"][2:]
+        assert_same_partitions(straight["partitions"], in_memory["partitions"])
+        assert_same_partitions(found["loaded"], found["saved"])
+        assert {state["step"] for _, state in found["loaded"]} == {2}
+        for way in ("anew", "again"):
+            resumed = found["resumed", way]
+            assert resumed["losses"] == straight["losses"]
+            assert_same_partitions(resumed["partitions"], straight["partitions"])
+            assert resumed["read"] == straight["read"] > 0
 
 
 @pytest.mark.parametrize("behind", [0, 1])
