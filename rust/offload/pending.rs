@@ -258,3 +258,132 @@ impl Pending {
         };
     }
 }
+
+#[cfg(all(test, not(feature = "shuttle")))]
+mod tests {
+    use super::*;
+    use crate::{
+        adam::{Hyper, tensor::AdamTensor},
+        offload::{
+            job::{Jobs, Timing, Work},
+            ring::{Deferral, deferral_nbytes},
+            segment::SEGMENT_LEN,
+        },
+        stream::element::Dtype,
+    };
+
+    /// Two segments, and one.
+    const NUMELS: [usize; 2] = [SEGMENT_LEN + 1, 10];
+
+    /// Elements that nothing reads.
+    fn view(dtype: Dtype, numel: usize) -> View {
+        View::new(64, dtype, numel).expect("a view")
+    }
+
+    /// An update of every tensor.
+    fn updates() -> Vec<Update> {
+        let update = |(index, numel): (usize, usize)| {
+            let of = view(Dtype::Float32, numel);
+            let moments = [("exp_avg", of), ("exp_avg_sq", of)];
+            let tensor = AdamTensor::new(of, &moments, Some(of), None, 0).expect("a tensor");
+            let hyper = Hyper::default();
+            Update { index, tensor, weight: None, is_at_once: false, count: 1, hyper }
+        };
+        NUMELS.into_iter().enumerate().map(update).collect()
+    }
+
+    /// Adds the gradients of jobs. In each one group has its turn, but for the segment that is left
+    /// out.
+    struct Adding {
+        segments: Segments,
+        ring: Ring,
+        pending: Pending,
+        left_out: Option<usize>,
+    }
+
+    impl Adding {
+        fn new(interval: usize, left_out: Option<usize>) -> Self {
+            let segments = Segments::new(&NUMELS);
+            let dtypes = [Dtype::Float32; 2];
+            let (nbytes, _) = deferral_nbytes(&NUMELS, &dtypes, interval).expect("an interval");
+            let gradients = view(Dtype::Uint8, nbytes);
+            let deferral =
+                Deferral { interval, dtypes: &dtypes, gradients, predicted: None, selection: None };
+            let ring = Ring::new(&segments, &deferral).expect("a ring");
+            let pending = Pending::new(&segments, Some(&ring));
+            Self { segments, ring, pending, left_out }
+        }
+
+        fn most(&self) -> usize {
+            let of = |segment| self.pending.entries(segment).len();
+            (0..self.segments.count()).map(of).max().unwrap_or(0)
+        }
+    }
+
+    impl Work for Adding {
+        fn step(&mut self, job: &Job) -> Result<Timing> {
+            let Self { segments, ring, pending, left_out } = self;
+            pending.add(segments, job, Some(ring))?;
+            let group = pending.turn() % ring.groups.count();
+            (0..segments.count())
+                .filter(|&segment| ring.groups.of(segment) == group)
+                .filter(|&segment| Some(segment) != *left_out)
+                .for_each(|segment| pending.turned(segment, None));
+            pending.end(job.kind);
+            Ok(Timing::default())
+        }
+
+        fn commit(&mut self, _: &Job) -> Result<()> {
+            Ok(())
+        }
+
+        fn upload(&mut self) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Moves a deferred job of all tensors on. What the engine's next call is told.
+    fn next_job(jobs: &Jobs, adding: &mut Adding) -> Result<()> {
+        jobs.submit(None, Kind::Deferred { predicted_updates: 0.0 }, &updates(), None, 0);
+        jobs.quit();
+        jobs.run(adding);
+        jobs.check_idle()
+    }
+
+    #[test]
+    fn a_segment_without_a_turn_for_too_many_steps_fails_the_job() {
+        for (left_out, tensor) in [(0, 0), (1, 0), (2, 1)] {
+            for interval in [1, 2, 3] {
+                let (jobs, mut adding) = (Jobs::new(2), Adding::new(interval, Some(left_out)));
+                for _ in 0..interval {
+                    next_job(&jobs, &mut adding).expect("as many gradients as it may have");
+                }
+                let error = next_job(&jobs, &mut adding).expect_err("one more");
+                let said = error.to_string();
+                let expected = format!(
+                    "segment `{left_out}` of tensor `{tensor}` has had no turn for too many steps"
+                );
+                assert!(matches!(error, Error::Os { .. }) && said.ends_with(&expected), "{said}");
+                // It is no later turn.
+                assert_eq!(adding.pending.entries(left_out).len(), interval);
+                let again = jobs.check_idle().expect_err("it has failed").to_string();
+                assert_eq!(again, said);
+            }
+        }
+    }
+
+    #[test]
+    fn a_segment_has_as_many_gradients_as_steps_between_its_turns() {
+        for interval in [1, 2, 3] {
+            let (jobs, mut adding) = (Jobs::new(2), Adding::new(interval, None));
+            let mut most = 0;
+            for _ in 0..4 * interval {
+                next_job(&jobs, &mut adding).expect("a job that works");
+                most = most.max(adding.most());
+                assert!(adding.pending.oldest_age() < interval as u64);
+            }
+            // And the one that its turn has come with.
+            assert_eq!(most + 1, interval);
+        }
+    }
+}

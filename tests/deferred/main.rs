@@ -6,10 +6,12 @@ mod battery;
 #[path = "../on_device/mod.rs"]
 mod on_device;
 
+mod failures;
 mod gradients;
 mod landings;
 mod predicted;
 mod refused;
+mod turns;
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -22,7 +24,7 @@ use stepwell::{
     offload::{Deferral, Engine, SEGMENT_LEN, Shape, Update, deferral_nbytes},
     state::chunk::CHUNK_LEN,
     stream::element::Dtype,
-    tier::ram::Ram,
+    tier::{Tier, ram::Ram},
 };
 
 /// Tensors of several segments, of a part of one, and of nothing.
@@ -77,6 +79,17 @@ fn deferred_with(
     interval: usize,
     predicts: bool,
 ) -> Deferred {
+    deferred_in(Arc::new(Ram), device, all, interval, predicts)
+}
+
+/// An engine with its state in `tier`.
+fn deferred_in(
+    tier: Arc<dyn Tier>,
+    device: impl FnOnce(usize) -> Arc<dyn Device>,
+    all: &mut [OnDevice],
+    interval: usize,
+    predicts: bool,
+) -> Deferred {
     let (numels, dtypes) = (numels(all), dtypes(all));
     let (of_gradients, of_predicted) =
         deferral_nbytes(&numels, &dtypes, interval).expect("an interval");
@@ -91,7 +104,7 @@ fn deferred_with(
     };
     let shape = Shape { numels: &numels, generations: 2, deferral: Some(deferral) };
     let device = device(Engine::events(shape));
-    let engine = Engine::on(device, shape, Arc::new(Ram), pool_of(3), widest()).expect("an engine");
+    let engine = Engine::on(device, shape, tier, pool_of(3), widest()).expect("an engine");
     Deferred { engine, gradients, _predicted: predicted }
 }
 
