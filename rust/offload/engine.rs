@@ -267,7 +267,7 @@ impl Engine {
         })
     }
 
-    /// Whether a step is running on the host; in a forked child, none is.
+    /// Whether a step is running on the host, or has failed there; in a forked child, none is.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.process == process::id() && self.shared.jobs.is_busy()

@@ -16,7 +16,8 @@
 //! - JOB-4 What a job has borrowed is held until it is uploaded. What a deferred job has borrowed
 //!   is held until the jobs that step and upload the last of it are. Where one fails, until the
 //!   engine is dropped, which waits for the device.
-//! - JOB-5 The first failure, or panic, is the last: every call gets the error.
+//! - JOB-5 The first failure, or panic, is the last: every call that waits for jobs, submits one,
+//!   or takes a gradient gets the error. The engine is busy from then on.
 //!
 //! Cost: two locks per state, and one per upload. Two jobs may live at once, one of them on its way
 //! up. So there are two lists of updates, which all jobs use.

@@ -261,8 +261,7 @@ class Partitions:
     def has_ended(self) -> bool:
         """Whether no step is running. If so, no use of what the last one has written waits.
 
-        Raises:
-            OSError: the last step has failed.
+        It has not where it has failed: what waits for it then gets its error.
         """
         if self.is_busy:
             return False
