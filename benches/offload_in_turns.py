@@ -27,9 +27,9 @@ A row for each run has medians per step over all rounds, in seconds:
 - `stepping`: of the workers in host memory.
 
 Cases with a volume need `--drive`, a folder for each. A volume is left there, since processes are
-ended. Where every eighth step commits, look at `mean_whole`, with `--steps 3` and an even number of
-rounds: then each round takes four steps, and every second round has a commit. Short rounds are the
-better ones there: a disk's speed drifts within minutes.
+ended. Where every eighth step commits, look at `mean_whole`, with `--steps 1` and a multiple of
+four rounds: then each round takes two steps, and every fourth has a commit. A disk's speed drifts
+within a minute, so the shorter the rounds are, the more alike it is for all.
 
 Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
 twice to see by how much (`--site old=OLD --site again=OLD`).

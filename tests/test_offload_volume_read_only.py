@@ -64,7 +64,7 @@ def read_only(at):
                 on_volume(net, at, name="run", resume=True, **options)
             assert error.value.errno == errno.EROFS
             member = f"volume `run`: member `{number}` ({drive / f'run.{number}.stepwell'})"
-            assert member in str(error.value), error.value
+            assert f"{member}; hint: it is mounted read-only" in str(error.value), error.value
         assert contents(at) == there
         assert all(torch.equal(*both) for both in zip(net.parameters(), weights, strict=True))
         remount(drive, "rw")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 
-from stepwell import OffloadAdamW, Volume, _core
+from stepwell import OffloadAdamW, Volume, _core, _state
 from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ _FILE_NAME = "stepwell_bench.tmp"
 _TWIN_BYTES = 4
 # Of each drive; half of it is for buffers. A volume takes 16 MiB, and some for each worker.
 _MEMORY_BYTES = 48 << 20
-# Of state in fp32: trailing bits and two moments; else moments in 16 bits, or in bytes.
-_STATE_BYTES_PER_PARAM = {"fp32": 10, "bf16": 6, "q8": 4}
 _PARAM_NUMEL_MAX = 4 << 20
 
 
@@ -133,7 +131,8 @@ def optimizer_on(volume: Volume, moments: Moments, state_nbytes: int) -> Offload
         ValueError: the volume has not so much memory, or is in use.
         OSError: a drive fails, or is full.
     """
-    numel = max(state_nbytes // _STATE_BYTES_PER_PARAM[moments], 1)
+    chunk = torch.empty(_core.CHUNK_LEN, dtype=torch.bfloat16, device="meta")
+    numel = max(state_nbytes * chunk.numel() // _state.nbytes(chunk, moments), 1)
     memory = min(_MEMORY_BYTES * len(volume.paths), max(state_nbytes // 2, 1 << 20))
     count = -(-numel // _PARAM_NUMEL_MAX)
     generator = torch.Generator().manual_seed(0)

@@ -167,6 +167,7 @@ impl Member {
                 io::ErrorKind::NotFound => {
                     "it is missing: name the drives that it was made with, in their order"
                 }
+                io::ErrorKind::ReadOnlyFilesystem => "it is mounted read-only",
                 _ => "it has to be a file that this process may read and write",
             };
             Error::os(format!("cannot open {named}; hint: {hint}"), error)
