@@ -2,9 +2,9 @@
 
     python benches/volume_steps.py FOLDER... [--state-mib 800] [--steps 16]
 
-Parameters in bfloat16, with gradients that stay, are stepped one step after the other, with next to
-no state in host memory. So the drives never pause. What fio moves of the same kind, in the same
-run, is `stepwell bench volume FOLDER...` (`swap`).
+Parameters in bfloat16, with gradients that stay, are stepped one step after the other. So the
+drives never pause. Of 800 MiB of state at most an eighth is in host memory. What fio moves of the
+same kind, in the same run, is `stepwell bench volume FOLDER...` (`swap`).
 """
 
 from __future__ import annotations

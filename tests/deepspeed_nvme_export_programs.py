@@ -1,11 +1,7 @@
-"""The program of a checkpoint that is saved, and read again, where there is no memory for state.
-
-Run as `python deepspeed_nvme_export_programs.py FOLDER RESULT`.
-"""
+"""A program (see deepspeed_run) of a checkpoint that is saved and read without memory for state."""
 
 import contextlib
 import resource
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,9 +87,3 @@ def program_nvme_export(result, *, folder):
         for weight, master in zip(weights.values(), flat.chunk(LAYERS), strict=True)
     ]
     engine.destroy()
-
-
-if __name__ == "__main__":
-    found_in_it = {}
-    program_nvme_export(found_in_it, folder=sys.argv[1])
-    torch.save(found_in_it, sys.argv[2])

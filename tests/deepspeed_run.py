@@ -39,6 +39,7 @@ MODULES = (
     "deepspeed_world_programs",
     "deepspeed_zenflow_programs",
     "deepspeed_nvme_programs",
+    "deepspeed_nvme_export_programs",
     "deepspeed_async_io_programs",
     "deepspeed_stage_programs",
 )

@@ -390,7 +390,11 @@ def killed(folder):
         # Where nobody reads it any more, what it prints is an error.
         os.close(pipe)
         os.dup2(end, 1)
-        train_and_tell(folder)
+        try:
+            train_and_tell(folder)
+        finally:
+            # Not into the program that has forked it.
+            os._exit(1)
     os.close(end)
     output = Output(pipe)
     try:

@@ -1,9 +1,7 @@
 """Checkpoints of ZeRO-3 with its state on a volume need no memory for a copy of the state."""
 
-import deepspeed_nvme_export_programs
-import fork_server
+import deepspeed_run
 import pytest
-import torch
 from deepspeed_nvme_export_programs import COPY_BYTES, LAYERS, LEFT_BYTES
 
 PROGRAM_TIMEOUT = 100
@@ -14,28 +12,7 @@ pytestmark = pytest.mark.timeout(PROGRAM_TIMEOUT + 20)
 def export(tmp_path_factory):
     """What the program has found. A save for which there is too little memory fails there."""
     folder = tmp_path_factory.mktemp("nvme_export")
-    path = folder / "result.pt"
-    done = fork_server.python(
-        deepspeed_nvme_export_programs.__file__,
-        folder,
-        path,
-        environment={
-            "DS_ACCELERATOR": "cpu",
-            # It finds no compiler.
-            "PATH": str(folder / "no_programs"),
-            "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-        },
-        timeout=PROGRAM_TIMEOUT,
-        imports=fork_server.IMPORTED_BY_DEEPSPEED,
-    )
-    assert done.returncode == 0, done.stderr[-8000:]
-    return torch.load(path)
+    return deepspeed_run.run("nvme_export", folder, timeout=PROGRAM_TIMEOUT, folder=str(folder))
 
 
 def test_a_checkpoint_is_saved_where_no_copy_of_the_state_fits(export):

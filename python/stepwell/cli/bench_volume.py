@@ -31,7 +31,7 @@ def bench_volume(
             help="A folder on each drive.",
         ),
     ],
-    mib: Annotated[int, typer.Option(min=1, help="MiB of records on each drive.")] = 256,
+    mib: Annotated[int, typer.Option(min=1, help="MiB of each contender on each drive.")] = 256,
     record_kib: Annotated[int, typer.Option(min=1, help="KiB of a record.")] = 644,
     buffers: Annotated[int, typer.Option(min=2, help="Records in flight, of each drive.")] = 32,
     weights: Annotated[
@@ -121,10 +121,8 @@ def bench_volume(
             stripe_bytes=shape.stripe_bytes,
             queue_depth=shape.queue_depth,
         )
-        contenders += [
-            OptimizerSteps(stepped, moments, len(folders) * mib * _MIB)
-            for moments in ("fp32", "q8")
-        ]
+        for moments in ("fp32", "q8"):
+            contenders.append(OptimizerSteps(stepped, moments, len(folders) * mib * _MIB))
         # All have as much in flight.
         calls_at_once = min(shape.queue_depth, buffers)
         contenders.append(PlainCalls(folders, mib * _MIB, calls_at_once))
@@ -186,11 +184,10 @@ def _measure(
     with Progress(console=console) as progress:
         task = progress.add_task("", total=rounds * sum(len(each.patterns) for each in contenders))
         for round_ in range(rounds):
-            first = round_ % len(contenders)
             for pattern in PATTERNS:
-                for each in contenders[first:] + contenders[:first]:
-                    if pattern not in each.patterns:
-                        continue
+                having = [each for each in contenders if pattern in each.patterns]
+                first = round_ % len(having)
+                for each in having[first:] + having[:first]:
                     progress.update(task, description=f"{each.name}, {pattern}")
                     rates[each.name][pattern][round_] = each.rate(pattern, seconds) / _MB
                     progress.advance(task)
