@@ -42,10 +42,18 @@ const CHECKSUMS_PTX: &CStr = text(concat!(include_str!("checksums.ptx"), "\0"));
 /// Places of its first parameter, which is 2 KiB.
 const CHECKSUMS_PER_LAUNCH: usize = 128;
 
-/// Places of the first parameter of `step_channels`, which is 3,840 bytes. With the others it is
-/// less than the 4 KiB that a launch takes.
+/// Places of the first parameter of `step_channels` and of `step_whole`, which is 3,840 bytes. With
+/// the others it is less than the 4 KiB that a launch takes.
 const BLOCKS_PER_LAUNCH: usize = 80;
+const WHOLE_PER_LAUNCH: usize = 96;
 const _: () = assert!(BLOCKS_PER_LAUNCH * size_of::<Block>() == 3840);
+const _: () = assert!(WHOLE_PER_LAUNCH * size_of::<Whole>() == 3840);
+
+/// Elements that a block of `step_whole` steps.
+const WHOLE_TILE: usize = 1 << 12;
+
+/// Elements that one of its threads takes at once.
+const WHOLE_LANES: usize = 4;
 
 const fn text(with_nul: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(with_nul.as_bytes()) {
@@ -110,6 +118,7 @@ impl Checksums {
 struct Kernels {
     module: Module,
     step: Handle<sys::CUfunction>,
+    step_whole: Handle<sys::CUfunction>,
     restore: Handle<sys::CUfunction>,
 }
 
@@ -117,28 +126,104 @@ impl Kernels {
     /// Compiles them, in the current context.
     fn load() -> Result<Self> {
         let module = Module::load(CHANNELS_PTX, "the kernels of selected channels")?;
-        let [step, restore] =
-            [c"step_channels", c"restore_weights"].map(|name| module.function(name));
-        Ok(Self { module, step: step?, restore: restore? })
+        let [step, step_whole, restore] =
+            [c"step_channels", c"step_whole", c"restore_weights"].map(|name| module.function(name));
+        Ok(Self { module, step: step?, step_whole: step_whole?, restore: restore? })
     }
 
-    /// Launches one with these parameters, over up to `numel` elements of each of `count` entries
-    /// of its table.
+    /// Steps blocks with their gradients that [`is_whole`] says are.
+    ///
+    /// # Safety
+    /// As [`Device::step_channels`]; the stream is alive.
+    unsafe fn step_whole(
+        &self,
+        blocks: &[(Channels, u64)],
+        step: &Step,
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        let mut has_l2 = u32::from(step.has_l2);
+        let mut scalars = step.scalars();
+        for blocks in blocks.chunks(WHOLE_PER_LAUNCH) {
+            let mut table = [Whole::default(); WHOLE_PER_LAUNCH];
+            let mut tiles = 0;
+            for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
+                let numel = channels.shape.numel();
+                *place = Whole {
+                    weight: channels.weight,
+                    grad,
+                    state: channels.state,
+                    numel: numel as u32,
+                    kind: kind_param(channels.kind),
+                    follows_weight: u32::from(channels.follows_weight),
+                    first_tile: tiles,
+                };
+                tiles += numel.div_ceil(WHOLE_TILE) as u32;
+            }
+            let mut count = blocks.len() as u32;
+            let mut params = [std::ptr::null_mut(); 13];
+            let of_step = [param(&mut table), param(&mut count), param(&mut has_l2)]
+                .into_iter()
+                .chain(scalars.iter_mut().map(param));
+            params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
+            // SAFETY: these are the parameters of `step_whole` in `channels.ptx`, in its order; the
+            // rest is passed on from the caller.
+            unsafe { Self::launch(self.step_whole, (tiles, 1), stream, &mut params)? };
+        }
+        Ok(())
+    }
+
+    /// Steps any blocks with their gradients.
+    ///
+    /// # Safety
+    /// As [`Device::step_channels`]; the stream is alive.
+    unsafe fn step_parts(
+        &self,
+        blocks: &[(Channels, u64)],
+        step: &Step,
+        stream: sys::CUstream,
+    ) -> Result<()> {
+        let mut has_l2 = u32::from(step.has_l2);
+        let mut scalars = step.scalars();
+        for blocks in blocks.chunks(BLOCKS_PER_LAUNCH) {
+            let mut table = [Block::default(); BLOCKS_PER_LAUNCH];
+            for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
+                *place = Block {
+                    weight: channels.weight,
+                    grad,
+                    state: channels.state,
+                    shape: shape_params(&channels),
+                    follows_weight: u32::from(channels.follows_weight),
+                };
+            }
+            let mut params = [std::ptr::null_mut(); 12];
+            let of_step = [param(&mut table), param(&mut has_l2)]
+                .into_iter()
+                .chain(scalars.iter_mut().map(param));
+            params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
+            let numel_max = blocks.iter().map(|(channels, _)| channels.shape.numel()).max();
+            let grid = (blocks_for(numel_max.unwrap_or(0)), blocks.len() as u32);
+            // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order;
+            // the rest is passed on from the caller.
+            unsafe { Self::launch(self.step, grid, stream, &mut params)? };
+        }
+        Ok(())
+    }
+
+    /// Launches one with these parameters, `blocks` of threads for each of `count` entries of its
+    /// table.
     ///
     /// # Safety
     /// The parameters are those of the kernel, and what they name is as it wants it until it has
     /// ended.
     unsafe fn launch(
         function: Handle<sys::CUfunction>,
-        numel: usize,
-        count: u32,
+        (blocks, count): (u32, u32),
         stream: sys::CUstream,
         params: &mut [*mut c_void],
     ) -> Result<()> {
-        if numel == 0 {
+        if blocks == 0 {
             return Ok(());
         }
-        let blocks = (numel as u32).div_ceil(BLOCK_THREADS).min(BLOCKS_MAX);
         // SAFETY: passed on from the caller.
         unsafe {
             result::launch_kernel(
@@ -152,6 +237,11 @@ impl Kernels {
         }
         .map_err(failed("launch a kernel of selected channels"))
     }
+}
+
+/// How many blocks of threads take `numel` elements one at a time.
+fn blocks_for(numel: usize) -> u32 {
+    (numel as u32).div_ceil(BLOCK_THREADS).min(BLOCKS_MAX)
 }
 
 /// A parameter of a kernel, by its address.
@@ -170,23 +260,53 @@ struct Block {
     follows_weight: u32,
 }
 
-/// What both kernels take of the shape: elements, those of a part of one row, those of a row, the
+/// What `step_whole` of `channels.ptx` takes of a block.
+#[derive(Clone, Copy, Default)]
+#[repr(C)]
+struct Whole {
+    weight: u64,
+    grad: u64,
+    state: u64,
+    numel: u32,
+    kind: u32,
+    follows_weight: u32,
+    first_tile: u32,
+}
+
+/// Whether `step_whole` takes a block with this gradient: its rows are selected one and all, so its
+/// state has the order of its elements.
+fn is_whole(channels: &Channels, grad: u64) -> bool {
+    let Channels { shape, kind, weight, state, .. } = channels;
+    let nbytes = (WHOLE_LANES * kind.dtype().size()) as u64;
+    shape.count == shape.rows
+        && !shape.by_columns
+        && shape.numel().is_multiple_of(WHOLE_LANES)
+        && state.is_multiple_of((WHOLE_LANES * size_of::<f32>()) as u64)
+        && weight.is_multiple_of(nbytes)
+        && grad.is_multiple_of(nbytes)
+}
+
+/// What the kernels take of the shape: elements, those of a part of one row, those of a row, the
 /// axis, and how a master becomes a weight.
 fn shape_params(channels: &Channels) -> [u32; 5] {
     let Channels { shape, kind, .. } = channels;
-    // A block lies within a segment, so all of these fit.
+    // A block lies within a segment, or has as many elements as a parameter: all of these fit.
     [
         shape.numel() as u32,
         shape.inner() as u32,
         shape.row_len as u32,
         u32::from(shape.by_columns),
-        match kind {
-            WeightKind::Float32 => 0,
-            WeightKind::Split => 1,
-            WeightKind::Float16 => 2,
-            WeightKind::BFloat16 => 3,
-        },
+        kind_param(*kind),
     ]
+}
+
+fn kind_param(kind: WeightKind) -> u32 {
+    match kind {
+        WeightKind::Float32 => 0,
+        WeightKind::Split => 1,
+        WeightKind::Float16 => 2,
+        WeightKind::BFloat16 => 3,
+    }
 }
 
 /// Events for points of callers' streams: as many as were ever outstanding at once.
@@ -438,33 +558,13 @@ unsafe impl Device for CudaDevice {
     ) -> Result<()> {
         let kernels = self.kernels()?;
         let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
-        let mut has_l2 = u32::from(step.has_l2);
-        let mut scalars = step.scalars();
-        for blocks in blocks.chunks(BLOCKS_PER_LAUNCH) {
-            let mut table = [Block::default(); BLOCKS_PER_LAUNCH];
-            for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
-                *place = Block {
-                    weight: channels.weight,
-                    grad,
-                    state: channels.state,
-                    shape: shape_params(&channels),
-                    follows_weight: u32::from(channels.follows_weight),
-                };
-            }
-            let mut params = [std::ptr::null_mut(); 12];
-            let of_step = [param(&mut table), param(&mut has_l2)]
-                .into_iter()
-                .chain(scalars.iter_mut().map(param));
-            params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
-            let numel_max = blocks.iter().map(|(channels, _)| channels.shape.numel()).max();
-            // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order;
-            // the caller vouches for the memory, and the maker of the stream that it is alive.
-            unsafe {
-                let count = blocks.len() as u32;
-                Kernels::launch(kernels.step, numel_max.unwrap_or(0), count, stream, &mut params)?;
-            }
+        let (whole, parts): (Vec<_>, Vec<_>) =
+            blocks.iter().partition(|(channels, grad)| is_whole(channels, *grad));
+        // SAFETY: passed on from the caller, and the maker of the stream vouches that it is alive.
+        unsafe {
+            kernels.step_whole(&whole, step, stream)?;
+            kernels.step_parts(&parts, step, stream)
         }
-        Ok(())
     }
 
     unsafe fn restore_weights(&self, channels: &Channels) -> Result<()> {
@@ -476,9 +576,10 @@ unsafe impl Device for CudaDevice {
             [param(&mut weight), param(&mut state)].into_iter().chain(shape.iter_mut().map(param));
         params.iter_mut().zip(of_restore).for_each(|(place, value)| *place = value);
         let stream = self.lane(Lane::Upload);
+        let blocks = blocks_for(channels.shape.numel());
         // SAFETY: these are the parameters of `restore_weights` in `channels.ptx`, in its order;
         // the caller vouches for the memory; the stream lives as long as `self`.
-        unsafe { Kernels::launch(kernels.restore, channels.shape.numel(), 1, stream, &mut params) }
+        unsafe { Kernels::launch(kernels.restore, (blocks, 1), stream, &mut params) }
     }
 
     unsafe fn checksums(&self, stream: Stream, memory: &[Words], sums: u64) -> Result<()> {
