@@ -13,15 +13,16 @@ Every other round goes backwards.
 
 Each round's steps are printed to stderr as they come, so that a run that is cut has told them.
 
-A row for each run has medians per step over all rounds, in seconds:
+A row for each run has seconds per step. `mean_step` and `mean_whole` are means. All others are
+medians over the rounds, of the medians of each round's steps. The first step of a round has no step
+to wait for. Only `mean_whole` counts it.
 
-- `step`: from one forward to the next. The first of a round has no step to wait for and is left
-  out.
-- `to the peer`, `to the first`: the median over the rounds of the ratio to the round's step of the
-  peer, and of the first run with the same case.
-- `mean_step`: of all steps; in brackets, over the peer's.
-- `mean_whole`: of rounds, their first steps and what the last ones leave to do included, per step;
-  in brackets, over the peer's.
+- `step`: from one forward to the next.
+- `to the peer`, `to the first`: the ratio to the round's step of the peer, and of the first run
+  with the same case; in brackets, that of the lowest and of the highest round.
+- `mean_step`: the mean of all steps of all rounds; in brackets, over the peer's.
+- `mean_whole`: the mean of whole rounds, per step, with what the last steps leave to do; in
+  brackets, over the peer's.
 - `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step;
   behind it, how long of this the thread that launches was on a CPU (autograd's, for the backward).
 - `stepping`: of the workers in host memory.
@@ -30,6 +31,10 @@ Cases with a volume need `--drive`, a folder for each. A volume is left there, s
 ended. Where every eighth step commits, look at `mean_whole`, with `--steps 1` and a multiple of
 four rounds: then each round takes two steps, and every fourth has a commit. A disk's speed drifts
 within a minute, so the shorter the rounds are, the more alike it is for all.
+
+Where updates are deferred each round begins with an exact step, since all that was pending was
+applied at the end of the last one. The second step waits for what that has changed. So look at the
+medians of `step`, and have six steps or more.
 
 Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
 twice to see by how much (`--site old=OLD --site again=OLD`).

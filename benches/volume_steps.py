@@ -3,8 +3,9 @@
     python benches/volume_steps.py FOLDER... [--state-mib 800] [--steps 16]
 
 Parameters in bfloat16, with gradients that stay, are stepped one step after the other. So the
-drives never pause. Of 800 MiB of state at most an eighth is in host memory. What fio moves of the
-same kind, in the same run, is `stepwell bench volume FOLDER...` (`swap`).
+drives never pause. All state that is stepped is on them: what memory is left beside the buffers has
+the state of a parameter without a gradient. What fio moves of the same kind, in the same run, is
+`stepwell bench volume FOLDER...` (`swap`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def measure(
     """Prints a line of the table."""
     volume = Volume(args.folders, durability=durability, commit_interval=interval)
     optimizer = optimizer_on(volume, moments, args.state_mib << 20)
-    numel = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numel = sum(param.numel() for param in params if param.grad is not None)
 
     def moved(steps: int) -> tuple[float, float]:
         for _ in range(steps):

@@ -1,6 +1,7 @@
 """A program (see deepspeed_run) of a checkpoint that is saved and read without memory for state."""
 
 import contextlib
+import ctypes
 import resource
 from pathlib import Path
 
@@ -15,6 +16,9 @@ COPY_BYTES = 4 * NUMEL
 """Of the fp32 masters, or of a moment. State has three such."""
 LEFT_BYTES = COPY_BYTES // 2
 """That can be taken for a checkpoint. What takes less is no copy of state; noise is some 2 MB."""
+
+# Of malloc.h: from this size on memory is mapped by itself.
+M_MMAP_THRESHOLD = -3
 
 # Beside weights and gradients. State has no room there.
 BUFFERS_BYTES = 16 << 20
@@ -55,6 +59,10 @@ def memory_left(nbytes):
 def program_nvme_export(result, *, folder):
     import stepwell.deepspeed
 
+    # Stacks of threads that torch begins under the limit would count.
+    torch.set_num_threads(1)
+    # What is freed counts no more: in the heap it would, until the C library trims that.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
     stepwell.deepspeed.register()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

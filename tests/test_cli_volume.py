@@ -10,7 +10,7 @@ import pytest
 import stepwell
 import torch
 from stepwell.cli import app
-from stepwell.cli._drive_rates import Fio
+from stepwell.cli._drive_rates import Fio, optimizer_on
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, shape_of
 from typer.testing import CliRunner
 
@@ -180,6 +180,21 @@ def test_drives_are_measured_side_by_side(folders, tmp_path, monkeypatch):
     # What was measured with is gone.
     left = sorted(path.name for folder in folders for path in folder.iterdir())
     assert left == [TUNING_FILE] * 2
+
+
+@pytest.mark.parametrize("moments", ["fp32", "q8"])
+def test_steps_that_are_measured_read_and_write_all_their_state(folders, moments):
+    nbytes = 8 << 20
+    optimizer = optimizer_on(stepwell.Volume(folders, durability="none"), moments, nbytes)
+    moved = []
+    for _ in range(2):
+        optimizer.step()
+        optimizer.synchronize()
+        moved.append((optimizer.timing["bytes_read"], optimizer.timing["bytes_written"]))
+    (_, written_first), (read, written) = moved
+    # Fingerprints stay in memory, and records are whole blocks.
+    for found in (written_first, read, written - written_first):
+        assert 0.999 * nbytes < found < 1.05 * nbytes
 
 
 def test_what_cannot_be_measured_is_refused(folders):

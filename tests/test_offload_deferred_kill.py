@@ -51,15 +51,17 @@ def kill(folder: Path, options: Mapping[str, Any], num_saved: int, more: int) ->
     reader = os.open(told, os.O_RDONLY | os.O_NONBLOCK)
     with ThreadPoolExecutor(1) as executor, open(reader) as lines:  # noqa: PTH123  # it is open
         job = executor.submit(python, PROGRAM, folder, last, told, json.dumps(options))
-        # Until the program has opened it. Then its lines end where the program does.
-        assert select.select([lines], [], [], SECONDS * PATIENCE)[0]
+        # Until the program has opened it, or ended. Then its lines end where the program does.
+        while not job.done() and not select.select([lines], [], [], 0.1)[0]:
+            pass
         os.set_blocking(reader, True)
-        pid = int(lines.readline())
+        pid = lines.readline()
+        assert pid, f"ended with {job.result().returncode}: {job.result().stderr}"
         steps = []
         while line := lines.readline():
             steps.append([int(number) for number in line.split()])
             if steps[-1][0] == expected:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(int(pid), signal.SIGKILL)
         killed = job.result(SECONDS * PATIENCE)
     told.unlink()
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -97,7 +99,8 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
-@pytest.mark.timeout(180)
+# Four programs at most.
+@pytest.mark.timeout(4 * SECONDS + 20)
 @pytest.mark.parametrize(
     ("case", "kills"),
     [

@@ -15,6 +15,7 @@ from pathlib import Path
 import fork_server
 import pytest
 import torch
+from fork_server import PATIENCE
 from offload_cases import assert_equal, train
 from volume_models import folders, net_of, on_volume, pair
 
@@ -24,28 +25,34 @@ CLONE_NEWNS = 0x20000
 SKIPPED = "skipped: "
 
 
-def in_a_process(tmp_path, program):
+# Of the second drive. Containers have no loop device for an ext4.
+on_both = pytest.mark.parametrize("second", ["tmpfs", "ext4"])
+
+
+def in_a_process(tmp_path, program, second):
     """Runs a function of this file where mounts are its own."""
-    done = fork_server.python(__file__, program, tmp_path, timeout=60)
+    done = fork_server.python(__file__, program, tmp_path, second, timeout=60)
     if SKIPPED in done.stdout:
         pytest.skip(done.stdout.partition(SKIPPED)[2].strip())
     assert done.returncode == 0, done.stderr
 
 
-def test_a_volume_on_a_read_only_file_system_is_refused_as_it_is(tmp_path):
-    in_a_process(tmp_path, "read_only")
+@on_both
+def test_a_volume_on_a_read_only_file_system_is_refused_as_it_is(tmp_path, second):
+    in_a_process(tmp_path, "read_only", second)
 
 
-def test_steps_and_commits_need_no_space_once_the_volume_is_made(tmp_path):
-    in_a_process(tmp_path, "full")
+@on_both
+def test_steps_and_commits_need_no_space_once_the_volume_is_made(tmp_path, second):
+    in_a_process(tmp_path, "full", second)
 
 
 # ---- in the process ----
 
 
-def read_only(at):
+def read_only(at, second):
     """A volume that is kept is resumed while one of its members cannot be written to."""
-    drives = mounted(at)
+    drives = mounted(at, second)
     (net, optimizer), theirs = pair(at, name="run")
     train(net, optimizer, 3)
     train(*theirs, 3)
@@ -64,7 +71,8 @@ def read_only(at):
                 on_volume(net, at, name="run", resume=True, **options)
             assert error.value.errno == errno.EROFS
             member = f"volume `run`: member `{number}` ({drive / f'run.{number}.stepwell'})"
-            assert f"{member}; hint: it is mounted read-only" in str(error.value), error.value
+            expected = f"{member}; hint: its file system is mounted read-only"
+            assert expected in str(error.value), error.value
         assert contents(at) == there
         assert all(torch.equal(*both) for both in zip(net.parameters(), weights, strict=True))
         remount(drive, "rw")
@@ -75,9 +83,9 @@ def read_only(at):
     assert_equal((net, optimizer), theirs)
 
 
-def full(at):
+def full(at, second):
     """A file system is full from when a volume is made until it was resumed and has gone on."""
-    drives = mounted(at)
+    drives = mounted(at, second)
     (net, optimizer), theirs = pair(at, name="run")
     for drive in drives:
         fill(drive)
@@ -110,15 +118,14 @@ def mounts_of_its_own():
     assert works("mount", "--make-rprivate", "/")
 
 
-def mounted(at):
-    """Folders with an empty file system of 64 MiB on each: a tmpfs, and an ext4."""
-    first, second = folders(at)
-    if not is_mounted_as_tmpfs(first):
-        skip("no file system can be mounted here")
-    # Containers have no loop device.
-    if not is_mounted_as_ext4(second):
-        assert is_mounted_as_tmpfs(second)
-    return first, second
+def mounted(at, second):
+    """Folders with an empty file system of 64 MiB on each: a tmpfs, and a `second`."""
+    drives = folders(at)
+    for drive, kind in zip(drives, ("tmpfs", second), strict=True):
+        is_mounted = {"tmpfs": is_mounted_as_tmpfs, "ext4": is_mounted_as_ext4}[kind](drive)
+        if not is_mounted:
+            skip(f"no {kind} can be mounted here")
+    return drives
 
 
 def is_mounted_as_tmpfs(folder):
@@ -137,7 +144,7 @@ def is_mounted_as_ext4(folder):
 
 def remount(folder, option):
     """Once the kernel has let go of the files of an io_uring that has ended: it does that later."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 20 * PATIENCE
     while not works("mount", "-o", f"remount,{option}", folder):
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -184,4 +191,4 @@ def skip(reason):
 if __name__ == "__main__":
     mounts_of_its_own()
     programs = {"read_only": read_only, "full": full}
-    programs[sys.argv[1]](Path(sys.argv[2]))
+    programs[sys.argv[1]](Path(sys.argv[2]), sys.argv[3])

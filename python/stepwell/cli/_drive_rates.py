@@ -23,6 +23,8 @@ import torch
 
 from stepwell import OffloadAdamW, Volume, _core, _state
 from stepwell.cli._quiet import quiet_deepspeed
+from stepwell.offload.swapped import MEMORY_PER_BUFFERS, Swapped
+from stepwell.offload.twins import Twins
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,10 +52,6 @@ _MIB = 1 << 20
 _BLOCK_BYTES = _MIB
 _FILE_NAME = "stepwell_bench.tmp"
 
-# What of a parameter that is stepped is not state: weight and gradient.
-_TWIN_BYTES = 4
-# Of each drive; half of it is for buffers. A volume takes 16 MiB, and some for each worker.
-_MEMORY_BYTES = 48 << 20
 _PARAM_NUMEL_MAX = 4 << 20
 
 
@@ -125,30 +123,41 @@ class ThroughVolume:
 def optimizer_on(volume: Volume, moments: Moments, state_nbytes: int) -> OffloadAdamW:
     """Steps bfloat16 parameters with about so many bytes of state; their gradients stay.
 
-    The state is on the volume, but for what memory is left beside its buffers.
+    All state that is stepped is on the volume. It has the buffers that it would choose by itself,
+    but no more bytes of them than half of the state. The first parameter has no gradient.
 
     Raises:
-        ValueError: the volume has not so much memory, or is in use.
+        ValueError: the volume has too little memory, or is in use.
         OSError: a drive fails, or is full.
     """
     chunk = torch.empty(_core.CHUNK_LEN, dtype=torch.bfloat16, device="meta")
-    numel = max(state_nbytes * chunk.numel() // _state.nbytes(chunk, moments), 1)
-    memory = min(_MEMORY_BYTES * len(volume.paths), max(state_nbytes // 2, 1 << 20))
+    chunk_nbytes = _state.nbytes(chunk, moments)
+    numel = max(state_nbytes * chunk.numel() // chunk_nbytes, 1)
     count = -(-numel // _PARAM_NUMEL_MAX)
     generator = torch.Generator().manual_seed(0)
     params = []
     for number in range(count):
         nth = (number + 1) * numel // count - number * numel // count
-        param = torch.randn(nth, generator=generator).bfloat16().requires_grad_()
-        param.grad = 1e-3 * torch.randn(nth, generator=generator).bfloat16()
+        # In place: tensors of another dtype, made before, would leave holes in memory.
+        param, grad = (
+            torch.empty(nth, dtype=torch.bfloat16).normal_(0, std, generator=generator)
+            for std in (1, 1e-3)
+        )
+        param.requires_grad_().grad = grad
         params.append(param)
+    buffers = Swapped(volume, moments, None).buffers_nbytes({param: param for param in params})
+    buffers = min(buffers, state_nbytes // MEMORY_PER_BUFFERS)
+    # The memory that the buffers leave has the first state. So that is of a parameter that no step
+    # touches. There are whole buffers only, so that they leave up to one of them more.
+    idle_numel = (buffers // chunk_nbytes + 2) * chunk.numel()
+    params.insert(0, torch.zeros(idle_numel, dtype=torch.bfloat16, requires_grad=True))
     return OffloadAdamW(
         params,
         lr=1e-4,
         clip_norm=1.0,
         moments=moments,
         tier=volume,
-        host_bytes_max=_TWIN_BYTES * numel + memory,
+        host_bytes_max=Twins(is_paged=True).nbytes(params) + MEMORY_PER_BUFFERS * buffers,
     )
 
 

@@ -431,14 +431,14 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell, deferred=4, fraction=0.1": _stepwell("fp32", interval=4, fraction=0.1),
     "stepwell, resident=0.5": _stepwell("fp32", resident=0.5),
     "stepwell, deferred=1, resident=0.5": _stepwell("fp32", interval=1, resident=0.5),
-    "stepwell, deferred=4, fraction=0.1, resident=0.3": _stepwell(
-        "fp32", interval=4, fraction=0.1, resident=0.3
-    ),
     "stepwell, deferred=4, fraction=0.1, resident=0.5": _stepwell(
         "fp32", interval=4, fraction=0.1, resident=0.5
     ),
     "stepwell, deferred=4, fraction=0.1, resident=0.75": _stepwell(
         "fp32", interval=4, fraction=0.1, resident=0.75
+    ),
+    "stepwell, deferred=4, fraction=0.1, resident=0.9": _stepwell(
+        "fp32", interval=4, fraction=0.1, resident=0.9
     ),
     "stepwell q8, resident=0.5": _stepwell("q8", resident=0.5),
     "stepwell q8, deferred=1, resident=0.5": _stepwell("q8", interval=1, resident=0.5),

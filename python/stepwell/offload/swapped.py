@@ -46,11 +46,13 @@ if TYPE_CHECKING:
     from stepwell.offload.twins import Twins
     from stepwell.offload.volume import Volume
 
-__all__ = ["BUFFERS_BYTES_MAX", "Swapped", "make_swap"]
+__all__ = ["BUFFERS_BYTES_MAX", "MEMORY_PER_BUFFERS", "Swapped", "make_swap"]
 
 _LOGGER = logging.getLogger(__name__)
 
 BUFFERS_BYTES_MAX = 1 << 30
+MEMORY_PER_BUFFERS = 2
+"""Bytes of memory for state and buffers, per byte that the buffers take of it at most."""
 
 
 class Swapped:
@@ -191,16 +193,8 @@ class Swapped:
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
             return None
-        self._place(params, weights)
-        tensors = [self._tensor(param, self._places[param]) for param in params]
-        most = min(host_bytes // 2, BUFFERS_BYTES_MAX)
-        buffers = _core.swap_buffers_nbytes(
-            self._folders(),
-            tensors,
-            durability=self.volume.durability,
-            buffers_nbytes_max=most,
-            workers=self._threads,
-        )
+        most = min(host_bytes // MEMORY_PER_BUFFERS, BUFFERS_BYTES_MAX)
+        buffers = self.buffers_nbytes({param: weights[param] for param in params}, most)
         left = host_bytes - buffers
         if left < 0:
             raise ValueError(
@@ -225,6 +219,24 @@ class Swapped:
             core.buffers_nbytes / GIB,
         )
         return core
+
+    def buffers_nbytes(
+        self, weights: Mapping[torch.Tensor, torch.Tensor], most: int = BUFFERS_BYTES_MAX
+    ) -> int:
+        """Bytes of the buffers of a volume that is to be made, at most.
+
+        Args:
+            weights: of all parameters with elements, in their order. Their state gets its places.
+            most: bytes that buffers may take, unless a step could not go on with so few.
+        """
+        self._place(list(weights), weights)
+        return _core.swap_buffers_nbytes(
+            self._folders(),
+            [self._tensor(param, places) for param, places in self._places.items()],
+            durability=self.volume.durability,
+            buffers_nbytes_max=most,
+            workers=self._threads,
+        )
 
     def _place(
         self, params: Sequence[torch.Tensor], weights: Mapping[torch.Tensor, torch.Tensor]

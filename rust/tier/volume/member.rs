@@ -107,7 +107,7 @@ impl Member {
                     "another job's, or kept: open it, remove it, or choose another name"
                 }
                 io::ErrorKind::NotFound => "the folder has to be there",
-                io::ErrorKind::ReadOnlyFilesystem => "it is mounted read-only",
+                io::ErrorKind::ReadOnlyFilesystem => "its file system is mounted read-only",
                 _ => "it has to be a folder that this process may write to",
             };
             Error::os(format!("cannot make {named}; hint: {hint}"), error)
@@ -167,7 +167,7 @@ impl Member {
                 io::ErrorKind::NotFound => {
                     "it is missing: name the drives that it was made with, in their order"
                 }
-                io::ErrorKind::ReadOnlyFilesystem => "it is mounted read-only",
+                io::ErrorKind::ReadOnlyFilesystem => "its file system is mounted read-only",
                 _ => "it has to be a file that this process may read and write",
             };
             Error::os(format!("cannot open {named}; hint: {hint}"), error)
