@@ -58,21 +58,31 @@ def draw_step_times(axes: Axes, report: dict[str, Any]) -> None:
 def draw_every_step(axes: Axes, report: dict[str, Any]) -> None:
     """A line for each case: what each step took, behind those of the warm-up.
 
-    A median hides steps that stall, and a mean does not say how long one is.
+    A median hides steps that stall, and a mean does not say how long one is. Where one takes more
+    than ten times as long as another the scale is logarithmic.
 
     Args:
         axes: empty ones.
         report: what `stepwell bench offload` writes as JSON.
     """
+    from matplotlib.ticker import LogLocator
+
     done = [case for case in report["cases"] if "seconds" in case]
     for case in done:
         name = _LABELS.get(case["name"], case["name"])
         label = f"{name}: mean {case['mean_seconds']:.3f} s, slowest {case['slowest_seconds']:.3f}"
         axes.plot(case["all_seconds"], label=label, linewidth=1, marker=".", markersize=3)
-    axes.set_ylim(bottom=0)
+    every = [seconds for case in done for seconds in case["all_seconds"]]
+    if every and max(every) > 10 * min(every):
+        axes.set_yscale("log", subs=[])
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xlabel("step")
     axes.set_ylabel("seconds")
-    axes.legend(fontsize=7)
+    # Beside the lines, which it would hide.
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_title(_what(report, done), fontsize=10, loc="left")
 
 
