@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -392,6 +393,8 @@ def killed(folder):
         os.dup2(end, 1)
         try:
             train_and_tell(folder)
+        except BaseException:  # noqa: BLE001  # it ends here, and says why
+            traceback.print_exc()
         finally:
             # Not into the program that has forked it.
             os._exit(1)

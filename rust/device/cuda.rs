@@ -52,8 +52,9 @@ const _: () = assert!(WHOLE_PER_LAUNCH * size_of::<Whole>() == 3840);
 /// Elements that a block of `step_whole` steps.
 const WHOLE_TILE: usize = 1 << 12;
 
-/// Elements that one of its threads takes at once.
+/// Elements that one of its threads takes at once, four times.
 const WHOLE_LANES: usize = 4;
+const _: () = assert!(4 * WHOLE_LANES * BLOCK_THREADS as usize == WHOLE_TILE);
 
 const fn text(with_nul: &'static str) -> &'static CStr {
     match CStr::from_bytes_with_nul(with_nul.as_bytes()) {
@@ -650,5 +651,43 @@ impl Drop for CudaDevice {
         }
         // SAFETY: retained once by `new`, and current on no thread through us any more.
         let _ = unsafe { result::primary_ctx::release(self.device) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::adam::selected::Shape;
+
+    const ALL: Shape = Shape { rows: 3, row_len: 8, count: 3, by_columns: false };
+
+    fn is_whole_at(shape: Shape, kind: WeightKind, [weight, grad, state]: [u64; 3]) -> bool {
+        is_whole(&Channels { shape, kind, weight, state, follows_weight: true }, grad)
+    }
+
+    #[test]
+    fn four_elements_at_once_are_taken_of_what_is_selected_as_a_whole() {
+        for (kind, aligned) in [(WeightKind::Float32, 16), (WeightKind::Split, 8)] {
+            assert!(is_whole_at(ALL, kind, [aligned, 3 * aligned, 16]));
+        }
+        for shape in [
+            Shape { count: 2, ..ALL },
+            Shape { by_columns: true, ..ALL },
+            Shape { row_len: 7, ..ALL },
+        ] {
+            assert!(!is_whole_at(shape, WeightKind::Split, [16, 16, 16]), "{shape:?}");
+        }
+    }
+
+    #[test]
+    fn none_are_where_any_memory_is_not_aligned_for_them() {
+        for (kind, nbytes) in [(WeightKind::Float32, 4), (WeightKind::Float16, 2)] {
+            for ahead in 1..4 {
+                let off = 64 + ahead * nbytes;
+                assert!(!is_whole_at(ALL, kind, [off, 64, 64]), "{kind:?}, {ahead}");
+                assert!(!is_whole_at(ALL, kind, [64, off, 64]), "{kind:?}, {ahead}");
+                assert!(!is_whole_at(ALL, kind, [64, 64, 64 + 4 * ahead]), "{kind:?}, {ahead}");
+            }
+        }
     }
 }
