@@ -13,14 +13,15 @@ Every other round goes backwards.
 
 Each round's steps are printed to stderr as they come, so that a run that is cut has told them.
 
-A row for each run has seconds per step. `mean_step` and `mean_whole` are means. All others are
-medians over the rounds, of the medians of each round's steps. The first step of a round has no step
-to wait for. Only `mean_whole` counts it.
+A row for each run has seconds per step. `mean_step` and `mean_whole` are means. All other seconds
+are medians over the rounds, of the medians of each round's steps. The first step of a round has no
+step to wait for. Only `mean_whole` counts it.
 
 - `step`: from one forward to the next.
 - `to the peer`, `to the first`: the ratio to the round's step of the peer, and of the first run
   with the same case; in brackets, that of the lowest and of the highest round.
-- `mean_step`: the mean of all steps of all rounds; in brackets, over the peer's.
+- `mean_step`: the mean of all steps of all rounds but their first ones; in brackets, over the
+  peer's.
 - `mean_whole`: the mean of whole rounds, per step, with what the last steps leave to do; in
   brackets, over the peer's.
 - `forward`, `backward`, `update`: until the call of the phase returns, of the first micro-step;
@@ -33,8 +34,8 @@ four rounds: then each round takes two steps, and every fourth has a commit. A d
 within a minute, so the shorter the rounds are, the more alike it is for all.
 
 Where updates are deferred each round begins with an exact step, since all that was pending was
-applied at the end of the last one. The second step waits for what that has changed. So look at the
-medians of `step`, and have six steps or more.
+applied at the end of the last round. The second step waits for what the first has changed. So look
+at the medians of `step`, and have six steps or more.
 
 Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
 twice to see by how much (`--site old=OLD --site again=OLD`).

@@ -42,14 +42,15 @@ const CHECKSUMS_PTX: &CStr = text(concat!(include_str!("checksums.ptx"), "\0"));
 /// Places of its first parameter, which is 2 KiB.
 const CHECKSUMS_PER_LAUNCH: usize = 128;
 
-/// Places of the first parameter of `step_channels` and of `step_whole`, which is 3,840 bytes. With
-/// the others it is less than the 4 KiB that a launch takes.
+/// Places of the first parameter of `step_channels`, which is 3,840 bytes. With the others it is
+/// less than the 4 KiB that a launch takes.
 const BLOCKS_PER_LAUNCH: usize = 80;
+/// Likewise of `step_whole`.
 const WHOLE_PER_LAUNCH: usize = 96;
 const _: () = assert!(BLOCKS_PER_LAUNCH * size_of::<Block>() == 3840);
 const _: () = assert!(WHOLE_PER_LAUNCH * size_of::<Whole>() == 3840);
 
-/// Elements that a block of `step_whole` steps.
+/// Elements that a block of threads of `step_whole` steps; the kernel has the number as well.
 const WHOLE_TILE: usize = 1 << 12;
 
 /// Elements that one of its threads takes at once, four times.
@@ -118,18 +119,23 @@ impl Checksums {
 /// The kernels of `channels.ptx`.
 struct Kernels {
     module: Module,
-    step: Handle<sys::CUfunction>,
+    step_channels: Handle<sys::CUfunction>,
     step_whole: Handle<sys::CUfunction>,
-    restore: Handle<sys::CUfunction>,
+    restore_weights: Handle<sys::CUfunction>,
 }
 
 impl Kernels {
     /// Compiles them, in the current context.
     fn load() -> Result<Self> {
         let module = Module::load(CHANNELS_PTX, "the kernels of selected channels")?;
-        let [step, step_whole, restore] =
+        let [step_channels, step_whole, restore_weights] =
             [c"step_channels", c"step_whole", c"restore_weights"].map(|name| module.function(name));
-        Ok(Self { module, step: step?, step_whole: step_whole?, restore: restore? })
+        Ok(Self {
+            module,
+            step_channels: step_channels?,
+            step_whole: step_whole?,
+            restore_weights: restore_weights?,
+        })
     }
 
     /// Steps blocks with their gradients that [`is_whole`] says are.
@@ -205,31 +211,30 @@ impl Kernels {
             let grid = (blocks_for(numel_max.unwrap_or(0)), blocks.len() as u32);
             // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order;
             // the rest is passed on from the caller.
-            unsafe { Self::launch(self.step, grid, stream, &mut params)? };
+            unsafe { Self::launch(self.step_channels, grid, stream, &mut params)? };
         }
         Ok(())
     }
 
-    /// Launches one with these parameters, `blocks` of threads for each of `count` entries of its
-    /// table.
+    /// Launches one with these parameters, on a grid of blocks of threads.
     ///
     /// # Safety
     /// The parameters are those of the kernel, and what they name is as it wants it until it has
     /// ended.
     unsafe fn launch(
         function: Handle<sys::CUfunction>,
-        (blocks, count): (u32, u32),
+        (width, height): (u32, u32),
         stream: sys::CUstream,
         params: &mut [*mut c_void],
     ) -> Result<()> {
-        if blocks == 0 {
+        if width == 0 {
             return Ok(());
         }
         // SAFETY: passed on from the caller.
         unsafe {
             result::launch_kernel(
                 function.0,
-                (blocks, count, 1),
+                (width, height, 1),
                 (BLOCK_THREADS, 1, 1),
                 0,
                 stream,
@@ -274,8 +279,8 @@ struct Whole {
     first_tile: u32,
 }
 
-/// Whether `step_whole` takes a block with this gradient: its rows are selected one and all, so its
-/// state has the order of its elements.
+/// Whether `step_whole` takes a block with this gradient: all its rows are selected. Their indices
+/// are ascending, so its state has the order of its elements.
 fn is_whole(channels: &Channels, grad: u64) -> bool {
     let Channels { shape, kind, weight, state, .. } = channels;
     let nbytes = (WHOLE_LANES * kind.dtype().size()) as u64;
@@ -291,7 +296,8 @@ fn is_whole(channels: &Channels, grad: u64) -> bool {
 /// axis, and how a master becomes a weight.
 fn shape_params(channels: &Channels) -> [u32; 5] {
     let Channels { shape, kind, .. } = channels;
-    // A block lies within a segment, or has as many elements as a parameter: all of these fit.
+    // A block lies within a segment, or has as many elements as `rust/python/device_steps.rs` lets a
+    // parameter have: all of these fit.
     [
         shape.numel() as u32,
         shape.inner() as u32,
@@ -580,7 +586,7 @@ unsafe impl Device for CudaDevice {
         let blocks = blocks_for(channels.shape.numel());
         // SAFETY: these are the parameters of `restore_weights` in `channels.ptx`, in its order;
         // the caller vouches for the memory; the stream lives as long as `self`.
-        unsafe { Kernels::launch(kernels.restore, (blocks, 1), stream, &mut params) }
+        unsafe { Kernels::launch(kernels.restore_weights, (blocks, 1), stream, &mut params) }
     }
 
     unsafe fn checksums(&self, stream: Stream, memory: &[Words], sums: u64) -> Result<()> {

@@ -186,8 +186,8 @@ pub unsafe trait Device: Send + Sync {
     }
 
     /// Steps selected channels of blocks on `stream`, each with the address of the gradient of its
-    /// block, and writes their weights. In one launch for many blocks: a launch takes as long on
-    /// the thread that calls this as one of the model's.
+    /// block, and writes their weights. In a launch or two for many blocks: a launch takes as long
+    /// on the thread that calls this as one of the model's.
     ///
     /// # Safety
     /// Until it is done, all memory is alive, the indices are the block's, and nothing else writes

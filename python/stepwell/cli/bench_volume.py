@@ -35,8 +35,8 @@ def bench_volume(
         int,
         typer.Option(
             min=1,
-            help="MiB of each contender on each drive. The optimizer's steps take 2.8 times as "
-            "much host memory, and buffers.",
+            help="MiB of each contender on each drive. The optimizer's steps take some 4 times as "
+            "much host memory.",
         ),
     ] = 256,
     record_kib: Annotated[int, typer.Option(min=1, help="KiB of a record.")] = 644,

@@ -52,7 +52,7 @@ _LOGGER = logging.getLogger(__name__)
 
 BUFFERS_BYTES_MAX = 1 << 30
 MEMORY_PER_BUFFERS = 2
-"""Bytes of memory for state and buffers, per byte that the buffers take of it at most."""
+"""Buffers take at most one part in so many of the memory for state and buffers."""
 
 
 class Swapped:
