@@ -20,6 +20,7 @@
 
 pub mod cuda;
 pub mod host;
+mod kernels;
 
 use std::{marker::PhantomData, sync::Arc};
 
