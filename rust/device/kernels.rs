@@ -202,8 +202,7 @@ impl Kernels {
         step: &Step,
         stream: sys::CUstream,
     ) -> Result<()> {
-        let mut has_l2 = u32::from(step.has_l2);
-        let mut scalars = step.scalars();
+        let mut scalars = Scalars::of(step);
         for blocks in blocks.chunks(WHOLE_PER_LAUNCH) {
             let mut table = [Whole::default(); WHOLE_PER_LAUNCH];
             let mut tiles = 0;
@@ -221,11 +220,7 @@ impl Kernels {
                 tiles += numel.div_ceil(WHOLE_TILE) as u32;
             }
             let mut count = blocks.len() as u32;
-            let mut params = [std::ptr::null_mut(); 13];
-            let of_step = [param(&mut table), param(&mut count), param(&mut has_l2)]
-                .into_iter()
-                .chain(scalars.iter_mut().map(param));
-            params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
+            let mut params = scalars.behind([param(&mut table), param(&mut count)]);
             // SAFETY: these are the parameters of `step_whole` in `channels.ptx`, in its order; the
             // rest is passed on from the caller.
             unsafe { Self::launch(self.step_whole, (tiles, 1), stream, &mut params)? };
@@ -243,8 +238,7 @@ impl Kernels {
         step: &Step,
         stream: sys::CUstream,
     ) -> Result<()> {
-        let mut has_l2 = u32::from(step.has_l2);
-        let mut scalars = step.scalars();
+        let mut scalars = Scalars::of(step);
         for blocks in blocks.chunks(BLOCKS_PER_LAUNCH) {
             let mut table = [Block::default(); BLOCKS_PER_LAUNCH];
             for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
@@ -256,11 +250,7 @@ impl Kernels {
                     follows_weight: u32::from(channels.follows_weight),
                 };
             }
-            let mut params = [std::ptr::null_mut(); 12];
-            let of_step = [param(&mut table), param(&mut has_l2)]
-                .into_iter()
-                .chain(scalars.iter_mut().map(param));
-            params.iter_mut().zip(of_step).for_each(|(place, value)| *place = value);
+            let mut params = scalars.behind([param(&mut table)]);
             let numel_max = blocks.iter().map(|(channels, _)| channels.shape.numel()).max();
             let grid = (blocks_for(numel_max.unwrap_or(0)), blocks.len() as u32);
             // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order;
@@ -307,6 +297,24 @@ fn blocks_for(numel: usize) -> u32 {
 /// A parameter of a kernel, by its address.
 fn param<T>(value: &mut T) -> *mut c_void {
     std::ptr::from_mut(value).cast()
+}
+
+/// What both kernels of a step take behind their tables.
+struct Scalars {
+    has_l2: u32,
+    values: [f32; 10],
+}
+
+impl Scalars {
+    fn of(step: &Step) -> Self {
+        Self { has_l2: u32::from(step.has_l2), values: step.scalars() }
+    }
+
+    /// The parameters of a kernel: `first`, and these.
+    fn behind<const N: usize>(&mut self, first: [*mut c_void; N]) -> Vec<*mut c_void> {
+        let own = [param(&mut self.has_l2)].into_iter().chain(self.values.iter_mut().map(param));
+        first.into_iter().chain(own).collect()
+    }
 }
 
 /// What `step_channels` of `channels.ptx` takes of a block.
@@ -379,6 +387,19 @@ mod tests {
 
     fn is_whole_at(shape: Shape, kind: WeightKind, [weight, grad, state]: [u64; 3]) -> bool {
         is_whole(&Channels { shape, kind, weight, state, follows_weight: true }, grad)
+    }
+
+    #[test]
+    fn parameters_are_in_the_order_of_the_text() {
+        let mut scalars = Scalars { has_l2: 1, values: std::array::from_fn(|at| at as f32) };
+        let mut first = 7_u32;
+        let params = scalars.behind([param(&mut first)]);
+        // SAFETY: each is the address of a value of this type, which is alive and not written.
+        let whole = |at: usize| unsafe { *params[at].cast::<u32>() };
+        // SAFETY: as above.
+        let found = params[2..].iter().map(|&at| unsafe { *at.cast::<f32>() }).collect::<Vec<_>>();
+        assert_eq!((whole(0), whole(1), params.len()), (7, 1, 12));
+        assert_eq!(found, (0..10).map(|at| at as f32).collect::<Vec<_>>());
     }
 
     #[test]
