@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -13,8 +14,6 @@ from stepwell import _core
 NUMELS = [1, 3, 4, 6, 1024, 1025, 4096, 4097, 4100, 3 * 4096 + 8, 65_536, 100_003]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 STEPS = 3
-
-
 # Of weights, gradients and states: elements from an aligned address to where they begin. A thread
 # takes four at once where all of them allow it.
 AHEAD = [(0, 0, 0), (4, 8, 4), (1, 0, 0), (0, 2, 0), (0, 0, 1), (3, 3, 3)]
@@ -45,14 +44,11 @@ class Params:
 
     def to(self, device: str) -> Params:
         """Copies of them on a device."""
-        there = object.__new__(Params)
-        there.numels, there.dtype = self.numels, self.dtype
-        for name in ("weights", "grads", "states"):
-            moved = []
-            for each in getattr(self, name):
-                offset = each.storage_offset()
-                moved.append(behind(offset, each, device))
-            setattr(there, name, moved)
+        there = copy.copy(self)
+        there.weights, there.grads, there.states = (
+            [behind(each.storage_offset(), each, device) for each in all_of_them]
+            for all_of_them in (self.weights, self.grads, self.states)
+        )
         return there
 
     def step(self, steps: _core.DeviceSteps, number: int, hyper: _core.Hyper) -> None:

@@ -18,17 +18,17 @@
 
 use std::{
     ffi::c_int,
-    panic::catch_unwind,
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use cudarc::driver::{
-    result::{self, DriverError, stream::StreamKind},
+    result::{self, stream::StreamKind},
     sys,
 };
 
 use super::{
     Attached, Channels, Device, Lane, Mark, Stream, Words,
+    driver::{self, Handle, failed},
     kernels::{Checksums, Kernels},
 };
 use crate::{
@@ -56,59 +56,13 @@ struct Marks {
     free: Vec<usize>,
 }
 
-/// A pointer that the driver gave out.
-#[derive(Clone, Copy)]
-pub(super) struct Handle<T>(pub(super) T);
-
-// SAFETY: the driver's objects may be used from any thread whose current context is theirs (CUDA
-// Driver API, "Context management"), which `attach` sees to; an event is recorded by one thread at
-// a time, as the trait asks, or under a lock.
-unsafe impl<T> Send for Handle<T> {}
-// SAFETY: as above.
-unsafe impl<T> Sync for Handle<T> {}
-
-pub(super) fn failed(what: &str) -> impl FnOnce(DriverError) -> Error + '_ {
-    move |error| {
-        let text = error
-            .error_string()
-            .map_or_else(|_| "unknown".into(), |text| text.to_string_lossy().into_owned());
-        Error::os(
-            format!("CUDA failed to {what}"),
-            std::io::Error::other(format!("{text} ({:?})", error.0)),
-        )
-    }
-}
-
-/// Loads the driver, once.
-fn driver() -> Result<()> {
-    static DRIVER: OnceLock<std::result::Result<(), String>> = OnceLock::new();
-    let loaded = DRIVER.get_or_init(|| {
-        // SAFETY: loads the driver's library, whose constructors run in every CUDA program.
-        if !unsafe { sys::is_culib_present() } {
-            return Err("libcuda.so.1 is not to be found".to_owned());
-        }
-        // The loader panics where a symbol is missing.
-        match catch_unwind(result::init) {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(error)) => Err(format!("the driver does not start: {error}")),
-            Err(_) => Err("the driver is too old, expected CUDA 11.4 or later".to_owned()),
-        }
-    });
-    loaded.clone().map_err(|what| {
-        Error::os(
-            "no CUDA; hint: see `nvidia-smi` and `stepwell doctor`",
-            std::io::Error::other(what),
-        )
-    })
-}
-
 impl CudaDevice {
     /// The GPU that CUDA numbers `ordinal` in this process.
     ///
     /// # Errors
     /// [`Error::Os`] where there is no driver or no such GPU.
     pub fn new(ordinal: c_int, events: usize) -> Result<Self> {
-        driver()?;
+        driver::load()?;
         let device = result::device::get(ordinal).map_err(failed("find the device"))?;
         // SAFETY: `device` was given out by the driver; `drop` releases what is retained.
         let context =

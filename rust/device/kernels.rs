@@ -9,7 +9,7 @@ use cudarc::driver::{result, sys};
 
 use super::{
     CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Words,
-    cuda::{Handle, failed},
+    driver::{Handle, failed},
 };
 use crate::{
     adam::{Step, selected::WeightKind},
@@ -164,11 +164,16 @@ impl Kernels {
     ) -> Result<()> {
         let (whole, parts): (Vec<_>, Vec<_>) =
             blocks.iter().partition(|(channels, grad)| is_whole(channels, *grad));
-        // SAFETY: passed on from the caller.
-        unsafe {
-            self.step_whole(&whole, step, stream)?;
-            self.step_parts(&parts, step, stream)
+        let mut scalars = Scalars::of(step);
+        for blocks in whole.chunks(WHOLE_PER_LAUNCH) {
+            // SAFETY: passed on from the caller.
+            unsafe { self.launch_whole(blocks, &mut scalars, stream)? };
         }
+        for blocks in parts.chunks(BLOCKS_PER_LAUNCH) {
+            // SAFETY: passed on from the caller.
+            unsafe { self.launch_parts(blocks, &mut scalars, stream)? };
+        }
+        Ok(())
     }
 
     /// Writes the weights of selected channels from their masters.
@@ -182,82 +187,72 @@ impl Kernels {
     ) -> Result<()> {
         let (mut weight, mut state) = (channels.weight, channels.state);
         let mut shape = shape_params(channels);
-        let mut params = [std::ptr::null_mut(); 7];
-        let of_restore =
-            [param(&mut weight), param(&mut state)].into_iter().chain(shape.iter_mut().map(param));
-        params.iter_mut().zip(of_restore).for_each(|(place, value)| *place = value);
+        let first = [param(&mut weight), param(&mut state)];
+        let mut params: Vec<_> = first.into_iter().chain(shape.iter_mut().map(param)).collect();
         let blocks = blocks_for(channels.shape.numel());
         // SAFETY: these are the parameters of `restore_weights` in `channels.ptx`, in its order;
         // the rest is passed on from the caller.
         unsafe { Self::launch(self.restore_weights, (blocks, 1), stream, &mut params) }
     }
 
-    /// Steps blocks with their gradients that [`is_whole`] says are.
+    /// Steps blocks with their gradients that [`is_whole`] says are, as many as a launch takes.
     ///
     /// # Safety
-    /// As [`super::Device::step_channels`]; the stream is alive.
-    unsafe fn step_whole(
+    /// As [`Kernels::step_channels`].
+    unsafe fn launch_whole(
         &self,
         blocks: &[(Channels, u64)],
-        step: &Step,
+        scalars: &mut Scalars,
         stream: sys::CUstream,
     ) -> Result<()> {
-        let mut scalars = Scalars::of(step);
-        for blocks in blocks.chunks(WHOLE_PER_LAUNCH) {
-            let mut table = [Whole::default(); WHOLE_PER_LAUNCH];
-            let mut tiles = 0;
-            for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
-                let numel = channels.shape.numel();
-                *place = Whole {
-                    weight: channels.weight,
-                    grad,
-                    state: channels.state,
-                    numel: numel as u32,
-                    kind: kind_param(channels.kind),
-                    follows_weight: u32::from(channels.follows_weight),
-                    first_tile: tiles,
-                };
-                tiles += numel.div_ceil(WHOLE_TILE) as u32;
-            }
-            let mut count = blocks.len() as u32;
-            let mut params = scalars.behind([param(&mut table), param(&mut count)]);
-            // SAFETY: these are the parameters of `step_whole` in `channels.ptx`, in its order; the
-            // rest is passed on from the caller.
-            unsafe { Self::launch(self.step_whole, (tiles, 1), stream, &mut params)? };
+        let mut table = [Whole::default(); WHOLE_PER_LAUNCH];
+        let mut tiles = 0;
+        for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
+            let numel = channels.shape.numel();
+            *place = Whole {
+                weight: channels.weight,
+                grad,
+                state: channels.state,
+                numel: numel as u32,
+                kind: kind_param(channels.kind),
+                follows_weight: u32::from(channels.follows_weight),
+                first_tile: tiles,
+            };
+            tiles += numel.div_ceil(WHOLE_TILE) as u32;
         }
-        Ok(())
+        let mut count = blocks.len() as u32;
+        let mut params = scalars.behind([param(&mut table), param(&mut count)]);
+        // SAFETY: these are the parameters of `step_whole` in `channels.ptx`, in its order; the
+        // rest is passed on from the caller.
+        unsafe { Self::launch(self.step_whole, (tiles, 1), stream, &mut params) }
     }
 
-    /// Steps any blocks with their gradients.
+    /// Steps any blocks with their gradients, as many as a launch takes.
     ///
     /// # Safety
-    /// As [`super::Device::step_channels`]; the stream is alive.
-    unsafe fn step_parts(
+    /// As [`Kernels::step_channels`].
+    unsafe fn launch_parts(
         &self,
         blocks: &[(Channels, u64)],
-        step: &Step,
+        scalars: &mut Scalars,
         stream: sys::CUstream,
     ) -> Result<()> {
-        let mut scalars = Scalars::of(step);
-        for blocks in blocks.chunks(BLOCKS_PER_LAUNCH) {
-            let mut table = [Block::default(); BLOCKS_PER_LAUNCH];
-            for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
-                *place = Block {
-                    weight: channels.weight,
-                    grad,
-                    state: channels.state,
-                    shape: shape_params(&channels),
-                    follows_weight: u32::from(channels.follows_weight),
-                };
-            }
-            let mut params = scalars.behind([param(&mut table)]);
-            let numel_max = blocks.iter().map(|(channels, _)| channels.shape.numel()).max();
-            let grid = (blocks_for(numel_max.unwrap_or(0)), blocks.len() as u32);
-            // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order;
-            // the rest is passed on from the caller.
-            unsafe { Self::launch(self.step_channels, grid, stream, &mut params)? };
+        let mut table = [Block::default(); BLOCKS_PER_LAUNCH];
+        for (place, &(channels, grad)) in table.iter_mut().zip(blocks) {
+            *place = Block {
+                weight: channels.weight,
+                grad,
+                state: channels.state,
+                shape: shape_params(&channels),
+                follows_weight: u32::from(channels.follows_weight),
+            };
         }
-        Ok(())
+        let mut params = scalars.behind([param(&mut table)]);
+        let numel_max = blocks.iter().map(|(channels, _)| channels.shape.numel()).max();
+        let grid = (blocks_for(numel_max.unwrap_or(0)), blocks.len() as u32);
+        // SAFETY: these are the parameters of `step_channels` in `channels.ptx`, in its order; the
+        // rest is passed on from the caller.
+        unsafe { Self::launch(self.step_channels, grid, stream, &mut params) }
     }
 
     /// Launches one with these parameters, on a grid of blocks of threads.

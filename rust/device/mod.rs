@@ -19,6 +19,7 @@
 //! a machine without a GPU. Nothing above this module knows which of the two it has.
 
 pub mod cuda;
+mod driver;
 pub mod host;
 mod kernels;
 

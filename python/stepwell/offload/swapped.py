@@ -46,13 +46,18 @@ if TYPE_CHECKING:
     from stepwell.offload.twins import Twins
     from stepwell.offload.volume import Volume
 
-__all__ = ["BUFFERS_BYTES_MAX", "MEMORY_PER_BUFFERS", "Swapped", "make_swap"]
+__all__ = ["MEMORY_PER_BUFFERS", "Swapped", "buffers_nbytes_max", "make_swap"]
 
 _LOGGER = logging.getLogger(__name__)
 
-BUFFERS_BYTES_MAX = 1 << 30
+_BUFFERS_BYTES_MAX = 1 << 30
 MEMORY_PER_BUFFERS = 2
 """Buffers take at most one part in so many of the memory for state and buffers."""
+
+
+def buffers_nbytes_max(host_bytes: int) -> int:
+    """The most bytes that buffers take of so many for state and buffers."""
+    return min(host_bytes // MEMORY_PER_BUFFERS, _BUFFERS_BYTES_MAX)
 
 
 class Swapped:
@@ -193,7 +198,7 @@ class Swapped:
         if sum(sizes.values()) <= host_bytes and not self.commits:
             _LOGGER.info("all state fits into host memory, and no volume is made")
             return None
-        most = min(host_bytes // MEMORY_PER_BUFFERS, BUFFERS_BYTES_MAX)
+        most = buffers_nbytes_max(host_bytes)
         buffers = self.buffers_nbytes({param: weights[param] for param in params}, most)
         left = host_bytes - buffers
         if left < 0:
@@ -221,7 +226,7 @@ class Swapped:
         return core
 
     def buffers_nbytes(
-        self, weights: Mapping[torch.Tensor, torch.Tensor], most: int = BUFFERS_BYTES_MAX
+        self, weights: Mapping[torch.Tensor, torch.Tensor], most: int = _BUFFERS_BYTES_MAX
     ) -> int:
         """Bytes of the buffers of a volume that is to be made, at most.
 
@@ -229,7 +234,7 @@ class Swapped:
             weights: of all parameters with elements, in their order. Their state gets its places.
             most: bytes that buffers may take, unless a step could not go on with so few.
         """
-        self._place(list(weights), weights)
+        self._place(weights)
         return _core.swap_buffers_nbytes(
             self._folders(),
             [self._tensor(param, places) for param, places in self._places.items()],
@@ -238,14 +243,12 @@ class Swapped:
             workers=self._threads,
         )
 
-    def _place(
-        self, params: Sequence[torch.Tensor], weights: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def _place(self, weights: Mapping[torch.Tensor, torch.Tensor]) -> None:
         def lay_out(memory: _state.Memory) -> None:
-            for param in params:
-                weight = local(weights[param])
-                self._weights[param] = memory(weight.numel(), weight.dtype)
-                self._places[param] = _state.placed(weights[param], self._moments, memory)
+            for param, weight in weights.items():
+                piece = local(weight)
+                self._weights[param] = memory(piece.numel(), piece.dtype)
+                self._places[param] = _state.placed(weight, self._moments, memory)
 
         self._addresses = addresses_for(lay_out)
 

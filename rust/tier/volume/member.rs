@@ -48,6 +48,9 @@ const HOLDER_GRACE: Duration = Duration::from_millis(100);
 /// How long a device may take to be made free, when its volume ends.
 const LABEL_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Where a member's file can be neither made nor written.
+const READ_ONLY_HINT: &str = "its file system is mounted read-only";
+
 /// Set in the flags of a process that is ending (`PF_EXITING`).
 const FLAG_EXITING: u64 = 4;
 
@@ -107,7 +110,7 @@ impl Member {
                     "another job's, or kept: open it, remove it, or choose another name"
                 }
                 io::ErrorKind::NotFound => "the folder has to be there",
-                io::ErrorKind::ReadOnlyFilesystem => "its file system is mounted read-only",
+                io::ErrorKind::ReadOnlyFilesystem => READ_ONLY_HINT,
                 _ => "it has to be a folder that this process may write to",
             };
             Error::os(format!("cannot make {named}; hint: {hint}"), error)
@@ -167,7 +170,7 @@ impl Member {
                 io::ErrorKind::NotFound => {
                     "it is missing: name the drives that it was made with, in their order"
                 }
-                io::ErrorKind::ReadOnlyFilesystem => "its file system is mounted read-only",
+                io::ErrorKind::ReadOnlyFilesystem => READ_ONLY_HINT,
                 _ => "it has to be a file that this process may read and write",
             };
             Error::os(format!("cannot open {named}; hint: {hint}"), error)

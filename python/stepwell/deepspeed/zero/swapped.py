@@ -51,7 +51,7 @@ from stepwell.offload.sharded_volume import (
     close,
     open_together,
 )
-from stepwell.offload.swapped import BUFFERS_BYTES_MAX, MEMORY_PER_BUFFERS, make_swap
+from stepwell.offload.swapped import buffers_nbytes_max, make_swap
 from stepwell.offload.under_way import without_waiting
 from stepwell.offload.volume_end import end_with, write_weights_behind
 from stepwell.offload.writes import Written, forget, remember
@@ -254,7 +254,7 @@ class SwappedPartitions:
         addresses = self._place(partitions)
         tensors = [self._tensor(held, held.places, held.shape) for held in self._held.values()]
         packed = [held.number for held in self._held.values() if held.is_packed]
-        most = min(host_bytes // MEMORY_PER_BUFFERS, BUFFERS_BYTES_MAX)
+        most = buffers_nbytes_max(host_bytes)
         buffers = _core.swap_buffers_nbytes(
             [os.fspath(path) for path in volume.paths],
             tensors,
