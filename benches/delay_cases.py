@@ -120,35 +120,47 @@ def cases(
     ]
 
 
+INTERVALS = 1, 2, 4, 8
+WARM_PREDICTED = dataclasses.replace(PREDICTED, warmup_steps=250)
+WARM_SELECTED = dataclasses.replace(SELECTED, warmup_steps=250)
+WARM_ZENFLOW = dataclasses.replace(ZENFLOW, warmup_steps=250)
+
+
+def grid() -> list[Delay]:
+    """Every interval with every selection: predicted, plain, and the mean.
+
+    Not the mean of one gradient, which is that gradient.
+    """
+    ways = PREDICTED, plain(4), dataclasses.replace(ZENFLOW, fraction=0.0)
+    selected = [
+        dataclasses.replace(way, fraction=share, channels=axis)
+        for axis in ("rows", "columns")
+        for share in (0.1, 0.05)
+        for way in ways
+    ]
+    return [
+        at(way, interval)
+        for way in (*ways, *selected)
+        for interval in INTERVALS
+        if not (way.average and interval == 1)
+    ]
+
+
 def small_grid(task: Task, lrs: Sequence[float]) -> list[Case]:
     """What is compared at the small size: what matters most first."""
-    exact = [(None, seed) for seed in range(3)]
-    main: list[tuple[Delay | None, int]] = [(PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]
-    main += [(at(PREDICTED, 2), 0), (plain(4), 0)]
-    replace = dataclasses.replace
-    intervals = [
-        *(at(PREDICTED, interval) for interval in (1, 8)),
-        *(plain(interval) for interval in (2, 1, 8)),
-        *(at(ZENFLOW, interval) for interval in (2, 8)),
-        *(at(SELECTED, interval) for interval in (2, 8)),
+    ways = [PREDICTED, SELECTED, ZENFLOW, plain(4)]
+    warm = [WARM_PREDICTED, WARM_SELECTED, WARM_ZENFLOW] if task == "new" else []
+    seeds = [
+        *(at(way, interval) for interval in INTERVALS for way in ways),
+        *warm,
     ]
-    selections = [
-        replace(SELECTED, channels="columns"),
-        replace(SELECTED, fraction=0.05),
-        replace(SELECTED, predict=False),
-        replace(ZENFLOW, channels="rows"),
-        replace(ZENFLOW, fraction=0.0),
-        replace(ZENFLOW, fraction=0.05),
-    ]
-    warmups = [replace(PREDICTED, warmup_steps=steps) for steps in (100, 250)]
-    warmups += [replace(SELECTED, warmup_steps=250), replace(ZENFLOW, warmup_steps=250)]
-    seeds = [(delay, seed) for seed in (1, 2) for delay in (PREDICTED, SELECTED, ZENFLOW)]
-    rest = [*intervals, *selections, *(warmups if task == "new" else [])]
-    return [
-        *cases(size="small", task=task, lrs=lrs, runs=[*exact, *main]),
-        *cases(size="small", task=task, lrs=lrs, runs=seeds),
-        *cases(size="small", task=task, lrs=lrs, runs=[(delay, 0) for delay in rest]),
-    ]
+    seeds.remove(at(ZENFLOW, 1))
+    rest = [*grid(), *([dataclasses.replace(PREDICTED, warmup_steps=100)] if warm else [])]
+    rest = [delay for delay in rest if delay not in seeds]
+    runs: list[tuple[Delay | None, int]] = [(None, seed) for seed in range(3)]
+    runs += [(delay, 0) for delay in [*seeds, *rest]]
+    runs += [(delay, seed) for seed in (1, 2) for delay in seeds]
+    return cases("small", task, lrs, runs)
 
 
 def plan() -> dict[str, list[Case]]:
@@ -173,7 +185,7 @@ def plan() -> dict[str, list[Case]]:
         ],
         "small-tune": [small, *small_grid("tune", [1e-4, 1e-5, 3e-5])],
         "small-new": small_grid("new", [3e-4, 1e-3]),
-        "large-new": cases("large", "new", [3e-4], [*exact, *compared]),
+        "large-new": cases("large", "new", [3e-4, 1e-3], [*exact, *compared, (WARM_PREDICTED, 0)]),
         "tiny": [
             tiny,
             *cases("tiny", "new", [1e-3], [*exact, (PREDICTED, 0), (SELECTED, 0), (ZENFLOW, 0)]),

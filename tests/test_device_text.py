@@ -23,4 +23,5 @@ def compiler() -> Path:
 def test_kernels_compile(text: Path, target: str, tmp_path: Path) -> None:
     command = [compiler(), f"-arch={target}", text, "-o", tmp_path / "kernels"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    # A warning is that the text is not PTX, strictly, which another compiler may refuse.
+    assert (done.returncode, done.stderr) == (0, "")
