@@ -243,7 +243,7 @@ def test_steps_behind_those_that_were_left_or_skipped_are_no_looks(
             train(model, optimizer, range(step, step + 1))
         elif how == "interrupted":
             with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-                patched.setattr(OffloadAdamW, "_apply", mock.Mock(side_effect=KeyboardInterrupt))
+                patched.setattr(OffloadAdamW, "_submit", mock.Mock(side_effect=KeyboardInterrupt))
                 train(model, optimizer, range(step, step + 1))
         else:
             loss = math.inf * loss_of(model, step)

@@ -105,8 +105,11 @@ class Collector(abc.ABC):
         """Where `gradients` are."""
 
     @abc.abstractmethod
-    def read(self, scalar: torch.Tensor) -> float:
-        """The value of `scalar`, which is where the gradients are. The thread waits for it."""
+    def read(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
+        """The value of `scalar`, which is where the gradients are. The thread waits for it.
+
+        `meanwhile`: called when the device has all that it computes, before the wait.
+        """
 
     def take_missing(  # noqa: B027
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], engine: Engine
@@ -300,8 +303,8 @@ class DeviceCollector(Collector):
         return self._host.device
 
     @override
-    def read(self, scalar: torch.Tensor) -> float:
-        return self.copies.read_with(scalar)
+    def read(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
+        return self.copies.read_with(scalar, meanwhile)
 
     @override
     def take_missing(
@@ -414,7 +417,8 @@ class HostCollector(Collector):
         return torch.device("cpu")
 
     @override
-    def read(self, scalar: torch.Tensor) -> float:
+    def read(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
+        meanwhile()
         return float(scalar)
 
     @property

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from stepwell._hyper import Hyper
     from stepwell._operand import BoundUpdate
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.selection import Selected
@@ -43,7 +44,7 @@ _LOGGER = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 
-__all__ = ["Engine", "current_stream", "device_name", "stream_of"]
+__all__ = ["Engine", "EngineStep", "current_stream", "device_name", "stream_of"]
 
 
 def device_name(device: torch.device) -> str:
@@ -90,6 +91,21 @@ class _Storages(dict[int, torch.UntypedStorage]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} storages>"
+
+
+class EngineStep(NamedTuple):
+    """A step that waits for the norm of its gradients."""
+
+    submit: partial[Any]
+    """The call of the core, without what the norm decides."""
+    params: list[torch.Tensor]
+    """The parameters of the step, also those of which this rank has nothing."""
+    hypers: list[Hyper]
+    """Of each tensor that is stepped."""
+    held: _Storages
+    """What the engine holds from the step on."""
+    pending: dict[int, int]
+    """Of which parameters updates are deferred from then on."""
 
 
 class Engine:
@@ -164,6 +180,8 @@ class Engine:
                 self.selector = Selector(
                     segments, self._params, deferred.reselect, device, budget_bytes
                 )
+        self.num_settled = 0
+        """How often all updates were applied. A step that was prepared before is not good after."""
         self._is_settling = False
         self._has_checksums = True
         # The storages of weights between deferred steps, in a list for the finalizer's sake.
@@ -302,39 +320,28 @@ class Engine:
         """
         self._core.discard()
 
-    def submission(
+    def prepare(
         self,
         updates: Sequence[BoundUpdate],
-        grad_scale: float,
         at_once: Collection[torch.Tensor] | None = None,
         grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        selected: Sequence[Selected] = (),
-    ) -> list[partial[Any]]:
-        """The calls that start the step of bound updates, to be made one directly after the other.
+    ) -> EngineStep:
+        """A step of bound updates as the core takes it, but for what the norm decides.
 
-        No Python in them can be interrupted. `release` comes after them, before a gradient is
-        written.
+        Changes nothing. It is good for one `submission`, while `num_settled` is what it was.
 
         Args:
             updates: of the step.
-            grad_scale: what all gradients are multiplied by.
             at_once: the step is deferred, but for these parameters: with their updates all that
                 is pending of them is applied. None: it is not deferred, and applies all that is
                 pending.
-            grads: the gradients on the device, each contiguous; selected channels are stepped
-                there with them.
-            selected: the selections that begin with the step.
+            grads: the gradients on the device, each contiguous, of the parameters of which channels
+                may be stepped there with them; None: none is.
         """
-        # Parameters of one group have one object.
-        by_id = {id(each.update.hyper): each.update.hyper for each in updates}
-        hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
         updates = self.in_order(updates, lambda each: each.update.param)
-        self._order.begin()
         stepped = [(each.update, each.bound) for each in updates if each.bound.tensor is not None]
         weights = [self._twins.piece(update.param) for update, _ in stepped]
         keys = [id(update.param) for update, _ in stepped]
-        self._submit_stream, self._step_stream = self._stream(), None
-        self.seconds_waited = 0.0
         storages = {
             key: weight.untyped_storage() for key, weight in zip(keys, weights, strict=True)
         }
@@ -356,14 +363,12 @@ class Engine:
             }
         if self.selector is not None and grads is not None:
             deferral["grads"] = [local(grads[update.param]).data_ptr() for update, _ in stepped]
-            deferral["selected"] = selected
         submit = partial(
             self._core.submit,
             [self._indices[key] for key in keys],
             [bound.tensor for _, bound in stepped if bound.tensor is not None],
             weights=[weight.data_ptr() for weight in weights],
             steps=[update.step for update, _ in stepped],
-            hypers=[hypers[id(update.hyper)] for update, _ in stepped],
             # Storages: a tensor may be given other memory.
             owners=_Owners(
                 [
@@ -374,13 +379,41 @@ class Engine:
                     *[bound.write_backs for _, bound in stepped if bound.write_backs],
                 ]
             ),
-            stream=self._submit_stream,
             **deferral,
+        )
+        params = [each.update.param for each in updates]
+        return EngineStep(submit, params, [update.hyper for update, _ in stepped], held, pending)
+
+    def submission(
+        self, prepared: EngineStep, grad_scale: float, selected: Sequence[Selected] = ()
+    ) -> list[partial[Any]]:
+        """The calls that start a step, to be made one directly after the other.
+
+        No Python in them can be interrupted. `release` comes after them, before a gradient is
+        written.
+
+        Args:
+            prepared: the step.
+            grad_scale: what all gradients are multiplied by.
+            selected: the selections that begin with it.
+        """
+        self._order.begin()
+        self._submit_stream, self._step_stream = self._stream(), None
+        self.seconds_waited = 0.0
+        # Parameters of one group have one object.
+        by_id = {id(hyper): hyper for hyper in prepared.hypers}
+        hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
+        decided: dict[str, Any] = {"selected": selected} if self.selector is not None else {}
+        submit = partial(
+            prepared.submit,
+            hypers=[hypers[id(hyper)] for hyper in prepared.hypers],
+            stream=self._submit_stream,
+            **decided,
         )
         return [
             submit,
-            partial(self._held.__setitem__, 0, held),
-            partial(setattr, self, "_pending", pending),
+            partial(self._held.__setitem__, 0, prepared.held),
+            partial(setattr, self, "_pending", prepared.pending),
             partial(setattr, self, "is_settled", False),
             partial(setattr, self, "_step_stream", self._submit_stream),
         ]
@@ -433,6 +466,7 @@ class Engine:
 
     def _settle(self) -> None:
         self.is_settled = True
+        self.num_settled += 1
         if self.selector is not None:
             self.selector.reset()
         if not self._pending:

@@ -16,13 +16,13 @@ from stepwell.offload.engine import Engine
 from stepwell.offload.gathering import Gatherer, Piece, bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
     from functools import partial
 
     import torch
 
-    from stepwell._operand import BoundUpdate
+    from stepwell.offload.engine import EngineStep
     from stepwell.offload.selection import Selected
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.swapped import Swapped
@@ -65,19 +65,14 @@ class RankEngine(Engine):
 
     @override
     def submission(
-        self,
-        updates: Sequence[BoundUpdate],
-        grad_scale: float,
-        at_once: Collection[torch.Tensor] | None = None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        selected: Sequence[Selected] = (),
+        self, prepared: EngineStep, grad_scale: float, selected: Sequence[Selected] = ()
     ) -> list[partial[Any]]:
         if self._commits:
             # Until all ranks have committed the step before, those that have may have to go back
             # from it (`sharded_volume.py`).
             self.confirm()
-        submit, *others = super().submission(updates, grad_scale, at_once, grads, selected)
-        stepped = {id(each.update.param) for each in updates}
+        submit, *others = super().submission(prepared, grad_scale, selected)
+        stepped = set(map(id, prepared.params))
         params = [param for param in self._params if id(param) in stepped]
         gather = self._gatherer.submission(
             [self._piece(param) for param in params],

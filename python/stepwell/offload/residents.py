@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from stepwell._hyper import Hyper
 
-__all__ = ["ResidentUpdate", "Residents"]
+__all__ = ["ResidentUpdate", "Residents", "ResidentsStep"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -80,6 +80,15 @@ class ResidentUpdate(NamedTuple):
     hyper: Hyper
     step: int
     """Which update of the parameter it is, from 1."""
+
+
+class ResidentsStep(NamedTuple):
+    """A step of residents that waits for the norm of all gradients."""
+
+    step: partial[Any] | None
+    """The call of the core, without what the norm decides; None: there are no updates."""
+    updates: Sequence[ResidentUpdate]
+    """Of the step."""
 
 
 class Residents:
@@ -230,9 +239,29 @@ class Residents:
             for each in found
         ]
 
+    def prepare(self, updates: Sequence[ResidentUpdate]) -> ResidentsStep:
+        """A step of residents as the core takes it, but for what the norm decides.
+
+        Args:
+            updates: of the step. They are held until the calls are made.
+        """
+        step = None
+        if updates:
+            assert self._steps is not None
+            step = partial(
+                self._steps.step,
+                [each.param.data_ptr() for each in updates],
+                [each.grad.data_ptr() for each in updates],
+                [each.memory.data_ptr() for each in updates],
+                numels=[each.grad.numel() for each in updates],
+                dtypes=[name_of(each.grad.dtype) for each in updates],
+                steps=[each.step for each in updates],
+            )
+        return ResidentsStep(step, updates)
+
     def submission(
         self,
-        updates: Sequence[ResidentUpdate],
+        prepared: ResidentsStep,
         grad_scale: float,
         states: dict[torch.Tensor, _state.State],
     ) -> list[partial[Any]]:
@@ -242,29 +271,19 @@ class Residents:
         stepped is there, with no step.
 
         Args:
-            updates: of the step. They are held until the calls are made.
+            prepared: the step.
             grad_scale: what all gradients are multiplied by.
             states: those that the optimizer has. It gets the stand-ins of the updates.
         """
-        if not updates:
+        step, updates = prepared
+        if step is None:
             return []
-        assert self._steps is not None
         hypers = {hyper: hyper.core(grad_scale) for hyper in {each.hyper for each in updates}}
         states.update((each.param, each.stand_in) for each in updates)
         torch.autograd.graph.increment_version([each.param for each in updates])
         self._stream = current_stream(self._device)
         return [
-            partial(
-                self._steps.step,
-                [each.param.data_ptr() for each in updates],
-                [each.grad.data_ptr() for each in updates],
-                [each.memory.data_ptr() for each in updates],
-                numels=[each.grad.numel() for each in updates],
-                dtypes=[name_of(each.grad.dtype) for each in updates],
-                steps=[each.step for each in updates],
-                hypers=[hypers[each.hyper] for each in updates],
-                stream=self._stream,
-            ),
+            partial(step, hypers=[hypers[each.hyper] for each in updates], stream=self._stream),
             partial(
                 torch._foreach_add_,
                 [each.stand_in["step"] for each in updates],

@@ -17,25 +17,22 @@ import math
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
-from stepwell import _state
 from stepwell._decision import Facts, Outcome, decide
 from stepwell._sharding import greatest, is_dtensor
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.sharding import awaited
-from stepwell.offload.state_dicts import OffloadStateDicts
+from stepwell.offload.submission import OffloadSubmission, OnDevice, Prepared, number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from stepwell._operand import Update
     from stepwell.offload.collector import Collector
-    from stepwell.offload.engine import Engine
-    from stepwell.offload.residents import ResidentUpdate
 
 __all__ = ["OffloadStep"]
 
@@ -45,7 +42,7 @@ _LOGGER = logging.getLogger(__name__)
 _CLIP_TOLERANCE = 1e-5
 
 
-class OffloadStep(OffloadStateDicts):
+class OffloadStep(OffloadSubmission):
     """The same as far as it steps."""
 
     _collector: Collector
@@ -174,10 +171,11 @@ class OffloadStep(OffloadStateDicts):
         params: list[torch.Tensor] = []
         grads: list[torch.Tensor] = []
         updates: list[Update] = []
-        on_device = _OnDevice([], [], [])
+        on_device = OnDevice([], [], [])
         inverse_scale = 1.0
         norm = 0.0
         number = 0
+        prepared: Prepared | None = None
         with awaited(self._sharding):
             try:
                 inverse_scale = self._inverse_grad_scale()
@@ -211,6 +209,7 @@ class OffloadStep(OffloadStateDicts):
                     label=self._label,
                 )
         facts = Facts(found_inf=found_inf, has_error=has_error)
+        is_first_at_lr_0 = self._is_first_at_lr_0()
         if not has_error and not found_inf:
             with awaited(self._sharding):
                 stale = self._twins.stale()
@@ -218,12 +217,16 @@ class OffloadStep(OffloadStateDicts):
                 if stale:
                     known = set(params)
                     stale = [param for param in stale if param in known]
-                number = _number_of(updates, on_device.updates)
+                number = number_of(updates, on_device.updates)
                 self._score(params, grads, number, stale)
                 self._host.reread(stale, self.state)
-                collector = self._collector
-                norm = gradient_norm(
-                    *on_device.merged(stepped, params, grads), collector.place, read=collector.read
+                prepare = partial(self._prepare, updates, on_device, number, params, grads)
+                # Not where other ranks wait for what this one says next, nor where it writes, nor
+                # where nothing is stepped.
+                is_alone = self._sharding is None and not is_apart and self._host.swapped is None
+                is_early = is_alone and number > 0 and not is_first_at_lr_0
+                norm, prepared = self._norm_of(
+                    *on_device.merged(stepped, params, grads), prepare if is_early else None
                 )
                 norm *= inverse_scale
                 if self._sharding is not None:
@@ -237,7 +240,7 @@ class OffloadStep(OffloadStateDicts):
             facts = Facts(
                 is_nonfinite=is_nonfinite,
                 is_nonzero=is_nonzero,
-                is_first_at_lr_0=self._is_first_at_lr_0(),
+                is_first_at_lr_0=is_first_at_lr_0,
             )
         what = f"the norm of the gradients is `{norm}`"
         if math.isnan(norm):
@@ -252,22 +255,47 @@ class OffloadStep(OffloadStateDicts):
             return False
         self._has_left = True
         grad_scale = inverse_scale * self._clip_coefficient(norm)
+        if prepared is not None and not self._is_current(prepared):
+            prepared = None
         if not len(self._twins):
-            self._commit([], self._residents.submission(on_device.updates, grad_scale, states))
+            self._submit(prepared or prepare(), grad_scale, number)
             return True
         engine = self._background.opened()
         with engine.decided():
             # After the norm, which would come down behind them; the step begins with the first that
             # is there.
             self._collector.take_missing(params, grads, engine)
-            selects = engine.selector is not None
-            by_param = dict(zip(params, grads, strict=True)) if selects else None
-            # Their calls come behind the submit: where that fails nothing is stepped.
-            after = self._residents.submission(on_device.updates, grad_scale, states)
-            self._apply(updates, grad_scale, number, by_param, after)
+            self._submit(prepared or prepare(), grad_scale, number)
         return True
 
-    def _on_device(self, stepped: Sequence[torch.Tensor]) -> _OnDevice:
+    def _norm_of(
+        self,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        prepare: Callable[[], Prepared] | None,
+    ) -> tuple[float, Prepared | None]:
+        """The norm of all gradients, and what `prepare` has made while the device computed it.
+
+        Args:
+            params: the parameters.
+            grads: their gradients.
+            prepare: None: nothing is made meanwhile.
+        """
+        made: list[Prepared] = []
+
+        def meanwhile() -> None:
+            if prepare is not None:
+                # An error in it leaves the step, which other ranks may take.
+                had_left, self._has_left = self._has_left, True
+                made.append(prepare())
+                self._has_left = had_left
+
+        collector = self._collector
+        read = partial(collector.read, meanwhile=meanwhile)
+        norm = gradient_norm(params, grads, collector.place, read=read)
+        return norm, made[0] if made else None
+
+    def _on_device(self, stepped: Sequence[torch.Tensor]) -> OnDevice:
         """What the device steps of the parameters that have a gradient.
 
         Raises:
@@ -276,11 +304,11 @@ class OffloadStep(OffloadStateDicts):
         residents = self._residents
         params = [param for param in stepped if param in residents] if len(residents) else []
         if not params:
-            return _OnDevice([], [], [])
+            return OnDevice([], [], [])
         grads = residents.gradients(params, self._label)
         by_id = {id(param): grad for param, grad in zip(params, grads, strict=True)}
         updates = residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
-        return _OnDevice(params, grads, updates)
+        return OnDevice(params, grads, updates)
 
     def _agree_on_step(
         self,
@@ -301,78 +329,11 @@ class OffloadStep(OffloadStateDicts):
         commits = swapped is not None and swapped.commits
         return self._agree(found_inf, has_error, len(places) > 1, commits and len(updates) > 0)
 
-    def _score(
-        self,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        number: int,
-        stale: Sequence[torch.Tensor],
-    ) -> None:
-        """Scores channels of which some may be selected; the norm that comes next is waited for.
-
-        Called before `reread`, behind which weights that were written differ from none of the host.
-
-        Args:
-            params: the parameters of the step.
-            grads: their gradients.
-            number: which step it is, of the parameter that has seen most; 0: nothing is stepped.
-            stale: those of `params` that may have been written.
-        """
-        steps = self._deferred_steps
-        if steps is None or number == 0 or not len(self._twins):
-            return
-        engine = self._background.opened()
-        selector = engine.selector
-        if selector is None:
-            return
-        # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
-        is_written = any(selector.holds([one]) and self._twins.differs(one) for one in stale)
-        if selector.needs_exact or is_written:
-            # Of what was written the device has copies. An exact step drops them.
-            engine.is_settled = True
-        if self._is_deferred(engine, number):
-            selector.score(params, grads, engine.next_group())
-        elif steps.is_followed_by_deferred(number, is_seen=self._is_seen()):
-            selector.score(params, grads, None)
-        else:
-            selector.score([], [], None)
-
     def _refuse_lost_writes(self, stale: Sequence[torch.Tensor]) -> None:
         """Raises ValueError where one of the `stale` parameters has updates that are deferred."""
         engine = self._engine
         if engine is not None and any(map(engine.is_pending, stale)):
             engine.settle()
-
-    def _at_once(
-        self,
-        engine: Engine,
-        updates: Sequence[Update],
-        number: int,
-        exposed: Collection[torch.Tensor],
-    ) -> set[torch.Tensor] | None:
-        """The parameters that a deferred step updates at once; None: the step is exact.
-
-        `number`: as `_score` has it.
-        """
-        steps, gate = self._deferred_steps, self._background.gate
-        if steps is None or gate is None:
-            return None
-        steps.note(number, is_seen=self._is_seen(), is_settled=engine.is_settled)
-        if not self._is_deferred(engine, number):
-            return None
-        # The step waits for the weights of these, since no forward is known to.
-        return set(gate.not_covered([update.param for update in updates], exposed))
-
-    def _is_seen(self) -> bool:
-        """Whether forwards are seen, and so every other look at a weight."""
-        gate = self._background.open_gate
-        return gate is not None and not gate.guard.was_compiled
-
-    def _is_deferred(self, engine: Engine, number: int) -> bool:
-        """Whether a step is deferred; `number`: as `_score` has it."""
-        return self._deferred_steps is not None and self._deferred_steps.is_deferred(
-            number, is_seen=self._is_seen(), is_settled=engine.is_settled
-        )
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
@@ -413,75 +374,6 @@ class OffloadStep(OffloadStateDicts):
             -minus_least,
             most,
         )
-
-    def _apply(
-        self,
-        updates: list[Update],
-        grad_scale: float,
-        number: int = 0,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
-        after: Sequence[partial[Any]] = (),
-    ) -> None:
-        """Submits updates that were checked.
-
-        Args:
-            updates: of the step.
-            grad_scale: what all gradients are multiplied by.
-            number: as `_score` has it.
-            grads: those on the device, where it steps selected channels; None: it does not.
-            after: calls that come behind the submit.
-        """
-        for update in updates:
-            if update.operand.is_moved and update.operand.state is not None:
-                # The step goes on in the background, and works on the state itself.
-                _state.make_dense(update.operand.param, update.operand.state, self._moments)
-        swapping = self._host.write_through(updates, self._states)
-        bound_updates = self._bind(updates)
-        params = [update.param for update in updates]
-        engine = self._background.opened()
-        gate = self._background.open_gate
-        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
-        # without it: host and device hold the same weights, and there is nothing to wait for.
-        # Forwards wait by themselves once the step runs.
-        #
-        # Weights of deferred updates land with this step, also those of parameters without update.
-        others = engine.pending_besides(params)
-        landing = [*params, *others]
-        before = [
-            partial(self._twins.mark_stale, self._twins.left_out(landing)),
-            partial(self._twins.note, landing),
-            partial(self._host.fingerprints.mark_outdated, params),
-        ]
-        shared: set[torch.Tensor] = set()
-        if gate is not None:
-            shared.update(self._background.exposed(landing))
-            before.append(partial(gate.open, landing, shared))
-        at_once = (
-            None if shared.intersection(others) else self._at_once(engine, updates, number, shared)
-        )
-        if at_once is not None:
-            # What they name in memory is on the volume after this step, and so is what comes next.
-            at_once.update(param for param, _, _ in swapping)
-        selected = []
-        if engine.selector is not None:
-            selected = engine.selector.choose(at_once)
-            engine.selector.drop(at_once or ())
-        submitted = [
-            *engine.submission(bound_updates, grad_scale, at_once, grads, selected),
-            partial(setattr, self._background, "is_unreleased", True),
-            partial(self._swapping.__setitem__, 0, swapping),
-            *after,
-        ]
-        if others:
-            torch.autograd.graph.increment_version(others)
-        self._commit(bound_updates, [*before, *submitted])
-        self._host.fingerprints.mark_verified(params)
-        self._host.drop_fresh(params)
-        if gate is not None and gate.uncovered:
-            # The step itself waits for them, so that the guard sees no access. Those of the first
-            # step of a new run: it has seen no forward. Not where memory is shared: writes to it
-            # are not seen anyway.
-            self._twins.mark_stale(param for param in gate.uncovered if param not in shared)
 
     # ---- what it took ----
 
@@ -545,33 +437,3 @@ class OffloadStep(OffloadStateDicts):
         )
         if interval is not None:
             self._set_interval(interval)
-
-
-class _OnDevice(NamedTuple):
-    """What the device steps in a step."""
-
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    """Of each parameter."""
-    updates: list[ResidentUpdate]
-
-    def merged(
-        self,
-        stepped: Sequence[torch.Tensor],
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-    ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """All parameters and their gradients, in the order of `stepped`.
-
-        A norm is summed in that order, so its bits do not depend on which are stepped where.
-        """
-        if not self.params:
-            return params, grads
-        by_id = {id(param): grad for param, grad in zip(params, grads, strict=True)}
-        by_id.update((id(param), grad) for param, grad in zip(self.params, self.grads, strict=True))
-        return stepped, [by_id[id(param)] for param in stepped]
-
-
-def _number_of(updates: Sequence[Update], on_device: Sequence[ResidentUpdate]) -> int:
-    """Which update it is, from 1, of the parameter that has seen most; 0: there is none."""
-    return max([*(each.step for each in updates), *(each.step for each in on_device)], default=0)
