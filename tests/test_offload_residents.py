@@ -14,10 +14,11 @@ from optim_cases import bits
 from resident_models import ALL, EXTRA_BYTES, FIRST, STATE_BYTES, assert_alike, made, some_have_none
 from selected_models import DEVICE, DTYPES, loss_of, model_of, step_with
 from stepwell import Deferred, OffloadAdamW, Volume
+from stepwell.offload.engine import Engine
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
 
@@ -307,8 +308,24 @@ def test_misaligned_gradients_are_copied() -> None:
     assert_alike(*runs)
 
 
-def test_a_gradient_may_lie_in_a_weight_that_the_step_writes() -> None:
-    runs = [made(model_of(torch.float32), nbytes) for nbytes in (ALL, 0)]
+@pytest.mark.parametrize("device_bytes_max", [ALL, FIRST, 0])
+@pytest.mark.parametrize("deferred", [None, Deferred(interval=2, fraction=1.0)])
+def test_a_gradient_may_lie_in_a_weight_that_the_step_writes(
+    monkeypatch: pytest.MonkeyPatch, device_bytes_max: int, deferred: Deferred | None
+) -> None:
+    # Each weight is written by another part of the step than reads the gradients.
+    taken: list[torch.Tensor] = []
+    take = Engine.take
+
+    def noted(self: Engine, params: Any, grads: Sequence[torch.Tensor]) -> None:
+        taken.extend(grads)
+        take(self, params, grads)
+
+    monkeypatch.setattr(Engine, "take", noted)
+    runs = [
+        made(model_of(torch.float32), device_bytes_max, deferred=deferred),
+        made(model_of(torch.float32), 0),
+    ]
     for step in range(3):
         for model, optimizer in runs:
             loss_of(model, step).backward()
@@ -316,7 +333,10 @@ def test_a_gradient_may_lie_in_a_weight_that_the_step_writes() -> None:
             for each in others:
                 if each.numel() <= first.numel():
                     each.grad = first.detach().view(-1)[: each.numel()].view_as(each)
+            taken.clear()
             optimizer.step()
+            weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+            assert not any(grad.untyped_storage().data_ptr() in weights for grad in taken)
             optimizer.zero_grad()
     assert_alike(*runs)
 

@@ -23,18 +23,20 @@ from stepwell.offload.checksums import differences
 from stepwell.offload.marker import GradMarker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 __all__ = [
     "Gradients",
     "Known",
     "Label",
     "OnGrad",
+    "apart_from",
     "check_in_place",
     "checked",
     "gradients_of",
     "lies_as",
     "may_change_after_backward",
+    "memories_of",
     "piece_of",
 ]
 
@@ -317,6 +319,27 @@ def gradients_of(
         assert grad is not None
         grads.append(grad)
     return grads
+
+
+def memories_of(params: Iterable[torch.Tensor]) -> set[int]:
+    """Where the storages of `params` begin, for `apart_from`."""
+    return {_memory_of(param) for param in params} - {0}
+
+
+def apart_from(written: Collection[int], grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`grads`, with a copy of each that lies in memory which the step writes.
+
+    The step reads some gradients when other weights are there already.
+
+    Args:
+        written: `memories_of` the parameters that are stepped.
+        grads: their gradients.
+    """
+    return [grad.clone() if _memory_of(grad) in written else grad for grad in grads]
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def lies_as(tensor: torch.Tensor, known: Known, device: torch.device) -> bool:

@@ -209,7 +209,8 @@ class Residents:
 
         Args:
             groups: the optimizer's.
-            grads: by the id of each resident that is stepped its gradient.
+            grads: by the id of each resident that is stepped its gradient, which lies in no memory
+                that the step writes: one launch steps many.
             states: those that the optimizer has.
             label: what errors call a parameter.
 
@@ -230,14 +231,7 @@ class Residents:
                     memory, stand_in = self._take_up(resident, state, label)
                 grad = _aligned(grad)
                 found.append(ResidentUpdate(param, grad, memory, stand_in, hyper, step + 1))
-        # One launch steps many: none may read what it writes.
-        written = {each.param.untyped_storage().data_ptr() for each in found}
-        return [
-            each._replace(grad=each.grad.clone())
-            if each.grad.untyped_storage().data_ptr() in written
-            else each
-            for each in found
-        ]
+        return found
 
     def prepare(self, updates: Sequence[ResidentUpdate]) -> ResidentsStep:
         """A step of residents as the core takes it, but for what the norm decides.

@@ -24,12 +24,13 @@ import torch
 from stepwell._decision import Facts, Outcome, decide
 from stepwell._sharding import greatest, is_dtensor
 from stepwell.offload.deferral import DeferralMetrics
+from stepwell.offload.gradients import apart_from, memories_of
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.sharding import awaited
 from stepwell.offload.submission import OffloadSubmission, OnDevice, Prepared, number_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from stepwell._operand import Update
     from stepwell.offload.collector import Collector
@@ -180,10 +181,13 @@ class OffloadStep(OffloadSubmission):
             try:
                 inverse_scale = self._inverse_grad_scale()
                 stepped = self._stepped()
-                params = [param for param in stepped if param not in self._residents]
+                written = memories_of(stepped)
+                residents = self._residents.ids
+                params = [param for param in stepped if id(param) not in residents]
                 grads = self._collector.gradients(params, self._background.idle, self._label)
+                grads = apart_from(written, grads)
                 updates = self._updates()
-                on_device = self._on_device(stepped)
+                on_device = self._on_device(stepped, written)
                 if self._sharding is not None:
                     self._sharding.check_batches()
             except ValueError as caught:
@@ -295,17 +299,21 @@ class OffloadStep(OffloadSubmission):
         norm = gradient_norm(params, grads, collector.place, read=read)
         return norm, made[0] if made else None
 
-    def _on_device(self, stepped: Sequence[torch.Tensor]) -> OnDevice:
+    def _on_device(self, stepped: Sequence[torch.Tensor], written: Collection[int]) -> OnDevice:
         """What the device steps of the parameters that have a gradient.
+
+        Args:
+            stepped: these.
+            written: `memories_of` them.
 
         Raises:
             ValueError: one of them cannot be stepped.
         """
         residents = self._residents
-        params = [param for param in stepped if param in residents] if len(residents) else []
+        params = [param for param in stepped if id(param) in residents.ids]
         if not params:
             return OnDevice([], [], [])
-        grads = residents.gradients(params, self._label)
+        grads = apart_from(written, residents.gradients(params, self._label))
         by_id = {id(param): grad for param, grad in zip(params, grads, strict=True)}
         updates = residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
         return OnDevice(params, grads, updates)
@@ -337,11 +345,11 @@ class OffloadStep(OffloadSubmission):
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
-        twins, residents = self._twins, self._residents
+        twins, residents = self._twins.ids, self._residents.ids
         params, num_known, is_any_new = [], 0, False
         for group in self.param_groups:
             for param in group["params"]:
-                is_known = param in twins or param in residents
+                is_known = id(param) in twins or id(param) in residents
                 num_known += is_known
                 if param.grad is not None:
                     params.append(param)

@@ -19,7 +19,7 @@ from stepwell._sharding import PLAIN, like, local
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from stepwell.offload.shares import Shares
 
@@ -195,6 +195,11 @@ class Twins:
 
     def __len__(self) -> int:
         return len(self._twins)
+
+    @property
+    def ids(self) -> Mapping[int, object]:
+        """Has the ids of the parameters as keys."""
+        return self._twins
 
     def left_out(self, params: Collection[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that have a twin and are not among `params`, which all have one."""
