@@ -1,7 +1,7 @@
 """A step of OffloadAdamW: decided on the device, submitted to the background, and what it took.
 
 - One norm of all gradients decides (`_begin_step`): everything that may fail comes before the first
-  change. What is submitted then (`_apply`) is a list of calls that Ctrl-C cannot part.
+  change. What is submitted is made ready while the device computes it (`submission`).
 - However a step ends, what it would have waited for is waited for: after it gradients may be
   written, and weights that no forward waits for are there (`_locked_step`, `_leave_step`).
 - A step that is skipped or left by an error has the next one be exact, where updates are deferred.
