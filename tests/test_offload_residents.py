@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
 import sys
@@ -407,6 +408,8 @@ def stepped_until(optimizer: OffloadAdamW, line: int) -> bool:
             raise KeyboardInterrupt
         return trace
 
+    # Libraries have code called by collections, out of which nothing is raised.
+    gc.disable()
     sys.settrace(trace)
     try:
         optimizer.step()
@@ -414,4 +417,5 @@ def stepped_until(optimizer: OffloadAdamW, line: int) -> bool:
         return True
     finally:
         sys.settrace(None)
+        gc.enable()
     return False
