@@ -187,11 +187,17 @@ class Setting:
         return exact_steps_of(self.deferred[delay], self.exact)
 
     def of_zenflow(self, delay: Delay) -> float | None:
-        """The gap over that of ZenFlow's way with the same interval and fraction."""
-        way = zenflow_of(delay)
-        if delay.average or way not in self.deferred or self.gap(way) <= 0:
+        """The gap over that of ZenFlow's way with the same interval and fraction.
+
+        Of what both have: the same seeds, from the same bases.
+        """
+        ours = self.deferred[delay]
+        theirs = {run.pair: run for run in self.deferred.get(zenflow_of(delay), ())}
+        ours = [run for run in ours if run.pair in theirs]
+        if delay.average or not ours:
             return None
-        return self.gap(delay) / self.gap(way)
+        gap = gap_of([theirs[run.pair] for run in ours], self.exact)
+        return gap_of(ours, self.exact) / gap if gap > 0 else None
 
     def verdict(self, delay: Delay) -> str:
         """Whether the bar is reached."""

@@ -4,7 +4,8 @@
   and which channels are selected. The thread does so while the device computes the norm, and the
   device waits for less between the norm and the step. It changes nothing: the step may be skipped
   or refused yet.
-- `_submit` makes a list of calls, which Ctrl-C cannot part. All that may fail comes before them.
+- `_submit` makes a list of calls, which Ctrl-C cannot part. What may fail comes before them, or is
+  the first of them that steps anything: the core's own submit.
 """
 
 from __future__ import annotations
