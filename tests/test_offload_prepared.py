@@ -12,6 +12,7 @@ from resident_models import FIRST, assert_alike, made
 from selected_models import model_of, train
 from stepwell import Deferred, Volume
 from stepwell.offload.engine import Engine
+from stepwell.offload.gate import Gate
 from stepwell.offload.gradients import Gradients
 from stepwell.offload.step import OffloadStep
 
@@ -197,6 +198,27 @@ def looked_at(patched: pytest.MonkeyPatch, options: dict[str, Any], what: str) -
                 handled.setattr(Gradients, "read_with", read)
             train(*run, [step])
     return run, looks
+
+
+@pytest.mark.parametrize("kind", ["exact", "residents", "deferred"])
+def test_a_handler_that_saves_while_a_step_is_submitted_leaves_its_weights_awaited(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # Forwards wait for the weights of a step from here on, and it is submitted next.
+    _, optimizer = run = made(model_of(), **{"device_bytes_max": 0, **KINDS[kind]})
+    train(*run, range(3))
+    under_way: list[bool] = []
+    opened = Gate.open
+
+    def saved(self: Gate, *args: Any) -> None:
+        opened(self, *args)
+        before = self.guard.any_under_way
+        optimizer.state_dict()
+        under_way.append(before and self.guard.any_under_way)
+
+    monkeypatch.setattr(Gate, "open", saved)
+    train(*run, [3])
+    assert under_way == [True]
 
 
 def test_a_first_step_that_only_makes_state_prepares_nothing(

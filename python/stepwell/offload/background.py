@@ -211,7 +211,9 @@ class Background:
             self.engine.settle()
             self.engine.synchronize()
             self.is_unreleased = False
-            if self.gate is not None:
+            # Not for a signal's handler that comes while a step is being submitted: the weights of
+            # that have yet to come.
+            if self.gate is not None and self.engine.wait(()):
                 self.gate.clear(step)
 
     @contextlib.contextmanager
