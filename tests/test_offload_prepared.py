@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from resident_models import FIRST, assert_alike, made
-from selected_models import model_of, train
-from stepwell import Deferred, Volume
+import torch.distributed as dist
+from optim_cases import bits
+from prepared_steps import KINDS, made_as, not_early
+from resident_models import assert_alike, made
+from selected_models import loss_of, model_of, train
+from stepwell import OffloadAdamW, Volume
 from stepwell.offload.engine import Engine
-from stepwell.offload.gate import Gate
 from stepwell.offload.gradients import Gradients
-from stepwell.offload.step import OffloadStep
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
-
-# With residents, with selected channels, with both, and coded.
-KINDS: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "residents": {"device_bytes_max": FIRST},
-    "deferred": {"deferred": Deferred(interval=2)},
-    "selected": {"deferred": Deferred(interval=2, fraction=0.3, reselect=2)},
-    "both": {
-        "device_bytes_max": FIRST,
-        "deferred": Deferred(interval=2, fraction=0.3, reselect=2),
-    },
-    "q8": {"device_bytes_max": FIRST, "deferred": Deferred(interval=2), "moments": "q8"},
-}
-
-
-def not_early(patched: pytest.MonkeyPatch) -> None:
-    """Steps are prepared when the norm is known, as those of ranks are."""
-    norm_of = OffloadStep._norm_of
-    patched.setattr(
-        OffloadStep, "_norm_of", lambda self, params, grads, _: norm_of(self, params, grads, None)
-    )
 
 
 def record(patched: pytest.MonkeyPatch) -> list[str]:
@@ -66,7 +47,7 @@ def record(patched: pytest.MonkeyPatch) -> list[str]:
 def test_the_thread_prepares_a_step_before_it_waits_for_the_norm(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    model, optimizer = made(model_of(), **{"device_bytes_max": 0, **KINDS[kind]})
+    model, optimizer = made_as(kind)
     calls = record(monkeypatch)
     train(model, optimizer, range(2))
     assert calls == 2 * ["launched", "prepared", "read"]
@@ -90,11 +71,61 @@ def test_bits_are_those_of_steps_that_are_prepared_later(
         with monkeypatch.context() as patched:
             if not is_early:
                 not_early(patched)
-            run = made(model_of(), **{"device_bytes_max": 0, **KINDS[kind]})
+            run = made_as(kind)
             losses = train(*run, range(9))
             runs.append((run, losses))
     assert runs[0][1] == runs[1][1]
     assert_alike(runs[0][0], runs[1][0])
+
+
+def seen(optimizer: OffloadAdamW) -> dict[str, Any]:
+    """All that a program sees, or a later step follows from."""
+    states = optimizer.__dict__["state"]
+    params = optimizer._in_order()
+    steps, host = optimizer._deferred_steps, optimizer._host
+    return {
+        "weights": [bits(param).tolist() for param in params],
+        "versions": [param._version for param in params],
+        "states": {
+            id(param): {name: bits(value).tolist() for name, value in state.items()}
+            for param, state in states.items()
+        },
+        "fresh": set(host._fresh),
+        "outdated": set(host.fingerprints._outdated),
+        "unverified": set(host.fingerprints._unverified),
+        "stale": set(optimizer._twins.stale()),
+        "steps": None if steps is None else (steps._is_excused, vars(steps._settled_steps).copy()),
+        "left": optimizer._has_left,
+        "pending": dict(optimizer._engine._pending) if optimizer._engine else {},
+        "swapping": list(optimizer._swapping[0]),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_changes_while_a_step_is_prepared(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    model, optimizer = made_as(kind)
+    read_with, pairs = Gradients.read_with, []
+
+    def read(self: Gradients, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
+        before = seen(optimizer)
+        found = read_with(self, scalar, meanwhile)
+        pairs.append((before, seen(optimizer)))
+        return found
+
+    monkeypatch.setattr(Gradients, "read_with", read)
+    steps = range(5)
+    for step in steps:
+        # One that is stepped no more has updates that are deferred.
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        for param in list(model.parameters())[2 if step > 2 else 9 :][:1]:
+            param.grad = None
+        optimizer.step()
+    assert len(pairs) == len(steps)
+    for before, after in pairs:
+        assert before == after
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -111,7 +142,6 @@ def test_a_step_that_is_skipped_or_refused_leaves_nothing_of_what_was_prepared(
             model, optimizer = made(model_of(), **options)
             train(model, optimizer, range(bad))
             optimizer.zero_grad()
-            before = copy.deepcopy(optimizer.state_dict()["state"]) if bad == 1 else None
             (math.inf * next(model.parameters()).sum()).backward()
             for param in model.parameters():
                 param.grad = torch.full_like(param, math.nan)
@@ -120,9 +150,6 @@ def test_a_step_that_is_skipped_or_refused_leaves_nothing_of_what_was_prepared(
                     optimizer.step()
             else:
                 optimizer.step()
-            if before is not None:
-                after = optimizer.state_dict()["state"]
-                assert str(after) == str(before)
             train(model, optimizer, range(bad, 9))
             runs.append((model, optimizer))
     assert_alike(runs[0], runs[2])
@@ -140,7 +167,7 @@ def test_a_step_that_fails_while_it_is_prepared_can_be_taken_again(
         with monkeypatch.context() as patched:
             if not is_early:
                 not_early(patched)
-            model, optimizer = made(model_of(), **{"device_bytes_max": 0, **KINDS[kind]})
+            model, optimizer = made_as(kind)
             train(model, optimizer, range(at))
             prepare = Engine.prepare
 
@@ -157,70 +184,6 @@ def test_a_step_that_fails_while_it_is_prepared_can_be_taken_again(
     assert_alike(*runs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", ["state_dict", "drain", "model", "nothing"])
-def test_a_handler_that_looks_while_the_norm_is_computed_is_as_good_as_before(
-    monkeypatch: pytest.MonkeyPatch, kind: str, what: str
-) -> None:
-    runs = []
-    for is_early in (True, False):
-        with monkeypatch.context() as patched:
-            if not is_early:
-                not_early(patched)
-            runs.append(looked_at(patched, KINDS[kind], what))
-    assert str(runs[0][1]) == str(runs[1][1])
-    assert_alike(runs[0][0], runs[1][0])
-
-
-def looked_at(patched: pytest.MonkeyPatch, options: dict[str, Any], what: str) -> tuple[Any, Any]:
-    """A run, and what a signal's handler has found in some of its steps.
-
-    It runs when the wait for the norm has ended, before the step is submitted.
-    """
-    model, optimizer = run = made(model_of(), **{"device_bytes_max": 0, **options})
-    looks: list[Any] = []
-    handlers: dict[str, Callable[[], object]] = {
-        "state_dict": lambda: looks.append(copy.deepcopy(optimizer.state_dict()["state"])),
-        "drain": optimizer.drain,
-        "model": lambda: looks.append(copy.deepcopy(model.state_dict())),
-        "nothing": lambda: None,
-    }
-    read_with = Gradients.read_with
-
-    def read(self: Gradients, *args: Any) -> float:
-        found = read_with(self, *args)
-        handlers[what]()
-        return found
-
-    for step in range(9):
-        with patched.context() as handled:
-            if step in (1, 4, 5):
-                handled.setattr(Gradients, "read_with", read)
-            train(*run, [step])
-    return run, looks
-
-
-@pytest.mark.parametrize("kind", ["exact", "residents", "deferred"])
-def test_a_handler_that_saves_while_a_step_is_submitted_leaves_its_weights_awaited(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    # Forwards wait for the weights of a step from here on, and it is submitted next.
-    _, optimizer = run = made(model_of(), **{"device_bytes_max": 0, **KINDS[kind]})
-    train(*run, range(3))
-    under_way: list[bool] = []
-    opened = Gate.open
-
-    def saved(self: Gate, *args: Any) -> None:
-        opened(self, *args)
-        before = self.guard.any_under_way
-        optimizer.state_dict()
-        under_way.append(before and self.guard.any_under_way)
-
-    monkeypatch.setattr(Gate, "open", saved)
-    train(*run, [3])
-    assert under_way == [True]
-
-
 def test_a_first_step_that_only_makes_state_prepares_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,3 +194,25 @@ def test_a_first_step_that_only_makes_state_prepares_nothing(
     optimizer.step()
     assert calls == ["launched", "read"]
     assert optimizer.state
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_step_whose_norm_is_summed_over_ranks_is_prepared_when_it_is_decided(
+    monkeypatch: pytest.MonkeyPatch, mesh: DeviceMesh
+) -> None:
+    # Of one mesh: where the norm is not finite the ranks look again, behind the wait.
+    weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 4), mesh, [Shard(0)]))
+    optimizer = OffloadAdamW([weight])
+    # Of one rank, which has no other to agree with.
+    monkeypatch.setattr(OffloadAdamW, "_agreeing_meshes", lambda _: [mesh])
+    calls = record(monkeypatch)
+    weight.grad = weight.detach().clone()
+    optimizer.step()
+    assert calls == ["launched", "read", "prepared"]
+    optimizer.synchronize()

@@ -13,13 +13,13 @@ import pytest
 import torch
 from optim_cases import bits
 from resident_models import ALL, EXTRA_BYTES, FIRST, STATE_BYTES, assert_alike, made, some_have_none
-from selected_models import DEVICE, DTYPES, loss_of, model_of, step_with
+from selected_models import DEVICE, DTYPES, loss_of, model_of, step_with, train
 from stepwell import Deferred, OffloadAdamW, Volume
 from stepwell.offload.engine import Engine
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
 
@@ -309,12 +309,8 @@ def test_misaligned_gradients_are_copied() -> None:
     assert_alike(*runs)
 
 
-@pytest.mark.parametrize("device_bytes_max", [ALL, FIRST, 0])
-@pytest.mark.parametrize("deferred", [None, Deferred(interval=2, fraction=1.0)])
-def test_a_gradient_may_lie_in_a_weight_that_the_step_writes(
-    monkeypatch: pytest.MonkeyPatch, device_bytes_max: int, deferred: Deferred | None
-) -> None:
-    # Each weight is written by another part of the step than reads the gradients.
+def note_taken(patched: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The gradients that the engine takes from now on."""
     taken: list[torch.Tensor] = []
     take = Engine.take
 
@@ -322,7 +318,31 @@ def test_a_gradient_may_lie_in_a_weight_that_the_step_writes(
         taken.extend(grads)
         take(self, params, grads)
 
-    monkeypatch.setattr(Engine, "take", noted)
+    patched.setattr(Engine, "take", noted)
+    return taken
+
+
+def assert_apart(model: nn.Module, taken: Sequence[torch.Tensor]) -> None:
+    """No gradient that was taken lies in a weight."""
+    weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
+    assert not any(grad.untyped_storage().data_ptr() in weights for grad in taken)
+
+
+def lay(grads_of: Iterable[torch.Tensor], weight: torch.Tensor, *, copies: bool) -> None:
+    """The gradients of parameters lie in a weight, or are copies of what would."""
+    for each in grads_of:
+        if each.numel() <= weight.numel():
+            grad = weight.detach().view(-1)[: each.numel()].view_as(each)
+            each.grad = grad.clone() if copies else grad
+
+
+@pytest.mark.parametrize("device_bytes_max", [ALL, FIRST, 0])
+@pytest.mark.parametrize("deferred", [None, Deferred(interval=2, fraction=1.0)])
+def test_a_gradient_may_lie_in_a_weight_that_the_step_writes(
+    monkeypatch: pytest.MonkeyPatch, device_bytes_max: int, deferred: Deferred | None
+) -> None:
+    # Each weight is written by another part of the step than reads the gradients.
+    taken = note_taken(monkeypatch)
     runs = [
         made(model_of(torch.float32), device_bytes_max, deferred=deferred),
         made(model_of(torch.float32), 0),
@@ -331,14 +351,39 @@ def test_a_gradient_may_lie_in_a_weight_that_the_step_writes(
         for model, optimizer in runs:
             loss_of(model, step).backward()
             first, *others = model.parameters()
-            for each in others:
-                if each.numel() <= first.numel():
-                    each.grad = first.detach().view(-1)[: each.numel()].view_as(each)
+            lay(others, first, copies=False)
             taken.clear()
             optimizer.step()
-            weights = {param.untyped_storage().data_ptr() for param in model.parameters()}
-            assert not any(grad.untyped_storage().data_ptr() in weights for grad in taken)
+            assert_apart(model, taken)
             optimizer.zero_grad()
+    assert_alike(*runs)
+
+
+@pytest.mark.parametrize("device_bytes_max", [FIRST, 0])
+def test_a_gradient_may_lie_in_a_weight_that_lands_with_the_step(
+    monkeypatch: pytest.MonkeyPatch, device_bytes_max: int
+) -> None:
+    taken = note_taken(monkeypatch)
+    runs = []
+    for copies in (False, True):
+        model, optimizer = run = made(
+            model_of(torch.float32), device_bytes_max, deferred=Deferred(interval=2)
+        )
+        train(*run, range(3))
+        optimizer.zero_grad()
+        loss_of(model, 3).backward()
+        # It has updates that are deferred, and no gradient of its own.
+        *others, last = model.parameters()
+        assert optimizer._engine is not None and optimizer._engine.is_pending(last)
+        last.grad = None
+        # The step is exact in both runs, since a gradient has a way to the weight.
+        way = last.detach()
+        lay(others, way, copies=copies)
+        taken.clear()
+        optimizer.step()
+        assert_apart(model, taken)
+        train(*run, range(4, 7))
+        runs.append(run)
     assert_alike(*runs)
 
 

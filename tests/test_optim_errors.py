@@ -330,6 +330,21 @@ def test_bad_option(option, pattern):
     assert_same(before, snapshot(optimizer))
 
 
+@pytest.mark.parametrize("lr", [None, "0.1", torch.zeros(2)], ids=repr)
+@pytest.mark.parametrize("make", [stepwell.AdamW, stepwell.OffloadAdamW])
+def test_what_is_no_lr_is_refused_in_the_first_step(make, lr):
+    # That asks first whether all are 0.
+    param = parameter(3)
+    optimizer = make([param], lr=0.0)
+    if lr is None:
+        del optimizer.param_groups[0]["lr"]
+    else:
+        optimizer.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match=r"`lr` of group 0"):
+        optimizer.step()
+    assert not optimizer.state
+
+
 @pytest.mark.parametrize("option", [{"moments": "fp8"}, {"nonfinite": "ignore"}])
 def test_unknown_choice_lists_the_known(option):
     with pytest.raises(ValueError, match="expected one of"):

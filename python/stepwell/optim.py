@@ -358,7 +358,8 @@ class Adam(StateDicts):
 
     def _is_first_at_lr_0(self) -> bool:
         """Whether torch.distributed.checkpoint may have asked for this step, to have state made."""
-        return all(group["lr"] == 0 for group in self.param_groups) and not any(self.state.values())
+        is_at_0 = all(_is_0(group.get("lr")) for group in self.param_groups)
+        return is_at_0 and not any(self.state.values())
 
     def _agreeing_meshes(self) -> list[DeviceMesh]:
         if self._meshes is None:
@@ -570,6 +571,14 @@ class Adam(StateDicts):
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
         # between two of these calls.
         deque(map(partial.__call__, calls), maxlen=0)
+
+
+def _is_0(lr: Any) -> bool:
+    """Whether `lr` is the number 0. What is no number is refused by `hyper_of`."""
+    try:
+        return float(lr) == 0
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 class AdamW(Adam):

@@ -94,18 +94,20 @@ class _Storages(dict[int, torch.UntypedStorage]):
 
 
 class EngineStep(NamedTuple):
-    """A step that waits for the norm of its gradients."""
+    """The updates of a step that waits for the norm of its gradients, as the core takes them.
 
-    submit: partial[Any]
-    """The call of the core, without what the norm decides."""
+    It holds no memory of weights: a step that comes to nothing leaves none of it shared.
+    """
+
     params: list[torch.Tensor]
     """The parameters of the step, also those of which this rank has nothing."""
+    stepped: list[torch.Tensor]
+    """Those of which it has something. Of each of them what follows."""
+    tensors: list[_core.AdamTensor]
+    steps: list[int]
     hypers: list[Hyper]
-    """Of each tensor that is stepped."""
-    held: _Storages
-    """What the engine holds from the step on."""
-    pending: dict[int, int]
-    """Of which parameters updates are deferred from then on."""
+    owners: list[object]
+    """The memory of their state, and copies of what is not dense."""
 
 
 class Engine:
@@ -180,8 +182,6 @@ class Engine:
                 self.selector = Selector(
                     segments, self._params, deferred.reselect, device, budget_bytes
                 )
-        self.num_settled = 0
-        """How often all updates were applied. A step that was prepared before is not good after."""
         self._is_settling = False
         self._has_checksums = True
         # The storages of weights between deferred steps, in a list for the finalizer's sake.
@@ -320,72 +320,35 @@ class Engine:
         """
         self._core.discard()
 
-    def prepare(
-        self,
-        updates: Sequence[BoundUpdate],
-        at_once: Collection[torch.Tensor] | None = None,
-        grads: Mapping[torch.Tensor, torch.Tensor] | None = None,
-    ) -> EngineStep:
-        """A step of bound updates as the core takes it, but for what the norm decides.
+    def prepare(self, updates: Sequence[BoundUpdate]) -> EngineStep:
+        """The bound updates of a step, as `submission` takes them.
 
-        Changes nothing. It is good for one `submission`, while `num_settled` is what it was.
-
-        Args:
-            updates: of the step.
-            at_once: the step is deferred, but for these parameters: with their updates all that
-                is pending of them is applied. None: it is not deferred, and applies all that is
-                pending.
-            grads: the gradients on the device, each contiguous, of the parameters of which channels
-                may be stepped there with them; None: none is.
+        It changes nothing, and reads nothing that a program may change before the step is
+        submitted.
         """
         updates = self.in_order(updates, lambda each: each.update.param)
         stepped = [(each.update, each.bound) for each in updates if each.bound.tensor is not None]
-        weights = [self._twins.piece(update.param) for update, _ in stepped]
-        keys = [id(update.param) for update, _ in stepped]
-        storages = {
-            key: weight.untyped_storage() for key, weight in zip(keys, weights, strict=True)
-        }
-        # Deferred steps hold them here, not with each job: the guard counts what refers to one.
-        before = self._held[0]
-        pending = self._pending_after(keys, at_once)
-        still = {key: old for key, old in before.items() if key in pending}
-        held = _Storages() if at_once is None else _Storages({**still, **storages})
-        owners_of_weights = [old for key, old in before.items() if old is not held.get(key)]
-        deferral: dict[str, Any] = {}
-        if at_once is None:
-            owners_of_weights += storages.values()
-        else:
-            assert self._deferred is not None
-            keys_at_once = set(map(id, at_once))
-            deferral = {
-                "deferred": self._deferred.predicted_updates,
-                "at_once": [key in keys_at_once for key in keys],
-            }
-        if self.selector is not None and grads is not None:
-            deferral["grads"] = [local(grads[update.param]).data_ptr() for update, _ in stepped]
-        submit = partial(
-            self._core.submit,
-            [self._indices[key] for key in keys],
-            [bound.tensor for _, bound in stepped if bound.tensor is not None],
-            weights=[weight.data_ptr() for weight in weights],
+        parts = [part for _, bound in stepped for part in bound.parts]
+        return EngineStep(
+            params=[each.update.param for each in updates],
+            stepped=[update.param for update, _ in stepped],
+            tensors=[bound.tensor for _, bound in stepped if bound.tensor is not None],
             steps=[update.step for update, _ in stepped],
-            # Storages: a tensor may be given other memory.
-            owners=_Owners(
-                [
-                    *self._buffers,
-                    *owners_of_weights,
-                    *[part.piece.untyped_storage() for _, bound in stepped for part in bound.parts],
-                    # Copies of what is not dense.
-                    *[bound.write_backs for _, bound in stepped if bound.write_backs],
-                ]
-            ),
-            **deferral,
+            hypers=[update.hyper for update, _ in stepped],
+            owners=[
+                *[part.piece.untyped_storage() for part in parts],
+                *[bound.write_backs for _, bound in stepped if bound.write_backs],
+            ],
         )
-        params = [each.update.param for each in updates]
-        return EngineStep(submit, params, [update.hyper for update, _ in stepped], held, pending)
 
     def submission(
-        self, prepared: EngineStep, grad_scale: float, selected: Sequence[Selected] = ()
+        self,
+        prepared: EngineStep,
+        grad_scale: float,
+        *,
+        at_once: Collection[torch.Tensor] | None,
+        grads: Mapping[int, torch.Tensor],
+        selected: Sequence[Selected],
     ) -> list[partial[Any]]:
         """The calls that start a step, to be made one directly after the other.
 
@@ -395,25 +358,59 @@ class Engine:
         Args:
             prepared: the step.
             grad_scale: what all gradients are multiplied by.
-            selected: the selections that begin with it.
+            at_once: the step is deferred, but for these parameters: with their updates all that
+                is pending of them is applied. None: it is not deferred, and applies all that is
+                pending.
+            grads: by the id of each parameter its gradient on the device, contiguous: of channels
+                that are stepped there.
+            selected: the selections that begin with it; empty without a selector.
         """
+        keys = list(map(id, prepared.stepped))
+        weights = list(map(self._twins.piece, prepared.stepped))
+        storages = {
+            key: weight.untyped_storage() for key, weight in zip(keys, weights, strict=True)
+        }
+        # Deferred steps hold them here, not with each job: the guard counts what refers to one.
+        before = self._held[0]
+        pending = self._pending_after(keys, at_once)
+        still = {key: old for key, old in before.items() if key in pending}
+        held = _Storages() if at_once is None else _Storages({**still, **storages})
+        owners_of_weights = [old for key, old in before.items() if old is not held.get(key)]
+        options: dict[str, Any] = {}
+        if at_once is None:
+            owners_of_weights += storages.values()
+        else:
+            assert self._deferred is not None
+            keys_at_once = set(map(id, at_once))
+            options = {
+                "deferred": self._deferred.predicted_updates,
+                "at_once": [key in keys_at_once for key in keys],
+            }
+        if self.selector is not None:
+            options["grads"] = [local(grads[key]).data_ptr() for key in keys]
+            options["selected"] = selected
         self._order.begin()
         self._submit_stream, self._step_stream = self._stream(), None
         self.seconds_waited = 0.0
         # Parameters of one group have one object.
         by_id = {id(hyper): hyper for hyper in prepared.hypers}
         hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
-        decided: dict[str, Any] = {"selected": selected} if self.selector is not None else {}
         submit = partial(
-            prepared.submit,
+            self._core.submit,
+            [self._indices[key] for key in keys],
+            prepared.tensors,
+            weights=[weight.data_ptr() for weight in weights],
+            steps=prepared.steps,
             hypers=[hypers[id(hyper)] for hyper in prepared.hypers],
+            # Storages: a tensor may be given other memory.
+            owners=_Owners([*self._buffers, *owners_of_weights, *prepared.owners]),
             stream=self._submit_stream,
-            **decided,
+            **options,
         )
         return [
             submit,
-            partial(self._held.__setitem__, 0, prepared.held),
-            partial(setattr, self, "_pending", prepared.pending),
+            partial(self._held.__setitem__, 0, held),
+            partial(setattr, self, "_pending", pending),
             partial(setattr, self, "is_settled", False),
             partial(setattr, self, "_step_stream", self._submit_stream),
         ]
@@ -466,7 +463,6 @@ class Engine:
 
     def _settle(self) -> None:
         self.is_settled = True
-        self.num_settled += 1
         if self.selector is not None:
             self.selector.reset()
         if not self._pending:

@@ -155,9 +155,7 @@ class Gradients:
         copied = self._copied.get(id(param))
         return copied is not None and copied.grad is grad and copied.is_current
 
-    def read_with(
-        self, scalar: torch.Tensor, meanwhile: Callable[[], None] = lambda: None
-    ) -> float:
+    def read_with(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
         """The value of `scalar`, which is on the device or in host memory.
 
         On the way, in the same transfer, it looks whether gradients that were copied have changed.
@@ -326,16 +324,16 @@ def memories_of(params: Iterable[torch.Tensor]) -> set[int]:
     return {_memory_of(param) for param in params} - {0}
 
 
-def apart_from(written: Collection[int], grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+def apart_from(memories: Collection[int], grads: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """`grads`, with a copy of each that lies in memory which the step writes.
 
     The step reads some gradients when other weights are there already.
 
     Args:
-        written: `memories_of` the parameters that are stepped.
-        grads: their gradients.
+        memories: `memories_of` the parameters whose weights come with the step.
+        grads: gradients of the step.
     """
-    return [grad.clone() if _memory_of(grad) in written else grad for grad in grads]
+    return [grad.clone() if _memory_of(grad) in memories else grad for grad in grads]
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -16,14 +16,13 @@ from stepwell.offload.engine import Engine
 from stepwell.offload.gathering import Gatherer, Piece, bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
     from functools import partial
 
     import torch
 
     from stepwell.offload.engine import EngineStep
-    from stepwell.offload.selection import Selected
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.swapped import Swapped
     from stepwell.offload.twins import Twins
@@ -65,13 +64,13 @@ class RankEngine(Engine):
 
     @override
     def submission(
-        self, prepared: EngineStep, grad_scale: float, selected: Sequence[Selected] = ()
+        self, prepared: EngineStep, grad_scale: float, **options: Any
     ) -> list[partial[Any]]:
         if self._commits:
             # Until all ranks have committed the step before, those that have may have to go back
             # from it (`sharded_volume.py`).
             self.confirm()
-        submit, *others = super().submission(prepared, grad_scale, selected)
+        submit, *others = super().submission(prepared, grad_scale, **options)
         stepped = set(map(id, prepared.params))
         params = [param for param in self._params if id(param) in stepped]
         gather = self._gatherer.submission(

@@ -83,12 +83,19 @@ class ResidentUpdate(NamedTuple):
 
 
 class ResidentsStep(NamedTuple):
-    """A step of residents that waits for the norm of all gradients."""
+    """The updates of a step that waits for the norm of all gradients, as the core takes them."""
 
-    step: partial[Any] | None
-    """The call of the core, without what the norm decides; None: there are no updates."""
     updates: Sequence[ResidentUpdate]
-    """Of the step."""
+    """Of each of them what follows."""
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    memories: list[torch.Tensor]
+    stand_ins: list[_state.State]
+    numels: list[int]
+    dtypes: list[str]
+    steps: list[int]
+    counters: list[torch.Tensor]
+    """The `step` of each stand-in."""
 
 
 class Residents:
@@ -234,24 +241,22 @@ class Residents:
         return found
 
     def prepare(self, updates: Sequence[ResidentUpdate]) -> ResidentsStep:
-        """A step of residents as the core takes it, but for what the norm decides.
+        """The updates of a step, as `submission` takes them.
 
-        Args:
-            updates: of the step. They are held until the calls are made.
+        It changes nothing, and reads nothing that a program may change before the step is
+        submitted.
         """
-        step = None
-        if updates:
-            assert self._steps is not None
-            step = partial(
-                self._steps.step,
-                [each.param.data_ptr() for each in updates],
-                [each.grad.data_ptr() for each in updates],
-                [each.memory.data_ptr() for each in updates],
-                numels=[each.grad.numel() for each in updates],
-                dtypes=[name_of(each.grad.dtype) for each in updates],
-                steps=[each.step for each in updates],
-            )
-        return ResidentsStep(step, updates)
+        return ResidentsStep(
+            updates,
+            params=[each.param for each in updates],
+            grads=[each.grad for each in updates],
+            memories=[each.memory for each in updates],
+            stand_ins=[each.stand_in for each in updates],
+            numels=[each.grad.numel() for each in updates],
+            dtypes=[name_of(each.grad.dtype) for each in updates],
+            steps=[each.step for each in updates],
+            counters=[each.stand_in["step"] for each in updates],
+        )
 
     def submission(
         self,
@@ -265,25 +270,33 @@ class Residents:
         stepped is there, with no step.
 
         Args:
-            prepared: the step.
+            prepared: the step. It is held until the calls are made.
             grad_scale: what all gradients are multiplied by.
             states: those that the optimizer has. It gets the stand-ins of the updates.
         """
-        step, updates = prepared
-        if step is None:
+        updates = prepared.updates
+        if not updates:
             return []
-        hypers = {hyper: hyper.core(grad_scale) for hyper in {each.hyper for each in updates}}
-        states.update((each.param, each.stand_in) for each in updates)
-        torch.autograd.graph.increment_version([each.param for each in updates])
+        assert self._steps is not None
+        # Parameters of one group have one object.
+        by_id = {id(each.hyper): each.hyper for each in updates}
+        hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
+        states.update(zip(prepared.params, prepared.stand_ins, strict=True))
+        torch.autograd.graph.increment_version(prepared.params)
         self._stream = current_stream(self._device)
         return [
-            partial(step, hypers=[hypers[each.hyper] for each in updates], stream=self._stream),
             partial(
-                torch._foreach_add_,
-                [each.stand_in["step"] for each in updates],
-                _state.step_tensor(1),
-                alpha=1.0,
+                self._steps.step,
+                list(map(torch.Tensor.data_ptr, prepared.params)),
+                list(map(torch.Tensor.data_ptr, prepared.grads)),
+                list(map(torch.Tensor.data_ptr, prepared.memories)),
+                numels=prepared.numels,
+                dtypes=prepared.dtypes,
+                steps=prepared.steps,
+                hypers=[hypers[id(each.hyper)] for each in updates],
+                stream=self._stream,
             ),
+            partial(torch._foreach_add_, prepared.counters, _state.step_tensor(1), alpha=1.0),
         ]
 
     def synchronize(self) -> None:
@@ -367,16 +380,23 @@ class Residents:
         _LOGGER.info("%.2f GiB of host memory for state that is read from the device", nbytes / GIB)
         self.synchronize()
         for each in on_device:
-            states[each.param] = _host_state(each)
-            each.memory = each.stand_in = None
+            memory, stand_in = each.memory, each.stand_in
+            if memory is None or stand_in is None:
+                # A signal's handler has read it meanwhile.
+                continue
+            found = _host_state(each, memory, stand_in)
+            if states.get(each.param) is stand_in:
+                states[each.param] = found
+                each.memory = each.stand_in = None
 
     def as_read(self, param: torch.Tensor, state: _state.State) -> _state.State:
         """A copy of `state`, which the optimizer has of a resident, as `read` would have it."""
         resident = self._residents[id(param)]
-        if state is not resident.stand_in:
+        if state is not resident.stand_in or resident.memory is None:
             return state
         # The step that is under way counts on.
-        return {**_host_state(resident), "step": state["step"].clone()}
+        found = _host_state(resident, resident.memory, state)
+        return {**found, "step": state["step"].clone()}
 
     def converted(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
         """Loaded state of a resident as state in host memory, with fp32 moments.
@@ -414,15 +434,20 @@ def _with_fp32_moments(
     return _state.convert(weight, state, "fp32", key=0, current=current, label=label)
 
 
-def _host_state(resident: _Resident) -> _state.State:
-    """A copy of the state of a resident in host memory, for the weight that it has now."""
-    assert resident.memory is not None and resident.stand_in is not None
-    master, *moments = (part.cpu() for part in _parts(resident.memory, resident.shape))
+def _host_state(resident: _Resident, memory: torch.Tensor, stand_in: _state.State) -> _state.State:
+    """A copy of the state of a resident in host memory, for the weight that it has now.
+
+    Args:
+        resident: whose it is.
+        memory: its state on the device.
+        stand_in: what the optimizer has in its place.
+    """
+    master, *moments = (part.cpu() for part in _parts(memory, resident.shape))
     # What masters are rounded to, in memory that stands for the parameter.
     rounded = torch.empty(resident.shape, dtype=resident.dtype, device="cpu")
     found = _state.new(rounded, "fp32")
     _core.write_state(_bound(rounded, found), step=1, master=view(master))
-    found |= {**dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True)), **resident.stand_in}
+    found |= {**dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True)), **stand_in}
     param = resident.param.detach()
     if param.dtype == torch.bfloat16 and param.shape == resident.shape:
         # The program may have given it other strides; its state has none.

@@ -16,6 +16,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -92,7 +93,10 @@ class OffloadStep(OffloadSubmission):
                 self._background.release()
                 self._seconds["release"] = time.perf_counter() - begin
                 self._background.wait_for_weights()
-        except BaseException:
+        except BaseException as error:
+            # The program may keep it. Memory of weights that a frame refers to would be taken for
+            # shared in every step to come, and nothing be deferred any more.
+            traceback.clear_frames(error.__traceback__)
             # Ctrl-C may have landed behind the submit, and nothing else waits for this.
             self._leave_step()
             raise
@@ -181,13 +185,16 @@ class OffloadStep(OffloadSubmission):
             try:
                 inverse_scale = self._inverse_grad_scale()
                 stepped = self._stepped()
-                written = memories_of(stepped)
+                # Weights of deferred updates land with the step as well.
+                engine = self._engine
+                landing = [] if engine is None else engine.pending_params
+                memories = memories_of([*stepped, *landing])
                 residents = self._residents.ids
                 params = [param for param in stepped if id(param) not in residents]
                 grads = self._collector.gradients(params, self._background.idle, self._label)
-                grads = apart_from(written, grads)
+                grads = apart_from(memories, grads)
                 updates = self._updates()
-                on_device = self._on_device(stepped, written)
+                on_device = self._on_device(stepped, memories)
                 if self._sharding is not None:
                     self._sharding.check_batches()
             except ValueError as caught:
@@ -224,11 +231,13 @@ class OffloadStep(OffloadSubmission):
                 number = number_of(updates, on_device.updates)
                 self._score(params, grads, number, stale)
                 self._host.reread(stale, self.state)
-                prepare = partial(self._prepare, updates, on_device, number, params, grads)
                 # Not where other ranks wait for what this one says next, nor where it writes, nor
                 # where nothing is stepped.
-                is_alone = self._sharding is None and not is_apart and self._host.swapped is None
-                is_early = is_alone and number > 0 and not is_first_at_lr_0
+                is_alone = self._sharding is None and not self._agreeing_meshes()
+                is_early = (
+                    is_alone and self._host.swapped is None and number > 0 and not is_first_at_lr_0
+                )
+                prepare = partial(self._prepare, updates, on_device)
                 norm, prepared = self._norm_of(
                     *on_device.merged(stepped, params, grads), prepare if is_early else None
                 )
@@ -259,17 +268,22 @@ class OffloadStep(OffloadSubmission):
             return False
         self._has_left = True
         grad_scale = inverse_scale * self._clip_coefficient(norm)
-        if prepared is not None and not self._is_current(prepared):
-            prepared = None
+        grad_of = dict(zip(map(id, params), grads, strict=True))
         if not len(self._twins):
-            self._submit(prepared or prepare(), grad_scale, number)
+            self._submit(prepared or prepare(), grad_of, grad_scale, number)
             return True
         engine = self._background.opened()
         with engine.decided():
             # After the norm, which would come down behind them; the step begins with the first that
             # is there.
             self._collector.take_missing(params, grads, engine)
-            self._submit(prepared or prepare(), grad_scale, number)
+            if self._sharding is None and (written := self._twins.stale(params)):
+                # By a signal's handler or another thread, while this one waited for the norm.
+                self._refuse_lost_writes(written)
+                self._drop_written(written)
+                self._host.reread(written, states)
+                prepared = None
+            self._submit(prepared or prepare(), grad_of, grad_scale, number)
         return True
 
     def _norm_of(
@@ -299,12 +313,12 @@ class OffloadStep(OffloadSubmission):
         norm = gradient_norm(params, grads, collector.place, read=read)
         return norm, made[0] if made else None
 
-    def _on_device(self, stepped: Sequence[torch.Tensor], written: Collection[int]) -> OnDevice:
+    def _on_device(self, stepped: Sequence[torch.Tensor], memories: Collection[int]) -> OnDevice:
         """What the device steps of the parameters that have a gradient.
 
         Args:
             stepped: these.
-            written: `memories_of` them.
+            memories: `memories_of` all weights that the step writes.
 
         Raises:
             ValueError: one of them cannot be stepped.
@@ -313,7 +327,7 @@ class OffloadStep(OffloadSubmission):
         params = [param for param in stepped if id(param) in residents.ids]
         if not params:
             return OnDevice([], [], [])
-        grads = apart_from(written, residents.gradients(params, self._label))
+        grads = apart_from(memories, residents.gradients(params, self._label))
         by_id = {id(param): grad for param, grad in zip(params, grads, strict=True)}
         updates = residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
         return OnDevice(params, grads, updates)

@@ -1,11 +1,12 @@
 """How a step of OffloadAdamW is handed to the background, in two parts.
 
-- `_prepare` makes all of it but for what the norm of the gradients decides: the clip coefficient,
-  and which channels are selected. The thread does so while the device computes the norm, and the
-  device waits for less between the norm and the step. It changes nothing: the step may be skipped
-  or refused yet.
-- `_submit` makes a list of calls, which Ctrl-C cannot part. What may fail comes before them, or is
-  the first of them that steps anything: the core's own submit.
+- `_prepare` brings the updates into the form in which the core takes them. The thread does so while
+  the device computes the norm of the gradients, so the device waits for less behind it. The step
+  may be skipped or refused yet: no value changes, and nothing counts as stepped.
+- `_submit` asks for all that a program may change in the wait for the norm (where weights and
+  gradients lie, what else refers to them, what is deferred), and makes a list of calls, which
+  Ctrl-C cannot part. What may fail comes before them, or is the first of them that steps anything:
+  the core's own submit.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from stepwell import _state
 from stepwell.offload.state_dicts import OffloadStateDicts
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from stepwell._operand import BoundUpdate, Update
     from stepwell.offload.engine import Engine, EngineStep
@@ -63,30 +64,11 @@ class Prepared(NamedTuple):
 
     updates: list[BoundUpdate]
     """Of the parameters that the host steps."""
-    hosted: Hosted | None
-    """None: the host steps none, ever."""
-    residents: ResidentsStep
-
-
-class Hosted(NamedTuple):
-    """The part of a step that the host takes."""
-
-    engine: Engine
-    num_settled: int
-    """The engine's, when it was prepared."""
-    step: EngineStep
-    at_once: set[torch.Tensor] | None
-    """The parameters that a deferred step updates at once; None: it is exact."""
-    may_defer: bool
-    """Whether it might have been deferred, but for what was written or looked at."""
+    hosted: EngineStep | None
+    """The same for the engine; None: there is none, since the host steps no parameter, ever."""
     swapping: list[tuple[torch.Tensor, _state.State, _state.State]]
     """As `HostSide.write_through` has it."""
-    landing: list[torch.Tensor]
-    """The parameters whose weights come with it."""
-    others: list[torch.Tensor]
-    """Those of them that it does not update: of updates that were deferred."""
-    shared: set[torch.Tensor]
-    """Those of them whose memory can be reached without an access that the gate sees."""
+    residents: ResidentsStep
 
 
 class OffloadSubmission(OffloadStateDicts):
@@ -116,11 +98,9 @@ class OffloadSubmission(OffloadStateDicts):
         selector = engine.selector
         if selector is None:
             return
-        # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
-        is_written = any(selector.holds([one]) and self._twins.differs(one) for one in stale)
-        if selector.needs_exact or is_written:
-            # Of what was written the device has copies. An exact step drops them.
+        if selector.needs_exact:
             engine.is_settled = True
+        self._drop_written(stale)
         if self._is_deferred(engine, number):
             selector.score(params, grads, engine.next_group())
         elif steps.is_followed_by_deferred(number, is_seen=self._is_seen()):
@@ -128,10 +108,26 @@ class OffloadSubmission(OffloadStateDicts):
         else:
             selector.score([], [], None)
 
+    def _drop_written(self, stale: Sequence[torch.Tensor]) -> None:
+        """Has the step be exact where channels are selected of weights that were written.
+
+        Called before `reread`. Of such channels the device has copies, which an exact step drops.
+
+        Args:
+            stale: parameters that may have been written.
+        """
+        engine = self._engine
+        if engine is None or engine.selector is None:
+            return
+        selector, differs = engine.selector, self._twins.differs
+        # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
+        if any(selector.holds([one]) and differs(one) for one in stale):
+            engine.is_settled = True
+
     def _at_once(
         self,
         engine: Engine,
-        updates: Sequence[Update],
+        updated: Sequence[torch.Tensor],
         number: int,
         exposed: Collection[torch.Tensor],
     ) -> set[torch.Tensor] | None:
@@ -143,7 +139,7 @@ class OffloadSubmission(OffloadStateDicts):
         if gate is None or not self._is_deferred(engine, number):
             return None
         # The step waits for the weights of these, since no forward is known to.
-        return set(gate.not_covered([update.param for update in updates], exposed))
+        return set(gate.not_covered(updated, exposed))
 
     def _is_seen(self) -> bool:
         """Whether forwards are seen, and so every other look at a weight."""
@@ -156,101 +152,80 @@ class OffloadSubmission(OffloadStateDicts):
             number, is_seen=self._is_seen(), is_settled=engine.is_settled
         )
 
-    def _prepare(
-        self,
-        updates: list[Update],
-        on_device: OnDevice,
-        number: int,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-    ) -> Prepared:
-        """A step of updates that were checked, but for what the norm decides.
+    def _prepare(self, updates: list[Update], on_device: OnDevice) -> Prepared:
+        """The updates of a step, which were checked, as they are submitted.
+
+        State that is not dense, or counts updates by a number, gets the form in which it is
+        stepped; and there is an engine from here on.
 
         Args:
             updates: of the host.
             on_device: of the device.
-            number: as `_score` has it.
-            params: the parameters that the host steps.
-            grads: their gradients.
         """
         residents = self._residents.prepare(on_device.updates)
         if not len(self._twins):
-            return Prepared([], None, residents)
+            return Prepared([], None, [], residents)
         for update in updates:
             if update.operand.is_moved and update.operand.state is not None:
                 # The step goes on in the background, and works on the state itself.
                 _state.make_dense(update.operand.param, update.operand.state, self._moments)
         swapping = self._host.write_through(updates, self._states)
         bound_updates = self._bind(updates)
-        updated = [update.param for update in updates]
-        engine = self._background.opened()
-        gate = self._background.open_gate
-        # Weights of deferred updates land with this step, also those of parameters without update.
-        others = engine.pending_besides(updated)
-        landing = [*updated, *others]
-        shared = set() if gate is None else set(self._background.exposed(landing))
-        may_defer = self._background.gate is not None and not shared.intersection(others)
-        at_once = self._at_once(engine, updates, number, shared) if may_defer else None
-        if at_once is not None:
-            # What they name in memory is on the volume after this step, and so is what comes next.
-            at_once.update(param for param, _, _ in swapping)
-        selects = engine.selector is not None
-        step = engine.prepare(
-            bound_updates, at_once, dict(zip(params, grads, strict=True)) if selects else None
-        )
-        hosted = Hosted(
-            engine, engine.num_settled, step, at_once, may_defer, swapping, landing, others, shared
-        )
-        return Prepared(bound_updates, hosted, residents)
+        hosted = self._background.opened().prepare(bound_updates)
+        return Prepared(bound_updates, hosted, swapping, residents)
 
-    def _is_current(self, prepared: Prepared) -> bool:
-        """Whether nothing has applied deferred updates since; a signal's handler may."""
-        hosted = prepared.hosted
-        return hosted is None or (
-            hosted.engine is self._engine and hosted.engine.num_settled == hosted.num_settled
-        )
-
-    def _submit(self, prepared: Prepared, grad_scale: float, number: int) -> None:
+    def _submit(
+        self, prepared: Prepared, grads: Mapping[int, torch.Tensor], grad_scale: float, number: int
+    ) -> None:
         """Submits a step that was decided on.
 
         Args:
             prepared: the step.
+            grads: of the parameters that the host steps, by their ids, on the device.
             grad_scale: what all gradients are multiplied by.
             number: as `_score` has it.
         """
         states = self.__dict__["state"]
-        updates, hosted, residents = prepared
+        updates, hosted, swapping, residents = prepared
         if hosted is None:
             self._commit([], self._residents.submission(residents, grad_scale, states))
             return
-        engine, gate = hosted.engine, self._background.open_gate
-        updated = [each.update.param for each in updates]
-        steps, at_once = self._deferred_steps, hosted.at_once
-        if steps is not None and hosted.may_defer:
+        engine, gate = self._background.opened(), self._background.open_gate
+        # Weights of deferred updates land with this step, also those of parameters without update.
+        updated = hosted.params
+        others = engine.pending_besides(updated)
+        landing = [*updated, *others]
+        shared = set() if gate is None else set(self._background.exposed(landing))
+        steps, at_once = self._deferred_steps, None
+        if steps is not None and self._background.gate is not None and shared.isdisjoint(others):
+            at_once = self._at_once(engine, updated, number, shared)
             steps.note(number, is_seen=self._is_seen(), is_settled=engine.is_settled)
+        if at_once is not None:
+            # What they name in memory is on the volume after this step, and so is what comes next.
+            at_once.update(param for param, _, _ in swapping)
         # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
         # without it: host and device hold the same weights, and there is nothing to wait for.
         # Forwards wait by themselves once the step runs.
         before = [
-            partial(self._twins.mark_stale, self._twins.left_out(hosted.landing)),
-            partial(self._twins.note, hosted.landing),
+            partial(self._twins.mark_stale, self._twins.left_out(landing)),
+            partial(self._twins.note, landing),
             partial(self._host.fingerprints.mark_outdated, updated),
         ]
         if gate is not None:
-            before.append(partial(gate.open, hosted.landing, hosted.shared))
+            before.append(partial(gate.open, landing, shared))
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
             engine.selector.drop(at_once or ())
         submitted = [
-            *engine.submission(hosted.step, grad_scale, selected),
+            *engine.submission(hosted, grad_scale, at_once=at_once, grads=grads, selected=selected),
             partial(setattr, self._background, "is_unreleased", True),
-            partial(self._swapping.__setitem__, 0, hosted.swapping),
+            partial(self._swapping.__setitem__, 0, swapping),
             # Behind the submit: where that fails nothing is stepped.
             *self._residents.submission(residents, grad_scale, states),
         ]
-        if hosted.others:
-            torch.autograd.graph.increment_version(hosted.others)
+        if others:
+            torch.autograd.graph.increment_version(others)
         self._commit(updates, [*before, *submitted])
         self._host.fingerprints.mark_verified(updated)
         self._host.drop_fresh(updated)
@@ -258,4 +233,4 @@ class OffloadSubmission(OffloadStateDicts):
             # The step itself waits for them, so that the guard sees no access. Those of the first
             # step of a new run: it has seen no forward. Not where memory is shared: writes to it
             # are not seen anyway.
-            self._twins.mark_stale(param for param in gate.uncovered if param not in hosted.shared)
+            self._twins.mark_stale(param for param in gate.uncovered if param not in shared)
