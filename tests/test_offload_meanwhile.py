@@ -185,6 +185,81 @@ def test_a_write_to_weights_whose_updates_are_deferred_is_refused(
     assert all(param.detach().isfinite().all() for param in model.parameters())
 
 
+@pytest.mark.parametrize("kind", DEFERRED)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_to_a_weight_that_only_lands_with_the_step_is_refused(
+    monkeypatch: pytest.MonkeyPatch, kind: str, write: str
+) -> None:
+    model, optimizer = run = made_as(kind)
+    train(*run, range(3))
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    *_, last = optimizer._twins
+    last.grad = None
+    assert optimizer._engine is not None and optimizer._engine.is_pending(last)
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="the writes are lost"):
+        call_behind_the_wait(patched, lambda: WRITES[write](last, torch.full_like(last, 3.0)))
+        optimizer.step()
+    assert torch.equal(bits(last.cpu()), bits(optimizer._twins.weight(last)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counter", [3, torch.tensor(3), torch.tensor(3.0, dtype=torch.float64)])
+def test_a_count_of_updates_may_be_set(
+    monkeypatch: pytest.MonkeyPatch, kind: str, counter: object
+) -> None:
+    runs = []
+    for is_set in (True, False):
+        _, optimizer = run = made_as(kind)
+        train(*run, range(3))
+
+        def handler(run: tuple[nn.Module, OffloadAdamW] = run) -> None:
+            run[1].drain()
+            for param in run[0].parameters():
+                run[1].state[param]["step"] = counter
+
+        with monkeypatch.context() as patched:
+            call_behind_the_wait(patched, handler if is_set else optimizer.drain)
+            train(*run, range(3, 4))
+        train(*run, range(4, 7))
+        runs.append(run)
+    assert_alike(*runs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", ["weights", "gradients"])
+@pytest.mark.parametrize(
+    "change",
+    [lambda one: one.half(), lambda one: one[:1].clone(), lambda one: one.t().contiguous().t()],
+    ids=["dtype", "shape", "strides"],
+)
+def test_what_is_not_as_it_was_checked_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    which: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model, optimizer = run = made_as(kind)
+    train(*run, range(3))
+    before = [bits(param) for param in model.parameters()]
+    params = [param for param in model.parameters() if param.dim() == 2]
+
+    def handler() -> None:
+        optimizer.drain()
+        before[:] = [bits(param) for param in model.parameters()]
+        for param in params:
+            changed = param if which == "weights" else param.grad
+            assert changed is not None
+            changed.data = change(changed.data)
+
+    with monkeypatch.context() as patched, pytest.raises(ValueError, match="expected"):
+        call_behind_the_wait(patched, handler)
+        train(*run, [3])
+    others = [param for param in model.parameters() if which == "gradients" or param.dim() != 2]
+    found = [bits(param) for param in others]
+    assert all(any(torch.equal(one, was) for was in before) for one in found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_may_be_given_other_memory(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     runs = []
@@ -270,6 +345,7 @@ def test_a_handler_that_saves_while_a_step_is_submitted_leaves_its_weights_await
     opened = Gate.open
 
     def saved(self: Gate, *args: Any) -> None:
+        monkeypatch.undo()
         opened(self, *args)
         before = self.guard.any_under_way
         optimizer.state_dict()

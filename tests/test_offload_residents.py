@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,6 +12,7 @@ import torch
 from optim_cases import bits
 from resident_models import ALL, EXTRA_BYTES, FIRST, STATE_BYTES, assert_alike, made, some_have_none
 from selected_models import DEVICE, DTYPES, loss_of, model_of, step_with, train
+from step_lines import interrupted_at
 from stepwell import Deferred, OffloadAdamW, Volume
 from stepwell.offload.engine import Engine
 from torch import nn
@@ -425,7 +424,7 @@ def test_ctrl_c_at_any_line_steps_all_or_none() -> None:
             loss_of(each, taken + 1).backward()
             for param in each.parameters():
                 param.grad = torch.full_like(param, 0.1 * (-1) ** taken)
-        was_interrupted = stepped_until(optimizer, stop_at)
+        was_interrupted = interrupted_at(optimizer, stop_at)
         optimizer.synchronize()
         counts = {int(state["step"]) for state in optimizer.state.values()}
         assert counts in ({taken}, {taken + 1})
@@ -439,28 +438,3 @@ def test_ctrl_c_at_any_line_steps_all_or_none() -> None:
     else:
         pytest.fail("no step ended")
     assert_alike((model, optimizer), reference)
-
-
-def stepped_until(optimizer: OffloadAdamW, line: int) -> bool:
-    """Whether Ctrl-C came in that line of a step, counted as Python goes over them."""
-    left = line
-
-    def trace(_frame: object, event: str, _argument: object) -> Any:
-        nonlocal left
-        left -= event == "line"
-        if left == 0:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    # Libraries have code called by collections, out of which nothing is raised.
-    gc.disable()
-    sys.settrace(trace)
-    try:
-        optimizer.step()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-        gc.enable()
-    return False

@@ -15,6 +15,7 @@ from selected_models import (
     assert_same,
     drawn,
     loss_of,
+    model_of,
     pair,
     step_with,
     train,
@@ -558,3 +559,23 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         Deferred(scope="global", fraction=0.1, budget_bytes=5)
     with pytest.raises(ValueError, match="`budget_bytes` is `0`"):
         Deferred(scope="global", budget_bytes=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_default_dtype_changes_nothing(dtype: torch.dtype, scope: Scope) -> None:
+    deferred = Deferred(interval=2, fraction=0.3, scope=scope)
+    default, runs = torch.get_default_dtype(), []
+    for while_stepping in (dtype, default):
+        model = model_of()
+        optimizer = OffloadAdamW(model.parameters(), deferred=deferred)
+        for step in range(6):
+            loss_of(model, step).backward()
+            torch.set_default_dtype(while_stepping)
+            try:
+                optimizer.step()
+            finally:
+                torch.set_default_dtype(default)
+            optimizer.zero_grad()
+        runs.append((model, optimizer))
+    assert_same(*runs)

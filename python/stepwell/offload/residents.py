@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from stepwell._hyper import Hyper
+    from stepwell.offload.gradients import Known
 
 __all__ = ["ResidentUpdate", "Residents", "ResidentsStep"]
 
@@ -91,11 +93,12 @@ class ResidentsStep(NamedTuple):
     grads: list[torch.Tensor]
     memories: list[torch.Tensor]
     stand_ins: list[_state.State]
+    hypers: list[Hyper]
     numels: list[int]
     dtypes: list[str]
     steps: list[int]
     counters: list[torch.Tensor]
-    """The `step` of each stand-in."""
+    """Those of the stand-ins."""
 
 
 class Residents:
@@ -127,6 +130,10 @@ class Residents:
     def ids(self) -> Mapping[int, object]:
         """Has the ids of the parameters as keys."""
         return self._residents
+
+    def known(self, param: torch.Tensor) -> Known | None:
+        """What a resident was when it was added; None: it is none."""
+        return self._residents.get(id(param))
 
     @property
     def state_nbytes(self) -> int:
@@ -201,9 +208,7 @@ class Residents:
         Raises:
             ValueError: one of them cannot be stepped.
         """
-        return gradients_of(
-            params, lambda param: self._residents.get(id(param)), self._device, label
-        )
+        return gradients_of(params, self.known, self._device, label)
 
     def updates(
         self,
@@ -255,7 +260,8 @@ class Residents:
             numels=[each.grad.numel() for each in updates],
             dtypes=[name_of(each.grad.dtype) for each in updates],
             steps=[each.step for each in updates],
-            counters=[each.stand_in["step"] for each in updates],
+            hypers=[each.hyper for each in updates],
+            counters=_counters(updates),
         )
 
     def submission(
@@ -279,8 +285,13 @@ class Residents:
             return []
         assert self._steps is not None
         # Parameters of one group have one object.
-        by_id = {id(each.hyper): each.hyper for each in updates}
+        by_id = {id(hyper): hyper for hyper in prepared.hypers}
         hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
+        counters = prepared.counters
+        now = [stand_in.get("step") for stand_in in prepared.stand_ins]
+        if not all(map(operator.is_, now, counters)):
+            # The program has set some while the step waited for the norm.
+            counters = _counters(updates)
         states.update(zip(prepared.params, prepared.stand_ins, strict=True))
         torch.autograd.graph.increment_version(prepared.params)
         self._stream = current_stream(self._device)
@@ -293,10 +304,10 @@ class Residents:
                 numels=prepared.numels,
                 dtypes=prepared.dtypes,
                 steps=prepared.steps,
-                hypers=[hypers[id(each.hyper)] for each in updates],
+                hypers=[hypers[id(hyper)] for hyper in prepared.hypers],
                 stream=self._stream,
             ),
-            partial(torch._foreach_add_, prepared.counters, _state.step_tensor(1), alpha=1.0),
+            partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0),
         ]
 
     def synchronize(self) -> None:
@@ -455,6 +466,15 @@ def _host_state(resident: _Resident, memory: torch.Tensor, stand_in: _state.Stat
         written = rounded.view(torch.int16) != weight.view(torch.int16)
         found["trailing"].masked_fill_(written, 0)
         _state.take_fingerprints(weight, found, "fp32")
+    return found
+
+
+def _counters(updates: Iterable[ResidentUpdate]) -> list[torch.Tensor]:
+    """The counts of updates in stand-ins, which steps can add to."""
+    found = []
+    for each in updates:
+        _state.repair_step(each.stand_in, each.step - 1)
+        found.append(each.stand_in["step"])
     return found
 
 

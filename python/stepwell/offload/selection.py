@@ -84,7 +84,9 @@ class Selector(Generic[_Tensor]):
         """Whether the next step has to be exact: the last one was, without the scores of all."""
         most = sum(one.rows + one.row_len for one in segments if not _is_whole(one))
         # The device writes it, and the thread reads it behind a wait of its own.
-        self._norms = torch.zeros(most, device="cpu", pin_memory=device.type == "cuda")
+        self._norms = torch.zeros(
+            most, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda"
+        )
 
     @property
     def share(self) -> float:

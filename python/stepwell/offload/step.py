@@ -1,10 +1,12 @@
 """A step of OffloadAdamW: decided on the device, submitted to the background, and what it took.
 
 - One norm of all gradients decides (`_begin_step`): everything that may fail comes before the first
-  change. What is submitted is made ready while the device computes it (`submission`).
+  change. What is submitted is made ready while the device computes it (`submission`). What a
+  program may change meanwhile is looked at again behind it.
 - However a step ends, what it would have waited for is waited for: after it gradients may be
   written, and weights that no forward waits for are there (`_locked_step`, `_leave_step`).
 - A step that is skipped or left by an error has the next one be exact, where updates are deferred.
+  The error holds no memory of the step.
 
 Cost: the thread waits for the norm, and for copies of gradients that the device does not have yet.
 """
@@ -16,7 +18,6 @@ import logging
 import math
 import threading
 import time
-import traceback
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,17 +25,25 @@ import torch
 
 from stepwell._decision import Facts, Outcome, decide
 from stepwell._sharding import greatest, is_dtensor
+from stepwell.offload.addresses import Addresses
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.gradients import apart_from, memories_of
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.sharding import awaited
-from stepwell.offload.submission import OffloadSubmission, OnDevice, Prepared, number_of
+from stepwell.offload.submission import (
+    OffloadSubmission,
+    OnDevice,
+    OutdatedError,
+    Prepared,
+    number_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from stepwell._operand import Update
     from stepwell.offload.collector import Collector
+    from stepwell.offload.gradients import Known
 
 __all__ = ["OffloadStep"]
 
@@ -94,14 +103,16 @@ class OffloadStep(OffloadSubmission):
                 self._seconds["release"] = time.perf_counter() - begin
                 self._background.wait_for_weights()
         except BaseException as error:
-            # The program may keep it. Memory of weights that a frame refers to would be taken for
-            # shared in every step to come, and nothing be deferred any more.
-            traceback.clear_frames(error.__traceback__)
             # Ctrl-C may have landed behind the submit, and nothing else waits for this.
-            self._leave_step()
+            try:
+                self._leave_step()
+            finally:
+                _clear_frames(error)
             raise
         finally:
             self._stepping_on = None
+            if self._engine is not None:
+                self._engine.is_counting = False
             self._collector.reset()
         self._seconds["background"] = background
         if not is_begun:
@@ -223,11 +234,7 @@ class OffloadStep(OffloadSubmission):
         is_first_at_lr_0 = self._is_first_at_lr_0()
         if not has_error and not found_inf:
             with awaited(self._sharding):
-                stale = self._twins.stale()
-                self._refuse_lost_writes(stale)
-                if stale:
-                    known = set(params)
-                    stale = [param for param in stale if param in known]
+                stale = self._stale_of(params)
                 number = number_of(updates, on_device.updates)
                 self._score(params, grads, number, stale)
                 self._host.reread(stale, self.state)
@@ -238,9 +245,10 @@ class OffloadStep(OffloadSubmission):
                     is_alone and self._host.swapped is None and number > 0 and not is_first_at_lr_0
                 )
                 prepare = partial(self._prepare, updates, on_device)
-                norm, prepared = self._norm_of(
-                    *on_device.merged(stepped, params, grads), prepare if is_early else None
-                )
+                all_params, all_grads = on_device.merged(stepped, params, grads)
+                addresses = Addresses.of(all_params, all_grads)
+                norm, prepared = self._norm_of(all_params, all_grads, prepare if is_early else None)
+                addresses.check(self._known, self._label)
                 norm *= inverse_scale
                 if self._sharding is not None:
                     self._sharding.peers.check_norm(norm)
@@ -277,14 +285,21 @@ class OffloadStep(OffloadSubmission):
             # After the norm, which would come down behind them; the step begins with the first that
             # is there.
             self._collector.take_missing(params, grads, engine)
-            if self._sharding is None and (written := self._twins.stale(params)):
-                # By a signal's handler or another thread, while this one waited for the norm.
-                self._refuse_lost_writes(written)
-                self._drop_written(written)
-                self._host.reread(written, states)
-                prepared = None
-            self._submit(prepared or prepare(), grad_of, grad_scale, number)
-        return True
+            while True:
+                if self._sharding is None and (written := self._stale_of(params)):
+                    # By a signal's handler or another thread, since the step was checked.
+                    self._drop_written(written)
+                    self._host.reread(written, states)
+                    prepared = None
+                try:
+                    self._submit(prepared or prepare(), grad_of, grad_scale, number)
+                except OutdatedError:
+                    # Nothing was stepped. What was ready is of before, and so is what was selected.
+                    engine.withdraw()
+                    self._background.finish()
+                    engine.is_settled, prepared = True, None
+                else:
+                    return True
 
     def _norm_of(
         self,
@@ -351,11 +366,24 @@ class OffloadStep(OffloadSubmission):
         commits = swapped is not None and swapped.commits
         return self._agree(found_inf, has_error, len(places) > 1, commits and len(updates) > 0)
 
-    def _refuse_lost_writes(self, stale: Sequence[torch.Tensor]) -> None:
-        """Raises ValueError where one of the `stale` parameters has updates that are deferred."""
-        engine = self._engine
+    def _known(self, param: torch.Tensor) -> Known | None:
+        """What a parameter was when it was added; None: it never was."""
+        return self._twins.get(param) or self._residents.known(param)
+
+    def _stale_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of `params`, which the host steps, that other code may have written.
+
+        Raises:
+            ValueError: one that was written has updates that are deferred, whether it is among
+                `params` or not.
+        """
+        stale, engine = self._twins.stale(), self._engine
         if engine is not None and any(map(engine.is_pending, stale)):
             engine.settle()
+        if not stale:
+            return []
+        known = set(params)
+        return [param for param in stale if param in known]
 
     def _stepped(self) -> list[torch.Tensor]:
         """The parameters that have a gradient, after groups that were edited have been followed."""
@@ -403,8 +431,9 @@ class OffloadStep(OffloadSubmission):
     def timing(self) -> dict[str, float]:
         """What the last step took, in seconds, and the bytes that crossed the bus.
 
-        - `norm`: waiting for the backward, and the norm of its gradients.
-        - `prepare`: until the background had the step.
+        - `norm`: waiting for the backward, and the norm of its gradients. A step in which no other
+          rank and no volume has a part is made ready within this time.
+        - `prepare`: from there until the background had the step.
         - `release`: until the device had all copies of gradients, which may be written from then
           on.
         - `step`: its first chunk to its last; within it `gradients`: waiting for them.
@@ -459,3 +488,18 @@ class OffloadStep(OffloadSubmission):
         )
         if interval is not None:
             self._set_interval(interval)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Has an error that left a step, and may be kept by the program, hold nothing of the step.
+
+    Memory of weights that a frame refers to would be taken for shared in every step to come, and
+    nothing be deferred any more. Frames of other code stay as they are.
+    """
+    found = error.__traceback__
+    while found is not None:
+        if found.tb_frame.f_globals.get("__name__", "").startswith("stepwell."):
+            # One that goes on is not cleared.
+            with contextlib.suppress(RuntimeError):
+                found.tb_frame.clear()
+        found = found.tb_next

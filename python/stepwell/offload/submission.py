@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from stepwell.offload.engine import Engine, EngineStep
     from stepwell.offload.residents import ResidentsStep, ResidentUpdate
 
-__all__ = ["OffloadSubmission", "OnDevice", "Prepared", "number_of"]
+__all__ = ["OffloadSubmission", "OnDevice", "OutdatedError", "Prepared", "number_of"]
+
+
+class OutdatedError(ValueError):
+    """A step was not submitted, and nothing was stepped: what was ready is out of date.
+
+    A signal's handler, or another thread, has written weights or applied what was deferred.
+    """
 
 
 class OnDevice(NamedTuple):
@@ -184,6 +191,9 @@ class OffloadSubmission(OffloadStateDicts):
             grads: of the parameters that the host steps, by their ids, on the device.
             grad_scale: what all gradients are multiplied by.
             number: as `_score` has it.
+
+        Raises:
+            OutdatedError: what it is to follow has changed meanwhile.
         """
         states = self.__dict__["state"]
         updates, hosted, swapping, residents = prepared
@@ -191,6 +201,7 @@ class OffloadSubmission(OffloadStateDicts):
             self._commit([], self._residents.submission(residents, grad_scale, states))
             return
         engine, gate = self._background.opened(), self._background.open_gate
+        num_settled = engine.num_settled
         # Weights of deferred updates land with this step, also those of parameters without update.
         updated = hosted.params
         others = engine.pending_besides(updated)
@@ -206,13 +217,17 @@ class OffloadSubmission(OffloadStateDicts):
         # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
         # without it: host and device hold the same weights, and there is nothing to wait for.
         # Forwards wait by themselves once the step runs.
+        is_alone = self._sharding is None
         before = [
+            partial(self._twins.note_counted if is_alone else self._twins.note, landing),
+            partial(setattr, engine, "is_counting", False),
             partial(self._twins.mark_stale, self._twins.left_out(landing)),
-            partial(self._twins.note, landing),
             partial(self._host.fingerprints.mark_outdated, updated),
         ]
         if gate is not None:
             before.append(partial(gate.open, landing, shared))
+        if is_alone:
+            before.append(partial(self._check_current, engine, num_settled, landing))
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
@@ -224,9 +239,20 @@ class OffloadSubmission(OffloadStateDicts):
             # Behind the submit: where that fails nothing is stepped.
             *self._residents.submission(residents, grad_scale, states),
         ]
+        for each in updates:
+            if each.state.get("step") is not each.bound.counter:
+                # The program has set it while the step waited for the norm.
+                _state.repair_step(each.state, each.update.step - 1)
+        engine.is_counting = True
         if others:
             torch.autograd.graph.increment_version(others)
-        self._commit(updates, [*before, *submitted])
+        try:
+            self._commit(updates, [*before, *submitted])
+        except ValueError as error:
+            if engine.num_settled == num_settled:
+                raise
+            # The core's, which has another schedule since then.
+            raise OutdatedError from error
         self._host.fingerprints.mark_verified(updated)
         self._host.drop_fresh(updated)
         if gate is not None and gate.uncovered:
@@ -234,3 +260,16 @@ class OffloadSubmission(OffloadStateDicts):
             # step of a new run: it has seen no forward. Not where memory is shared: writes to it
             # are not seen anyway.
             self._twins.mark_stale(param for param in gate.uncovered if param not in shared)
+
+    def _check_current(
+        self, engine: Engine, num_settled: int, landing: Sequence[torch.Tensor]
+    ) -> None:
+        """Raises OutdatedError where a step that is about to begin does not follow what is there.
+
+        Args:
+            engine: steps it.
+            num_settled: the engine's, when it was asked what is deferred.
+            landing: the parameters whose weights come with the step.
+        """
+        if not self._twins.are_noted(landing) or engine.num_settled != num_settled:
+            raise OutdatedError

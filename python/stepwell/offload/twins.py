@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stepwell import _core
 from stepwell._sharding import PLAIN, like, local
 from stepwell._tensors import tensor_on, view
+from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,8 @@ _ALIGN_BYTES = 64
 
 # What is compared at a time.
 _PART_BYTES = 16 << 20
+
+_get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 # Of no parameter.
 _NO_VERSION = (-1, -1, -1, -1)
@@ -263,8 +266,10 @@ class Twins:
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
         for param in params:
+            version = _version(param)
             local(self._twins[id(param)].weight).copy_(self.piece(param))
-            self.note([param])
+            # Of before the copy: what a signal's handler writes meanwhile stays stale.
+            self._note(param, version)
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """Other code has written `params`, however it did: they are stale."""
@@ -285,13 +290,34 @@ class Twins:
         The only one that says so: version and storage go together.
         """
         for param in params:
+            self._note(param, _version(param))
+
+    def _note(self, param: torch.Tensor, version: tuple[int, int, int, int]) -> None:
+        twin = self._twins[id(param)]
+        if twin.storage is None or twin.storage.cdata != version[2]:
+            storage = local(param).untyped_storage()
+            # torch has no types for it.
+            twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        twin.version, twin.is_marked_stale = version, False
+
+    def note_counted(self, params: Iterable[torch.Tensor]) -> None:
+        """As `note`, where a step has counted one write to each of `params`, which were not stale.
+
+        What was written besides stays stale.
+        """
+        for param in params:
             twin = self._twins[id(param)]
-            version = _version(param)
-            if twin.storage is None or twin.storage.cdata != version[2]:
-                storage = local(param).untyped_storage()
-                # torch has no types for it.
-                twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            twin.version, twin.is_marked_stale = version, False
+            version, noted = _version(param), twin.version
+            if noted is not None and version == (noted[0] + 1, noted[1] + 1, *noted[2:]):
+                twin.version = version
+
+    def are_noted(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether no write to `params` was counted since they were noted, also if under way."""
+        versions = [self._twins[id(param)].version for param in params]
+        noted = [None if version is None else version[0] for version in versions]
+        # No Python comes between these looks, and little behind them: a handler may write.
+        with without_waiting():
+            return list(map(_get_version, params)) == noted
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,115 @@
+"""A signal's handler that saves, or writes weights, at any line of a step."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from prepared_steps import made_as
+from selected_models import loss_of, train
+from step_lines import step_with_handler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from stepwell import OffloadAdamW
+    from torch import nn
+
+    Run = tuple[nn.Module, OffloadAdamW]
+
+# Prime, so that loops are met at any place.
+EVERY = 61
+BEFORE = 3
+
+
+def begun(kind: str) -> Run:
+    """A run that has its next gradients."""
+    model, optimizer = run = made_as(kind)
+    train(*run, range(BEFORE))
+    optimizer.zero_grad()
+    loss_of(model, BEFORE).backward()
+    return run
+
+
+def ended(run: Run) -> Run:
+    train(*run, range(BEFORE + 1, BEFORE + 4))
+    return run
+
+
+def handled(kind: str, handler: Callable[[Run], object]) -> Iterator[Run]:
+    """Runs whose handler came at one line of a step after the other."""
+    for line in count(1, EVERY):
+        run = begun(kind)
+        if not step_with_handler(run[1], line, lambda run=run: handler(run)):
+            return
+        yield ended(run)
+
+
+def bits_of(run: Run) -> list[Any]:
+    state = run[1].state_dict()["state"]
+    values = [value for each in state.values() for value in each.values()]
+    return [each.detach().float().tolist() for each in [*run[0].parameters(), *values]]
+
+
+def save(run: Run) -> None:
+    model, optimizer = run
+    [each.clone() for each in model.state_dict().values()]
+    optimizer.state_dict()
+
+
+def halve(run: Run) -> None:
+    with torch.no_grad():
+        for param in run[0].parameters():
+            param.mul_(0.5)
+
+
+@pytest.mark.parametrize("kind", ["exact", "residents", "deferred", "q8"])
+def test_a_step_in_which_a_checkpoint_is_saved_is_as_one_before_or_behind_it(kind: str) -> None:
+    # A save applies what is deferred, and is no matter without that.
+    expected = []
+    for is_before in (True, False):
+        run = begun(kind)
+        if is_before:
+            save(run)
+        run[1].step()
+        if not is_before:
+            save(run)
+        expected.append(bits_of(ended(run)))
+    runs = list(handled(kind, save))
+    assert len(runs) > 2
+    found = list(map(bits_of, runs))
+    assert all(each in expected for each in found)
+    # It came in time, and too late.
+    assert found[0] == expected[0]
+    assert found[-1] == expected[1]
+
+
+@pytest.mark.parametrize("kind", ["selected", "both"])
+def test_a_checkpoint_may_be_saved_at_any_line_of_a_step_with_selected_channels(kind: str) -> None:
+    for run in handled(kind, save):
+        model, optimizer = run
+        optimizer.drain()
+        steps = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
+        assert steps == {BEFORE + 4}
+        assert all(param.detach().isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["exact", "residents"])
+def test_weights_that_are_written_at_any_line_of_a_step_are_as_if_before_or_behind_it(
+    kind: str,
+) -> None:
+    expected = []
+    for is_before in (True, False):
+        run = begun(kind)
+        if is_before:
+            halve(run)
+        run[1].step()
+        if not is_before:
+            halve(run)
+        expected.append(bits_of(ended(run)))
+    found = list(map(bits_of, handled(kind, halve)))
+    assert all(each in expected for each in found)
+    assert found[0] == expected[0]
+    assert found[-1] == expected[1]
