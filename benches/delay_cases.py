@@ -159,7 +159,7 @@ def small_grid(task: Task, lrs: Sequence[float]) -> list[Case]:
     rest = [delay for delay in rest if delay not in seeds]
     runs: list[tuple[Delay | None, int]] = [(None, seed) for seed in range(3)]
     runs += [(delay, 0) for delay in [*seeds, *rest]]
-    runs += [(delay, seed) for seed in (1, 2) for delay in seeds]
+    runs += [(delay, seed) for seed in (1, 2) for delay in [*seeds, *rest]]
     return cases("small", task, lrs, runs)
 
 

@@ -1,7 +1,8 @@
 """Training steps of several installations and cases in turns, a few steps at a time.
 
     python benches/offload_in_turns.py [--site NAME=FOLDER ...] --run "NAME: CASE" ...
-        [--peer "NAME: CASE"] [--rounds 6] [--steps 4] [--accumulation 1] [--micro-batch 1]
+        [--peer "NAME: CASE"] [--rounds 6] [--steps 4] [--skip 1] [--accumulation 1]
+        [--micro-batch 1]
         [--size 1b] [--drive FOLDER ...]
         [--time MODULE:CLASS.METHOD ...]
 
@@ -15,7 +16,8 @@ Each round's steps are printed to stderr as they come, so that a run that is cut
 
 A row for each run has seconds per step. `mean_step` and `mean_whole` are means. All other seconds
 are medians over the rounds, of the medians of each round's steps. The first step of a round has no
-step to wait for. Only `mean_whole` counts it.
+step to wait for. It comes before those that are asked for (`--skip`), and only `mean_whole` counts
+it.
 
 - `step`: from one forward to the next.
 - `to the peer`, `to the first`: the ratio to the round's step of the peer, and of the first run
@@ -34,8 +36,8 @@ four rounds: then each round takes two steps, and every fourth has a commit. A d
 within a minute, so the shorter the rounds are, the more alike it is for all.
 
 Where updates are deferred each round begins with an exact step, since all that was pending was
-applied at the end of the last round. The second step waits for what the first has changed. So look
-at the medians of `step`, and have six steps or more.
+applied at the end of the last round. The second step waits for what the first has changed. So leave
+out two (`--skip 2`), or look at the medians of `step`, and have six steps or more.
 
 Two processes of one build differ by some per cent, by the memory that they have got. Name a folder
 twice to see by how much (`--site old=OLD --site again=OLD`).
@@ -117,16 +119,17 @@ class Training:
         # Before the steps, as the workers of a loader make them.
         self._batches = iter(list(workload.batches(self._device)))
         self._accumulation: int = plan["accumulation"]
+        self._skip: int = plan["skip"]
         self.loss = 0.0
 
     def _find_autograd(self, _: Any) -> None:
         self._autograd_clock = time.pthread_getcpuclockid(threading.get_ident())
 
     def take(self, steps: int) -> dict[str, Any]:
-        """Takes steps, after one that has nothing to wait for, and returns what they took."""
+        """Takes steps, after some that are not looked at, and returns what they took."""
         run, found, marks = self._run, defaultdict(list), []
         calls: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for _ in range(steps + 1):
+        for _ in range(steps + self._skip):
             marks.append(time.perf_counter())
             for micro_step in range(self._accumulation):
                 begin, began = time.perf_counter(), time.thread_time()
@@ -160,9 +163,9 @@ class Training:
         whole = time.perf_counter() - marks[0]
         self.loss = float(loss.detach())
         return {
-            "seconds": {name: seconds[1:] for name, seconds in found.items()},
-            "calls": {name: each[1:] for name, each in calls.items()},
-            "whole": whole / (steps + 1),
+            "seconds": {name: seconds[self._skip :] for name, seconds in found.items()},
+            "calls": {name: each[self._skip :] for name, each in calls.items()},
+            "whole": whole / (steps + self._skip),
             "loss": self.loss,
         }
 
@@ -170,7 +173,7 @@ class Training:
 def child(asked: dict[str, Any]) -> None:
     """Takes as many steps as each line of the input says."""
     training = Training(asked["case"], asked["plan"], asked["timed"])
-    training.take(WARM_UP_STEPS - 1)
+    training.take(WARM_UP_STEPS - asked["plan"]["skip"])
     gc.collect()
     gc.freeze()
     print(MARK + "{}", flush=True)
@@ -259,6 +262,7 @@ def main() -> None:
     parser.add_argument("--peer", metavar="NAME: CASE")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--skip", type=int, default=1, help="first steps of each round, left out")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--micro-batch", type=int, default=1)
     parser.add_argument("--size", default="1b")
@@ -272,7 +276,8 @@ def main() -> None:
         "sequence_length": args.sequence_length,
         "micro_batch": args.micro_batch,
         "accumulation": args.accumulation,
-        "steps": args.rounds * (args.steps + 1),
+        "steps": args.rounds * (args.steps + args.skip),
+        "skip": args.skip,
         "warm_up_steps": WARM_UP_STEPS,
         "clip_norm": 1.0,
         "seed": 0,
