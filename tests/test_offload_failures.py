@@ -339,7 +339,7 @@ def test_weights_are_those_of_the_last_step_after_one_that_was_not_submitted(mon
     net, optimizer = pair()[0]
     train(net, optimizer, 2)
 
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(optimizer, "_commit", interrupted)

@@ -390,3 +390,23 @@ def test_a_handler_may_look_at_state_while_a_look_reads_it(
     assert optimizer.state[param] is looks[0]
     assert (optimizer.state[param]["exp_avg"] == value).all()
     train(model, optimizer, [3])
+
+
+def test_weights_that_are_written_again_and_again_do_not_keep_a_step_from_beginning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = run = made_as("exact")
+    train(*run, range(2))
+    opened = Gate.open
+
+    def written(self: Gate, *args: Any) -> None:
+        opened(self, *args)
+        with torch.no_grad():
+            next(model.parameters()).mul_(0.5)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Gate, "open", written)
+        train(*run, [2])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "what is written before it has begun is lost" in caplog.text
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}

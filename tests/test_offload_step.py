@@ -205,3 +205,22 @@ def test_steps_are_exact_once_an_access_was_compiled():
     train(model, optimizer, 1)
     assert not optimizer._gate.is_open
     assert not optimizer._engine.has_pending()
+
+
+@pytest.mark.parametrize("options", [{}, {"device_bytes_max": 200}], ids=str)
+def test_parameters_may_share_a_count_of_writes(caplog, options):
+    # Slices of one buffer: a write to one is counted for all.
+    flat = torch.linspace(-1.0, 1.0, 48).view(12, 4)
+    runs = []
+    for parts in (flat.clone().split(3), [part.clone() for part in flat.split(3)]):
+        params = [torch.nn.Parameter(part) for part in parts]
+        optimizer = stepwell.OffloadAdamW(params, lr=0.1, **options)
+        for step in range(4):
+            for index, param in enumerate(params):
+                param.grad = torch.full_like(param, float(step - index))
+            optimizer.step()
+        optimizer.synchronize()
+        assert params[0]._version >= 4
+        runs.append(torch.cat([param.detach() for param in params]))
+    assert torch.equal(*map(bits, runs))
+    assert not caplog.records

@@ -551,8 +551,13 @@ class Adam(StateDicts):
             bound_updates.append(BoundUpdate(update, state, bound))
         return bound_updates
 
-    def _commit(self, updates: list[BoundUpdate], calls: list[partial[Any]]) -> None:
-        """Makes the calls that step, counts the updates, and tells autograd."""
+    def _commit(
+        self, updates: list[BoundUpdate], calls: list[partial[Any]], *, counts: bool = True
+    ) -> None:
+        """Makes the calls that step, counts the updates, and tells autograd.
+
+        `counts`: whether this tells autograd of writes to the parameters; or the calls do.
+        """
         written: list[torch.Tensor] = []
         for each in updates:
             param = each.update.param
@@ -566,7 +571,8 @@ class Adam(StateDicts):
             counters = [each.state["step"] for each in updates]
             # A number would become a tensor anew for each counter.
             calls.append(partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0))
-            torch.autograd.graph.increment_version(written)
+            if counts:
+                torch.autograd.graph.increment_version(written)
         calls.append(partial(setattr, self, "_has_left", False))
         # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
         # between two of these calls.

@@ -185,8 +185,6 @@ class Engine:
         self._is_settling = False
         self.num_settled = 0
         """How often that has ended what deferred steps go on with: pending updates, selections."""
-        self.is_counting = False
-        """Whether a submission is about to note that it has changed versions of weights."""
         self._has_checksums = True
         # The storages of weights between deferred steps, in a list for the finalizer's sake.
         self._held: list[dict[int, torch.UntypedStorage]] = [{}]
@@ -476,8 +474,7 @@ class Engine:
         self.finish()
         params = self.pending_params
         with as_plain(params), torch.no_grad():
-            # For a signal's handler that comes meanwhile all versions would be the program's.
-            written = [] if self.is_counting else self._twins.stale(params)
+            written = self._twins.stale(params)
             foreign = set(written)
             ours = [param for param in params if param not in foreign]
             try:

@@ -273,7 +273,7 @@ class Residents:
         """The calls that step residents, in which no Python can be interrupted.
 
         Before they are made no weight has changed, and no state but that one which was never
-        stepped is there, with no step.
+        stepped is there, with no step. Autograd is told of the writes by the caller.
 
         Args:
             prepared: the step. It is held until the calls are made.
@@ -293,7 +293,6 @@ class Residents:
             # The program has set some while the step waited for the norm.
             counters = _counters(updates)
         states.update(zip(prepared.params, prepared.stand_ins, strict=True))
-        torch.autograd.graph.increment_version(prepared.params)
         self._stream = current_stream(self._device)
         return [
             partial(

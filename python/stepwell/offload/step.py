@@ -52,6 +52,9 @@ _LOGGER = logging.getLogger(__name__)
 # Of clip coefficients, relative: devices of several kinds may round one norm differently.
 _CLIP_TOLERANCE = 1e-5
 
+# A step that is overtaken is made ready anew, but not for ever.
+_TRIES_MAX = 8
+
 
 class OffloadStep(OffloadSubmission):
     """The same as far as it steps."""
@@ -111,8 +114,6 @@ class OffloadStep(OffloadSubmission):
             raise
         finally:
             self._stepping_on = None
-            if self._engine is not None:
-                self._engine.is_counting = False
             self._collector.reset()
         self._seconds["background"] = background
         if not is_begun:
@@ -278,28 +279,38 @@ class OffloadStep(OffloadSubmission):
         grad_scale = inverse_scale * self._clip_coefficient(norm)
         grad_of = dict(zip(map(id, params), grads, strict=True))
         if not len(self._twins):
-            self._submit(prepared or prepare(), grad_of, grad_scale, number)
+            self._submit(prepared or prepare(), grad_of, grad_scale, number, is_checked=False)
             return True
         engine = self._background.opened()
         with engine.decided():
             # After the norm, which would come down behind them; the step begins with the first that
             # is there.
             self._collector.take_missing(params, grads, engine)
-            while True:
+            for tries_left in reversed(range(_TRIES_MAX)):
                 if self._sharding is None and (written := self._stale_of(params)):
                     # By a signal's handler or another thread, since the step was checked.
                     self._drop_written(written)
                     self._host.reread(written, states)
                     prepared = None
+                is_checked = self._sharding is None and tries_left > 0
                 try:
-                    self._submit(prepared or prepare(), grad_of, grad_scale, number)
+                    self._submit(
+                        prepared or prepare(), grad_of, grad_scale, number, is_checked=is_checked
+                    )
+                    break
                 except OutdatedError:
                     # Nothing was stepped. What was ready is of before, and so is what was selected.
                     engine.withdraw()
                     self._background.finish()
                     engine.is_settled, prepared = True, None
-                else:
-                    return True
+                    if tries_left == 1:
+                        _LOGGER.warning(
+                            "weights were written %d times while one step was made ready; what is "
+                            "written before it has begun is lost. hint: write weights between "
+                            "steps",
+                            _TRIES_MAX - 1,
+                        )
+        return True
 
     def _norm_of(
         self,

@@ -18,6 +18,7 @@ import torch
 
 from stepwell import _state
 from stepwell.offload.state_dicts import OffloadStateDicts
+from stepwell.offload.version_counts import VersionCounts, count_writes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -182,7 +183,13 @@ class OffloadSubmission(OffloadStateDicts):
         return Prepared(bound_updates, hosted, swapping, residents)
 
     def _submit(
-        self, prepared: Prepared, grads: Mapping[int, torch.Tensor], grad_scale: float, number: int
+        self,
+        prepared: Prepared,
+        grads: Mapping[int, torch.Tensor],
+        grad_scale: float,
+        number: int,
+        *,
+        is_checked: bool,
     ) -> None:
         """Submits a step that was decided on.
 
@@ -191,14 +198,16 @@ class OffloadSubmission(OffloadStateDicts):
             grads: of the parameters that the host steps, by their ids, on the device.
             grad_scale: what all gradients are multiplied by.
             number: as `_score` has it.
+            is_checked: whether it is looked at what it is to follow once more, last of all.
 
         Raises:
-            OutdatedError: what it is to follow has changed meanwhile.
+            OutdatedError: that has changed meanwhile.
         """
         states = self.__dict__["state"]
         updates, hosted, swapping, residents = prepared
         if hosted is None:
-            self._commit([], self._residents.submission(residents, grad_scale, states))
+            stepping = self._residents.submission(residents, grad_scale, states)
+            self._commit([], [count_writes(residents.params), *stepping])
             return
         engine, gate = self._background.opened(), self._background.open_gate
         num_settled = engine.num_settled
@@ -217,17 +226,14 @@ class OffloadSubmission(OffloadStateDicts):
         # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
         # without it: host and device hold the same weights, and there is nothing to wait for.
         # Forwards wait by themselves once the step runs.
-        is_alone = self._sharding is None
+        if not is_checked:
+            self._twins.note(landing)
         before = [
-            partial(self._twins.note_counted if is_alone else self._twins.note, landing),
-            partial(setattr, engine, "is_counting", False),
             partial(self._twins.mark_stale, self._twins.left_out(landing)),
             partial(self._host.fingerprints.mark_outdated, updated),
         ]
         if gate is not None:
             before.append(partial(gate.open, landing, shared))
-        if is_alone:
-            before.append(partial(self._check_current, engine, num_settled, landing))
         selected = []
         if engine.selector is not None:
             selected = engine.selector.choose(at_once)
@@ -243,15 +249,15 @@ class OffloadSubmission(OffloadStateDicts):
             if each.state.get("step") is not each.bound.counter:
                 # The program has set it while the step waited for the norm.
                 _state.repair_step(each.state, each.update.step - 1)
-        engine.is_counting = True
-        if others:
-            torch.autograd.graph.increment_version(others)
+        # From its first call on no Python comes between the calls.
+        counts = VersionCounts(self._twins, landing, residents.params, engine, num_settled)
+        checks = counts.checks if is_checked else []
+        calls = [*before, *checks, *counts.counting, *submitted]
         try:
-            self._commit(updates, [*before, *submitted])
+            self._commit(updates, calls, counts=False)
         except ValueError as error:
-            if engine.num_settled == num_settled:
+            if not counts.is_outdated:
                 raise
-            # The core's, which has another schedule since then.
             raise OutdatedError from error
         self._host.fingerprints.mark_verified(updated)
         self._host.drop_fresh(updated)
@@ -260,16 +266,3 @@ class OffloadSubmission(OffloadStateDicts):
             # step of a new run: it has seen no forward. Not where memory is shared: writes to it
             # are not seen anyway.
             self._twins.mark_stale(param for param in gate.uncovered if param not in shared)
-
-    def _check_current(
-        self, engine: Engine, num_settled: int, landing: Sequence[torch.Tensor]
-    ) -> None:
-        """Raises OutdatedError where a step that is about to begin does not follow what is there.
-
-        Args:
-            engine: steps it.
-            num_settled: the engine's, when it was asked what is deferred.
-            landing: the parameters whose weights come with the step.
-        """
-        if not self._twins.are_noted(landing) or engine.num_settled != num_settled:
-            raise OutdatedError

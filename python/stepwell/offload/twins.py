@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from stepwell import _core
 from stepwell._sharding import PLAIN, like, local
 from stepwell._tensors import tensor_on, view
-from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +30,6 @@ _ALIGN_BYTES = 64
 
 # What is compared at a time.
 _PART_BYTES = 16 << 20
-
-_get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 
 # Of no parameter.
 _NO_VERSION = (-1, -1, -1, -1)
@@ -299,25 +296,6 @@ class Twins:
             # torch has no types for it.
             twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         twin.version, twin.is_marked_stale = version, False
-
-    def note_counted(self, params: Iterable[torch.Tensor]) -> None:
-        """As `note`, where a step has counted one write to each of `params`, which were not stale.
-
-        What was written besides stays stale.
-        """
-        for param in params:
-            twin = self._twins[id(param)]
-            version, noted = _version(param), twin.version
-            if noted is not None and version == (noted[0] + 1, noted[1] + 1, *noted[2:]):
-                twin.version = version
-
-    def are_noted(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether no write to `params` was counted since they were noted, also if under way."""
-        versions = [self._twins[id(param)].version for param in params]
-        noted = [None if version is None else version[0] for version in versions]
-        # No Python comes between these looks, and little behind them: a handler may write.
-        with without_waiting():
-            return list(map(_get_version, params)) == noted
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
