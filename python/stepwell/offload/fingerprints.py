@@ -27,6 +27,8 @@ class FingerprintStatus:
     def __init__(self) -> None:
         self._unverified: set[torch.Tensor] = set()
         self._outdated: set[torch.Tensor] = set()
+        self.num_taken = 0
+        """How often fingerprints were taken, of one parameter each."""
 
     def mark_unverified(self, params: Iterable[torch.Tensor]) -> None:
         """The weights of `params`, or their state, were written by something else than a step.
@@ -55,6 +57,7 @@ class FingerprintStatus:
 
     def mark_current(self, param: torch.Tensor) -> None:
         """The fingerprints of `param` were taken."""
+        self.num_taken += 1
         self._outdated.discard(param)
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:

@@ -294,6 +294,8 @@ class Residents:
             counters = _counters(updates)
         states.update(zip(prepared.params, prepared.stand_ins, strict=True))
         self._stream = current_stream(self._device)
+        # A handler may give tensors other memory before the calls.
+        held = [each.untyped_storage() for each in (*prepared.params, *prepared.grads)]
         return [
             partial(
                 self._steps.step,
@@ -307,6 +309,7 @@ class Residents:
                 stream=self._stream,
             ),
             partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0),
+            partial(held.clear),
         ]
 
     def synchronize(self) -> None:

@@ -30,13 +30,8 @@ from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.gradients import apart_from, memories_of
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.sharding import awaited
-from stepwell.offload.submission import (
-    OffloadSubmission,
-    OnDevice,
-    OutdatedError,
-    Prepared,
-    number_of,
-)
+from stepwell.offload.submission import OffloadSubmission, OnDevice, Prepared, number_of
+from stepwell.offload.version_counts import OutdatedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -193,6 +188,7 @@ class OffloadStep(OffloadSubmission):
         norm = 0.0
         number = 0
         prepared: Prepared | None = None
+        addresses: Addresses | None = None
         with awaited(self._sharding):
             try:
                 inverse_scale = self._inverse_grad_scale()
@@ -249,7 +245,6 @@ class OffloadStep(OffloadSubmission):
                 all_params, all_grads = on_device.merged(stepped, params, grads)
                 addresses = Addresses.of(all_params, all_grads)
                 norm, prepared = self._norm_of(all_params, all_grads, prepare if is_early else None)
-                addresses.check(self._known, self._label)
                 norm *= inverse_scale
                 if self._sharding is not None:
                     self._sharding.peers.check_norm(norm)
@@ -278,7 +273,9 @@ class OffloadStep(OffloadSubmission):
         self._has_left = True
         grad_scale = inverse_scale * self._clip_coefficient(norm)
         grad_of = dict(zip(map(id, params), grads, strict=True))
+        assert addresses is not None
         if not len(self._twins):
+            addresses.check(self._known, self._label)
             self._submit(prepared or prepare(), grad_of, grad_scale, number, is_checked=False)
             return True
         engine = self._background.opened()
@@ -287,6 +284,7 @@ class OffloadStep(OffloadSubmission):
             # is there.
             self._collector.take_missing(params, grads, engine)
             for tries_left in reversed(range(_TRIES_MAX)):
+                addresses.check(self._known, self._label)
                 if self._sharding is None and (written := self._stale_of(params)):
                     # By a signal's handler or another thread, since the step was checked.
                     self._drop_written(written)
@@ -507,10 +505,17 @@ def _clear_frames(error: BaseException) -> None:
     Memory of weights that a frame refers to would be taken for shared in every step to come, and
     nothing be deferred any more. Frames of other code stay as they are.
     """
-    found = error.__traceback__
-    while found is not None:
-        if found.tb_frame.f_globals.get("__name__", "").startswith("stepwell."):
-            # One that goes on is not cleared.
-            with contextlib.suppress(RuntimeError):
-                found.tb_frame.clear()
-        found = found.tb_next
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        left += [each for each in (one.__context__, one.__cause__) if each is not None]
+        found = one.__traceback__
+        while found is not None:
+            if found.tb_frame.f_globals.get("__name__", "").startswith("stepwell."):
+                # One that goes on is not cleared.
+                with contextlib.suppress(RuntimeError):
+                    found.tb_frame.clear()
+            found = found.tb_next

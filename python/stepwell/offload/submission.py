@@ -18,7 +18,7 @@ import torch
 
 from stepwell import _state
 from stepwell.offload.state_dicts import OffloadStateDicts
-from stepwell.offload.version_counts import VersionCounts, count_writes
+from stepwell.offload.version_counts import OutdatedError, VersionCounts, count_writes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -27,14 +27,7 @@ if TYPE_CHECKING:
     from stepwell.offload.engine import Engine, EngineStep
     from stepwell.offload.residents import ResidentsStep, ResidentUpdate
 
-__all__ = ["OffloadSubmission", "OnDevice", "OutdatedError", "Prepared", "number_of"]
-
-
-class OutdatedError(ValueError):
-    """A step was not submitted, and nothing was stepped: what was ready is out of date.
-
-    A signal's handler, or another thread, has written weights or applied what was deferred.
-    """
+__all__ = ["OffloadSubmission", "OnDevice", "Prepared", "number_of"]
 
 
 class OnDevice(NamedTuple):
@@ -210,24 +203,27 @@ class OffloadSubmission(OffloadStateDicts):
             self._commit([], [count_writes(residents.params), *stepping])
             return
         engine, gate = self._background.opened(), self._background.open_gate
-        num_settled = engine.num_settled
         # Weights of deferred updates land with this step, also those of parameters without update.
         updated = hosted.params
         others = engine.pending_besides(updated)
         landing = [*updated, *others]
         shared = set() if gate is None else set(self._background.exposed(landing))
+        if not is_checked:
+            self._twins.note(landing)
+        counts = VersionCounts(
+            self._twins, landing, residents.params, engine, self._host.fingerprints
+        )
         steps, at_once = self._deferred_steps, None
-        if steps is not None and self._background.gate is not None and shared.isdisjoint(others):
+        is_seen, is_settled = self._is_seen(), engine.is_settled
+        may_defer = self._background.gate is not None and shared.isdisjoint(others)
+        if may_defer:
             at_once = self._at_once(engine, updated, number, shared)
-            steps.note(number, is_seen=self._is_seen(), is_settled=engine.is_settled)
         if at_once is not None:
             # What they name in memory is on the volume after this step, and so is what comes next.
             at_once.update(param for param, _, _ in swapping)
         # Ctrl-C may land in all that is Python. So this comes before the submit, and does no harm
         # without it: host and device hold the same weights, and there is nothing to wait for.
         # Forwards wait by themselves once the step runs.
-        if not is_checked:
-            self._twins.note(landing)
         before = [
             partial(self._twins.mark_stale, self._twins.left_out(landing)),
             partial(self._host.fingerprints.mark_outdated, updated),
@@ -249,8 +245,6 @@ class OffloadSubmission(OffloadStateDicts):
             if each.state.get("step") is not each.bound.counter:
                 # The program has set it while the step waited for the norm.
                 _state.repair_step(each.state, each.update.step - 1)
-        # From its first call on no Python comes between the calls.
-        counts = VersionCounts(self._twins, landing, residents.params, engine, num_settled)
         checks = counts.checks if is_checked else []
         calls = [*before, *checks, *counts.counting, *submitted]
         try:
@@ -259,6 +253,8 @@ class OffloadSubmission(OffloadStateDicts):
             if not counts.is_outdated:
                 raise
             raise OutdatedError from error
+        if steps is not None and may_defer:
+            steps.note(number, is_seen=is_seen, is_settled=is_settled)
         self._host.fingerprints.mark_verified(updated)
         self._host.drop_fresh(updated)
         if gate is not None and gate.uncovered:

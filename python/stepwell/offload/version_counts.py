@@ -1,11 +1,11 @@
 """Counts the write of a step to its weights, without Python in between.
 
-A signal's handler runs between two instructions of Python, and may write weights or apply what is
-deferred. So what looks whether that has happened, what counts the step's own write, and what notes
-the counts are calls of C. Made one directly after the other, and directly before the submit, they
-leave a handler no place. A tensor under way would call Python (`under_way`). So counts are read
-and raised through aliases: tensors that share the parameter's counter, and nothing is read or
-written through.
+A signal's handler runs between two instructions of Python, and may write weights, save, or apply
+what is deferred. So what looks whether that has happened, what counts the step's own write, and
+what notes the counts are calls of C. Made one directly after the other, and directly before the
+submit, they leave a handler no place. A tensor under way would call Python (`under_way`). So counts
+are read and raised through aliases: tensors that share the parameter's counter, and nothing is read
+or written through. Where weights lie aliases do not tell. That is looked at just before.
 
 Parameters may share a counter, as slices of one buffer do. So how far it goes up is looked at, not
 known.
@@ -24,21 +24,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell._sharding import PLAIN, local
+from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from stepwell.offload.engine import Engine
+    from stepwell.offload.fingerprints import FingerprintStatus
     from stepwell.offload.twins import Twins
 
-__all__ = ["VersionCounts", "count_writes"]
+__all__ = ["OutdatedError", "VersionCounts", "count_writes"]
 
 _get_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _get_num_settled = attrgetter("num_settled")
+_get_num_taken = attrgetter("num_taken")
+
+
+class OutdatedError(ValueError):
+    """A step was not submitted, and nothing was stepped: what was ready is out of date.
+
+    A signal's handler, or another thread, has written weights, saved, or applied what was deferred.
+    """
 
 
 class VersionCounts:
-    """Those of `params`, whose twins were noted.
+    """Those of `params`, whose twins were noted, from before a step is made ready to its submit.
 
     The memory of `params` counts as shared while this lives: ask what is exposed before.
 
@@ -47,7 +57,7 @@ class VersionCounts:
         params: the parameters whose weights come with a step.
         besides: plain parameters without a twin that the same step writes.
         engine: what submits it.
-        num_settled: the engine's, when it was asked what is deferred.
+        fingerprints: what is marked in them comes after this is made.
     """
 
     def __init__(
@@ -56,7 +66,7 @@ class VersionCounts:
         params: Sequence[torch.Tensor],
         besides: Sequence[torch.Tensor],
         engine: Engine,
-        num_settled: int,
+        fingerprints: FingerprintStatus,
     ) -> None:
         noted = [twins[param].version for param in params]
         counts = [(0, 0, 0, 0) if version is None else version for version in noted]
@@ -71,21 +81,28 @@ class VersionCounts:
             piece for whole, piece in zip(wholes, pieces, strict=True) if piece is not whole
         ]
         self._expected = [*[count[0] for count in counts], *[count[1] for count in counts]]
-        self._expected.append(num_settled)
+        self._expected += [engine.num_settled, fingerprints.num_taken]
         self._seen: list[int] = []
+        # Found while they are plain: to ask what is under way for its class would wait.
+        places = [*map(local, params), *besides]
+        addresses = [count[3] for count in counts]
+        addresses += map(torch.Tensor.data_ptr, besides)
         found: list[int] = []
         self.checks: list[partial[Any]] = [
+            # No method: a cycle would keep the aliases, and the memory shared.
+            partial(_check_addresses, places, addresses),
             partial(self._seen.extend, map(_get_version, counters)),
             partial(self._seen.extend, map(_get_num_settled, [engine])),
+            partial(self._seen.extend, map(_get_num_taken, [fingerprints])),
             # Raises ValueError where they differ.
             partial([self._expected].index, self._seen),
         ]
-        """Calls that raise ValueError where anything was written or settled since it was noted."""
+        """Calls that raise ValueError where anything has happened since this was made."""
         versions = zip(
             islice(found, len(wholes)),
             islice(found, len(wholes), None),
             [count[2] for count in counts],
-            [count[3] for count in counts],
+            addresses[: len(wholes)],
             strict=True,
         )
         self.counting: list[partial[Any]] = [
@@ -100,8 +117,15 @@ class VersionCounts:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the checks were made, and have failed."""
+        """Whether counts were looked at, and have changed."""
         return bool(self._seen) and self._seen != self._expected
+
+
+def _check_addresses(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
+    """Raises OutdatedError where one of `tensors`, which may be under way, lies elsewhere."""
+    with without_waiting():
+        if list(map(torch.Tensor.data_ptr, tensors)) != addresses:
+            raise OutdatedError
 
 
 def count_writes(tensors: Sequence[torch.Tensor]) -> partial[Any]:
