@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from prepared_steps import made_as
-from selected_models import loss_of, train
+from prepared_steps import BEFORE, begun
+from selected_models import train
 from step_lines import step_with_handler
 
 if TYPE_CHECKING:
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
 
 # Prime, so that loops are met at any place.
 EVERY = 61
-BEFORE = 3
-
-
-def begun(kind: str) -> Run:
-    """A run that has its next gradients."""
-    model, optimizer = run = made_as(kind)
-    train(*run, range(BEFORE))
-    optimizer.zero_grad()
-    loss_of(model, BEFORE).backward()
-    return run
 
 
 def ended(run: Run, left: int) -> Run:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from optim_cases import bits
-from prepared_steps import KINDS, call_behind_the_wait, made_as, not_early
+from prepared_steps import KINDS, begun, call_behind_the_wait, made_as, preparing
 from resident_models import assert_alike
-from selected_models import loss_of, train
+from selected_models import train
 from stepwell.offload import residents
 from stepwell.offload.collector import DeviceCollector
 from stepwell.offload.gate import Gate
@@ -43,9 +43,7 @@ def test_a_handler_that_looks_while_the_norm_is_computed_is_as_good_as_before(
 ) -> None:
     runs = []
     for is_early in (True, False):
-        with monkeypatch.context() as patched:
-            if not is_early:
-                not_early(patched)
+        with preparing(monkeypatch, is_early=is_early) as patched:
             runs.append(looked_at(patched, kind, what))
     assert runs[0][1] == runs[1][1]
     assert_alike(runs[0][0], runs[1][0])
@@ -149,10 +147,7 @@ def test_a_write_to_weights_is_as_one_before_the_step(
 ) -> None:
     runs = []
     for is_before in (True, False):
-        model, optimizer = run = made_as(kind)
-        train(*run, range(3))
-        optimizer.zero_grad()
-        loss_of(model, 3).backward()
+        _, optimizer = run = begun(kind)
 
         def handler(run: tuple[nn.Module, OffloadAdamW] = run) -> None:
             run[1].drain()
@@ -190,10 +185,7 @@ def test_a_write_to_weights_whose_updates_are_deferred_is_refused(
 def test_a_write_to_a_weight_that_only_lands_with_the_step_is_refused(
     monkeypatch: pytest.MonkeyPatch, kind: str, write: str
 ) -> None:
-    model, optimizer = run = made_as(kind)
-    train(*run, range(3))
-    optimizer.zero_grad()
-    loss_of(model, 3).backward()
+    _, optimizer = begun(kind)
     *_, last = optimizer._twins
     last.grad = None
     assert optimizer._engine is not None and optimizer._engine.is_pending(last)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from optim_cases import bits
-from prepared_steps import KINDS, made_as, not_early
+from prepared_steps import KINDS, made_as, preparing
 from resident_models import assert_alike, made
 from selected_models import loss_of, model_of, train
 from stepwell import OffloadAdamW, Volume
@@ -68,9 +68,7 @@ def test_bits_are_those_of_steps_that_are_prepared_later(
 ) -> None:
     runs = []
     for is_early in (True, False):
-        with monkeypatch.context() as patched:
-            if not is_early:
-                not_early(patched)
+        with preparing(monkeypatch, is_early=is_early):
             run = made_as(kind)
             losses = train(*run, range(9))
             runs.append((run, losses))
@@ -135,11 +133,8 @@ def test_a_step_that_is_skipped_or_refused_leaves_nothing_of_what_was_prepared(
 ) -> None:
     runs = []
     for is_early, nonfinite in ((True, "skip"), (True, "raise"), (False, "skip")):
-        with monkeypatch.context() as patched:
-            if not is_early:
-                not_early(patched)
-            options = {"device_bytes_max": 0, **KINDS[kind], "nonfinite": nonfinite}
-            model, optimizer = made(model_of(), **options)
+        with preparing(monkeypatch, is_early=is_early):
+            model, optimizer = made_as(kind, nonfinite=nonfinite)
             train(model, optimizer, range(bad))
             optimizer.zero_grad()
             (math.inf * next(model.parameters()).sum()).backward()
@@ -164,9 +159,7 @@ def test_a_step_that_fails_while_it_is_prepared_can_be_taken_again(
 ) -> None:
     runs = []
     for is_early in (True, False):
-        with monkeypatch.context() as patched:
-            if not is_early:
-                not_early(patched)
+        with preparing(monkeypatch, is_early=is_early) as patched:
             model, optimizer = made_as(kind)
             train(model, optimizer, range(at))
             prepare = Engine.prepare
