@@ -364,7 +364,7 @@ class Engine:
                 is pending of them is applied. None: it is not deferred, and applies all that is
                 pending.
             grads: by the id of each parameter its gradient on the device, contiguous: of channels
-                that are stepped there.
+                that are stepped there; empty without a selector.
             selected: the selections that begin with it; empty without a selector.
         """
         keys = list(map(id, prepared.stepped))

@@ -241,7 +241,7 @@ class OffloadStep(OffloadSubmission):
                 is_early = (
                     is_alone and self._host.swapped is None and number > 0 and not is_first_at_lr_0
                 )
-                prepare = partial(self._prepare, updates, on_device)
+                prepare = partial(self._prepare, updates, on_device, params, grads)
                 all_params, all_grads = on_device.merged(stepped, params, grads)
                 addresses = Addresses.of(all_params, all_grads)
                 norm, prepared = self._norm_of(all_params, all_grads, prepare if is_early else None)
@@ -272,11 +272,10 @@ class OffloadStep(OffloadSubmission):
             return False
         self._has_left = True
         grad_scale = inverse_scale * self._clip_coefficient(norm)
-        grad_of = dict(zip(map(id, params), grads, strict=True))
         assert addresses is not None
         if not len(self._twins):
             addresses.check(self._known, self._label)
-            self._submit(prepared or prepare(), grad_of, grad_scale, number, is_checked=False)
+            self._submit(prepared or prepare(), grad_scale, number, is_checked=False)
             return True
         engine = self._background.opened()
         with engine.decided():
@@ -292,9 +291,7 @@ class OffloadStep(OffloadSubmission):
                     prepared = None
                 is_checked = self._sharding is None and tries_left > 0
                 try:
-                    self._submit(
-                        prepared or prepare(), grad_of, grad_scale, number, is_checked=is_checked
-                    )
+                    self._submit(prepared or prepare(), grad_scale, number, is_checked=is_checked)
                     break
                 except OutdatedError:
                     # Nothing was stepped. What was ready is of before, and so is what was selected.

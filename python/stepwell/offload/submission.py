@@ -69,6 +69,8 @@ class Prepared(NamedTuple):
     """The same for the engine; None: there is none, since the host steps no parameter, ever."""
     swapping: list[tuple[torch.Tensor, _state.State, _state.State]]
     """As `HostSide.write_through` has it."""
+    grads: Mapping[int, torch.Tensor]
+    """As `Engine.submission` has it."""
     residents: ResidentsStep
 
 
@@ -153,7 +155,13 @@ class OffloadSubmission(OffloadStateDicts):
             number, is_seen=self._is_seen(), is_settled=engine.is_settled
         )
 
-    def _prepare(self, updates: list[Update], on_device: OnDevice) -> Prepared:
+    def _prepare(
+        self,
+        updates: list[Update],
+        on_device: OnDevice,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+    ) -> Prepared:
         """The updates of a step, which were checked, as they are submitted.
 
         State that is not dense, or counts updates by a number, gets the form in which it is
@@ -162,33 +170,30 @@ class OffloadSubmission(OffloadStateDicts):
         Args:
             updates: of the host.
             on_device: of the device.
+            params: the parameters that the host steps.
+            grads: their gradients.
         """
         residents = self._residents.prepare(on_device.updates)
         if not len(self._twins):
-            return Prepared([], None, [], residents)
+            return Prepared([], None, [], {}, residents)
         for update in updates:
             if update.operand.is_moved and update.operand.state is not None:
                 # The step goes on in the background, and works on the state itself.
                 _state.make_dense(update.operand.param, update.operand.state, self._moments)
         swapping = self._host.write_through(updates, self._states)
         bound_updates = self._bind(updates)
-        hosted = self._background.opened().prepare(bound_updates)
-        return Prepared(bound_updates, hosted, swapping, residents)
+        engine = self._background.opened()
+        selects = engine.selector is not None
+        grad_of = dict(zip(map(id, params), grads, strict=True)) if selects else {}
+        return Prepared(bound_updates, engine.prepare(bound_updates), swapping, grad_of, residents)
 
     def _submit(
-        self,
-        prepared: Prepared,
-        grads: Mapping[int, torch.Tensor],
-        grad_scale: float,
-        number: int,
-        *,
-        is_checked: bool,
+        self, prepared: Prepared, grad_scale: float, number: int, *, is_checked: bool
     ) -> None:
         """Submits a step that was decided on.
 
         Args:
             prepared: the step.
-            grads: of the parameters that the host steps, by their ids, on the device.
             grad_scale: what all gradients are multiplied by.
             number: as `_score` has it.
             is_checked: whether it is looked at what it is to follow once more, last of all.
@@ -197,7 +202,7 @@ class OffloadSubmission(OffloadStateDicts):
             OutdatedError: that has changed meanwhile.
         """
         states = self.__dict__["state"]
-        updates, hosted, swapping, residents = prepared
+        updates, hosted, swapping, grads, residents = prepared
         if hosted is None:
             stepping = self._residents.submission(residents, grad_scale, states)
             self._commit([], [count_writes(residents.params), *stepping])
