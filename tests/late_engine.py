@@ -29,6 +29,9 @@ class LateEngine:
         """The calls that have waited since the last step was submitted."""
         self.stepped = []
         """The tensors of the last step, in its order."""
+        if hasattr(engine, "hold"):
+            # Of steps that begin past this object.
+            engine.hold()
 
     def submit(self, *args, **keywords):
         self._may_gather.clear()
@@ -38,7 +41,11 @@ class LateEngine:
 
     @property
     def is_late(self):
-        return self._submission is not None
+        return self._submission is not None or self._is_held
+
+    @property
+    def _is_held(self):
+        return getattr(self._engine, "is_held", False)
 
     @property
     def busy(self):
@@ -50,10 +57,14 @@ class LateEngine:
 
     def begin(self):
         """The step begins, if it has not."""
-        if self.is_late:
+        if self._submission is not None:
             submit, self._submission = self._submission, None
             submit()
-            self._engine.release(stream=0)
+        elif not self._is_held:
+            return
+        if hasattr(self._engine, "let_begin"):
+            self._engine.let_begin()
+        self._engine.release(stream=0)
 
     def begin_to_gather(self):
         """The step begins, and so does the gathering of its weights."""

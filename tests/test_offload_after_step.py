@@ -8,7 +8,6 @@ import torch
 from offload_cases import WIDTH, Net, batch, reversed_params, small
 from offload_landing import Later, flat
 from optim_cases import bits
-from stepwell.offload.guard import WeightGuard
 from torch.nn import Parameter
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -36,33 +35,6 @@ def test_parameters_of_another_class_are_waited_for_in_the_step():
         return [output.item() for output in outputs]
 
     assert train("module") == train("step")
-
-
-def test_an_access_while_a_step_is_being_submitted_leaves_the_protection(monkeypatch):
-    def train(gate, reads):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(WIDE, WIDE, bias=False)
-        optimizer = stepwell.OffloadAdamW(layer.parameters(), lr=1e-2, threads=1, gate=gate)
-        protect = WeightGuard.protect
-
-        def protect_and_read(guard, params):
-            params = list(params)
-            protect(guard, params)
-            reads.append([param.detach().clone() for param in params])
-
-        monkeypatch.setattr(WeightGuard, "protect", protect_and_read)
-        outputs = []
-        for _ in range(3):
-            outputs.append(layer(torch.ones(1, WIDE)).sum())
-            outputs[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        return [output.item() for output in outputs]
-
-    reads = []
-    assert train("module", reads) == train("step", [])
-    assert len(reads) == 3
 
 
 def steps(gate, access, count=5, **options):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from stepwell._hyper import Hyper
 from stepwell.offload.peers import StepFacts
-from stepwell.offload.sharding import Sharding, _digest, open_sharding
+from stepwell.offload.sharding import Sharding, UpdateFacts, _digest, open_sharding
 from stepwell.offload.shares import Shares
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,7 +48,7 @@ def sharing(facts=FACTS):
 
 
 def update_of(hyper=HYPER, step=1, seed=0):
-    return SimpleNamespace(hyper=hyper, step=step, rounding=SimpleNamespace(seed=seed))
+    return UpdateFacts(hyper, step, seed)
 
 
 def agree(sharding, params, facts=FACTS):

@@ -6,7 +6,6 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from prepared_steps import BEFORE, begun
 from selected_models import train
 from step_lines import step_with_handler
@@ -49,17 +48,6 @@ def save(run: Run) -> None:
     optimizer.state_dict()
 
 
-def halve(run: Run) -> None:
-    with torch.no_grad():
-        for param in run[0].parameters():
-            param.mul_(0.5)
-
-
-def replace(run: Run) -> None:
-    for param in run[0].parameters():
-        param.data = param.detach() * 0.5
-
-
 def before_and_behind(kind: str, handler: Callable[[Run], object], left: int) -> list[Any]:
     """What comes of it where the handler is called before the step, and behind it."""
     expected = []
@@ -96,15 +84,3 @@ def test_a_checkpoint_may_be_saved_at_any_line_of_a_step_with_selected_channels(
         steps = {int(state["step"]) for state in optimizer.state_dict()["state"].values()}
         assert steps == {BEFORE + 4}
         assert all(param.detach().isfinite().all() for param in model.parameters())
-
-
-@pytest.mark.parametrize("kind", ["exact", "residents"])
-@pytest.mark.parametrize("write", [halve, replace])
-def test_weights_that_are_written_at_any_line_of_a_step_are_as_if_before_or_behind_it(
-    kind: str, write: Callable[[Run], None]
-) -> None:
-    expected = before_and_behind(kind, write, 3)
-    found = list(map(bits_of, handled(kind, write, 3)))
-    assert all(each in expected for each in found)
-    assert found[0] == expected[0]
-    assert found[-1] == expected[1]

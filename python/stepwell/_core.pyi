@@ -2,12 +2,13 @@
 The compiled core of Stepwell: kernels, state codecs, pool and host memory.
 """
 
+from _typeshed import Incomplete
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "grant_channels", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "Look", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Store", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "grant_channels", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -312,6 +313,32 @@ class Hyper:
     def __new__(cls, /, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, bias_correction: bool = True, maximize: bool = False, grad_scale: float = 1.0) -> Hyper: ...
 
 @final
+class Look:
+    """
+    What a look at the gradients has found.
+
+    Attributes:
+        params: the parameters that have a gradient, in the order of the groups.
+        grads: of each its gradient.
+        moved: the positions, in these lists, of what has to be bound before the step.
+        groups: of each which group it is of.
+        num_seen: how many of the store's parameters are in the groups.
+        has_unknown: whether one that has a gradient is not the store's.
+    """
+    @property
+    def grads(self, /) -> list: ...
+    @property
+    def groups(self, /) -> list[int]: ...
+    @property
+    def has_unknown(self, /) -> bool: ...
+    @property
+    def moved(self, /) -> list[int]: ...
+    @property
+    def num_seen(self, /) -> int: ...
+    @property
+    def params(self, /) -> list: ...
+
+@final
 class MemberFile:
     """
     A file or a block device of a volume's member, as it was found.
@@ -486,6 +513,20 @@ class OffloadEngine:
 
         Raises:
             OSError: where the step or the device has failed.
+        """
+    def hold(self, /) -> None:
+        """
+        Steps that are submitted from now on begin with `let_begin`: what does not wait for them then
+        finds the old weights, every time. For tests.
+        """
+    @property
+    def is_held(self, /) -> bool:
+        """
+        Whether a step that was submitted waits for `let_begin`.
+        """
+    def let_begin(self, /) -> None:
+        """
+        Has the step that was submitted begin.
         """
     def next_group(self, /) -> int:
         """
@@ -767,6 +808,192 @@ class StatePart:
     def per_element(self, /) -> bool:
         """
         Whether it has one entry for each element of the parameter.
+        """
+
+@final
+class Store:
+    """
+    Parameters with their states, which are stepped together.
+
+    Args:
+        is_beside: whether they are beside a device; else they are in host memory, and stepped there.
+        engine: has the host sides of those that were added; None: the device has all state.
+    """
+    def __new__(cls, /, *, is_beside: bool = False, engine: OffloadEngine | None = None) -> Store: ...
+    def add(self, /, params: Sequence[Any], twins: Sequence[Any]) -> None:
+        """
+        Adds parameters that are stepped beside a device, in the order of the engine's tensors.
+        (Those in host memory are added where `look` finds them.)
+
+        `twins`: of each what has its `version` when the step that comes has begun.
+        """
+    def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: dict, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, first: int = 0, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
+        """
+        Binds what is at `position` of the last look.
+
+        Args:
+            position: in its lists.
+            tensor: what the core steps, with the gradient's memory in the host; None: this rank has
+                nothing of the parameter.
+            grad: the gradient that is stepped, dense.
+            state: the optimizer's state of it.
+            parts: of the state what the step works with: its name, what the state has, and what
+                this rank has of that.
+            piece: what is stepped of the parameter; None: the parameter itself.
+            first: of a parameter and its gradient, of which only some rows are stepped, the first
+                element.
+            is_kept: whether the next step may go on with it.
+            write_backs: what is called without arguments behind the step, functions of C.
+
+        Raises:
+            ValueError: the gradient is another than the tensor's, or lies elsewhere.
+        """
+    def discard(self, /) -> None:
+        """
+        Forgets the last look, of a step that is not taken: its gradients may be freed.
+        """
+    @property
+    def has_left(self, /) -> bool:
+        """
+        Whether this rank has not taken a step on which all ranks have decided: set by the caller,
+        cleared by the step itself.
+        """
+    @has_left.setter
+    def has_left(self, /, value: bool) -> None:
+        """
+        Whether this rank has not taken a step on which all ranks have decided: set by the caller,
+        cleared by the step itself.
+        """
+    @property
+    def held(self, /) -> list:
+        """
+        The parameters whose storage the store keeps alive between deferred steps, by one reference
+        each.
+        """
+    @property
+    def landing(self, /) -> list:
+        """
+        The parameters whose weights come with the step of the last look: its own, and those that
+        are pending.
+        """
+    def look(self, /, groups: Sequence[list], states: dict | None) -> Look:
+        """
+        Finds the gradients of the step that comes.
+
+        Args:
+            groups: the parameters of each group.
+            states: those of the optimizer, by parameter; None: no program has them, so none has
+                changed.
+
+        Raises:
+            Whatever torch raises of a tensor.
+        """
+    def note_settled(self, /) -> None:
+        """
+        Nothing is pending any more, and the engine writes no weight.
+        """
+    @property
+    def num_settled(self, /) -> int:
+        """
+        How often all that was pending has been applied.
+        """
+    def numbers(self, /) -> list[int]:
+        """
+        The number of the update that comes of each parameter of the last look, from 1; 0: it is not
+        bound.
+        """
+    def overlapping(self, /, others: Sequence[tuple[int, int]] = ...) -> list[int]:
+        """
+        The positions, in the last look's lists, of gradients that lie in memory which the step
+        writes.
+
+        Args:
+            others: of other weights that come with the step, where each begins, and its bytes.
+        """
+    @property
+    def params(self, /) -> list:
+        """
+        The parameters.
+        """
+    @property
+    def pending(self, /) -> list:
+        """
+        The parameters of which the device may lack an update, or have a predicted weight.
+        """
+    @property
+    def record(self, /) -> Any | None:
+        """
+        What the caller has said of the last step that has begun; None: none has.
+        """
+    def set_apart(self, /, params: Sequence[Any]) -> None:
+        """
+        Something else steps these: looks pass over them, and count them as seen. The caller holds
+        them.
+        """
+    def stats(self, /) -> GradStats:
+        """
+        Finite check and largest magnitude of the gradients of the last look, which are in host
+        memory; the GIL is released.
+        """
+    def step(self, /, hypers: Sequence[Hyper]) -> None:
+        """
+        Steps what the last look has found, all of it or nothing; the arithmetic runs without the
+        GIL.
+
+        Args:
+            hypers: of each group, as it was given to `look`.
+
+        Raises:
+            ValueError: with nothing changed: a gradient or a parameter was given other memory since
+                the look, or memory overlaps.
+        """
+    def submit(self, /, hypers: Sequence[Hyper], *, buffers: Sequence[Any], stream: int, record: Any, order: Sequence[int] | None = None, verified: set[int] | None = None, deferred: Incomplete | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, residents: Incomplete | None = None, under_way: tuple[type, Sequence[tuple[dict, Any | None]]] | None = None, begun: Sequence[Any] = ...) -> bool:
+        """
+        Starts the step of what the last look has found, in the background: all of it, or nothing.
+        Gradients on the device may be written after `release`.
+
+        Args:
+            hypers: of each group, as it was given to `look`.
+            buffers: what has the memory of all host sides.
+            stream: the stream that uses the weights.
+            record: what is the store's `record` from the moment on in which the step has begun.
+            order: of each parameter its place in the step; None: as they were added.
+            verified: the spans of which fingerprints are verified, and taken.
+            deferred: how updates are deferred: `predicted_updates`, `steps_pending`, `at_once`, and
+                the `num_settled` of then. None: none is, and all that is pending is applied.
+            selected: as `OffloadEngine.submit`; None: no channel is selected.
+            residents: what the device steps with it: `steps`, `params`, `grads`, `memories`,
+                `counters`, `hypers`.
+            under_way: the class that parameters get whose weights come, and registries of these:
+                dicts that get a value by the parameter's id; None: the parameter itself.
+            begun: what is called without arguments when the step has begun, functions of C.
+
+        Returns:
+            whether updates are deferred: not where all that was pending has been applied since.
+
+        Raises:
+            ValueError: with nothing changed: a parameter or a gradient was given other memory since
+                the look; what `OffloadEngine.submit` refuses.
+            OSError: where the device has failed.
+        """
+    def take(self, /, positions: Sequence[int], *, buffers: Sequence[Any], stream: int, is_deferred: bool, order: Sequence[int] | None = None) -> None:
+        """
+        Copies gradients of the last look to host memory, in the background, after what `stream`
+        holds now.
+
+        Args:
+            positions: in the look's lists.
+            buffers: what has the memory of all host sides.
+            stream: the stream that made them.
+            order: of each parameter its place in the step; None: as they were added.
+
+        Raises:
+            ValueError: as `OffloadEngine.take`.
+            OSError: where the device has failed.
+        """
+    def unbind(self, /) -> None:
+        """
+        Looks at all parameters and states anew in the next step, as if it were the first.
         """
 
 @final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -12,16 +11,16 @@ import torch
 from torch._compile import _disable_dynamo
 
 from stepwell import _core, _state
+from stepwell._binding import Rounding, bind, checked_grad
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
-from stepwell._operand import Bound, BoundUpdate, Rounding, Update, bind, prepare
-from stepwell._sharding import agree, is_dtensor, local, meshes
+from stepwell._sharding import PLAIN, agree, local, meshes
 from stepwell._state_dict import StateDicts
 from stepwell._tensors import Written, check_param, ordinary_tensors
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT
@@ -87,8 +86,7 @@ class Adam(StateDicts):
     # `found_inf`.
     _step_supports_amp_scaling = True
 
-    _bound: dict[torch.Tensor, Bound]
-    _written: Written | None
+    _hypers: list[Hyper]
     _meshes: list[DeviceMesh] | None
     _num_skipped_here = 0  # by this object: a loaded `skipped_steps` counts others' as well
 
@@ -163,11 +161,12 @@ class Adam(StateDicts):
         try:
             hyper_of(param_group, f"group {len(self.param_groups) - 1}")
             self._admit(param_group["params"])
-            written = Written(self._memory())
+            # Raises where two of them share memory.
+            Written(self._memory())
         except BaseException:
             self.param_groups.pop()
             raise
-        self._written, self._meshes = written, None
+        self._meshes = None
 
     def _admit(self, params: list[torch.Tensor]) -> None:
         """Makes ready for steps of `params`, which have just been added.
@@ -199,13 +198,18 @@ class Adam(StateDicts):
     def _label(self, param: torch.Tensor) -> str:
         return dict(self._labelled())[param]
 
+    @property
+    def _store(self) -> _core.Store:
+        """The parameters with their states, as they are stepped."""
+        return self._own_store
+
     def _look_anew(self) -> None:
         """Has the next step look at every parameter, and at all state, as if it were the first."""
-        self._bound = {}
-        self._written = None
+        self._own_store = _core.Store()
+        self._seeds: list[int] = []
+        # What steps have made and no step has put into `state` yet.
+        self._new_states: dict[torch.Tensor, _state.State] = {}
         self._meshes = None
-        # Whether this rank has not taken a step on which all ranks have decided.
-        self._has_left = False
 
     def _memory(self) -> Iterable[tuple[str, torch.Tensor]]:
         """All that a step may write, with its name."""
@@ -251,26 +255,28 @@ class Adam(StateDicts):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
+        try:
+            self._step()
+        finally:
+            # It holds gradients, which the program may free.
+            self._store.discard()
         return loss
 
     def _step(self) -> None:
         if self._scaler_found_inf():
-            self._is_taken(Facts(found_inf=True), [], None, "")
+            self._is_taken(Facts(found_inf=True), None, "", has_updates=False)
             return
         is_first_at_lr_0 = self._is_first_at_lr_0()
         must_inspect = is_first_at_lr_0 or self._nonfinite != "propagate"
-        updates: list[Update] = []
+        params: list[torch.Tensor] = []
         grad_scale = 1.0
         stats: _core.GradStats | None = None
         error: ValueError | None = None
         try:
             grad_scale = self._inverse_grad_scale()
-            updates = self._updates()
+            params = self._look().params
             if must_inspect:
-                stats = _core.grad_stats(
-                    [u.operand.grad_view for u in updates if u.operand.grad_view.numel], norm=False
-                )
+                stats = self._store.stats()
         except ValueError as caught:
             error = caught
         is_nonfinite = stats is not None and not (
@@ -288,10 +294,14 @@ class Adam(StateDicts):
             is_nonzero=is_nonzero,
             is_first_at_lr_0=is_first_at_lr_0,
         )
-        what = self._describe_nonfinite(updates, stats, grad_scale) if is_nonfinite else ""
-        if self._is_taken(facts, updates, error, what):
-            self._has_left = True
-            self._apply(updates, grad_scale)
+        what = self._describe_nonfinite(params, stats, grad_scale) if is_nonfinite else ""
+        try:
+            is_taken = self._is_taken(facts, error, what, has_updates=bool(params))
+        finally:
+            del error
+        if is_taken:
+            self._store.has_left = True
+            self._apply(grad_scale)
 
     def _agree(self, *flags: bool) -> list[bool]:
         """The flags that are set on any of the ranks that share parameters. All of them call it.
@@ -299,10 +309,11 @@ class Adam(StateDicts):
         Raises:
             OSError: on all ranks: some have taken the step before, and others have left it.
         """
-        left = [self._has_left, not self._has_left]
+        has_left = self._store.has_left
+        left = [has_left, not has_left]
         *found, has_any_left, has_any_stayed = agree(self._agreeing_meshes(), [*flags, *left])
         if has_any_left and has_any_stayed:
-            which = "this rank" if self._has_left else "another rank"
+            which = "this rank" if has_left else "another rank"
             raise OSError(
                 f"{which} has left a step by an error, and others have taken it: the weights are "
                 "not those of any step. hint: the error of that rank says why; load a checkpoint "
@@ -313,20 +324,18 @@ class Adam(StateDicts):
     def _is_taken(
         self,
         facts: Facts,
-        updates: Sequence[Update],
         error: ValueError | None,
         nonfinite: str,
         *,
-        is_awaited: bool = False,
+        has_updates: bool,
     ) -> bool:
         """Whether the updates are to be applied; if not, this has done what is to be done instead.
 
         Args:
             facts: what the decision follows from.
-            updates: of the step.
             error: what keeps this rank from stepping.
             nonfinite: what is not finite, if anything is.
-            is_awaited: whether a step without updates is taken as well.
+            has_updates: whether there is anything to apply, here or on another rank.
 
         Raises:
             ValueError: the step is refused.
@@ -334,7 +343,11 @@ class Adam(StateDicts):
         outcome = decide(facts, self._nonfinite)
         if outcome is Outcome.REFUSE:
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    # Or it would refer to itself by this frame, and hold gradients.
+                    del error
             if facts.has_error:
                 raise ValueError(
                     "another rank could not step, and nothing was changed. "
@@ -347,9 +360,9 @@ class Adam(StateDicts):
         if outcome is Outcome.SKIP:
             self._count_skipped(nonfinite)
         elif outcome is Outcome.MAKE_STATE:
-            for update in updates:
-                self.state[update.param] = self._fresh_state(update)
-        return outcome is Outcome.STEP and (is_awaited or len(updates) > 0)
+            self.__dict__["state"].update(self._new_states)
+            self._new_states = {}
+        return outcome is Outcome.STEP and has_updates
 
     def _scaler_found_inf(self) -> bool:
         """Whether a GradScaler has found a gradient that is not finite."""
@@ -359,7 +372,7 @@ class Adam(StateDicts):
     def _is_first_at_lr_0(self) -> bool:
         """Whether torch.distributed.checkpoint may have asked for this step, to have state made."""
         is_at_0 = all(_is_0(group.get("lr")) for group in self.param_groups)
-        return is_at_0 and not any(self.state.values())
+        return is_at_0 and not any(self.__dict__["state"].values())
 
     def _agreeing_meshes(self) -> list[DeviceMesh]:
         if self._meshes is None:
@@ -378,12 +391,12 @@ class Adam(StateDicts):
         return 1.0 / float(scale)
 
     def _describe_nonfinite(
-        self, updates: list[Update], stats: _core.GradStats | None, grad_scale: float
+        self, params: Sequence[torch.Tensor], stats: _core.GradStats | None, grad_scale: float
     ) -> str:
         """What is not finite."""
         index = None if stats is None else stats.first_nonfinite
         if index is not None:
-            param = [u.param for u in updates if u.operand.grad_view.numel][index]
+            param = [param for param in params if local(param).numel()][index]
             return f"the gradient of {self._label(param)} is not finite"
         if stats is not None and stats.finite and stats.absmax * grad_scale > _FLOAT32_MAX:
             return (
@@ -414,169 +427,89 @@ class Adam(StateDicts):
             self.skipped_steps,
         )
 
-    def _updates(self) -> list[Update]:
-        """What the coming step does, checked in full.
+    def _look(self) -> _core.Look:
+        """The gradients of the coming step, all that it works with checked in full.
 
         Raises:
-            ValueError: it cannot be done.
+            ValueError: the step cannot be done.
         """
-        updates = []
-        labels: dict[torch.Tensor, str] = {}
-
-        def label() -> str:
-            """What errors call `param`."""
-            if not labels:
-                labels.update(self._labelled())
-            return labels[param]
-
-        hypers = [
-            hyper_of(group, f"group {index}") for index, group in enumerate(self.param_groups)
-        ]
-        states, bound, moments = self.state, self._bound, self._moments
-        is_fixed, apart = self._has_own_host_sides, self._stepped_apart
-        ordinal = -1
-        for hyper, group in zip(hypers, self.param_groups, strict=True):
-            for param in group["params"]:
-                ordinal += 1
-                grad = param.grad
-                if grad is None or id(param) in apart:
-                    continue
-                state = states.get(param) or None
-                last = bound.get(param)
-                step = 1 if state is None else 1 + _state.step_of(state, label)
-                weight, grad = self._host_tensors(param, grad)
-                operand = prepare(weight, grad, state, moments, label, last, is_fixed=is_fixed)
-                rounding = self._rounding(ordinal, group, param)
-                updates.append(Update(param, operand, hyper, step, rounding, state, last))
-        self._check_shared_memory(updates)
-        return updates
-
-    def _check_shared_memory(self, updates: list[Update]) -> None:
-        """Raises ValueError if gradients or written tensors share memory that the step writes."""
-        is_current = self._written is not None and not any(
-            update.operand.is_moved for update in updates
-        )
-        if is_current and self._sharing([u for u in updates if u.operand.is_grad_moved]) is None:
-            return
-        # What was written by earlier steps may have been freed since, and be a gradient's by now:
-        # an error follows from what is alive.
-        self._written = Written(self._memory())
-        if (found := self._sharing(updates)) is not None:
-            param, owner = found
+        groups = self.param_groups
+        self._hypers = [hyper_of(group, f"group {at}") for at, group in enumerate(groups)]
+        self._new_states = {}
+        store, seeds = self._store, [group["seed"] for group in groups]
+        if seeds != self._seeds:
+            store.unbind()
+            self._seeds = seeds
+        look = store.look([group["params"] for group in groups], self.__dict__["state"])
+        if look.moved:
+            self._bind(look)
+            # Raises where two of them share memory.
+            Written(self._memory())
+        for position in store.overlapping():
+            param, grad = look.params[position], local(look.grads[position])
+            owner = Written(self._memory()).owner_of(grad) or "what a step writes"
             raise ValueError(
                 f"the gradient of {self._label(param)} shares memory with {owner}. "
                 "hint: grad.clone()"
             )
+        return look
 
-    def _sharing(self, updates: list[Update]) -> tuple[torch.Tensor, str] | None:
-        """The first parameter whose gradient lies in memory that steps write.
+    def _bind(self, look: _core.Look) -> None:
+        """Gives the store what it has to know anew of the coming step.
 
-        And the name of the tensor that has that memory.
+        Raises:
+            ValueError: one of these cannot be stepped.
         """
-        assert self._written is not None
-        for update in updates:
-            if (owner := self._written.owner_of(update.operand.grad)) is not None:
-                return update.param, owner
-        return None
+        labels = dict(self._labelled())
+        ordinals = {id(param): at for at, param in enumerate(labels)}
+        seeds = {
+            id(param): group["seed"] for group in self.param_groups for param in group["params"]
+        }
+        params, grads = look.params, look.grads
+        for position in look.moved:
+            param, label = params[position], labels[params[position]]
+            grad = checked_grad(param, grads[position], label)
+            bind(
+                self._store,
+                position,
+                weight=param,
+                grad=grad,
+                piece=None if type(param) in PLAIN else local(param),
+                state=self._state_to_step(param, label),
+                moments=self._moments,
+                rounding=Rounding(seeds[id(param)], ordinals[id(param)]),
+                label=partial(labels.__getitem__, param),
+                is_kept=grad is grads[position],
+            )
 
-    def _rounding(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
-        """What the stochastic rounding of a parameter follows from.
+    def _state_to_step(self, param: torch.Tensor, label: str) -> _state.State:
+        """The state that a step of `param` works with; `_apply` puts it where programs find it.
 
-        A state dict has all of it, so a resumed run rounds alike.
+        Raises:
+            ValueError: what the optimizer has does not fit the parameter.
         """
-        return Rounding(group["seed"], index, self._first_element(param))
+        known = self.__dict__["state"].get(param)
+        if known:
+            state = _state.refreshed(param, known, self._moments, label)
+        else:
+            state = _state.new(param, self._moments)
+        if state is not known:
+            self._new_states[param] = state
+        return state
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         """The tensor in host memory that stands for `param` in a step: `param` itself."""
         return param
 
-    _stepped_apart: Container[int] = frozenset()
-    """The ids of parameters that are not stepped in host memory."""
-
-    _has_own_host_sides = False
-    """Whether `_host_tensors` are the optimizer's, so that no program moves them."""
-
-    def _host_tensors(
-        self, param: torch.Tensor, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What stands in host memory for `param` and for its gradient `grad` in a step."""
-        return param, grad
-
-    def _fresh_state(self, update: Update) -> _state.State:
-        """State of a parameter that was never stepped."""
-        return _state.new(update.operand.param, self._moments)
-
-    def _is_exclusive(self, _: torch.Tensor) -> bool:
-        """Whether steps alone write the host side of a parameter."""
-        return False
-
-    def _apply(self, updates: list[Update], grad_scale: float) -> None:
-        """Applies updates that were checked.
+    def _apply(self, grad_scale: float) -> None:
+        """Steps what was looked at last.
 
         All that can fail comes before the first change.
         """
-        bound_updates = self._bind(updates)
-        batches: dict[Hyper, tuple[list[_core.AdamTensor], list[int]]] = {}
-        calls: list[partial[Any]] = []
-        hyper: Hyper | None = None
-        tensors: list[_core.AdamTensor] = []
-        steps: list[int] = []
-        for each in bound_updates:
-            if each.bound.tensor is not None:
-                if each.update.hyper is not hyper:
-                    hyper = each.update.hyper
-                    tensors, steps = batches.setdefault(hyper, ([], []))
-                tensors.append(each.bound.tensor)
-                steps.append(each.update.step)
-                calls += each.bound.write_backs
-        stepping: list[partial[Any]] = [
-            partial(_core.adam_step, tensors, steps=steps, hyper=hyper.core(grad_scale))
-            for hyper, (tensors, steps) in batches.items()
-        ]
-        self._commit(bound_updates, [*stepping, *calls])
-
-    def _bind(self, updates: list[Update]) -> list[BoundUpdate]:
-        """The updates with their states; those that have none get one."""
-        bound_updates = []
-        moments = self._moments
-        for update in updates:
-            operand, last = update.operand, update.last
-            state = self._fresh_state(update) if operand.state is None else operand.state
-            if last is None or state.get("step") is not last.counter:
-                _state.repair_step(state, update.step - 1)
-            is_exclusive = self._is_exclusive(update.param)
-            bound = bind(operand, state, moments, update.rounding, last, is_exclusive=is_exclusive)
-            if bound is not last:
-                self._bound[update.param] = bound.kept()
-            bound_updates.append(BoundUpdate(update, state, bound))
-        return bound_updates
-
-    def _commit(
-        self, updates: list[BoundUpdate], calls: list[partial[Any]], *, counts: bool = True
-    ) -> None:
-        """Makes the calls that step, counts the updates, and tells autograd.
-
-        `counts`: whether this tells autograd of writes to the parameters; or the calls do.
-        """
-        written: list[torch.Tensor] = []
-        for each in updates:
-            param = each.update.param
-            if each.state is not each.update.state:
-                self.state[param] = each.state
-                self._written = None
-            written.append(param)
-            if is_dtensor(param):
-                written.append(local(param))
-        if updates:
-            counters = [each.state["step"] for each in updates]
-            # A number would become a tensor anew for each counter.
-            calls.append(partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0))
-            if counts:
-                torch.autograd.graph.increment_version(written)
-        calls.append(partial(setattr, self, "_has_left", False))
-        # Not a loop: Python runs signal handlers between bytecodes, and Ctrl-C must not come
-        # between two of these calls.
-        deque(map(partial.__call__, calls), maxlen=0)
+        # State with no update counted is as none.
+        self.__dict__["state"].update(self._new_states)
+        self._new_states = {}
+        self._store.step([hyper.core(grad_scale) for hyper in self._hypers])
 
 
 def _is_0(lr: Any) -> bool:

@@ -54,6 +54,50 @@ pub unsafe fn step(
     Ok(())
 }
 
+/// Tensors that are stepped alike.
+#[derive(Clone, Debug)]
+pub struct Batch {
+    /// Each with a gradient.
+    pub tensors: Vec<AdamTensor>,
+    /// Of each the number of this update, from 1.
+    pub counts: Vec<u64>,
+    /// What to step them with.
+    pub hyper: Hyper,
+}
+
+impl Batch {
+    /// Of no tensor yet.
+    #[must_use]
+    pub fn new(hyper: Hyper) -> Self {
+        Self { tensors: Vec::new(), counts: Vec::new(), hyper }
+    }
+}
+
+/// As [`step`], of several batches: all are checked before any is stepped.
+///
+/// # Safety
+/// As [`step`].
+///
+/// # Errors
+/// As [`step`].
+pub unsafe fn step_batches(pool: &Pool, isa: Isa, batches: &[Batch]) -> Result<()> {
+    let mut grads = Vec::with_capacity(batches.len());
+    for batch in batches {
+        batch.hyper.validate()?;
+        grads.push(grads_of(&batch.tensors, &batch.counts)?);
+    }
+    check_disjoint(
+        batches.iter().flat_map(|batch| &batch.tensors).flat_map(AdamTensor::written),
+        grads.iter().flatten().map(|&grad| ("grad", grad)),
+    )?;
+    for (batch, grads) in batches.iter().zip(&grads) {
+        let home = |chunk: Chunk| in_place(&batch.tensors[chunk.tensor].chunk(chunk.index));
+        // SAFETY: the caller vouches for the memory; views are disjoint, as checked.
+        unsafe { step_all(pool, isa, grads, &batch.counts, &batch.hyper, home) };
+    }
+    Ok(())
+}
+
 /// All checks of a call. Returns the gradients.
 pub(crate) fn check(tensors: &[AdamTensor], counts: &[u64], hyper: &Hyper) -> Result<Vec<View>> {
     hyper.validate()?;
@@ -77,7 +121,12 @@ pub(crate) unsafe fn step_all(
     hyper: &Hyper,
     route: impl Fn(Chunk) -> AdamTensor<Route> + Sync,
 ) {
-    let steps: Vec<Step> = counts.iter().map(|&count| Step::new(hyper, count)).collect();
+    // Most counts of a call are one: what follows from a count takes powers.
+    let mut steps: Vec<Step> = Vec::with_capacity(counts.len());
+    for &count in counts {
+        let last = steps.last().filter(|step| step.count == count).copied();
+        steps.push(last.unwrap_or_else(|| Step::new(hyper, count)));
+    }
     let chunks = Chunk::all(grads.iter().map(View::numel));
     pool.run(chunks.len(), &|task| {
         let chunk = chunks[task];

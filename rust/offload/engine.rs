@@ -267,6 +267,28 @@ impl Engine {
         })
     }
 
+    /// What belongs to a step that was submitted has failed: every call fails from now on.
+    pub fn fail(&self, error: &Error) {
+        self.shared.jobs.fail(error);
+    }
+
+    /// Steps that are submitted from now on begin with [`Engine::let_begin`]: what does not wait for
+    /// them then finds the old weights, every time. For tests.
+    pub fn hold(&self) {
+        self.shared.jobs.hold();
+    }
+
+    /// Has the step that was submitted begin.
+    pub fn let_begin(&self) {
+        self.shared.jobs.let_begin();
+    }
+
+    /// Whether a step that was submitted waits for [`Engine::let_begin`].
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.shared.jobs.is_held()
+    }
+
     /// Whether a step is running on the host, or has failed there; in a forked child, none is.
     #[must_use]
     pub fn is_busy(&self) -> bool {

@@ -148,6 +148,9 @@ struct State {
     failure: Option<String>,
     timing: Timing,
     quit: bool,
+    /// Whether jobs wait for [`Jobs::let_begin`]; and whether the one that was submitted may begin.
+    holds_jobs: bool,
+    may_begin: bool,
     /// Of jobs that are over, whose memory later ones use; the oldest first.
     held: VecDeque<Option<Owners>>,
     /// Of jobs that are over.
@@ -229,8 +232,26 @@ impl Jobs {
         list.extend_from_slice(updates);
         let generation = announced.map(|Announced { generation }| generation);
         state.next = Some(Job { generation, kind, updates: list, owners, holds });
+        state.may_begin = false;
         drop(state);
         self.changed.notify_all();
+    }
+
+    /// Jobs that are submitted from now on begin with [`Jobs::let_begin`].
+    pub(super) fn hold(&self) {
+        self.lock().holds_jobs = true;
+    }
+
+    /// Has the job that was submitted begin.
+    pub(super) fn let_begin(&self) {
+        self.lock().may_begin = true;
+        self.changed.notify_all();
+    }
+
+    /// Whether a job that was submitted waits for [`Jobs::let_begin`].
+    pub(super) fn is_held(&self) -> bool {
+        let state = self.lock();
+        state.holds_jobs && !state.may_begin && state.next.is_some()
     }
 
     /// Something has failed half-way that is no job's: every call gets the error from now on.
@@ -343,7 +364,10 @@ impl Jobs {
 
     /// Waits for a job; None: there will be no more.
     fn begin(&self) -> Option<Job> {
-        let idle = |state: &mut State| !state.quit && state.next.is_none();
+        let idle = |state: &mut State| {
+            let is_held = state.holds_jobs && !state.may_begin;
+            !state.quit && (state.next.is_none() || is_held)
+        };
         let mut state =
             self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
         let job = state.next.take()?;

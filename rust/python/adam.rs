@@ -204,7 +204,7 @@ pub(super) fn adam_rollback(
 
 /// What one read of all gradients tells.
 #[pyclass(name = "GradStats", module = "stepwell._core", frozen)]
-pub(super) struct PyGradStats(stats::GradStats);
+pub(super) struct PyGradStats(pub(super) stats::GradStats);
 
 #[pymethods]
 impl PyGradStats {

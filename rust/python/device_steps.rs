@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use super::{adam::PyHyper, tensor::dtypes_named};
 use crate::{
     adam::{
-        Step,
+        Hyper, Step,
         selected::{Shape, WeightKind},
     },
     device::{self, Attached, Channels, Device, Stream, by_step},
@@ -60,7 +60,7 @@ impl PyDeviceSteps {
 
     /// Bytes of the state of a parameter with so many elements; None: it has too many.
     #[staticmethod]
-    fn state_nbytes(numel: usize) -> Option<usize> {
+    pub(super) fn state_nbytes(numel: usize) -> Option<usize> {
         (numel <= NUMEL_MAX).then(|| whole(numel).nbytes())
     }
 
@@ -106,33 +106,60 @@ impl PyDeviceSteps {
         }
         let mut blocks = Vec::with_capacity(hypers.len());
         for (at, hyper) in hypers.iter().enumerate() {
-            let numel = numels[at];
-            if numel > NUMEL_MAX || !states[at].is_multiple_of(4) {
-                return Err(Error::value(format!(
-                    "a parameter has `{numel}` elements and its state is at `{:#x}`, expected \
-                     {NUMEL_MAX} at most, at a multiple of 4",
-                    states[at]
-                )));
-            }
-            let channels = Channels {
-                shape: whole(numel),
-                kind: kind_of(dtypes[at])?,
-                weight: weights[at],
-                state: states[at],
-                follows_weight: true,
-            };
-            blocks.push((Step::new(&hyper.0, steps[at]), (channels, grads[at])));
+            let memory = Memory { weight: weights[at], grad: grads[at], state: states[at] };
+            blocks.push(block_of(memory, numels[at], dtypes[at], steps[at], &hyper.0)?);
         }
+        py.detach(|| self.launch(blocks, stream))
+    }
+}
+
+/// Where what the device steps of a parameter is.
+pub(super) struct Memory {
+    pub(super) weight: u64,
+    pub(super) grad: u64,
+    pub(super) state: u64,
+}
+
+/// A parameter of a launch, with its gradient.
+pub(super) type Block = (Step, (Channels, u64));
+
+/// What steps `numel` elements of this dtype, as the `count`th update.
+///
+/// # Errors
+/// [`Error::Value`] for what no launch can have.
+pub(super) fn block_of(
+    memory: Memory,
+    numel: usize,
+    dtype: Dtype,
+    count: u64,
+    hyper: &Hyper,
+) -> Result<Block> {
+    let Memory { weight, grad, state } = memory;
+    if numel > NUMEL_MAX || !state.is_multiple_of(4) {
+        return Err(Error::value(format!(
+            "a parameter has `{numel}` elements and its state is at `{state:#x}`, expected \
+             {NUMEL_MAX} at most, at a multiple of 4"
+        )));
+    }
+    let kind = kind_of(dtype)?;
+    let channels = Channels { shape: whole(numel), kind, weight, state, follows_weight: true };
+    Ok((Step::new(hyper, count), (channels, grad)))
+}
+
+impl PyDeviceSteps {
+    /// Launches a step of these parameters on `stream`.
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device has failed: then some are stepped, and some are not.
+    pub(super) fn launch(&self, blocks: Vec<Block>, stream: u64) -> Result<()> {
         // SAFETY: the caller in Python vouches that it is a stream of the device, and alive.
         let stream = unsafe { Stream::new(stream) };
-        py.detach(|| {
-            let _attached = Attached::to(&*self.device)?;
-            for (step, blocks) in &by_step(blocks.into_iter()) {
-                // SAFETY: the caller in Python vouches for the memory, as documented.
-                unsafe { self.device.step_channels(stream, blocks, step)? };
-            }
-            Ok(())
-        })
+        let _attached = Attached::to(&*self.device)?;
+        for (step, blocks) in &by_step(blocks.into_iter()) {
+            // SAFETY: the caller in Python vouches for the memory, as documented.
+            unsafe { self.device.step_channels(stream, blocks, step)? };
+        }
+        Ok(())
     }
 }
 

@@ -9,6 +9,7 @@ mod interrupt;
 mod objects;
 mod offload;
 mod select;
+mod store;
 mod swap;
 mod tensor;
 mod volume_passes;
@@ -41,6 +42,8 @@ mod _core {
         PySelectable, better_axis, captured, channel_sq_norms, choose_channels, grant_channels,
         py_selection_nbytes, top_k, top_k_within,
     };
+    #[pymodule_export]
+    use super::store::{PyLook, PyStore};
     #[pymodule_export]
     use super::swap::{
         PyMemberFile, PySwap, check_volume, format_device, list_members, remove_volume,

@@ -114,7 +114,7 @@ fn wait_interruptibly(
 }
 
 /// The stream with this handle.
-fn stream_of(handle: u64) -> Stream {
+pub(super) fn stream_of(handle: u64) -> Stream {
     // SAFETY: the caller in Python vouches that it is a stream of the device, and alive.
     unsafe { Stream::new(handle) }
 }
@@ -133,8 +133,57 @@ fn check_lengths(names: &str, lengths: &[usize]) -> Result<()> {
 impl PyOffloadEngine {
     /// Drops what the engine has held and does not use any more: here, where the interpreter is
     /// this thread's. Every method begins or ends with it.
-    fn drop_returned(&self, _attached: Python<'_>) {
+    pub(super) fn drop_returned(&self, _attached: Python<'_>) {
         self.engine.returned().for_each(drop);
+    }
+
+    /// As `take`, or `take_deferred`, of gradients whose owners are `sources`.
+    pub(super) fn take_all(
+        &self,
+        py: Python<'_>,
+        gradients: &[(usize, u64, View)],
+        sources: Vec<Py<PyAny>>,
+        targets: Vec<Py<PyAny>>,
+        stream: u64,
+        is_deferred: bool,
+    ) -> PyResult<()> {
+        self.drop_returned(py);
+        let mut lent = Some(Lent { sources: owners_of(sources), targets: owners_of(targets) });
+        let of_engine: Vec<_> =
+            gradients.iter().map(|&(index, source, _)| (index, source)).collect();
+        // SAFETY: the caller vouches that the owners own the memory, and for its use and the
+        // stream, as `take` has it.
+        wait_interruptibly(py, || unsafe {
+            if is_deferred {
+                let stream = stream_of(stream);
+                self.engine.take_deferred(&of_engine, &mut lent, stream, SIGNAL_INTERVAL)
+            } else {
+                self.engine.take(gradients, &mut lent, stream_of(stream), SIGNAL_INTERVAL)
+            }
+        })
+    }
+
+    /// Starts a step, as [`Engine::submit_with`], without letting go of the interpreter: nothing in
+    /// it waits for another thread that needs it.
+    ///
+    /// # Safety
+    /// As [`Engine::submit_with`].
+    pub(super) unsafe fn submit_held(
+        &self,
+        predicted: Option<f32>,
+        updates: &[Update],
+        work: OnDevice<'_>,
+        owners: Vec<Py<PyAny>>,
+        stream: Stream,
+    ) -> Result<()> {
+        let mut owners = Some(owners_of(owners));
+        // SAFETY: passed on from the caller.
+        unsafe { self.engine.submit_with(predicted, updates, work, &mut owners, stream) }
+    }
+
+    /// What a step was to do with it has failed: every call raises from now on.
+    pub(super) fn fail(&self, error: &Error) {
+        self.engine.fail(error);
     }
 }
 
@@ -658,6 +707,23 @@ impl PyOffloadEngine {
         let drained = wait_interruptibly(py, || self.engine.drain(SIGNAL_INTERVAL));
         self.drop_returned(py);
         drained
+    }
+
+    /// Steps that are submitted from now on begin with `let_begin`: what does not wait for them then
+    /// finds the old weights, every time. For tests.
+    fn hold(&self) {
+        self.engine.hold();
+    }
+
+    /// Has the step that was submitted begin.
+    fn let_begin(&self) {
+        self.engine.let_begin();
+    }
+
+    /// Whether a step that was submitted waits for `let_begin`.
+    #[getter]
+    fn is_held(&self) -> bool {
+        self.engine.is_held()
     }
 
     /// Bytes of host memory that are pinned for copies.

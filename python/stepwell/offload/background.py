@@ -2,8 +2,8 @@
 
 - Both are made when they are first needed, for the parameters that there are by then. They end when
   the parameters change, or the interval of deferred updates: an engine is made for a fixed list.
-- Between a submit and `release` the program may not write gradients. So what an error or Ctrl-C has
-  left unreleased stays known until something releases it.
+- From the beginning of a step to `release` the program may not write gradients. So what an error or
+  Ctrl-C has left unreleased stays known until something releases it.
 - Waits go through the gate where there is one: it knows which weights are under way.
 """
 
@@ -73,8 +73,6 @@ class Background:
         """None: it was not needed yet, or was closed."""
         self.gate: Gate | None = None
         """None: there is no engine, or forwards do not wait."""
-        self.is_unreleased = False
-        """Whether a step was submitted whose gradients were not released."""
         # Of deferred updates, once state was loaded or an engine was closed, until there is a gate.
         self._forwards: Forwards | None = None
 
@@ -210,7 +208,6 @@ class Background:
             step = 0 if self.gate is None else self.gate.guard.num_steps
             self.engine.settle()
             self.engine.synchronize()
-            self.is_unreleased = False
             # Not for a signal's handler that comes while a step is being submitted: the weights of
             # that have yet to come.
             if self.gate is not None and self.engine.wait(()):
@@ -248,11 +245,19 @@ class Background:
     # ---- once a step was submitted, or was not ----
 
     def release(self) -> None:
-        """Once a step was submitted: waits until its gradients may be written. Once is enough."""
-        if self.is_unreleased:
-            assert self.engine is not None
+        """Once a step has begun: waits until its gradients may be written. Once is enough."""
+        if self.engine is not None:
             self.engine.release()
-            self.is_unreleased = False
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the gradients of the last step may be written."""
+        return self.engine is None or self.engine.is_released
+
+    def withdraw(self) -> None:
+        """A step that was to begin will not, if it has not."""
+        if self.engine is not None:
+            self.engine.withdraw()
 
     def wait_for_weights(self) -> None:
         """Once a step was submitted: waits for the weights that no forward waits for."""

@@ -105,16 +105,13 @@ class Collector(abc.ABC):
         """Where `gradients` are."""
 
     @abc.abstractmethod
-    def read(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
-        """The value of `scalar`, which is where the gradients are. The thread waits for it.
-
-        `meanwhile`: called when the device has all that it computes, before the wait.
-        """
+    def read(self, scalar: torch.Tensor) -> float:
+        """The value of `scalar`, which is where the gradients are. The thread waits for it."""
 
     def take_missing(  # noqa: B027
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], engine: Engine
     ) -> None:
-        """Copies the gradients of the step that are not on the host as they are now."""
+        """Copies the gradients of the store's last look that are not on the host as they are."""
 
     @property
     def bytes_downloaded(self) -> int | None:
@@ -303,21 +300,21 @@ class DeviceCollector(Collector):
         return self._host.device
 
     @override
-    def read(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
-        return self.copies.read_with(scalar, meanwhile)
+    def read(self, scalar: torch.Tensor) -> float:
+        return self.copies.read_with(scalar)
 
     @override
     def take_missing(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], engine: Engine
     ) -> None:
-        missing = list(zip(params, grads, strict=True))
+        missing = list(range(len(params)))
         if self.copies.is_any_copied:
-            missing = [pair for pair in missing if not self.copies.is_copied(*pair)]
-            if outdated := sum(self.copies.is_outdated(*pair) for pair in missing):
+            pairs = list(zip(params, grads, strict=True))
+            missing = [at for at in missing if not self.copies.is_copied(*pairs[at])]
+            if outdated := sum(self.copies.is_outdated(*pairs[at]) for at in missing):
                 self._warn_of_outdated(outdated)
         if missing:
-            # The step begins with the first that are there.
-            engine.take(*zip(*engine.in_order(missing, lambda pair: pair[0]), strict=True))
+            engine.take_looked_at(missing)
 
     def _warn_of_outdated(self, count: int) -> None:
         if not self._has_warned:
@@ -417,8 +414,7 @@ class HostCollector(Collector):
         return torch.device("cpu")
 
     @override
-    def read(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
-        meanwhile()
+    def read(self, scalar: torch.Tensor) -> float:
         return float(scalar)
 
     @property

@@ -15,8 +15,7 @@ import logging
 import threading
 import time
 import weakref
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,11 +29,10 @@ from stepwell.offload.under_way import as_plain
 from stepwell.offload.wait_order import WaitOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell._hyper import Hyper
-    from stepwell._operand import BoundUpdate
+    from stepwell._state import State
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.selection import Selected
     from stepwell.offload.swapped import Swapped
@@ -42,9 +40,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger(__name__)
 
-_Item = TypeVar("_Item")
-
-__all__ = ["Engine", "EngineStep", "current_stream", "device_name", "stream_of"]
+__all__ = ["Engine", "Submitted", "current_stream", "device_name", "stream_of"]
 
 
 def device_name(device: torch.device) -> str:
@@ -69,45 +65,27 @@ def stream_of(stream: int, device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(stream, device=device)  # type: ignore[no-untyped-call]
 
 
-def _close(core: _core.OffloadEngine, held: list[dict[int, torch.UntypedStorage]]) -> None:
-    """The optimizer is gone: what it has deferred is applied, to memory that is `held`."""
+def _close(core: _core.OffloadEngine, store: _core.Store) -> None:
+    """The optimizer is gone: what it has deferred is applied, to memory that the store holds."""
     # Broken, or another process's: then nothing runs that could be waited for.
     with contextlib.suppress(OSError, ValueError):
         core.synchronize()
         if core.settle():
             core.synchronize()
-    held[0] = {}
+    store.note_settled()
 
 
-class _Owners(list[object]):
-    """What a step holds. Of a storage torch prints each byte, also where nothing is (`Place`)."""
+class Submitted(NamedTuple):
+    """What is to be known of a step from the moment on in which it has begun."""
 
-    def __repr__(self) -> str:
-        return f"<{len(self)} owners of memory>"
-
-
-class _Storages(dict[int, torch.UntypedStorage]):
-    """Storages by the id of a parameter, which print likewise."""
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} storages>"
-
-
-class EngineStep(NamedTuple):
-    """The updates of a step that waits for the norm of its gradients, as the core takes them.
-
-    It holds no memory of weights: a step that comes to nothing leaves none of it shared.
-    """
-
+    stream: int
+    """The stream that it began on."""
+    swapping: list[tuple[torch.Tensor, State, State]]
+    """State that it has written to the volume: of each parameter as it was, and as it is then."""
     params: list[torch.Tensor]
-    """The parameters of the step, also those of which this rank has nothing."""
-    stepped: list[torch.Tensor]
-    """Those of which it has something. Of each of them what follows."""
-    tensors: list[_core.AdamTensor]
-    steps: list[int]
-    hypers: list[Hyper]
-    owners: list[object]
-    """The memory of their state, and copies of what is not dense."""
+    """What it steps."""
+    verified: list[torch.Tensor]
+    """Of these the ones whose fingerprints it verifies, and takes."""
 
 
 class Engine:
@@ -147,9 +125,11 @@ class Engine:
         self._device = device
         self._twins = twins
         self._params = list(params)
-        # By the parameter's id (`twins`), as `_held` and `_pending`.
+        # By the parameter's id (`twins`).
         self._indices = {id(param): index for index, param in enumerate(self._params)}
         self._order = WaitOrder(len(self._params))
+        # Of the step that comes.
+        self._places: list[int] | None = None
         self._is_sharded = any(map(is_dtensor, self._params))
         # They own the memory of all twins.
         self._buffers = twins.buffers
@@ -182,19 +162,19 @@ class Engine:
                 self.selector = Selector(
                     segments, self._params, deferred.reselect, device, budget_bytes
                 )
+        self.store = _core.Store(is_beside=True, engine=self._core)
+        """The parameters with their states. It has what deferred steps have left pending."""
+        self.store.add(self._params, [twins[param] for param in self._params])
         self._is_settling = False
-        self.num_settled = 0
-        """How often that has ended what deferred steps go on with: pending updates, selections."""
         self._has_checksums = True
-        # The storages of weights between deferred steps, in a list for the finalizer's sake.
-        self._held: list[dict[int, torch.UntypedStorage]] = [{}]
         self.lock = threading.RLock() if lock is None else lock
         """A thread that submits or settles has it: a look on another thread may settle."""
-        self.is_settled = True
-        """Whether nothing was submitted since `settle`, which may have found nothing to do."""
-        # Those of which deferred steps have left updates pending, or weights to land; and for how
-        # many deferred steps more, if no gradient comes.
-        self._pending: dict[int, int] = {}
+        # The last step when all was applied.
+        self._settled: Submitted | None = None
+        # The last step whose gradients may be written.
+        self._released: Submitted | None = None
+        # A step that is about to begin; None: none is.
+        self._coming: Submitted | None = None
         if swapped is None:
             for buffer in self._buffers:
                 self._core.pin(buffer)
@@ -207,19 +187,47 @@ class Engine:
             for span in twins.spans(self._params if sums_on_host else pinned, "grad"):
                 self._core.pin(*span)
         note_pinned(self, self._core.pinned_nbytes)
-        self._submit_stream = self._stream()
-        # None while a step is being submitted: weights that are waited for then are old ones.
-        self._step_stream: int | None = self._submit_stream
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""
-        weakref.finalize(self, _close, self._core, self._held)
+        weakref.finalize(self, _close, self._core, self.store)
 
     def _stream(self) -> int:
         return current_stream(self._device)
 
-    def _streams(self, step_stream: int | None) -> set[int]:
+    @property
+    def submitted(self) -> Submitted | None:
+        """The last step that has begun; None: none has."""
+        found: Submitted | None = self.store.record
+        return found
+
+    @property
+    def _step_stream(self) -> int:
+        submitted = self.submitted
+        return self._stream() if submitted is None else submitted.stream
+
+    @property
+    def _streams(self) -> set[int]:
         """The current stream, and that of the last step."""
-        return {self._stream(), *([] if step_stream is None else [step_stream])}
+        return {self._stream(), self._step_stream}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no step has begun since `settle`, which may have found nothing to do."""
+        return self._settled is self.submitted
+
+    def make_exact(self) -> None:
+        """The next step is exact, and applies all that is pending."""
+        self._settled = self.submitted
+
+    def note_settled(self) -> None:
+        """Nothing is pending."""
+        self.store.note_settled()
+        self.make_exact()
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the gradients of the last step may be written."""
+        return self._released is self.submitted
 
     @property
     def held(self) -> Collection[int]:
@@ -227,7 +235,7 @@ class Engine:
 
         By one reference each.
         """
-        return self._held[0]
+        return set(map(id, self.store.held))
 
     @property
     def pending_params(self) -> list[torch.Tensor]:
@@ -236,23 +244,16 @@ class Engine:
         Deferred steps have stepped them, and no exact step has followed. Those that get no gradient
         any more have their own weight after `2 * interval + 1` deferred steps.
         """
-        return self._of(self._pending)
-
-    def pending_besides(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `pending_params` that are not among `params`."""
-        known = set(map(id, params))
-        return self._of(key for key in self._pending if key not in known)
-
-    def _of(self, keys: Iterable[int]) -> list[torch.Tensor]:
-        return [self._params[self._indices[key]] for key in keys]
+        found: list[torch.Tensor] = self.store.pending
+        return found
 
     def is_pending(self, param: torch.Tensor) -> bool:
         """Whether `param` is among `pending_params`."""
-        return id(param) in self._pending
+        return any(each is param for each in self.store.pending)
 
     def has_pending(self) -> bool:
         """Whether there is any in `pending_params`."""
-        return bool(self._pending)
+        return bool(self.store.pending)
 
     @property
     def busy(self) -> bool:
@@ -308,12 +309,6 @@ class Engine:
                 _LOGGER.warning("checksums of gradients take longer than they might: %s", error)
         return [checksum(tensor) for tensor in tensors]
 
-    def in_order(
-        self, items: Iterable[_Item], param_of: Callable[[_Item], torch.Tensor]
-    ) -> list[_Item]:
-        """`items` in the order in which the next step goes over their parameters."""
-        return self._order.sorted(items, lambda item: self._indices[id(param_of(item))])
-
     def discard(self) -> None:
         """Forgets the gradients taken since the last step: of a step that is skipped or refused.
 
@@ -322,128 +317,94 @@ class Engine:
         """
         self._core.discard()
 
-    def prepare(self, updates: Sequence[BoundUpdate]) -> EngineStep:
-        """The bound updates of a step, as `submission` takes them.
-
-        It changes nothing, and reads nothing that a program may change before the step is
-        submitted.
-        """
-        updates = self.in_order(updates, lambda each: each.update.param)
-        stepped = [(each.update, each.bound) for each in updates if each.bound.tensor is not None]
-        parts = [part for _, bound in stepped for part in bound.parts]
-        return EngineStep(
-            params=[each.update.param for each in updates],
-            stepped=[update.param for update, _ in stepped],
-            tensors=[bound.tensor for _, bound in stepped if bound.tensor is not None],
-            steps=[update.step for update, _ in stepped],
-            hypers=[update.hyper for update, _ in stepped],
-            owners=[
-                *[part.piece.untyped_storage() for part in parts],
-                *[bound.write_backs for _, bound in stepped if bound.write_backs],
-            ],
+    def take_looked_at(self, positions: Sequence[int]) -> None:
+        """Copies gradients of the store's last look to the host; `positions`: in its lists."""
+        self.store.take(
+            positions,
+            buffers=self._buffers,
+            stream=self._stream(),
+            is_deferred=self._deferred is not None,
+            order=self._order.places,
         )
 
-    def submission(
+    def announce(
         self,
-        prepared: EngineStep,
-        grad_scale: float,
+        swapping: list[tuple[torch.Tensor, State, State]],
+        params: list[torch.Tensor],
+        verified: list[torch.Tensor],
+    ) -> Submitted:
+        """A step is about to begin. Until it has, weights that are waited for are old ones.
+
+        The arguments are those of `Submitted`.
+        """
+        self._places = self._order.places
+        self._order.begin()
+        self.seconds_waited = 0.0
+        self._coming = Submitted(self._stream(), swapping, params, verified)
+        return self._coming
+
+    def options(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """What `submit` is given of a step of `params` beside what the optimizer knows."""
+        return {}
+
+    def submit(
+        self,
+        coming: Submitted,
+        hypers: Sequence[_core.Hyper],
         *,
         at_once: Collection[torch.Tensor] | None,
-        grads: Mapping[int, torch.Tensor],
         selected: Sequence[Selected],
-    ) -> list[partial[Any]]:
-        """The calls that start a step, to be made one directly after the other.
+        num_settled: int,
+        **options: Any,
+    ) -> None:
+        """Begins the step of what the store has looked at last, all of it or nothing.
 
-        No Python in them can be interrupted. `release` comes after them, before a gradient is
+        One call, in which nothing of Python runs. `release` comes after it, before a gradient is
         written.
 
         Args:
-            prepared: the step.
-            grad_scale: what all gradients are multiplied by.
+            coming: of `announce`.
+            hypers: of each group.
             at_once: the step is deferred, but for these parameters: with their updates all that
                 is pending of them is applied. None: it is not deferred, and applies all that is
                 pending.
-            grads: by the id of each parameter its gradient on the device, contiguous: of channels
-                that are stepped there; empty without a selector.
             selected: the selections that begin with it; empty without a selector.
+            num_settled: the store's when `at_once` was decided on.
+            options: as `Store.submit` has them.
+
+        Raises:
+            ValueError: what was looked at has moved, or cannot be stepped; nothing was changed.
+            OSError: the device has failed.
         """
-        keys = list(map(id, prepared.stepped))
-        weights = list(map(self._twins.piece, prepared.stepped))
-        storages = {
-            key: weight.untyped_storage() for key, weight in zip(keys, weights, strict=True)
-        }
-        # Deferred steps hold them here, not with each job: the guard counts what refers to one.
-        before = self._held[0]
-        pending = self._pending_after(keys, at_once)
-        still = {key: old for key, old in before.items() if key in pending}
-        held = _Storages() if at_once is None else _Storages({**still, **storages})
-        owners_of_weights = [old for key, old in before.items() if old is not held.get(key)]
-        options: dict[str, Any] = {}
-        if at_once is None:
-            owners_of_weights += storages.values()
-        else:
+        deferred = None
+        if at_once is not None:
             assert self._deferred is not None
-            keys_at_once = set(map(id, at_once))
-            options = {
-                "deferred": self._deferred.predicted_updates,
-                "at_once": [key in keys_at_once for key in keys],
+            deferred = {
+                "predicted_updates": self._deferred.predicted_updates,
+                # The turn of the last gradient, the landing of its predicted weight, and, at the
+                # turn after that, of the weight itself (`submit` in `rust/offload/submit.rs`).
+                "steps_pending": 2 * self._deferred.turns + 1,
+                "at_once": {self._indices[id(param)] for param in at_once},
+                "num_settled": num_settled,
             }
-        if self.selector is not None:
-            options["grads"] = [local(grads[key]).data_ptr() for key in keys]
-            options["selected"] = selected
-        self._order.begin()
-        self._submit_stream, self._step_stream = self._stream(), None
-        self.seconds_waited = 0.0
-        # Parameters of one group have one object.
-        by_id = {id(hyper): hyper for hyper in prepared.hypers}
-        hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
-        submit = partial(
-            self._core.submit,
-            [self._indices[key] for key in keys],
-            prepared.tensors,
-            weights=[weight.data_ptr() for weight in weights],
-            steps=prepared.steps,
-            hypers=[hypers[id(hyper)] for hyper in prepared.hypers],
-            # Storages: a tensor may be given other memory.
-            owners=_Owners([*self._buffers, *owners_of_weights, *prepared.owners]),
-            stream=self._submit_stream,
+        is_deferred = self.store.submit(
+            hypers,
+            buffers=self._buffers,
+            stream=coming.stream,
+            record=coming,
+            order=self._places,
+            verified={self._indices[id(param)] for param in coming.verified},
+            deferred=deferred,
+            selected=None if self.selector is None else selected,
             **options,
         )
-        return [
-            submit,
-            partial(self._held.__setitem__, 0, held),
-            partial(setattr, self, "_pending", pending),
-            partial(setattr, self, "is_settled", False),
-            partial(setattr, self, "_step_stream", self._submit_stream),
-        ]
+        if at_once is not None and not is_deferred and self.selector is not None:
+            # A signal's handler has applied all since.
+            self.selector.reset()
 
     def decided(self) -> AbstractContextManager[None]:
         """A context in which a step is submitted that ranks have agreed on, where they share it."""
         return contextlib.nullcontext()
-
-    def withdraw(self) -> None:
-        """What `submission` has made ready is not submitted, or was before.
-
-        So waits are for the weights of the last step, and end it.
-        """
-        if self._step_stream is None:
-            self._step_stream = self._submit_stream
-
-    def _pending_after(
-        self, stepped: Iterable[int], at_once: Collection[torch.Tensor] | None
-    ) -> dict[int, int]:
-        """`_pending` once a step of these parameters was submitted; `at_once` as there."""
-        if at_once is None:
-            return {}
-        assert self._deferred is not None
-        # The turn of the last gradient, the landing of its predicted weight, and, at the turn after
-        # that, of the weight itself (`submit` in `rust/offload/engine.rs`).
-        num_steps = 2 * self._deferred.turns + 1
-        left = {key: count - 1 for key, count in self._pending.items() if count > 1}
-        left.update(dict.fromkeys(stepped, num_steps))
-        for param in at_once:
-            left.pop(id(param), None)
-        return left
 
     def settle(self) -> None:
         """Applies all updates that are deferred. The weights on the device are all there are then.
@@ -464,11 +425,10 @@ class Engine:
                     self._is_settling = False
 
     def _settle(self) -> None:
-        self.num_settled += self._deferred is not None and not self.is_settled
-        self.is_settled = True
         if self.selector is not None:
             self.selector.reset()
-        if not self._pending:
+        if not self.has_pending():
+            self.note_settled()
             return
         self._wait_for_submit_stream()
         self.finish()
@@ -490,8 +450,9 @@ class Engine:
                 # Its memory may be another than the one that the weight went to.
                 local(param).copy_(local(self._twins.weight(param)))
             self._twins.note(params)
-        self._pending = {}
-        self._let_go()
+        # What copies to the device need is held by their job.
+        self.synchronize()
+        self.note_settled()
         if written:
             raise ValueError(
                 f"{len(written)} parameters were written while updates of them were deferred, and "
@@ -500,37 +461,33 @@ class Engine:
 
     def _wait_for_submit_stream(self) -> None:
         """What the last step's stream holds may read weights; the current stream waits for it."""
-        if self._device.type == "cuda" and self._submit_stream != self._stream():
-            other = stream_of(self._submit_stream, self._device)
+        if self._device.type == "cuda" and self._step_stream != self._stream():
+            other = stream_of(self._step_stream, self._device)
             torch.cuda.current_stream(self._device).wait_stream(other)
-
-    def _let_go(self) -> None:
-        """Nothing is deferred any more: what copies to the device need is held by their job."""
-        if self._held[0]:
-            self.synchronize()
-            self._held[0] = {}
 
     def next_group(self) -> int:
         """The group of segments whose turn comes with the next deferred step."""
         return self._core.next_group()
 
     def release(self) -> None:
-        """Lets go of the gradients of the step that was submitted.
+        """Once a step has begun: waits until its gradients may be written. Once is enough.
 
         The stream that it began on waits for their copies. The thread waits until the device has
         all of these.
         """
-        self._core.release(stream=self._submit_stream)
+        submitted = self.submitted
+        if submitted is not None and submitted is not self._released:
+            self._core.release(stream=submitted.stream)
+            self._released = submitted
 
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream and the step's stream wait for the weights of `params`.
 
-        Returns whether these are the weights of the last step; not so while one is being submitted.
+        Returns whether these are the weights of the last step; not so while one is about to begin.
         """
         begin = time.perf_counter()
-        # Read before the wait: a step may be submitted on another thread meanwhile.
-        step_stream = self._step_stream
-        streams = self._streams(step_stream)
+        # Read before the wait: a step may begin on another thread meanwhile.
+        is_last, streams = self.is_last_step, self._streams
         indices = [self._indices[id(param)] for param in params]
         if self._is_sharded:
             self._order.note(indices)
@@ -538,19 +495,29 @@ class Engine:
             for stream in streams:
                 self._core.wait(index, 0, self._numels[index], stream=stream)
         self.seconds_waited += time.perf_counter() - begin
-        return step_stream is not None
+        return is_last
+
+    @property
+    def is_last_step(self) -> bool:
+        """Whether no step is about to begin, so that weights which are waited for are the last."""
+        return self._coming is self.submitted or self._coming is None
+
+    def withdraw(self) -> None:
+        """A step that was announced has not begun, and will not."""
+        self._coming = None
 
     def finish(self) -> None:
         """The step is complete on the host, and both streams wait for all weights.
 
         These are the current stream and the stream that the step began on.
         """
-        for stream in self._streams(self._step_stream):
+        for stream in self._streams:
             self._core.finish(stream=stream)
 
     def synchronize(self) -> None:
         """As `finish`, and all copies have ended."""
         self._core.synchronize(stream=self._stream())
+        self._released = self.submitted
 
     def timing(self) -> dict[str, float]:
         """Of the last step: seconds of `step` and, within it, `gradients`; bytes of the bus."""

@@ -54,7 +54,7 @@ from stepwell.offload.shard_guard import ShardGuard
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
-    from stepwell.offload.guard import Uploads
+    from stepwell.offload.guard import UnderWayIn, Uploads
 
 
 __all__ = ["LANDING_BYTES_MAX", "Gate"]
@@ -190,6 +190,21 @@ class Gate:
     def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:
         """From now on accesses to `params` wait. Call it before the step is submitted.
 
+        Args:
+            params: as `opening` has it.
+            exposed: likewise.
+        """
+        params = list(params)
+        if self.opening(params, exposed) is not None:
+            self.guard.protect(params)
+
+    def opening(
+        self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()
+    ) -> UnderWayIn | None:
+        """What the call that begins a step does, for accesses to `params` to wait from then on.
+
+        None: there is nothing to do.
+
         Closes the gate instead where torch.compile has traced an access to a parameter.
 
         Args:
@@ -200,12 +215,12 @@ class Gate:
         if self.guard.was_compiled:
             # Compiled again in every step otherwise: parameters change their class.
             self.close()
-            return
+            return None
         params = list(params)
         self._uncovered = self.not_covered(params, exposed)
         self._unfinished_on = threading.get_ident()
         self._is_entered = False
-        self.guard.protect(params)
+        return self.guard.protection(params)
 
     def exposed(
         self, params: Iterable[torch.Tensor], held: Collection[int] = ()

@@ -155,12 +155,10 @@ class Gradients:
         copied = self._copied.get(id(param))
         return copied is not None and copied.grad is grad and copied.is_current
 
-    def read_with(self, scalar: torch.Tensor, meanwhile: Callable[[], None]) -> float:
+    def read_with(self, scalar: torch.Tensor) -> float:
         """The value of `scalar`, which is on the device or in host memory.
 
         On the way, in the same transfer, it looks whether gradients that were copied have changed.
-
-        `meanwhile`: called when the device has all that it computes, before the wait.
         """
         copied = {key: each for key, each in self._copied.items() if each.is_current}
         # `grad.data = ...` gives it other memory.
@@ -172,7 +170,6 @@ class Gradients:
             now = self._checksums([copied[key].piece for key in compared])
             differ = differences([copied[key].checksum for key in compared], now)
             value = torch.cat([value, differ.to(value)])
-        meanwhile()
         number, *found = value.tolist()
         changed.update(key for key, differs in zip(compared, found, strict=True) if differs)
         for key in changed:

@@ -19,20 +19,32 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch.nn import Parameter
 
 from stepwell._tensors import COUNT_ALONE, COUNT_ALONE_IN_PYTHON, references
 from stepwell.offload.finalizers import finalize
-from stepwell.offload.under_way import begin, end, set_grad, without_waiting
+from stepwell.offload.under_way import (
+    GUARDS,
+    UnderWay,
+    begin,
+    end,
+    set_grad,
+    waiting_of,
+    without_waiting,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
 
 __all__ = ["Uploads", "WeightGuard", "clear_grads", "exposed"]
+
+
+UnderWayIn: TypeAlias = "tuple[type[torch.Tensor], list[tuple[dict[int, Any], object]]]"
+"""As `Store.submit` has it under `under_way`."""
 
 
 class Uploads(Protocol):
@@ -89,6 +101,15 @@ class WeightGuard:
             # First: so Ctrl-C in `begin` leaves no parameter whose class stays changed.
             self._under_way.update((id(param), param) for param in plain)
             begin(plain, self, self._uploads.finish)
+
+    def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn | None:
+        """What the call that begins a step does to `params`, for accesses to wait from then on.
+
+        None: they are protected now.
+        """
+        with self._lock:
+            self.num_steps += 1
+        return UnderWay, [(self._under_way, None), (GUARDS, waiting_of(self, self._uploads.finish))]
 
     def exposed(
         self,

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell._operand import Update
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.shares import Shares
     from stepwell.offload.swapped import Swapped
@@ -309,46 +308,42 @@ class HostSide:
         return self._fresh.get(param)
 
     def write_through(
-        self, updates: Sequence[Update], states: Mapping[torch.Tensor, _state.State]
-    ) -> list[tuple[torch.Tensor, _state.State, _state.State]]:
-        """Prepares a step that writes state in memory, loaded or looked at, to the volume.
+        self, param: torch.Tensor, state: _state.State, label: str
+    ) -> tuple[_state.State, _state.State]:
+        """Has the step that comes write state in memory, loaded or looked at, to the volume.
 
         The state gets a counter and fingerprints of its own: the tensors in memory are a snapshot.
 
         Args:
-            updates: of the step.
-            states: those that the optimizer has.
+            param: whose it is, on the volume.
+            state: as the optimizer has it.
+            label: what errors call the parameter.
 
         Returns:
-            for each such parameter its state in memory, and what it is once the step is submitted.
+            the state that is stepped, and what it is once the step has begun.
         """
         swapped = self.swapped
-        if swapped is None:
-            return []
-        swapped.note_places()
-        found = []
-        for update in updates:
-            param, operand = update.param, update.operand
-            if param not in swapped:
-                continue
-            state = operand.state or self._fresh.get(param)
-            if state is None:
-                # The user has deleted it.
-                state = _state.new(operand.param, self._moments)
-            elif swapped.is_place(param, state):
-                continue
-            else:
-                _state.repair_step(state, update.step - 1)
-                own = {name: state[name].clone() for name in swapped.kept_names(param)}
-                state = {**state, **own}
-            operand.state, operand.is_moved = state, True
-            found.append((param, state, swapped.placed(param, state)))
-        if swapped.commits and swapped.core is not None:
-            stepped = {update.param for update in updates}
-            self._tell_of_uncommitted(stepped, states)
+        assert swapped is not None
+        _state.repair_step(state, _state.step_of(state, lambda: label))
+        own = {name: state[name].clone() for name in swapped.kept_names(param)}
+        stepped = {**state, **own}
+        return stepped, swapped.placed(param, stepped)
+
+    def prepare_commit(
+        self, stepped: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
+    ) -> None:
+        """A step of these parameters is about to begin, which may commit to the volume.
+
+        Args:
+            stepped: the parameters.
+            states: those that the optimizer has.
+        """
+        swapped = self.swapped
+        if swapped is not None and swapped.commits and swapped.core is not None:
+            params = set(stepped)
+            self._tell_of_uncommitted(params, states)
             if swapped.core.commits_next:
-                swapped.write_weights(stepped, self.twins.weight)
-        return found
+                swapped.write_weights(params, self.twins.weight)
 
     def commit(
         self,

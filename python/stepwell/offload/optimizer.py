@@ -203,9 +203,7 @@ class OffloadAdamW(OffloadStep):
         swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
         shares = None if self._sharding is None else self._sharding.shares
         self._residents = Residents(device_bytes_max)
-        self._stepped_apart = self._residents.ids
         self._host = HostSide(moments, host_bytes_max, deferred, swapped, shares, self._residents)
-        self._swapping = [[]]
         self._twins = self._host.twins
         self._collector: Collector = (
             HostCollector(self._host)
@@ -316,7 +314,7 @@ class OffloadAdamW(OffloadStep):
             self._host.let_go(params, self._states)
             self._collector.let_go(params)
             for param in params:
-                self._bound.pop(param, None)
+                self._new_states.pop(param, None)
         if self._sharding is not None:
             # Of frozen ones too, which have no twin. State that is left is of these rows: one that
             # comes back goes on with it.

@@ -16,13 +16,11 @@ from stepwell.offload.engine import Engine
 from stepwell.offload.gathering import Gatherer, Piece, bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from contextlib import AbstractContextManager
-    from functools import partial
 
     import torch
 
-    from stepwell.offload.engine import EngineStep
     from stepwell.offload.sharding import Sharding
     from stepwell.offload.swapped import Swapped
     from stepwell.offload.twins import Twins
@@ -63,21 +61,18 @@ class RankEngine(Engine):
         return super().busy or self._gatherer.is_busy
 
     @override
-    def submission(
-        self, prepared: EngineStep, grad_scale: float, **options: Any
-    ) -> list[partial[Any]]:
+    def options(self, params: Sequence[torch.Tensor]) -> dict[str, Any]:
         if self._commits:
             # Until all ranks have committed the step before, those that have may have to go back
             # from it (`sharded_volume.py`).
             self.confirm()
-        submit, *others = super().submission(prepared, grad_scale, **options)
-        stepped = set(map(id, prepared.params))
-        params = [param for param in self._params if id(param) in stepped]
-        gather = self._gatherer.submission(
-            [self._piece(param) for param in params],
-            {self._indices[id(param)]: nth for nth, param in enumerate(params)},
+        stepped = set(map(id, params))
+        in_order = [param for param in self._params if id(param) in stepped]
+        begun = self._gatherer.submission(
+            [self._piece(param) for param in in_order],
+            {self._indices[id(param)]: nth for nth, param in enumerate(in_order)},
         )
-        return [submit, *gather, *others]
+        return {"begun": begun}
 
     def _piece(self, param: torch.Tensor) -> Piece:
         whole = local(param)
@@ -94,12 +89,11 @@ class RankEngine(Engine):
     @override
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         begin = time.perf_counter()
-        # Read before the wait: a step may be submitted on another thread meanwhile.
-        step_stream = self._step_stream
-        indices = [self._indices[id(param)] for param in params]
-        self._gatherer.wait(indices, self._streams(step_stream))
+        # Read before the wait: a step may begin on another thread meanwhile.
+        is_last, streams = self.is_last_step, self._streams
+        self._gatherer.wait([self._indices[id(param)] for param in params], streams)
         self.seconds_waited += time.perf_counter() - begin
-        return step_stream is not None
+        return is_last
 
     def confirm(self) -> None:
         """Waits until all ranks have told that their parts of the last step are good.
@@ -117,7 +111,7 @@ class RankEngine(Engine):
     @override
     def finish(self) -> None:
         super().finish()
-        self._gatherer.finish(self._streams(self._step_stream))
+        self._gatherer.finish(self._streams)
 
     @override
     def synchronize(self) -> None:

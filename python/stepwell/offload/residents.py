@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +36,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._hyper import hyper_of
 from stepwell._sharding import is_dtensor
-from stepwell._tensors import name_of, ordinary_tensors, view
+from stepwell._tensors import ordinary_tensors, view
 from stepwell.offload.budget import GIB
 from stepwell.offload.engine import current_stream, device_name, stream_of
 from stepwell.offload.gradients import Label, gradients_of
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
     from stepwell._hyper import Hyper
     from stepwell.offload.gradients import Known
 
-__all__ = ["ResidentUpdate", "Residents", "ResidentsStep"]
+__all__ = ["ResidentUpdate", "Residents"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -84,23 +83,6 @@ class ResidentUpdate(NamedTuple):
     """Which update of the parameter it is, from 1."""
 
 
-class ResidentsStep(NamedTuple):
-    """The updates of a step that waits for the norm of all gradients, as the core takes them."""
-
-    updates: Sequence[ResidentUpdate]
-    """Of each of them what follows."""
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    memories: list[torch.Tensor]
-    stand_ins: list[_state.State]
-    hypers: list[Hyper]
-    numels: list[int]
-    dtypes: list[str]
-    steps: list[int]
-    counters: list[torch.Tensor]
-    """Those of the stand-ins."""
-
-
 class Residents:
     """The residents of an optimizer, in the order in which they were added.
 
@@ -114,8 +96,8 @@ class Residents:
         self._residents: dict[int, _Resident] = {}
         self._steps: _core.DeviceSteps | None = None
         self._device = torch.device("cpu")
-        # That of the last step; None: there was none.
-        self._stream: int | None = None
+        self.stream = 0
+        """That of the last step."""
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -245,77 +227,32 @@ class Residents:
                 found.append(ResidentUpdate(param, grad, memory, stand_in, hyper, step + 1))
         return found
 
-    def prepare(self, updates: Sequence[ResidentUpdate]) -> ResidentsStep:
-        """The updates of a step, as `submission` takes them.
-
-        It changes nothing, and reads nothing that a program may change before the step is
-        submitted.
-        """
-        return ResidentsStep(
-            updates,
-            params=[each.param for each in updates],
-            grads=[each.grad for each in updates],
-            memories=[each.memory for each in updates],
-            stand_ins=[each.stand_in for each in updates],
-            numels=[each.grad.numel() for each in updates],
-            dtypes=[name_of(each.grad.dtype) for each in updates],
-            steps=[each.step for each in updates],
-            hypers=[each.hyper for each in updates],
-            counters=_counters(updates),
-        )
-
-    def submission(
-        self,
-        prepared: ResidentsStep,
-        grad_scale: float,
-        states: dict[torch.Tensor, _state.State],
-    ) -> list[partial[Any]]:
-        """The calls that step residents, in which no Python can be interrupted.
-
-        Before they are made no weight has changed, and no state but that one which was never
-        stepped is there, with no step. Autograd is told of the writes by the caller.
+    def launch(self, updates: Sequence[ResidentUpdate], grad_scale: float) -> dict[str, Any] | None:
+        """A step of residents, as `Store.submit` takes it; None: there is none.
 
         Args:
-            prepared: the step. It is held until the calls are made.
+            updates: of the step.
             grad_scale: what all gradients are multiplied by.
-            states: those that the optimizer has. It gets the stand-ins of the updates.
         """
-        updates = prepared.updates
         if not updates:
-            return []
-        assert self._steps is not None
+            return None
+        self.stream = current_stream(self._device)
         # Parameters of one group have one object.
-        by_id = {id(hyper): hyper for hyper in prepared.hypers}
+        by_id = {id(each.hyper): each.hyper for each in updates}
         hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
-        counters = prepared.counters
-        now = [stand_in.get("step") for stand_in in prepared.stand_ins]
-        if not all(map(operator.is_, now, counters)):
-            # The program has set some while the step waited for the norm.
-            counters = _counters(updates)
-        states.update(zip(prepared.params, prepared.stand_ins, strict=True))
-        self._stream = current_stream(self._device)
-        # A handler may give tensors other memory before the calls.
-        held = [each.untyped_storage() for each in (*prepared.params, *prepared.grads)]
-        return [
-            partial(
-                self._steps.step,
-                list(map(torch.Tensor.data_ptr, prepared.params)),
-                list(map(torch.Tensor.data_ptr, prepared.grads)),
-                list(map(torch.Tensor.data_ptr, prepared.memories)),
-                numels=prepared.numels,
-                dtypes=prepared.dtypes,
-                steps=prepared.steps,
-                hypers=[hypers[id(hyper)] for hyper in prepared.hypers],
-                stream=self._stream,
-            ),
-            partial(torch._foreach_add_, counters, _state.step_tensor(1), alpha=1.0),
-            partial(held.clear),
-        ]
+        return {
+            "steps": self._steps,
+            "params": [each.param for each in updates],
+            "grads": [each.grad for each in updates],
+            "memories": [each.memory for each in updates],
+            "counters": _counters(updates),
+            "hypers": [hypers[id(each.hyper)] for each in updates],
+        }
 
     def synchronize(self) -> None:
         """Waits until the last step of residents is complete."""
-        if self._stream is not None and self._device.type == "cuda":
-            stream_of(self._stream, self._device).synchronize()
+        if self._device.type == "cuda":
+            stream_of(self.stream, self._device).synchronize()
 
     # ---- state ----
 

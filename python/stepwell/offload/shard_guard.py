@@ -125,6 +125,11 @@ class ShardGuard(WeightGuard):
         self._writes.protect(parts)
 
     @override
+    def protection(self, params: Iterable[torch.Tensor]) -> None:
+        # Of each shard other tensors have the memory, whose classes change too.
+        self.protect(params)
+
+    @override
     def enter(self, params: Iterable[torch.Tensor]) -> None:
         params = list(params)
         super().enter(params)

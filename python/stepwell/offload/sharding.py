@@ -17,7 +17,7 @@ import contextlib
 import logging
 import weakref
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from stepwell._operand import Update
+    from stepwell._hyper import Hyper
 
-__all__ = ["Shard", "Sharding", "awaited", "open_sharding"]
+__all__ = ["Shard", "Sharding", "UpdateFacts", "awaited", "open_sharding"]
 
 Shard: TypeAlias = "bool | dist.ProcessGroup"
 """Whether ranks with the same parameters share the step; the ranks, where they are not all."""
@@ -121,7 +121,7 @@ class Sharding:
     def agree(
         self,
         params: Sequence[torch.Tensor],
-        updates: Sequence[Update],
+        updates: Sequence[UpdateFacts],
         *,
         clip_norm: float | None,
         nonfinite: str,
@@ -188,8 +188,17 @@ class Sharding:
             )
 
 
+class UpdateFacts(NamedTuple):
+    """What ranks have to agree on of the update of a parameter."""
+
+    hyper: Hyper
+    number: int
+    """Which one it is, from 1."""
+    seed: int
+
+
 def _digest(
-    updates: Sequence[Update], clip_norm: float | None, nonfinite: str, *, is_rounded: bool
+    updates: Sequence[UpdateFacts], clip_norm: float | None, nonfinite: str, *, is_rounded: bool
 ) -> int:
     """A number of 62 bits that is the same where the same is done with equal gradients.
 
@@ -202,9 +211,9 @@ def _digest(
         if update.hyper is not hyper:
             hyper = update.hyper
             found.update(f"{hyper}".encode())
-        found.update(f" {update.step}".encode())
+        found.update(f" {update.number}".encode())
         if is_rounded:
-            found.update(f" {update.rounding.seed}".encode())
+            found.update(f" {update.seed}".encode())
     return int.from_bytes(found.digest(), "little") >> 2
 
 

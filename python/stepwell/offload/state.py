@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell import _state
+from stepwell import _core, _state
 from stepwell.optim import AdamW
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
-    from stepwell._operand import Update
     from stepwell.offload.background import Background
-    from stepwell.offload.engine import Engine
+    from stepwell.offload.engine import Engine, Submitted
     from stepwell.offload.gate import Gate
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.residents import Residents
@@ -176,13 +175,30 @@ class OffloadState(AdamW):
     # While a step is decided and submitted, `state` does not settle what is deferred, on the thread
     # that does so.
     _stepping_on: int | None
-    # State that the step under way has written to the volume, as it was and as it is.
-    _swapping: list[list[tuple[torch.Tensor, _state.State, _state.State]]]
+    # The last step that `_note_submitted` has noted.
+    _noted: Submitted | None = None
+    # Whether a program may have tensors of the state, or have changed it.
+    _is_state_seen = False
 
     @property
     def _engine(self) -> Engine | None:
         """None: it was not needed yet."""
         return self._background.engine
+
+    @property
+    def _store(self) -> _core.Store:
+        """The parameters with their states, as they are stepped."""
+        return self._background.opened().store if len(self._twins) else self._bare_store
+
+    def _look_anew(self) -> None:
+        self._seeds: list[int] = []
+        self._new_states = {}
+        self._meshes = None
+        # For an optimizer whose state is all on the device.
+        self._bare_store = _core.Store(is_beside=True)
+        if self._engine is not None:
+            self._engine.store.unbind()
+            self._engine.store.has_left = False
 
     @property
     def _gate(self) -> Gate | None:
@@ -196,6 +212,7 @@ class OffloadState(AdamW):
     @property
     def state(self) -> defaultdict[torch.Tensor, _state.State]:
         """State by parameter, as torch's optimizers have it, after the last step is complete."""
+        self._is_state_seen = True
         states = self._read_states()
         if self._is_stepping or (self._host.swapped is None and not len(self._residents)):
             return states
@@ -203,6 +220,7 @@ class OffloadState(AdamW):
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
+        self._is_state_seen = True
         self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
 
     @contextlib.contextmanager
@@ -236,33 +254,23 @@ class OffloadState(AdamW):
                 if self._engine.busy:
                     self._background.finish()
         found: defaultdict[torch.Tensor, _state.State] = self.__dict__["state"]
-        for param, before, state in self._swapping[0]:
-            if found.get(param) is before:
-                found[param] = state
-        # Ctrl-C before this does no harm: what is replaced is replaced once.
-        self._swapping[0] = []
+        self._note_submitted()
         return found
 
-    def _fresh_state(self, update: Update) -> _state.State:
-        """State of a parameter that was never stepped.
-
-        What was set aside for it, unless that was loaded over.
-        """
-        if self._host.swapped is not None:
-            # It may be places, also where no step follows.
-            self._host.swapped.note_places()
-        return self._host.fresh_state(update.param) or super()._fresh_state(update)
-
-    def _is_exclusive(self, param: torch.Tensor) -> bool:
-        return not self._host.fingerprints.is_unverified(param)
+    def _note_submitted(self) -> None:
+        """Has states and fingerprints be those behind the last step that has begun."""
+        submitted = None if self._engine is None else self._engine.submitted
+        if submitted is None or submitted is self._noted:
+            return
+        states = self.__dict__["state"]
+        for param, before, state in submitted.swapping:
+            if states.get(param) is before:
+                states[param] = state
+        fingerprints = self._host.fingerprints
+        fingerprints.mark_verified(submitted.verified)
+        verified = set(map(id, submitted.verified))
+        fingerprints.mark_outdated(p for p in submitted.params if id(p) not in verified)
+        self._noted = submitted
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         return self._twins.weight(param) if param in self._twins else param
-
-    _has_own_host_sides = True
-
-    def _host_tensors(
-        self, param: torch.Tensor, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        twin = self._twins[param]
-        return twin.weight, twin.grad

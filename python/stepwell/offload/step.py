@@ -1,44 +1,44 @@
-"""A step of OffloadAdamW: decided on the device, submitted to the background, and what it took.
+"""A step of OffloadAdamW: looked at, decided on the device, begun by one call, and what it took.
 
-- One norm of all gradients decides (`_begin_step`): everything that may fail comes before the first
-  change. What is submitted is made ready while the device computes it (`submission`). What a
-  program may change meanwhile is looked at again behind it.
+- Everything that may fail comes before the first change. One norm of all gradients decides
+  (`_begin_step`). What a program does to weights in the wait for it may be lost.
 - However a step ends, what it would have waited for is waited for: after it gradients may be
   written, and weights that no forward waits for are there (`_locked_step`, `_leave_step`).
 - A step that is skipped or left by an error has the next one be exact, where updates are deferred.
-  The error holds no memory of the step.
 
 Cost: the thread waits for the norm, and for copies of gradients that the device does not have yet.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import math
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stepwell import _core, _state
+from stepwell._binding import Rounding, bind
 from stepwell._decision import Facts, Outcome, decide
-from stepwell._sharding import greatest, is_dtensor
-from stepwell.offload.addresses import Addresses
+from stepwell._hyper import hyper_of
+from stepwell._sharding import PLAIN, greatest, is_dtensor
 from stepwell.offload.deferral import DeferralMetrics
-from stepwell.offload.gradients import apart_from, memories_of
+from stepwell.offload.gradients import apart_from, check_in_place, memories_of, piece_of
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
-from stepwell.offload.sharding import awaited
-from stepwell.offload.submission import OffloadSubmission, OnDevice, Prepared, number_of
-from stepwell.offload.version_counts import OutdatedError
+from stepwell.offload.sharding import UpdateFacts, awaited
+from stepwell.offload.state_dicts import OffloadStateDicts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from stepwell._operand import Update
     from stepwell.offload.collector import Collector
-    from stepwell.offload.gradients import Known
+    from stepwell.offload.engine import Engine
+    from stepwell.offload.residents import ResidentUpdate
 
 __all__ = ["OffloadStep"]
 
@@ -47,11 +47,32 @@ _LOGGER = logging.getLogger(__name__)
 # Of clip coefficients, relative: devices of several kinds may round one norm differently.
 _CLIP_TOLERANCE = 1e-5
 
-# A step that is overtaken is made ready anew, but not for ever.
-_TRIES_MAX = 8
+
+class _Looked(NamedTuple):
+    """The gradients of a step, all of them checked."""
+
+    groups: list[int]
+    """Of each parameter that the host steps its group."""
+    params: list[torch.Tensor]
+    """These parameters."""
+    grads: list[torch.Tensor]
+    """Of each the gradient, as it is stepped."""
+    numbers: list[int]
+    """Of each which update it is, from 1."""
+    on_device: list[ResidentUpdate]
+    """What the device steps."""
+
+    @property
+    def number(self) -> int:
+        """Which update it is of the parameter that has seen most; 0: there is none."""
+        return max([*self.numbers, *(each.step for each in self.on_device)], default=0)
 
 
-class OffloadStep(OffloadSubmission):
+def _has_grad(param: torch.Tensor) -> bool:
+    return param.grad is not None
+
+
+class OffloadStep(OffloadStateDicts):
     """The same as far as it steps."""
 
     _collector: Collector
@@ -59,6 +80,8 @@ class OffloadStep(OffloadSubmission):
     # What the last step took, as far as the engine does not know it.
     _seconds: dict[str, float]
     _has_warned_of_clipping = False
+    # Of the look under way: what the state of a parameter on a volume becomes.
+    _swapping: list[tuple[torch.Tensor, _state.State, _state.State]]
 
     @property
     def clip_norm(self) -> float | None:
@@ -88,7 +111,6 @@ class OffloadStep(OffloadSubmission):
         begin = time.perf_counter()
         self._finish_last()
         background = time.perf_counter() - begin
-        self._tune(begin)
         self._background.release()
         begin = time.perf_counter()
         self._stepping_on = threading.get_ident()
@@ -100,12 +122,9 @@ class OffloadStep(OffloadSubmission):
                 self._background.release()
                 self._seconds["release"] = time.perf_counter() - begin
                 self._background.wait_for_weights()
-        except BaseException as error:
+        except BaseException:
             # Ctrl-C may have landed behind the submit, and nothing else waits for this.
-            try:
-                self._leave_step()
-            finally:
-                _clear_frames(error)
+            self._leave_step()
             raise
         finally:
             self._stepping_on = None
@@ -130,7 +149,7 @@ class OffloadStep(OffloadSubmission):
                 self._host.swapped.check()
         except OSError:
             if self._host.swapped is not None and self._sharding is None:
-                self._agree_on_step(found_inf=False, has_error=True, params=[], updates=[])
+                self._agree_on_step(found_inf=False, has_error=True)
             raise
 
     def _excuse_next(self) -> None:
@@ -150,14 +169,13 @@ class OffloadStep(OffloadSubmission):
         while True:
             try:
                 with contextlib.suppress(OSError, ValueError):
-                    if self._background.is_unreleased:
-                        self._background.release()
-                    else:
-                        if self._engine is not None:
-                            self._engine.withdraw()
+                    self._background.withdraw()
+                    if self._background.is_released:
                         self._background.discard()
                         self._background.settle()
                         self._twins.mark_stale(self._twins)
+                    else:
+                        self._background.release()
                     self._background.wait_for_weights()
                 break
             except KeyboardInterrupt as caught:
@@ -165,10 +183,164 @@ class OffloadStep(OffloadSubmission):
         if interrupt is not None:
             raise interrupt
 
-    # ---- what is decided, and what is submitted ----
+    # ---- what is looked at ----
+
+    @abc.abstractmethod
+    def _is_known(self, param: torch.Tensor) -> bool:
+        """Whether it was admitted."""
+
+    def _looked(self) -> _Looked:
+        """The gradients of the coming step, and all that it works with, checked in full.
+
+        Raises:
+            ValueError: the step cannot be done.
+        """
+        groups = self.param_groups
+        self._hypers = [hyper_of(group, f"group {at}") for at, group in enumerate(groups)]
+        self._swapping, self._new_states = [], {}
+        store, look = self._look_at_groups()
+        if not self._is_every_known(look):
+            # Groups were edited.
+            self._follow_groups()
+            store, look = self._look_at_groups()
+        if look.has_unknown:
+            frozen = next(p for p in self._in_order() if not self._is_known(p) and _has_grad(p))
+            check_in_place(frozen, None, self._host.device, self._label)
+        on_device = self._on_device()
+        grads = list(look.grads)
+        moved: Sequence[int] = look.moved
+        if self._collector.sums_on_host:
+            moved = range(len(grads))
+        if moved:
+            params = look.params
+            found = self._collector.gradients(
+                [params[at] for at in moved], self._background.idle, self._label
+            )
+            self._bind_each(store, look, grads, dict(zip(moved, found, strict=True)))
+        weights = [(each.param.data_ptr(), each.param.nbytes) for each in on_device]
+        if overlapping := store.overlapping(weights):
+            # The step reads some gradients when other weights are there already.
+            self._bind_each(store, look, grads, {at: grads[at].clone() for at in overlapping})
+        return _Looked(look.groups, look.params, grads, store.numbers(), on_device)
+
+    def _look_at_groups(self) -> tuple[_core.Store, _core.Look]:
+        """The store with its look at the parameters of the groups.
+
+        Raises:
+            ValueError: one that has a gradient was never admitted: it is frozen.
+        """
+        groups, store = self.param_groups, self._store
+        seeds = [group["seed"] for group in groups]
+        if seeds != self._seeds:
+            store.unbind()
+            self._seeds = seeds
+        store.set_apart(list(self._residents))
+        states = self.__dict__["state"] if self._is_state_seen else None
+        look = store.look([group["params"] for group in groups], states)
+        return store, look
+
+    def _is_every_known(self, look: _core.Look) -> bool:
+        """Whether the groups have the parameters that were admitted, and no others."""
+        return look.num_seen == len(self._twins) + len(self._residents) and not look.has_unknown
+
+    def _bind_each(
+        self,
+        store: _core.Store,
+        look: _core.Look,
+        grads: list[torch.Tensor],
+        found: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Gives the store what it has to know anew of the coming step.
+
+        Args:
+            store: the store.
+            look: its last look.
+            grads: the look's gradients; what is stepped instead of one takes its place.
+            found: by the position in these lists the gradient that is stepped.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+        labels = dict(self._labelled())
+        ordinals = {id(param): at for at, param in enumerate(labels)}
+        params, own = look.params, look.grads
+        for at, grad in found.items():
+            param = params[at]
+            twin, first = self._twins[param], self._first_element(param)
+            state, is_kept = self._kept_state_to_step(param, labels[param])
+            is_own = grad is own[at]
+            grads[at] = grad
+            bind(
+                store,
+                at,
+                weight=twin.weight,
+                grad=piece_of(grad),
+                grad_view=twin.grad_view,
+                piece=None if type(param) in PLAIN else piece_of(param),
+                state=state,
+                moments=self._moments,
+                rounding=Rounding(self._seeds[look.groups[at]], ordinals[id(param)], first),
+                label=partial(labels.__getitem__, param),
+                is_kept=is_kept and is_own,
+            )
+
+    def _kept_state_to_step(self, param: torch.Tensor, label: str) -> tuple[_state.State, bool]:
+        """The state that a step of `param` works with, and whether the next one may go on with it.
+
+        It is put where programs find it when the step is taken.
+
+        Raises:
+            ValueError: what the optimizer has does not fit the parameter.
+        """
+        states, swapped, weight = self._states, self._host.swapped, self._twins.weight(param)
+        known = states.get(param) or self._host.fresh_state(param)
+        state = _state.new(weight, self._moments) if known is None else known
+        state = _state.refreshed(weight, state, self._moments, label)
+        is_kept = True
+        if swapped is not None and param in swapped:
+            swapped.note_places()
+            if not swapped.is_place(param, state):
+                state, placed = self._host.write_through(param, state, label)
+                self._swapping.append((param, state, placed))
+                is_kept = False
+        else:
+            # The step goes on in the background, and works on the state itself.
+            _state.make_dense(weight, state, self._moments)
+        if states.get(param) is not state:
+            self._new_states[param] = state
+        return state, is_kept
+
+    def _on_device(self) -> list[ResidentUpdate]:
+        """What the device steps of the parameters that have a gradient.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+        residents = self._residents
+        if not len(residents):
+            return []
+        stepped = [p for p in self._in_order() if id(p) in residents.ids and _has_grad(p)]
+        grads = residents.gradients(stepped, self._label)
+        grads = apart_from(memories_of([*self._twins, *residents]), grads)
+        by_id = {id(param): grad for param, grad in zip(stepped, grads, strict=True)}
+        return residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
+
+    def _in_norm(self, looked: _Looked) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """All parameters and their gradients, in the order of the groups.
+
+        A norm is summed in that order, so its bits do not depend on which are stepped where.
+        """
+        if not looked.on_device:
+            return looked.params, looked.grads
+        by_id = {id(p): grad for p, grad in zip(looked.params, looked.grads, strict=True)}
+        by_id.update((id(each.param), each.grad) for each in looked.on_device)
+        params = [param for param in self._in_order() if id(param) in by_id]
+        return params, [by_id[id(param)] for param in params]
+
+    # ---- what is decided, and what is begun ----
 
     def _begin_step(self) -> bool:
-        """Decides on the step and hands it to the background; whether there is one."""
+        """Decides on the step and has it begin; whether there is one."""
         begin = time.perf_counter()
         if self._collector.sums_on_host and getattr(self, "found_inf", None) is not None:
             raise ValueError(
@@ -176,75 +348,31 @@ class OffloadStep(OffloadSubmission):
             )
         found_inf = self._scaler_found_inf()
         if found_inf and self._sharding is None and not self._agreeing_meshes():
-            return self._is_taken(Facts(found_inf=True), [], None, "")
-        is_apart = is_awaited = False
+            return self._is_taken(Facts(found_inf=True), None, "", has_updates=False)
         error: ValueError | None = None
-        stepped: list[torch.Tensor] = []
-        params: list[torch.Tensor] = []
-        grads: list[torch.Tensor] = []
-        updates: list[Update] = []
-        on_device = OnDevice([], [], [])
-        inverse_scale = 1.0
-        norm = 0.0
-        number = 0
-        prepared: Prepared | None = None
-        addresses: Addresses | None = None
+        looked = _Looked([], [], [], [], [])
+        inverse_scale, norm = 1.0, 0.0
         with awaited(self._sharding):
             try:
                 inverse_scale = self._inverse_grad_scale()
-                stepped = self._stepped()
-                # Weights of deferred updates land with the step as well.
-                engine = self._engine
-                landing = [] if engine is None else engine.pending_params
-                memories = memories_of([*stepped, *landing])
-                residents = self._residents.ids
-                params = [param for param in stepped if id(param) not in residents]
-                grads = self._collector.gradients(params, self._background.idle, self._label)
-                grads = apart_from(memories, grads)
-                updates = self._updates()
-                on_device = self._on_device(stepped, memories)
+                looked = self._looked()
                 if self._sharding is not None:
                     self._sharding.check_batches()
             except ValueError as caught:
                 error = caught
-            if self._sharding is None:
-                found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
-                    found_inf=found_inf,
-                    has_error=error is not None,
-                    params=params,
-                    updates=updates,
-                )
-            else:
-                found_inf, has_error = self._sharding.agree(
-                    params,
-                    updates,
-                    clip_norm=self.clip_norm,
-                    nonfinite=self._nonfinite,
-                    has_error=error is not None,
-                    found_inf=found_inf,
-                    is_rounded=self._moments != "fp32",
-                    is_written=error is None and bool(self._twins.stale(params)),
-                    checksums=lambda weights: self._background.opened().checksums(weights),
-                    label=self._label,
-                )
+            found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
+                found_inf=found_inf, has_error=error is not None, looked=looked
+            )
         facts = Facts(found_inf=found_inf, has_error=has_error)
         is_first_at_lr_0 = self._is_first_at_lr_0()
         if not has_error and not found_inf:
             with awaited(self._sharding):
-                stale = self._stale_of(params)
-                number = number_of(updates, on_device.updates)
-                self._score(params, grads, number, stale)
-                self._host.reread(stale, self.state)
-                # Not where other ranks wait for what this one says next, nor where it writes, nor
-                # where nothing is stepped.
-                is_alone = self._sharding is None and not self._agreeing_meshes()
-                is_early = (
-                    is_alone and self._host.swapped is None and number > 0 and not is_first_at_lr_0
-                )
-                prepare = partial(self._prepare, updates, on_device, params, grads)
-                all_params, all_grads = on_device.merged(stepped, params, grads)
-                addresses = Addresses.of(all_params, all_grads)
-                norm, prepared = self._norm_of(all_params, all_grads, prepare if is_early else None)
+                stale = self._stale_of(looked.params)
+                self._score(looked, stale)
+                self._host.reread(stale, self._states)
+                params, grads = self._in_norm(looked)
+                collector = self._collector
+                norm = gradient_norm(params, grads, collector.place, read=collector.read)
                 norm *= inverse_scale
                 if self._sharding is not None:
                     self._sharding.peers.check_norm(norm)
@@ -264,117 +392,58 @@ class OffloadStep(OffloadSubmission):
             what += self._collector.explain_nan()
         elif facts.is_nonfinite and math.isfinite(norm):
             what = "a gradient of another rank is not finite"
-        states = self.__dict__["state"]
         if decide(facts, self._nonfinite) is Outcome.MAKE_STATE:
-            states.update((each.param, each.stand_in) for each in on_device.updates)
-        steps_any = is_awaited or bool(on_device.updates)
-        if not self._is_taken(facts, updates, error, what, is_awaited=steps_any):
+            self._new_states.update((each.param, each.stand_in) for each in looked.on_device)
+        has_updates = is_awaited or bool(looked.params) or bool(looked.on_device)
+        try:
+            is_taken = self._is_taken(facts, error, what, has_updates=has_updates)
+        finally:
+            # Or it would refer to itself by this frame, and hold gradients.
+            del error
+        if not is_taken:
             return False
-        self._has_left = True
-        grad_scale = inverse_scale * self._clip_coefficient(norm)
-        assert addresses is not None
-        if not len(self._twins):
-            addresses.check(self._known, self._label)
-            self._submit(prepared or prepare(), grad_scale, number, is_checked=False)
-            return True
-        engine = self._background.opened()
-        with engine.decided():
-            # After the norm, which would come down behind them; the step begins with the first that
-            # is there.
-            self._collector.take_missing(params, grads, engine)
-            for tries_left in reversed(range(_TRIES_MAX)):
-                addresses.check(self._known, self._label)
-                if self._sharding is None and (written := self._stale_of(params)):
-                    # By a signal's handler or another thread, since the step was checked.
-                    self._drop_written(written)
-                    self._host.reread(written, states)
-                    prepared = None
-                is_checked = self._sharding is None and tries_left > 0
-                try:
-                    self._submit(prepared or prepare(), grad_scale, number, is_checked=is_checked)
-                    break
-                except OutdatedError:
-                    # Nothing was stepped. What was ready is of before, and so is what was selected.
-                    engine.withdraw()
-                    self._background.finish()
-                    engine.is_settled, prepared = True, None
-                    if tries_left == 1:
-                        _LOGGER.warning(
-                            "weights were written %d times while one step was made ready; what is "
-                            "written before it has begun is lost. hint: write weights between "
-                            "steps",
-                            _TRIES_MAX - 1,
-                        )
+        self._submit(looked, inverse_scale * self._clip_coefficient(norm))
         return True
 
-    def _norm_of(
-        self,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        prepare: Callable[[], Prepared] | None,
-    ) -> tuple[float, Prepared | None]:
-        """The norm of all gradients, and what `prepare` has made while the device computed it.
-
-        Args:
-            params: the parameters.
-            grads: their gradients.
-            prepare: None: nothing is made meanwhile.
-        """
-        made: list[Prepared] = []
-
-        def meanwhile() -> None:
-            if prepare is not None:
-                # An error in it leaves the step, which other ranks may take.
-                had_left, self._has_left = self._has_left, True
-                made.append(prepare())
-                self._has_left = had_left
-
-        collector = self._collector
-        read = partial(collector.read, meanwhile=meanwhile)
-        norm = gradient_norm(params, grads, collector.place, read=read)
-        return norm, made[0] if made else None
-
-    def _on_device(self, stepped: Sequence[torch.Tensor], memories: Collection[int]) -> OnDevice:
-        """What the device steps of the parameters that have a gradient.
-
-        Args:
-            stepped: these.
-            memories: `memories_of` all weights that the step writes.
-
-        Raises:
-            ValueError: one of them cannot be stepped.
-        """
-        residents = self._residents
-        params = [param for param in stepped if id(param) in residents.ids]
-        if not params:
-            return OnDevice([], [], [])
-        grads = apart_from(memories, residents.gradients(params, self._label))
-        by_id = {id(param): grad for param, grad in zip(params, grads, strict=True)}
-        updates = residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
-        return OnDevice(params, grads, updates)
-
     def _agree_on_step(
-        self,
-        *,
-        found_inf: bool,
-        has_error: bool,
-        params: Sequence[torch.Tensor],
-        updates: Sequence[Update],
-    ) -> list[bool]:
-        """What any of the ranks that hold pieces of DTensors knows before a step.
+        self, *, found_inf: bool, has_error: bool, looked: _Looked | None = None
+    ) -> Sequence[bool]:
+        """What any of the ranks that step together knows before a step.
 
         Returns:
             `found_inf`; `has_error`; whether ranks may have different norms, since some have
             parameters of their own; whether one steps what others may not have, and all commit.
-        """
-        places = {param.device_mesh if is_dtensor(param) else None for param in params}
-        swapped = self._host.swapped
-        commits = swapped is not None and swapped.commits
-        return self._agree(found_inf, has_error, len(places) > 1, commits and len(updates) > 0)
 
-    def _known(self, param: torch.Tensor) -> Known | None:
-        """What a parameter was when it was added; None: it never was."""
-        return self._twins.get(param) or self._residents.known(param)
+        Raises:
+            ValueError: on all ranks: they step different parameters or differently, or weights
+                differ.
+            OSError: another rank is gone, or has left a step that others have taken.
+        """
+        params = [] if looked is None else looked.params
+        if self._sharding is None:
+            places = {param.device_mesh if is_dtensor(param) else None for param in params}
+            swapped = self._host.swapped
+            commits = swapped is not None and swapped.commits
+            return self._agree(found_inf, has_error, len(places) > 1, commits and bool(params))
+        updates = []
+        if looked is not None and not has_error:
+            updates = [
+                UpdateFacts(self._hypers[group], number, self._seeds[group])
+                for group, number in zip(looked.groups, looked.numbers, strict=True)
+            ]
+        found = self._sharding.agree(
+            params,
+            updates,
+            clip_norm=self.clip_norm,
+            nonfinite=self._nonfinite,
+            has_error=has_error,
+            found_inf=found_inf,
+            is_rounded=self._moments != "fp32",
+            is_written=not has_error and bool(self._twins.stale(params)),
+            checksums=lambda weights: self._background.opened().checksums(weights),
+            label=self._label,
+        )
+        return [*found, False, False]
 
     def _stale_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Those of `params`, which the host steps, that other code may have written.
@@ -384,27 +453,125 @@ class OffloadStep(OffloadSubmission):
                 `params` or not.
         """
         stale, engine = self._twins.stale(), self._engine
-        if engine is not None and any(map(engine.is_pending, stale)):
-            engine.settle()
+        if stale and engine is not None and engine.has_pending():
+            pending = set(map(id, engine.pending_params))
+            if any(id(param) in pending for param in stale):
+                engine.settle()
         if not stale:
             return []
-        known = set(params)
-        return [param for param in stale if param in known]
+        known = set(map(id, params))
+        return [param for param in stale if id(param) in known]
 
-    def _stepped(self) -> list[torch.Tensor]:
-        """The parameters that have a gradient, after groups that were edited have been followed."""
-        twins, residents = self._twins.ids, self._residents.ids
-        params, num_known, is_any_new = [], 0, False
-        for group in self.param_groups:
-            for param in group["params"]:
-                is_known = id(param) in twins or id(param) in residents
-                num_known += is_known
-                if param.grad is not None:
-                    params.append(param)
-                    is_any_new |= not is_known
-        if num_known < len(twins) + len(residents) or is_any_new:
-            self._follow_groups()
-        return params
+    def _score(self, looked: _Looked, stale: Sequence[torch.Tensor]) -> None:
+        """Scores channels of which some may be selected; the norm that comes next is waited for.
+
+        Called before `reread`, behind which weights that were written differ from none of the host.
+
+        Args:
+            looked: the gradients of the step.
+            stale: those of the parameters that may have been written.
+        """
+        steps, number = self._deferred_steps, looked.number
+        engine = self._engine
+        if steps is None or number == 0 or engine is None or engine.selector is None:
+            return
+        selector = engine.selector
+        # Of channels of weights that were written the device has copies, which an exact step drops.
+        # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
+        differs = self._twins.differs
+        if any(selector.holds([one]) and differs(one) for one in stale):
+            engine.make_exact()
+        if self._is_deferred(engine, number):
+            selector.score(looked.params, looked.grads, engine.next_group())
+        elif steps.is_followed_by_deferred(number, is_seen=self._is_seen()):
+            selector.score(looked.params, looked.grads, None)
+        else:
+            selector.score([], [], None)
+
+    def _is_seen(self) -> bool:
+        """Whether forwards are seen, and so every other look at a weight."""
+        gate = self._background.open_gate
+        return gate is not None and not gate.guard.was_compiled
+
+    def _is_deferred(self, engine: Engine, number: int) -> bool:
+        """Whether a step is deferred; `number`: which update it is of the most stepped one."""
+        return self._deferred_steps is not None and self._deferred_steps.is_deferred(
+            number, is_seen=self._is_seen(), is_settled=engine.is_settled
+        )
+
+    def _submit(self, looked: _Looked, grad_scale: float) -> None:
+        """Has a step begin that was decided on."""
+        hypers = [hyper.core(grad_scale) for hyper in self._hypers]
+        residents = self._residents.launch(looked.on_device, grad_scale)
+        # State with no update counted is as none.
+        states = self.__dict__["state"]
+        states.update(self._new_states)
+        states.update((each.param, each.stand_in) for each in looked.on_device)
+        self._host.drop_fresh(self._new_states)
+        self._new_states = {}
+        self._store.has_left = True
+        if not len(self._twins):
+            self._store.submit(
+                hypers,
+                buffers=[],
+                stream=self._residents.stream,
+                record=None,
+                residents=residents,
+            )
+            return
+        engine, gate = self._background.opened(), self._background.open_gate
+        with engine.decided():
+            # After the norm, which would come down behind them; the step begins with the first that
+            # is there.
+            self._collector.take_missing(looked.params, looked.grads, engine)
+            self._host.prepare_commit(looked.params, states)
+            # Weights of deferred updates land with this step, also those of parameters without
+            # update.
+            landing = engine.store.landing
+            shared = [] if gate is None else self._background.exposed(landing)
+            at_once, number = None, looked.number
+            is_seen, is_settled = self._is_seen(), engine.is_settled
+            others = landing[len(looked.params) :]
+            num_settled, closed = engine.store.num_settled, self._background.gate
+            may_defer = closed is not None and not {*map(id, shared)} & {*map(id, others)}
+            if may_defer and closed is not None and self._is_deferred(engine, number):
+                # The step waits for the weights of these, since no forward is known to. And what
+                # they name in memory is on the volume after this step, and so is what comes next.
+                at_once = set(closed.not_covered(looked.params, shared))
+                at_once.update(param for param, _, _ in self._swapping)
+            self._note_submitted()
+            fingerprints = self._host.fingerprints
+            verified = [param for param in looked.params if fingerprints.is_unverified(param)]
+            # Ctrl-C may land in all that is Python. So this comes before the submit, and does no
+            # harm without it: host and device hold the same weights, and there is nothing to wait
+            # for.
+            self._twins.mark_stale(self._twins.left_out(landing))
+            self._twins.note_storages(landing)
+            coming = engine.announce(self._swapping, looked.params, verified)
+            options: dict[str, Any] = engine.options(looked.params)
+            if gate is not None:
+                options["under_way"] = gate.opening(landing, shared)
+            selected = []
+            if engine.selector is not None:
+                selected = engine.selector.choose(at_once)
+                engine.selector.drop(at_once or ())
+            engine.submit(
+                coming,
+                hypers,
+                at_once=at_once,
+                selected=selected,
+                num_settled=num_settled,
+                residents=residents,
+                **options,
+            )
+        if self._deferred_steps is not None and may_defer:
+            self._deferred_steps.note(number, is_seen=is_seen, is_settled=is_settled)
+        if gate is not None and gate.uncovered:
+            # The step itself waits for them, so that the guard sees no access. Those of the first
+            # step of a new run: it has seen no forward. Not where memory is shared: writes to it
+            # are not seen anyway.
+            exposed = set(map(id, shared))
+            self._twins.mark_stale(each for each in gate.uncovered if id(each) not in exposed)
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None:
@@ -483,36 +650,3 @@ class OffloadStep(OffloadSubmission):
         if self._deferred_steps is None or self._engine is None:
             return None
         return DeferralMetrics.of(self._deferred_steps.deferred.turns, self.timing)
-
-    def _tune(self, begin: float) -> None:
-        """Has the interval follow what the last step took, which is over."""
-        steps, engine = self._deferred_steps, self._engine
-        if steps is None or steps.chosen_interval is None or engine is None:
-            return
-        interval = steps.measure(
-            begin, self.timing, is_settled=engine.is_settled, has_pending=engine.has_pending()
-        )
-        if interval is not None:
-            self._set_interval(interval)
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Has an error that left a step, and may be kept by the program, hold nothing of the step.
-
-    Memory of weights that a frame refers to would be taken for shared in every step to come, and
-    nothing be deferred any more. Frames of other code stay as they are.
-    """
-    left, seen = [error], set()
-    while left:
-        one = left.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        left += [each for each in (one.__context__, one.__cause__) if each is not None]
-        found = one.__traceback__
-        while found is not None:
-            if found.tb_frame.f_globals.get("__name__", "").startswith("stepwell."):
-                # One that goes on is not cleared.
-                with contextlib.suppress(RuntimeError):
-                    found.tb_frame.clear()
-            found = found.tb_next

@@ -289,12 +289,20 @@ class Twins:
         for param in params:
             self._note(param, _version(param))
 
-    def _note(self, param: torch.Tensor, version: tuple[int, int, int, int]) -> None:
-        twin = self._twins[id(param)]
-        if twin.storage is None or twin.storage.cdata != version[2]:
-            storage = local(param).untyped_storage()
+    def note_storages(self, params: Iterable[torch.Tensor]) -> None:
+        """A step of `params` is about to begin, which notes their weights."""
+        for param in params:
+            self._note_storage(self._twins[id(param)], _version(param)[2])
+
+    def _note_storage(self, twin: Twin, cdata: int) -> None:
+        if twin.storage is None or twin.storage.cdata != cdata:
+            storage = local(twin.param).untyped_storage()
             # torch has no types for it.
             twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def _note(self, param: torch.Tensor, version: tuple[int, int, int, int]) -> None:
+        twin = self._twins[id(param)]
+        self._note_storage(twin, version[2])
         twin.version, twin.is_marked_stale = version, False
 
 

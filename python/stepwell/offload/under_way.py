@@ -41,12 +41,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DESCRIPTIVE",
+    "GUARDS",
     "Guard",
+    "UnderWay",
     "as_plain",
     "begin",
     "end",
     "is_compiling",
     "set_grad",
+    "waiting_of",
     "without_waiting",
 ]
 
@@ -84,8 +87,13 @@ class _Waiting(NamedTuple):
     """What waits where the guard is gone, and its finalizer has not been called yet."""
 
 
-# By the parameter's id.
-_GUARDS: dict[int, _Waiting] = {}
+GUARDS: dict[int, _Waiting] = {}
+"""By the parameter's id."""
+
+
+def waiting_of(guard: Guard, finish: Callable[[], None]) -> _Waiting:
+    """What `GUARDS` has of parameters of `guard`; `finish`: as `begin` has it."""
+    return _Waiting(weakref.ref(guard), finish)
 
 
 def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None]) -> None:
@@ -96,15 +104,15 @@ def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None])
         guard: what waits for them.
         finish: waits for all of them, without the guard.
     """
-    waiting = _Waiting(weakref.ref(guard), finish)
+    waiting = waiting_of(guard, finish)
     for param in params:
-        _GUARDS[id(param)] = waiting
+        GUARDS[id(param)] = waiting
         param.__class__ = UnderWay
 
 
 def end(param: torch.Tensor) -> None:
     """`param` is a plain parameter again, or what a program has made it meanwhile."""
-    _GUARDS.pop(id(param), None)
+    GUARDS.pop(id(param), None)
     if type(param) is UnderWay:
         _set_class(param, Parameter)
 
@@ -305,6 +313,7 @@ class UnderWay(Parameter, metaclass=_WithoutTensor):
 
     @property
     def detach(self) -> Callable[[], torch.Tensor]:  # type: ignore[override]
+        """As a plain parameter's, which waits."""
         if sys._getframe(1).f_code is Parameter.__new__.__code__:
             # torch.nn.Parameter(parameter) took it for a parameter of another class, and compares
             # that with the class of the result.
@@ -319,6 +328,7 @@ class UnderWay(Parameter, metaclass=_WithoutTensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
+        """As a plain parameter's: it does not wait."""
         with without_waiting():
             found: torch.Tensor | None = _get_grad(self)
             return found
@@ -388,7 +398,7 @@ def _suspend(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _resume(own: Iterable[torch.Tensor]) -> None:
     """Those of `own` that are still under way wait again."""
     for param in own:
-        if id(param) in _GUARDS and type(param) is Parameter:
+        if id(param) in GUARDS and type(param) is Parameter:
             _set_class(param, UnderWay)
 
 
@@ -425,7 +435,7 @@ def _wait(params: list[UnderWay], *, keep: bool = True) -> None:
     keep = keep and not _is_traced()
     by_guard: dict[Guard | None, list[UnderWay]] = {}
     for param in params:
-        waiting = _GUARDS.get(id(param))
+        waiting = GUARDS.get(id(param))
         guard = None if waiting is None else waiting.guard()
         if waiting is not None and guard is None:
             # The optimizer is gone, as another thread has found.
@@ -468,7 +478,7 @@ def _call_after_waiting(
 
 
 def _wait_for_all() -> None:
-    for guard in {waiting.guard() for waiting in list(_GUARDS.values())}:
+    for guard in {waiting.guard() for waiting in list(GUARDS.values())}:
         if guard is not None:
             # Also what is deferred.
             guard.wait(())

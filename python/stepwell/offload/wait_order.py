@@ -13,14 +13,12 @@ gather in its order, and have to. Theirs is the order given.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 __all__ = ["WaitOrder"]
-
-_Item = TypeVar("_Item")
 
 
 class WaitOrder:
@@ -45,17 +43,15 @@ class WaitOrder:
             self._waits.setdefault(index, self._num_waits)
 
     def begin(self) -> None:
-        """Waits from now on are for weights of another step. `sorted` comes before."""
+        """Waits from now on are for weights of another step. `places` comes before."""
         # Another thread may note a wait in the old ones. It is lost.
         self._waits, self._num_waits = {}, 0
 
-    def sorted(self, items: Iterable[_Item], index_of: Callable[[_Item], int]) -> list[_Item]:
-        """`items` in the order of their parameters."""
+    @property
+    def places(self) -> list[int] | None:
+        """Of each parameter its place in the order; None: they are as they were given."""
         self._learn()
-        places = self._places
-        if places is None:
-            return list(items)
-        return sorted(items, key=lambda item: places[index_of(item)])
+        return self._places
 
     def _learn(self) -> None:
         waits = dict(self._waits)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import optim
+from stepwell._binding import Rounding
 from stepwell._hyper import hyper_of
-from stepwell._operand import Rounding
 from stepwell.deepspeed.options import options_of
 from stepwell.deepspeed.seams import Attribute, Member
 from stepwell.deepspeed.state.decoding import DecodingState

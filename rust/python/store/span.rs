@@ -1,0 +1,193 @@
+//! One run with one state, as a store knows it: what Python has bound, and how it is seen to be
+//! as it was.
+
+use pyo3::{
+    gc::{PyTraverseError, PyVisit},
+    intern,
+    prelude::*,
+    types::{PyDict, PyString},
+};
+
+use super::torch::{Dense, Torch, address, storage};
+use crate::adam::tensor::AdamTensor;
+
+/// A tensor of a state that a step works with.
+pub(super) struct Part {
+    name: Py<PyString>,
+    /// What the state has under this name.
+    value: Py<PyAny>,
+    /// Of that, what this rank has: the same tensor, unless the state is sharded.
+    piece: Py<PyAny>,
+    address: usize,
+    /// It stays where the program gives the tensor other memory.
+    pub(super) storage: Py<PyAny>,
+}
+
+impl Part {
+    pub(super) fn new(
+        name: &Bound<'_, PyString>,
+        value: &Bound<'_, PyAny>,
+        piece: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        Ok(Self {
+            name: name.clone().unbind(),
+            value: value.clone().unbind(),
+            piece: piece.clone().unbind(),
+            address: address(piece)?,
+            storage: storage(piece)?,
+        })
+    }
+
+    fn is_in(&self, state: &Bound<'_, PyDict>) -> PyResult<bool> {
+        let py = state.py();
+        let found = state.get_item(&self.name)?;
+        Ok(found.is_some_and(|value| value.is(&self.value))
+            && address(self.piece.bind(py))? == self.address)
+    }
+}
+
+/// The count of updates in a state: an fp32 number on the CPU, as torch's optimizers have it.
+pub(super) struct Counter {
+    value: Py<PyAny>,
+    address: usize,
+    pub(super) storage: Py<PyAny>,
+}
+
+/// Beyond it fp32 does not have every count.
+const COUNT_MAX: f32 = 16_777_216.0;
+
+impl Counter {
+    pub(super) fn new(value: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let (address, storage) = (address(value)?, storage(value)?);
+        Ok(Self { value: value.clone().unbind(), address, storage })
+    }
+
+    fn is_in(&self, state: &Bound<'_, PyDict>) -> PyResult<bool> {
+        let py = state.py();
+        let found = state.get_item(intern!(py, "step"))?;
+        Ok(found.is_some_and(|value| value.is(&self.value))
+            && address(self.value.bind(py))? == self.address)
+    }
+
+    /// How many updates the state has seen; None: it is no count.
+    pub(super) fn count(&self) -> Option<u64> {
+        // SAFETY: `storage` owns the memory, which was looked at last by `is_in`, or has just been
+        // bound; the interpreter's lock keeps other Python code from it.
+        let count = unsafe { (self.address as *const f32).read_unaligned() };
+        (count >= 0.0 && count.fract() == 0.0 && count <= COUNT_MAX).then_some(count as u64)
+    }
+
+    /// One update more.
+    pub(super) fn add_one(&self) {
+        let place = self.address as *mut f32;
+        // SAFETY: as in `count`.
+        unsafe { place.write_unaligned(place.read_unaligned() + 1.0) }
+    }
+}
+
+/// A span as it was bound: what the next step works with while nothing has moved.
+pub(super) struct Binding {
+    /// None: this rank has nothing of the parameter.
+    pub(super) tensor: Option<AdamTensor>,
+    /// Where the parameter was; None: it is looked at by Python in every step.
+    pub(super) weight: Option<usize>,
+    /// Elements of all of the parameter, and those before the first one that is stepped: of one
+    /// whose rows are dealt out to ranks.
+    pub(super) whole: (usize, usize),
+    pub(super) state: Py<PyDict>,
+    pub(super) parts: Vec<Part>,
+    pub(super) counter: Counter,
+    /// What the stochastic rounding follows from beside that: which parameter of the groups it is.
+    pub(super) ordinal: usize,
+    /// Calls that finish a step: a tensor that is no run was copied, and is copied back.
+    pub(super) write_backs: Vec<Py<PyAny>>,
+}
+
+impl Binding {
+    /// Whether a step may go on with the state that was bound.
+    ///
+    /// `found`: what the optimizer has of the parameter now.
+    pub(super) fn has(&self, found: Option<&Bound<'_, PyDict>>) -> PyResult<bool> {
+        let Some(state) = found else { return Ok(false) };
+        if !state.is(&self.state) || !self.counter.is_in(state)? {
+            return Ok(false);
+        }
+        for part in &self.parts {
+            if !part.is_in(state)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The tensor of a step, with fingerprints or without.
+    pub(super) fn tensor(&self, with_fingerprints: bool) -> Option<AdamTensor> {
+        let tensor = self.tensor?;
+        let has = tensor.fingerprints().is_some();
+        Some(if has && !with_fingerprints { tensor.without_fingerprints() } else { tensor })
+    }
+
+    /// What keeps its memory alive.
+    pub(super) fn storages<'a>(&'a self, py: Python<'a>) -> impl Iterator<Item = Py<PyAny>> + 'a {
+        let parts = self.parts.iter().map(|part| &part.storage);
+        parts.chain([&self.counter.storage]).map(move |storage| storage.clone_ref(py))
+    }
+}
+
+/// A parameter, or what this rank has of it.
+pub(super) struct Span {
+    pub(super) param: Py<PyAny>,
+    /// What notes the version of its weight: the attribute `version`; None: nothing does.
+    pub(super) twin: Option<Py<PyAny>>,
+    pub(super) binding: Option<Binding>,
+}
+
+impl Span {
+    /// Shows the collector of garbage what it holds.
+    pub(super) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.param)?;
+        visit.call(&self.twin)?;
+        let Some(binding) = &self.binding else { return Ok(()) };
+        visit.call(&binding.state)?;
+        for part in &binding.parts {
+            visit.call(&part.value)?;
+            visit.call(&part.piece)?;
+            visit.call(&part.storage)?;
+        }
+        visit.call(&binding.counter.value)?;
+        visit.call(&binding.counter.storage)?;
+        binding.write_backs.iter().try_for_each(|call| visit.call(call))
+    }
+
+    /// Bytes of a gradient before the first one that is stepped.
+    pub(super) fn begin(&self, grad: Option<&Dense>) -> usize {
+        let first = self.binding.as_ref().map_or(0, |binding| binding.whole.1);
+        grad.map_or(0, |grad| first * grad.dtype.size())
+    }
+
+    /// Where what is stepped of the gradient of a plain parameter is, if a step can go on as it was
+    /// bound.
+    pub(super) fn as_bound(
+        &self,
+        torch: &Torch,
+        param: &Bound<'_, PyAny>,
+        grad: &Bound<'_, PyAny>,
+        ordinal: usize,
+    ) -> PyResult<Option<Dense>> {
+        let Some(Binding { weight: Some(weight), ordinal: was, whole: (numel, first), .. }) =
+            &self.binding
+        else {
+            return Ok(None);
+        };
+        if !(torch.is_plain(param) && torch.is_plain(grad))
+            || *was != ordinal
+            || address(param)? != *weight
+            || !param.call_method0(intern!(param.py(), "is_contiguous"))?.is_truthy()?
+        {
+            return Ok(None);
+        }
+        let found = torch.dense(grad)?.filter(|dense| dense.nbytes == numel * dense.dtype.size());
+        Ok(found
+            .map(|dense| Dense { address: dense.address + first * dense.dtype.size(), ..dense }))
+    }
+}
