@@ -15,7 +15,7 @@ that, are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -57,15 +57,10 @@ class Deferred:
         ValueError: a value is out of range.
     """
 
-    INTERVAL_AT_FIRST: ClassVar[int] = 4
-    """What `interval="auto"` begins with."""
-
-    interval: int | Literal["auto"] = INTERVAL_AT_FIRST
+    interval: int = 4
     """Every how many steps a part of the model has its turn: 1 to 8. A gradient takes effect at
     most `interval + 1` steps after it was computed, and `(interval + 3) / 2` on average; an exact
-    one takes effect after 1. "auto": the smallest at which the background finishes in time, as
-    measured in training. It begins with 4, changes between steps after 16 measured ones, and is in
-    state dicts."""
+    one takes effect after 1."""
 
     predict: bool = True
     """Whether weights that land run ahead along the momentum, by the `(interval + 1) / 2` updates
@@ -101,8 +96,14 @@ class Deferred:
     channels. Small parameters of one dimension are selected whole, and have to fit."""
 
     def __post_init__(self) -> None:
-        if self.interval != "auto":
-            _check_count("interval", self.interval, 1, INTERVAL_MAX, ", or auto")
+        _check_count(
+            "interval",
+            self.interval,
+            1,
+            INTERVAL_MAX,
+            ". hint: a fixed one; begin with interval=4 (moments='q8': 2), and take more where "
+            "optimizer.deferral.waited_seconds is above a fiftieth of a step",
+        )
         _check_count("warmup_steps", self.warmup_steps, 0)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"`fraction` is `{self.fraction}`, expected 0 to 1")
@@ -123,11 +124,6 @@ class Deferred:
         _check_count("reselect", self.reselect, 1)
 
     @property
-    def turns(self) -> int:
-        """How many parts of the model have turns: `interval`, or what "auto" begins with."""
-        return self.INTERVAL_AT_FIRST if self.interval == "auto" else self.interval
-
-    @property
     def selects(self) -> bool:
         """Whether channels are stepped on the device."""
         return self.fraction > 0 or self.budget_bytes is not None
@@ -135,16 +131,16 @@ class Deferred:
     @property
     def predicted_updates(self) -> float:
         """By how many updates the weights of a turn run ahead."""
-        return (self.turns + 1) / 2 if self.predict else 0.0
+        return (self.interval + 1) / 2 if self.predict else 0.0
 
 
 def _check_count(
-    name: str, value: object, least: int, most: int = _COUNT_MAX, or_: str = ""
+    name: str, value: object, least: int, most: int = _COUNT_MAX, hint: str = ""
 ) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return
     wanted = f"{least} or more" if most == _COUNT_MAX else f"{least} to {most}"
-    raise ValueError(f"`{name}` is `{value}`, expected an integer, {wanted}{or_}")
+    raise ValueError(f"`{name}` is `{value}`, expected an integer, {wanted}{hint}")
 
 
 class Extents(NamedTuple):
@@ -192,11 +188,11 @@ class Memory(NamedTuple):
 def memory_of(extents: Extents, deferred: Deferred) -> Memory:
     """What deferred updates of these tensors take."""
     numels, dtypes, row_lens = extents
-    gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.turns)
+    gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.interval)
     selected, staging = 0, 0
     if deferred.selects:
         selected, staging = _core.selection_nbytes(
-            numels, dtypes, deferred.turns, row_lens, **_scope_of(extents, deferred)
+            numels, dtypes, deferred.interval, row_lens, **_scope_of(extents, deferred)
         )
     return Memory(gradients, predicted if deferred.predict else 0, selected, staging)
 
@@ -210,7 +206,7 @@ def _scope_of(extents: Extents, deferred: Deferred) -> dict[str, Any]:
         return {"fraction": deferred.fraction}
     numels, dtypes, row_lens = extents
     device_nbytes, _ = _core.selection_nbytes(
-        numels, dtypes, deferred.turns, row_lens, fraction=deferred.fraction
+        numels, dtypes, deferred.interval, row_lens, fraction=deferred.fraction
     )
     return {"budget_bytes": device_nbytes}
 
@@ -257,7 +253,7 @@ def deferred_core(
         threads=threads,
         threads_share=threads_share,
         generations=2,
-        interval=deferred.turns,
+        interval=deferred.interval,
         dtypes=extents.dtypes,
         gradients=_core.Buffer(memory.gradients),
         predicted=_core.Buffer(memory.predicted) if deferred.predict else None,

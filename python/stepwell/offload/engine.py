@@ -438,7 +438,7 @@ class Engine:
         assert self._deferred is not None
         # The turn of the last gradient, the landing of its predicted weight, and, at the turn after
         # that, of the weight itself (`submit` in `rust/offload/engine.rs`).
-        num_steps = 2 * self._deferred.turns + 1
+        num_steps = 2 * self._deferred.interval + 1
         left = {key: count - 1 for key, count in self._pending.items() if count > 1}
         left.update(dict.fromkeys(stepped, num_steps))
         for param in at_once:

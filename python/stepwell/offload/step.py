@@ -88,7 +88,6 @@ class OffloadStep(OffloadSubmission):
         begin = time.perf_counter()
         self._finish_last()
         background = time.perf_counter() - begin
-        self._tune(begin)
         self._background.release()
         begin = time.perf_counter()
         self._stepping_on = threading.get_ident()
@@ -480,20 +479,10 @@ class OffloadStep(OffloadSubmission):
     @property
     def deferral(self) -> DeferralMetrics | None:
         """Deferred updates in the last step; None without `deferred`, and before the first step."""
-        if self._deferred_steps is None or self._engine is None:
+        deferred = self._host.deferred
+        if deferred is None or self._engine is None:
             return None
-        return DeferralMetrics.of(self._deferred_steps.deferred.turns, self.timing)
-
-    def _tune(self, begin: float) -> None:
-        """Has the interval follow what the last step took, which is over."""
-        steps, engine = self._deferred_steps, self._engine
-        if steps is None or steps.chosen_interval is None or engine is None:
-            return
-        interval = steps.measure(
-            begin, self.timing, is_settled=engine.is_settled, has_pending=engine.has_pending()
-        )
-        if interval is not None:
-            self._set_interval(interval)
+        return DeferralMetrics.of(deferred.interval, self.timing)
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from stepwell._operand import BoundUpdate, Update
+    from stepwell.offload.deferred_steps import DeferredSteps
     from stepwell.offload.engine import Engine, EngineStep
     from stepwell.offload.residents import ResidentsStep, ResidentUpdate
 
@@ -76,6 +77,8 @@ class Prepared(NamedTuple):
 
 class OffloadSubmission(OffloadStateDicts):
     """The same as far as it submits steps."""
+
+    _deferred_steps: DeferredSteps | None
 
     def _score(
         self,
