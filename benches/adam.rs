@@ -18,7 +18,7 @@ use stepwell::{
         channels::{Matrix, channel_sq_norms},
         norm,
         stats::grad_stats,
-        top_k::{Channels, top_k, top_k_within},
+        top_k::top_k,
     },
     host::{
         memory::{Buffer, BufferConfig},
@@ -348,18 +348,11 @@ fn select(criterion: &mut Criterion) {
     }
     drop(memory);
     let scores: Vec<f64> = (0..1_u64 << 20).map(|index| (index * 7919 % 65_537) as f64).collect();
-    const CHANNEL_BYTES: u64 = 12 << 12;
-    let channels = |scores| Channels { scores, channel_bytes: CHANNEL_BYTES };
-    let tensors: Vec<Channels<'_>> = scores.chunks(1 << 13).map(channels).collect();
-    let budget_bytes = scores.len() as u64 * CHANNEL_BYTES / 10;
     let mut group = criterion.benchmark_group("select/scores");
     group.sample_size(20);
     group.throughput(Throughput::Elements(scores.len() as u64));
     group.bench_function("top_k", |bencher| {
         bencher.iter(|| top_k(black_box(&scores), scores.len() / 10));
-    });
-    group.bench_function("top_k_within", |bencher| {
-        bencher.iter(|| top_k_within(black_box(&tensors), budget_bytes));
     });
     group.finish();
 }

@@ -13,7 +13,7 @@ use stepwell::{
     Error, Result,
     grads::{
         channels::{ChannelSqNorms, Matrix, TILE_COLUMNS, TILE_ROWS, channel_sq_norms},
-        top_k::{Axis, Channels, better_axis, captured, top_k, top_k_within},
+        top_k::top_k,
     },
     host::pool::Pool,
     simd::{LANES, isa::Isa},
@@ -216,93 +216,10 @@ proptest! {
             prop_assert_eq!(top_k(&scores, k).expect("at most all"), expected, "k = {}", k);
         }
     }
-
-    #[test]
-    fn within_a_budget_are_those_of_a_sort_until_one_does_not_fit(
-        tensors in prop::collection::vec((scores(), 1_u64..9), 0..6),
-        budget in 0.0_f64..1.2,
-    ) {
-        let total: u64 =
-            tensors.iter().map(|(scores, bytes)| scores.len() as u64 * bytes).sum();
-        let budget = (budget * total as f64) as u64;
-        let mut all: Vec<(f64, usize, usize)> = Vec::new();
-        for (tensor, (scores, bytes)) in tensors.iter().enumerate() {
-            let per_byte = |score: &f64| score / *bytes as f64;
-            all.extend(
-                scores.iter().enumerate().map(|(index, score)| (per_byte(score), tensor, index)),
-            );
-        }
-        all.sort_by(|a, b| by_score(a.0, b.0).then((a.1, a.2).cmp(&(b.1, b.2))));
-        let (mut left, mut expected) = (budget, vec![Vec::new(); tensors.len()]);
-        for (_, tensor, index) in all {
-            let Some(rest) = left.checked_sub(tensors[tensor].1) else { break };
-            left = rest;
-            expected[tensor].push(index);
-        }
-        expected.iter_mut().for_each(|chosen| chosen.sort_unstable());
-        let channels: Vec<Channels<'_>> = tensors
-            .iter()
-            .map(|(scores, bytes)| Channels { scores, channel_bytes: *bytes })
-            .collect();
-        prop_assert_eq!(top_k_within(&channels, budget).expect("costs"), expected);
-    }
-
-    #[test]
-    fn what_a_share_captures_is_what_the_largest_have(scores in scores(), share in 0.0_f64..=1.0) {
-        let known: Vec<f64> = scores.into_iter().map(|score| score.abs().min(1e6)).collect();
-        let order = sorted(&known);
-        let channels = share * known.len() as f64;
-        let whole = channels.floor() as usize;
-        let sum: f64 = order[..whole].iter().map(|&index| known[index]).sum();
-        let next = order.get(whole).map_or(0.0, |&index| known[index]);
-        let expected = sum + (channels - channels.floor()) * next;
-        let got = captured(&known, share).expect("a share");
-        let error = (got - expected).abs();
-        prop_assert!(error <= SUM_ERROR * expected, "{} against {}", got, expected);
-    }
-}
-
-#[test]
-fn a_share_of_less_than_a_channel_is_exact() {
-    let share = 2.343_436_461_737_425_6e-6;
-    assert_eq!(captured(&[0.0, 8.0], share).expect("a share"), 2.0 * share * 8.0);
-}
-
-#[test]
-fn a_nan_captures_nothing_and_infinities_all() {
-    assert_eq!(captured(&[f64::NAN, 1.0, 2.0], 1.0).expect("a share"), 3.0);
-    assert_eq!(captured(&[f64::NAN; 3], 0.5).expect("a share"), 0.0);
-    assert_eq!(captured(&[1.0, f64::INFINITY, 2.0], 0.1).expect("a share"), f64::INFINITY);
-    assert_eq!(captured(&[], 0.5).expect("a share"), 0.0);
-}
-
-/// Norms in few rows, in few columns, and spread out.
-#[test]
-fn the_axis_that_captures_more_is_chosen() {
-    let (few, even) = ([9.0, 1.0, 1.0, 1.0], [3.0; 4]);
-    let axis = |rows: &[f64], columns: &[f64]| better_axis(rows, columns, 0.25).expect("a share");
-    assert_eq!(axis(&few, &even), Axis::Rows);
-    assert_eq!(axis(&even, &few), Axis::Columns);
-    assert_eq!(axis(&even, &even), Axis::Rows, "rows where both capture the same");
-    // A quarter of six rows is one and a half: 4 and half of 2, where one row alone would lose.
-    assert_eq!(axis(&[4.0, 2.0, 2.0, 2.0, 1.0, 1.0], &[4.5, 2.5, 2.5, 2.5]), Axis::Rows);
 }
 
 #[test]
 fn what_cannot_be_chosen_is_refused() {
     let said = message(top_k(&[1.0, 2.0], 3));
     assert!(said.contains("`3`") && said.contains('2'), "{said}");
-    let scores = [1.0];
-    let free = [
-        Channels { scores: &scores, channel_bytes: 1 },
-        Channels { scores: &scores, channel_bytes: 0 },
-    ];
-    assert!(message(top_k_within(&free, 1)).contains("channel_bytes[1] is `0`"));
-    for share in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
-        assert!(message(captured(&scores, share)).contains("share"));
-        assert!(message(better_axis(&scores, &scores, share)).contains("share"));
-    }
-    // Costs whose sum is more than any number of bytes.
-    let large = [Channels { scores: &[1.0, 2.0, 3.0], channel_bytes: u64::MAX / 2 }];
-    assert_eq!(top_k_within(&large, u64::MAX).expect("costs"), [vec![1, 2]]);
 }

@@ -240,6 +240,5 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"durability `commit`.*\n?.*durability='none'"):
         stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(), tier=volume)
     volume = stepwell.Volume(folders(tmp_path), durability="none")
-    for selecting in ({"fraction": 0.1}, {"scope": "global", "budget_bytes": 1 << 20}):
-        with pytest.raises(ValueError, match="no selected channels"):
-            stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(**selecting), tier=volume)
+    with pytest.raises(ValueError, match="no selected channels"):
+        stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(fraction=0.1), tier=volume)

@@ -62,32 +62,6 @@ def test_the_largest_scores_are_chosen() -> None:
     assert _core.top_k(view(scores), 5) == [0, 1, 3, 4, 5], "a NaN comes last"
 
 
-def test_channels_are_chosen_by_what_they_capture_per_byte() -> None:
-    wide = torch.tensor([8.0, 1.0, 4.0], dtype=torch.float64)
-    narrow = torch.tensor([3.0, 2.0], dtype=torch.float64)
-
-    def chosen(budget_bytes: int) -> list[list[int]]:
-        return _core.top_k_within(
-            [view(wide), view(narrow)], channel_bytes=[4, 2], budget_bytes=budget_bytes
-        )
-
-    # Per byte: 2, .25, 1 and 1.5, 1.
-    assert chosen(3) == [[], []]
-    assert chosen(6) == [[0], [0]]
-    assert chosen(9) == [[0], [0]], "the first that does not fit ends it"
-    assert chosen(10) == [[0, 2], [0]], "of equal ones the first tensor's"
-    assert chosen(16) == [[0, 1, 2], [0, 1]]
-
-
-def test_the_axis_follows_from_what_a_share_captures() -> None:
-    few = torch.tensor([9.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    even = torch.full((4,), 3.0, dtype=torch.float64)
-    assert _core.captured(view(few), share=0.25) == 9.0
-    assert _core.captured(view(few), share=0.375) == 9.5
-    assert _core.better_axis(view(few), view(even), share=0.25) == "rows"
-    assert _core.better_axis(view(even), view(few), share=0.25) == "columns"
-
-
 def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
     grad, short = torch.ones(4, 6), torch.full((3,), 7.0, dtype=torch.float64)
     rows, columns = (torch.full((n,), 7.0, dtype=torch.float64) for n in (4, 6))
@@ -116,7 +90,3 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
         _core.top_k(view(short), 4)
     with pytest.raises(ValueError, match=r"scores is `float32`, expected float64"):
         _core.top_k(view(grad), 1)
-    with pytest.raises(ValueError, match=r"channel_bytes\[0\] is `0`"):
-        _core.top_k_within([view(short)], channel_bytes=[0], budget_bytes=1)
-    with pytest.raises(ValueError, match=r"share is `1.5`"):
-        _core.captured(view(short), share=1.5)

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "grant_channels", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "build_info", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -424,7 +424,6 @@ class OffloadEngine:
         row_lens: for channels that are stepped on the device, of each tensor the elements of a row;
             0: it is no matrix. If given, the arguments below are too.
         fraction: which share of the rows or columns of every segment is selected, 0 to 1.
-        budget_bytes: or how many bytes of device memory all segments share.
         selection: address of device memory of `selection_nbytes`, and what keeps it alive; the
             engine holds that.
         staging: host memory of `selection_nbytes`.
@@ -435,7 +434,7 @@ class OffloadEngine:
         ValueError: for another device, or a bad number of threads or generations.
         OSError: where there is no such device.
     """
-    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, threads_share: float = 1.0, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, budget_bytes: int | None = None, selection: tuple[int, Any] | None = None, staging: Buffer | None = None, swap: Swap | None = None, swapped: Sequence[int | None] | None = None) -> OffloadEngine: ...
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, threads_share: float = 1.0, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, selection: tuple[int, Any] | None = None, staging: Buffer | None = None, swap: Swap | None = None, swapped: Sequence[int | None] | None = None) -> OffloadEngine: ...
     @property
     def busy(self, /) -> bool:
         """
@@ -709,11 +708,6 @@ class Selectable:
     def group(self, /) -> int:
         """
         Which group it has its turns with.
-        """
-    @property
-    def nbytes(self, /) -> int:
-        """
-        Bytes of the device memory that is always its own; 0: it shares a budget.
         """
     @property
     def row_count(self, /) -> int:
@@ -1055,39 +1049,9 @@ def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyp
             gradient, memory that overlaps.
     """
 
-def better_axis(row_sq_norms: TensorView, column_sq_norms: TensorView, *, share: float) -> str:
-    """
-    "rows" or "columns": which capture more of a matrix at the same share, rows where both capture
-    the same; the GIL is released.
-
-    Args:
-        row_sq_norms: a float64 view, as `channel_sq_norms` writes it.
-        column_sq_norms: the same of the columns.
-        share: of the rows or of the columns, 0 to 1.
-
-    Raises:
-        ValueError: as `captured`.
-    """
-
 def build_info() -> "dict[str, object]":
     """
     How this module was built: a dict of plain values, for bug reports.
-    """
-
-def captured(scores: TensorView, *, share: float) -> float:
-    """
-    Squared norm that the largest `share` of the scores capture; the GIL is released. A NaN counts
-    as 0.
-
-    Where the share is no whole number of channels, the next one counts with the part that is left:
-    so rows and columns of any number can be compared.
-
-    Args:
-        scores: a float64 view.
-        share: of the number of channels, 0 to 1.
-
-    Raises:
-        ValueError: for another dtype, or a share that is not from 0 to 1.
     """
 
 def channel_sq_norms(grads: Sequence[TensorView], *, columns: Sequence[int], row_sq_norms: Sequence[TensorView], column_sq_norms: Sequence[TensorView], pool: Pool | None = None) -> None:
@@ -1193,29 +1157,6 @@ def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | N
         ValueError: for a dtype that gradients do not have.
     """
 
-def grant_channels(norms: TensorView, matrices: Sequence[Selectable], *, budget_bytes: int) -> list[tuple[bool, list[int], float, float, int, int]]:
-    """
-    The rows or columns of all matrices that capture most per byte of state, within a budget for
-    all; the GIL is released.
-
-    Of each matrix channels of the axis that captures more at the share that the budget is of the
-    state of all. They are taken by their squared norm per byte until one does not fit. Of equal
-    ones those of the first matrix and of the lowest index come first, a NaN after all numbers.
-    Takes linear time.
-
-    Args:
-        norms: a float32 view: for each matrix the norms of its rows, then those of its columns.
-        matrices: what an engine says of them.
-        budget_bytes: of device memory for the state of all.
-
-    Returns:
-        for each matrix whether channels are columns, the chosen ones, ascending, their squared norm
-        and that of the whole matrix, and how many rows, and columns, may be chosen in their place.
-
-    Raises:
-        ValueError: for another dtype or size.
-    """
-
 def instances_alive(classes: Sequence[type]) -> list[Any]:
     """
     The objects whose classes these are, as far as the collector knows them.
@@ -1294,7 +1235,7 @@ def remove_volume(name: str, drives: Sequence[str | PathLike[str]]) -> None:
         OSError: where a process uses it, or none of its files is there.
     """
 
-def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int, row_lens: Sequence[int], *, fraction: float = 0.0, budget_bytes: int | None = None) -> tuple[int, int]:
+def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int, row_lens: Sequence[int], *, fraction: float) -> tuple[int, int]:
     """
     Bytes that an engine needs for channels that are stepped on the device.
 
@@ -1304,14 +1245,12 @@ def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int
         interval: as of `deferral_nbytes`.
         row_lens: elements of a row of each; 0: it is no matrix.
         fraction: which share of the rows or columns of every segment is selected, 0 to 1.
-        budget_bytes: or how many bytes of device memory all segments share.
 
     Returns:
-        of device memory, at most the budget, and of host memory.
+        of device memory, and of host memory.
 
     Raises:
-        ValueError: for an interval or a fraction out of range, or a budget that is less than what
-            is selected whole.
+        ValueError: for an interval or a fraction out of range.
     """
 
 def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: Sequence[int], write_bytes: Sequence[int], passes: int = 5, pool: Pool | None = None) -> float:
@@ -1370,24 +1309,6 @@ def top_k(scores: TensorView, k: int) -> list[int]:
 
     Raises:
         ValueError: for another dtype, or more than there are.
-    """
-
-def top_k_within(scores: Sequence[TensorView], *, channel_bytes: Sequence[int], budget_bytes: int) -> list[list[int]]:
-    """
-    For each tensor the indices, ascending, of the channels that capture most per byte within a
-    budget for all; the GIL is released.
-
-    Channels are taken by their score per byte, of equal ones first those of the first tensor and
-    the lowest index, until one does not fit: less than one channel of the budget is left. A NaN
-    comes after all numbers. Takes linear time.
-
-    Args:
-        scores: for each tensor a float64 view of a score for each channel.
-        channel_bytes: for each tensor what choosing one of its channels costs, at least 1.
-        budget_bytes: for all that are chosen.
-
-    Raises:
-        ValueError: for another dtype, channels of no bytes, or lists of different lengths.
     """
 
 def write_state(tensor: AdamTensor, *, step: int, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:

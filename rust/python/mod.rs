@@ -38,8 +38,7 @@ mod _core {
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]
     use super::select::{
-        PySelectable, better_axis, captured, channel_sq_norms, choose_channels, grant_channels,
-        py_selection_nbytes, top_k, top_k_within,
+        PySelectable, channel_sq_norms, choose_channels, py_selection_nbytes, top_k,
     };
     #[pymodule_export]
     use super::swap::{

@@ -15,7 +15,7 @@ that, are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,6 @@ __all__ = [
     "Deferred",
     "Extents",
     "Memory",
-    "Scope",
     "deferred_core",
     "memory_of",
 ]
@@ -41,9 +40,6 @@ INTERVAL_MAX = 8
 
 _COUNT_MAX = (1 << 63) - 1
 """Of counts that only have to fit into the core's integers."""
-
-Scope: TypeAlias = Literal["tensor", "global"]
-"""Within what channels compete: each matrix, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,16 +81,6 @@ class Deferred:
     reselect: int = 16
     """After how many steps the channels of a segment are chosen anew, in its next turn."""
 
-    scope: Scope = "tensor"
-    """"tensor": every matrix has the share `fraction`. "global": all matrices share the memory that
-    `fraction` would take, or `budget_bytes`, and channels get it by the squared norm that they
-    capture per byte. How many of which matrix is decided in exact steps: the first, and each that
-    follows a look at the weights. Until the next one a matrix keeps its number of channels."""
-
-    budget_bytes: int | None = None
-    """With `scope="global"`, and instead of `fraction`: device memory for the state of selected
-    channels. Small parameters of one dimension are selected whole, and have to fit."""
-
     def __post_init__(self) -> None:
         _check_count(
             "interval",
@@ -107,26 +93,12 @@ class Deferred:
         _check_count("warmup_steps", self.warmup_steps, 0)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"`fraction` is `{self.fraction}`, expected 0 to 1")
-        if self.scope not in ("tensor", "global"):
-            raise ValueError(f"`scope` is `{self.scope}`, expected tensor or global")
-        if self.budget_bytes is not None:
-            if self.scope != "global" or self.fraction:
-                raise ValueError(
-                    f"`budget_bytes` is `{self.budget_bytes}` with `fraction={self.fraction}` and "
-                    f"`scope={self.scope!r}`, expected it with scope='global' and no fraction"
-                )
-            _check_count("budget_bytes", self.budget_bytes, 1)
-        elif self.scope == "global" and not self.fraction:
-            raise ValueError(
-                "`scope` is `global`, expected a `fraction` or `budget_bytes` with it: nothing "
-                "would be selected"
-            )
         _check_count("reselect", self.reselect, 1)
 
     @property
     def selects(self) -> bool:
         """Whether channels are stepped on the device."""
-        return self.fraction > 0 or self.budget_bytes is not None
+        return self.fraction > 0
 
     @property
     def predicted_updates(self) -> float:
@@ -192,23 +164,9 @@ def memory_of(extents: Extents, deferred: Deferred) -> Memory:
     selected, staging = 0, 0
     if deferred.selects:
         selected, staging = _core.selection_nbytes(
-            numels, dtypes, deferred.interval, row_lens, **_scope_of(extents, deferred)
+            numels, dtypes, deferred.interval, row_lens, fraction=deferred.fraction
         )
     return Memory(gradients, predicted if deferred.predict else 0, selected, staging)
-
-
-def _scope_of(extents: Extents, deferred: Deferred) -> dict[str, Any]:
-    """How many channels are selected, as the core is told it."""
-    if deferred.budget_bytes is not None:
-        return {"budget_bytes": deferred.budget_bytes}
-    if deferred.scope == "tensor" or deferred.fraction == 1:
-        # Nothing competes where everything is selected.
-        return {"fraction": deferred.fraction}
-    numels, dtypes, row_lens = extents
-    device_nbytes, _ = _core.selection_nbytes(
-        numels, dtypes, deferred.interval, row_lens, fraction=deferred.fraction
-    )
-    return {"budget_bytes": device_nbytes}
 
 
 def deferred_core(
@@ -243,7 +201,7 @@ def deferred_core(
         selected = torch.empty(memory.selected, dtype=torch.uint8, device=device)
         selection = {
             "row_lens": extents.row_lens,
-            **_scope_of(extents, deferred),
+            "fraction": deferred.fraction,
             "selection": (selected.data_ptr(), selected.untyped_storage()),
             "staging": _core.Buffer(memory.staging),
         }

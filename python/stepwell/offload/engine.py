@@ -178,10 +178,7 @@ class Engine:
             )
             if self.selected_bytes:
                 segments = self._core.selectable()
-                budget_bytes = self.selected_bytes if deferred.scope == "global" else None
-                self.selector = Selector(
-                    segments, self._params, deferred.reselect, device, budget_bytes
-                )
+                self.selector = Selector(segments, self._params, deferred.reselect, device)
         self._is_settling = False
         self.num_settled = 0
         """How often that has ended what deferred steps go on with: pending updates, selections."""
