@@ -14,12 +14,7 @@ use stepwell::{
         tensor::AdamTensor,
         through::{Predicted, step_chunk_through},
     },
-    grads::{
-        channels::{Matrix, channel_sq_norms},
-        norm,
-        stats::grad_stats,
-        top_k::top_k,
-    },
+    grads::{norm, stats::grad_stats, top_k::top_k},
     host::{
         memory::{Buffer, BufferConfig},
         pool::{Pool, PoolConfig},
@@ -322,31 +317,8 @@ fn reads(criterion: &mut Criterion) {
     }
 }
 
-/// Squared norms of the rows and columns of a matrix beside the norm of the whole, and what is
-/// chosen of scores.
+/// What is chosen of scores.
 fn select(criterion: &mut Criterion) {
-    let isa = Isa::available().last().expect("scalar is always there");
-    let pool =
-        Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool");
-    let (rows, columns) = (2048, 4096);
-    let mut memory = Vec::new();
-    for dtype in [Dtype::BFloat16, Dtype::Float16, Dtype::Float32] {
-        let grad = view_of(&pool, &mut memory, dtype, rows * columns);
-        let matrix = Matrix::new(grad, columns).expect("a matrix");
-        let mut group = criterion.benchmark_group(format!("select/{dtype}"));
-        group.sample_size(20);
-        group.throughput(Throughput::Bytes(grad.nbytes() as u64));
-        group.bench_function("rows and columns", |bencher| {
-            // SAFETY: the gradient's memory is `memory`.
-            bencher.iter(|| unsafe { channel_sq_norms(&pool, isa, &[matrix]) });
-        });
-        group.bench_function("norm alone", |bencher| {
-            // SAFETY: as above.
-            bencher.iter(|| unsafe { grad_stats(&pool, isa, &[grad], true) });
-        });
-        group.finish();
-    }
-    drop(memory);
     let scores: Vec<f64> = (0..1_u64 << 20).map(|index| (index * 7919 % 65_537) as f64).collect();
     let mut group = criterion.benchmark_group("select/scores");
     group.sample_size(20);

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "build_info", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "build_info", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -1054,26 +1054,6 @@ def build_info() -> "dict[str, object]":
     How this module was built: a dict of plain values, for bug reports.
     """
 
-def channel_sq_norms(grads: Sequence[TensorView], *, columns: Sequence[int], row_sq_norms: Sequence[TensorView], column_sq_norms: Sequence[TensorView], pool: Pool | None = None) -> None:
-    """
-    Squared norm of each row and of each column of gradients, in one read; the GIL is released.
-
-    A gradient is taken as a matrix: rows of `columns` elements each. Sums are in double precision,
-    over fixed tiles: they depend on neither threads, alignment nor ISA. A NaN makes those of its
-    row and its column NaNs. Cost: reads the gradients once; during the call 0.04 B for each element
-    of large matrices.
-
-    Args:
-        grads: float32, bfloat16 or float16, each contiguous.
-        columns: for each gradient the elements of a row, a divisor of its elements.
-        row_sq_norms: for each gradient float64 views of as many sums as it has rows, written.
-        column_sq_norms: the same of its columns.
-        pool: the default pool if None.
-
-    Raises:
-        ValueError: with nothing written, for views of another dtype or size, or that overlap.
-    """
-
 def check_volume(name: str, drives: Sequence[str | PathLike[str]]) -> tuple[int | None, int, list[str]]:
     """
     Reads every record of a volume that no process uses.
@@ -1294,21 +1274,6 @@ def take_fingerprints(tensor: AdamTensor, *, pool: Pool | None = None) -> None:
 
     Raises:
         ValueError: for a tensor without fingerprints.
-    """
-
-def top_k(scores: TensorView, k: int) -> list[int]:
-    """
-    Indices of the `k` largest scores, ascending; the GIL is released.
-
-    Of equal scores the one with the lowest index comes first. A NaN comes after all numbers. Takes
-    linear time.
-
-    Args:
-        scores: a float64 view.
-        k: how many, at most all.
-
-    Raises:
-        ValueError: for another dtype, or more than there are.
     """
 
 def write_state(tensor: AdamTensor, *, step: int, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:

@@ -275,7 +275,7 @@ impl Selected {
     }
 
     /// Steps what is selected of these updates, on `stream`, and takes the changes of the job,
-    /// which have been checked.
+    /// which have been checked. Nothing is selected where it is whole.
     ///
     /// # Safety
     /// As [`Device::step_channels`].

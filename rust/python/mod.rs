@@ -37,9 +37,7 @@ mod _core {
     #[pymodule_export]
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]
-    use super::select::{
-        PySelectable, channel_sq_norms, choose_channels, py_selection_nbytes, top_k,
-    };
+    use super::select::{PySelectable, choose_channels, py_selection_nbytes};
     #[pymodule_export]
     use super::swap::{
         PyMemberFile, PySwap, check_volume, format_device, list_members, remove_volume,

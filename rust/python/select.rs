@@ -2,126 +2,13 @@
 
 use pyo3::prelude::*;
 
-use super::{
-    host::PyPool,
-    tensor::{PyTensorView, dtypes_named},
-};
+use super::tensor::{PyTensorView, dtypes_named};
 use crate::{
-    error::{Error, Result},
-    grads::{
-        channels::{self, Matrix},
-        top_k::{self as selection, Axis},
-    },
+    error::Result,
+    grads::top_k::{self, Axis},
     offload::{Selectable, selection_nbytes},
-    simd::isa::Isa,
-    stream::{
-        element::Dtype,
-        view::{View, check_disjoint},
-    },
+    stream::element::Dtype,
 };
-
-/// The scores of a view.
-///
-/// # Safety
-/// As [`View::sums`].
-unsafe fn scores<'a>(name: &str, view: View) -> Result<&'a [f64]> {
-    view.expect(name, &[Dtype::Float64], view.numel())?;
-    // SAFETY: passed on from the caller.
-    Ok(unsafe { view.sums() })
-}
-
-fn check_lengths(name: &str, len: usize, expected: usize) -> Result<()> {
-    if len == expected {
-        return Ok(());
-    }
-    Err(Error::value(format!(
-        "{name} has `{len}` entries, expected {expected}: one for each tensor"
-    )))
-}
-
-/// Squared norm of each row and of each column of gradients, in one read; the GIL is released.
-///
-/// A gradient is taken as a matrix: rows of `columns` elements each. Sums are in double precision,
-/// over fixed tiles: they depend on neither threads, alignment nor ISA. A NaN makes those of its
-/// row and its column NaNs. Cost: reads the gradients once; during the call 0.04 B for each element
-/// of large matrices.
-///
-/// Args:
-///     grads: float32, bfloat16 or float16, each contiguous.
-///     columns: for each gradient the elements of a row, a divisor of its elements.
-///     row_sq_norms: for each gradient float64 views of as many sums as it has rows, written.
-///     column_sq_norms: the same of its columns.
-///     pool: the default pool if None.
-///
-/// Raises:
-///     ValueError: with nothing written, for views of another dtype or size, or that overlap.
-#[pyfunction]
-#[pyo3(signature = (grads, *, columns, row_sq_norms, column_sq_norms, pool=None))]
-pub(super) fn channel_sq_norms(
-    py: Python<'_>,
-    grads: Vec<PyRef<'_, PyTensorView>>,
-    columns: Vec<usize>,
-    row_sq_norms: Vec<PyRef<'_, PyTensorView>>,
-    column_sq_norms: Vec<PyRef<'_, PyTensorView>>,
-    pool: Option<&PyPool>,
-) -> Result<()> {
-    check_lengths("columns", columns.len(), grads.len())?;
-    check_lengths("row_sq_norms", row_sq_norms.len(), grads.len())?;
-    check_lengths("column_sq_norms", column_sq_norms.len(), grads.len())?;
-    let views = |views: &[PyRef<'_, PyTensorView>]| -> Vec<View> {
-        views.iter().map(|view| view.0).collect()
-    };
-    let (grads, of_rows, of_columns) =
-        (views(&grads), views(&row_sq_norms), views(&column_sq_norms));
-    let matrices = grads
-        .iter()
-        .zip(&columns)
-        .map(|(&grad, &columns)| Matrix::new(grad, columns))
-        .collect::<Result<Vec<Matrix>>>()?;
-    for (matrix, (of_rows, of_columns)) in matrices.iter().zip(of_rows.iter().zip(&of_columns)) {
-        of_rows.expect("row_sq_norms", &[Dtype::Float64], matrix.rows())?;
-        of_columns.expect("column_sq_norms", &[Dtype::Float64], matrix.columns())?;
-    }
-    let named = |name, views: &[View]| -> Vec<(&str, View)> {
-        views.iter().map(|&view| (name, view)).collect()
-    };
-    check_disjoint(
-        named("row_sq_norms", &of_rows).into_iter().chain(named("column_sq_norms", &of_columns)),
-        named("grad", &grads).into_iter(),
-    )?;
-    let pool = PyPool::pool(pool);
-    py.detach(|| {
-        // SAFETY: the caller that made the views vouches for their memory during this call (see
-        // TensorView); those that are written are disjoint from all others, as checked.
-        unsafe {
-            let found = channels::channel_sq_norms(pool.get()?, Isa::detect()?, &matrices);
-            for (found, (of_rows, of_columns)) in found.iter().zip(of_rows.iter().zip(&of_columns))
-            {
-                of_rows.sums_mut().copy_from_slice(&found.rows);
-                of_columns.sums_mut().copy_from_slice(&found.columns);
-            }
-        }
-        Ok(())
-    })
-}
-
-/// Indices of the `k` largest scores, ascending; the GIL is released.
-///
-/// Of equal scores the one with the lowest index comes first. A NaN comes after all numbers. Takes
-/// linear time.
-///
-/// Args:
-///     scores: a float64 view.
-///     k: how many, at most all.
-///
-/// Raises:
-///     ValueError: for another dtype, or more than there are.
-#[pyfunction]
-pub(super) fn top_k(py: Python<'_>, scores: &PyTensorView, k: usize) -> Result<Vec<usize>> {
-    let view = scores.0;
-    // SAFETY: as in `channel_sq_norms`.
-    py.detach(|| selection::top_k(unsafe { self::scores("scores", view) }?, k))
-}
 
 /// A matrix of which channels are chosen: how many rows it has, and columns, and how many of each
 /// may be chosen.
@@ -156,13 +43,14 @@ pub(super) fn choose_channels(
     let numel = extents.iter().map(|(rows, columns, ..)| rows + columns).sum();
     view.expect("norms", &[Dtype::Float32], numel)?;
     py.detach(|| {
-        // SAFETY: as in `channel_sq_norms`.
+        // SAFETY: the caller that made the view vouches for its memory during this call (see
+        // TensorView).
         let mut left = unsafe { view.slice::<f32>(0..numel) };
         let choose = |(rows, columns, row_count, column_count): Extent| {
             let (of_rows, rest) = left.split_at(rows);
             let (of_columns, rest) = rest.split_at(columns);
             left = rest;
-            let found = selection::choose(of_rows, of_columns, row_count, column_count)?;
+            let found = top_k::choose(of_rows, of_columns, row_count, column_count)?;
             Ok((found.axis == Axis::Columns, found.channels, found.captured, found.total))
         };
         extents.into_iter().map(choose).collect()

@@ -55,7 +55,7 @@ fn any_run(seed: u64, interval: usize, fraction: f64) {
     let what = format!("seed {seed}, every {interval}, {fraction} of it");
     let mut all = tensors();
     let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
-    let mut selecting = selecting(&mut all, interval, fraction);
+    let selecting = selecting(&mut all, interval, fraction);
     let engine = &selecting.engine;
     let selectable: Vec<Selectable> = engine.selectable().collect();
     let mut draw_of = Draw::new(seed);
@@ -75,11 +75,12 @@ fn any_run(seed: u64, interval: usize, fraction: f64) {
             has[one.tensor].is_some()
                 && (is_whole || one.group == group && has[one.tensor] == Some(false))
         };
-        let changes: Vec<Change> = selectable
-            .iter()
-            .filter(may_change)
-            .filter_map(|one| (draw_of.below(3) > 0).then(|| some_of(&mut draw_of, one)))
-            .collect();
+        let mut changes = Vec::new();
+        for one in selectable.iter().filter(may_change) {
+            if draw_of.below(3) > 0 {
+                changes.push(some_of(&mut draw_of, one));
+            }
+        }
         let deferred = (!is_whole).then_some(2.0);
         let hyper = hyper_of(step);
         submit(engine, &mut all, deferred, (step, hyper), |index| has[index], changes.clone())
