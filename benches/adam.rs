@@ -14,12 +14,7 @@ use stepwell::{
         tensor::AdamTensor,
         through::{Predicted, step_chunk_through},
     },
-    grads::{
-        channels::{Matrix, channel_sq_norms},
-        norm,
-        stats::grad_stats,
-        top_k::{Channels, top_k, top_k_within},
-    },
+    grads::{norm, stats::grad_stats, top_k::top_k},
     host::{
         memory::{Buffer, BufferConfig},
         pool::{Pool, PoolConfig},
@@ -322,44 +317,14 @@ fn reads(criterion: &mut Criterion) {
     }
 }
 
-/// Squared norms of the rows and columns of a matrix beside the norm of the whole, and what is
-/// chosen of scores.
+/// What is chosen of scores.
 fn select(criterion: &mut Criterion) {
-    let isa = Isa::available().last().expect("scalar is always there");
-    let pool =
-        Pool::new(&PoolConfig { threads: Some(1), ..PoolConfig::default() }).expect("a pool");
-    let (rows, columns) = (2048, 4096);
-    let mut memory = Vec::new();
-    for dtype in [Dtype::BFloat16, Dtype::Float16, Dtype::Float32] {
-        let grad = view_of(&pool, &mut memory, dtype, rows * columns);
-        let matrix = Matrix::new(grad, columns).expect("a matrix");
-        let mut group = criterion.benchmark_group(format!("select/{dtype}"));
-        group.sample_size(20);
-        group.throughput(Throughput::Bytes(grad.nbytes() as u64));
-        group.bench_function("rows and columns", |bencher| {
-            // SAFETY: the gradient's memory is `memory`.
-            bencher.iter(|| unsafe { channel_sq_norms(&pool, isa, &[matrix]) });
-        });
-        group.bench_function("norm alone", |bencher| {
-            // SAFETY: as above.
-            bencher.iter(|| unsafe { grad_stats(&pool, isa, &[grad], true) });
-        });
-        group.finish();
-    }
-    drop(memory);
     let scores: Vec<f64> = (0..1_u64 << 20).map(|index| (index * 7919 % 65_537) as f64).collect();
-    const CHANNEL_BYTES: u64 = 12 << 12;
-    let channels = |scores| Channels { scores, channel_bytes: CHANNEL_BYTES };
-    let tensors: Vec<Channels<'_>> = scores.chunks(1 << 13).map(channels).collect();
-    let budget_bytes = scores.len() as u64 * CHANNEL_BYTES / 10;
     let mut group = criterion.benchmark_group("select/scores");
     group.sample_size(20);
     group.throughput(Throughput::Elements(scores.len() as u64));
     group.bench_function("top_k", |bencher| {
         bencher.iter(|| top_k(black_box(&scores), scores.len() / 10));
-    });
-    group.bench_function("top_k_within", |bencher| {
-        bencher.iter(|| top_k_within(black_box(&tensors), budget_bytes));
     });
     group.finish();
 }

@@ -1,12 +1,11 @@
-"""What selected channels capture: each matrix by itself, or all within one budget.
+"""What selected channels capture.
 
     python benches/captured_share.py [--steps 120] [--hidden-size 256] [--layers 4] [--text FILE]
 
-A small language model trains from nothing on bytes of text, with both scopes and two fractions, in
-bfloat16 on a GPU and in float32 on a CPU. The table has the share of the squared norms that the
-selected channels had when they were chosen, as `optimizer.deferral` says it: in step 2, and as
-means of the quarters that follow; then the last loss. A global budget is shared out in exact steps:
-`exact every` puts one among the deferred steps, by a look at the weights.
+A small language model trains from nothing on bytes of text, with two fractions, in bfloat16 on a
+GPU and in float32 on a CPU. The table has the share of the squared norms that the selected channels
+had when they were chosen, as `optimizer.deferral` says it: in step 2, and as means of the quarters
+that follow; then the last loss.
 """
 
 from __future__ import annotations
@@ -15,19 +14,13 @@ import argparse
 from itertools import islice
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING
 
 import torch
 from stepwell import Deferred, OffloadAdamW
 from stepwell.cli._llama import LlamaShape, read_text
 
-if TYPE_CHECKING:
-    from stepwell.offload.deferred import Scope
 
-
-def shares_of(
-    deferred: Deferred, args: argparse.Namespace, exact_every: int | None
-) -> tuple[list[float], float]:
+def shares_of(deferred: Deferred, args: argparse.Namespace) -> tuple[list[float], float]:
     """The share of each step, and the mean loss of the last ten."""
     shape = LlamaShape(hidden_size=args.hidden_size, num_hidden_layers=args.layers)
     text = read_text(args.text, bytes_min=2 * shape.sequence_length)
@@ -36,13 +29,11 @@ def shares_of(
     model = shape.build(seed=0).to(device, dtype)
     optimizer = OffloadAdamW(model.parameters(), lr=3e-4, clip_norm=1.0, deferred=deferred)
     shares, losses = [], []
-    for step, batch in enumerate(islice(text.batches(shape, seed=0), args.steps)):
+    for batch in islice(text.batches(shape, seed=0), args.steps):
         loss = model(input_ids=batch.to(device), labels=batch.to(device)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if exact_every and step % exact_every == exact_every - 1:
-            optimizer.drain()
         assert optimizer.deferral is not None
         shares.append(optimizer.deferral.captured_share)
         losses.append(float(loss.detach()))
@@ -57,19 +48,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--text", type=Path)
     args = parser.parse_args()
-    cases: list[tuple[Scope, int | None]] = [("tensor", None), ("global", None), ("global", 32)]
-    print("scope   fraction  exact every  step 2  quarters of the rest            loss")
+    print("fraction  step 2  quarters of the rest            loss")
     for fraction in (0.05, 0.1):
-        for scope, exact_every in cases:
-            deferred = Deferred(interval=4, fraction=fraction, scope=scope, reselect=8)
-            (_, second, *rest), loss = shares_of(deferred, args, exact_every)
-            size = len(rest) // 4
-            quarters = [mean(rest[at * size : (at + 1) * size]) for at in range(4)]
-            words = "  ".join(f"{share:.3f}" for share in quarters)
-            print(
-                f"{scope:7} {fraction:8} {exact_every or '-':>12} {second:7.3f}  {words}"
-                f" {loss:15.4f}"
-            )
+        deferred = Deferred(interval=4, fraction=fraction, reselect=8)
+        (_, second, *rest), loss = shares_of(deferred, args)
+        size = len(rest) // 4
+        quarters = [mean(rest[at * size : (at + 1) * size]) for at in range(4)]
+        words = "  ".join(f"{share:.3f}" for share in quarters)
+        print(f"{fraction:8} {second:7.3f}  {words} {loss:15.4f}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from offload_cases import assert_equal, loss_of, train
 from optim_cases import bits
 from stepwell import _state
 from stepwell.offload.deferred import Extents, memory_of
-from stepwell.offload.interval import WINDOW_STEPS, StepTimes
 from volume_models import folders, net_of, pinned_bytes
 
 STEPS = 9
@@ -120,7 +119,7 @@ LOOK = st.sampled_from(["drain", "state_dict", "state", "weights", "save", "load
 @given(
     program=st.lists(STEP | STEP | STEP | LOOK.map(lambda look: (look,)), min_size=16, max_size=32)
 )
-@pytest.mark.parametrize("interval", [1, 3, "auto"])
+@pytest.mark.parametrize("interval", [1, 3, 4])
 def test_every_gradient_is_applied_once_whatever_happens_between(
     tmp_path_factory, interval, program
 ):
@@ -206,18 +205,6 @@ def test_a_drive_that_fails_with_updates_pending_ends_every_look(tmp_path):
             look()
 
 
-def test_an_interval_that_is_chosen_anew_changes_nothing_but_turns(tmp_path, monkeypatch):
-    slow = StepTimes(step=1.2, waited=0.2, turn=1.05)
-    monkeypatch.setattr(StepTimes, "of", lambda *_: slow)
-    one, other = pair(tmp_path, stepwell.Deferred(interval="auto"), host_bytes=3 << 20)
-    # The memory for more gradients comes from what the volume has left.
-    one[1]._host._bytes_max *= 2
-    assert_same_forwards(one, other, WINDOW_STEPS + 6)
-    assert one[1].deferral.interval == other[1].deferral.interval == 5
-    assert one[1]._engine.has_pending()
-    assert_equal(one, other)
-
-
 def test_sums_of_several_backwards_are_deferred_as_in_memory(tmp_path):
     deferred = stepwell.Deferred(interval=3)
     both = pair(tmp_path, deferred, accumulation_steps=2, clip_norm=0.5)
@@ -253,6 +240,5 @@ def test_what_does_not_go_together_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"durability `commit`.*\n?.*durability='none'"):
         stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(), tier=volume)
     volume = stepwell.Volume(folders(tmp_path), durability="none")
-    for selecting in ({"fraction": 0.1}, {"scope": "global", "budget_bytes": 1 << 20}):
-        with pytest.raises(ValueError, match="no selected channels"):
-            stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(**selecting), tier=volume)
+    with pytest.raises(ValueError, match="no selected channels"):
+        stepwell.OffloadAdamW(named, deferred=stepwell.Deferred(fraction=0.1), tier=volume)

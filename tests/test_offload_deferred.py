@@ -341,7 +341,7 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
     first, engine = next(iter(model.parameters())), optimizer._engine
     has_pending, is_written = [], []
     assert engine is not None
-    for step in range(3, 6 + 2 * deferred.turns):
+    for step in range(3, 6 + 2 * deferred.interval):
         optimizer.zero_grad()
         loss_of(model, step).backward()
         first.grad = None
@@ -350,9 +350,9 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
         has_pending.append(engine.is_pending(first))
         is_written.append(first._version > version)
         assert (id(first) in engine.held) == engine.is_pending(first)
-    assert has_pending == [True] * (2 * deferred.turns) + [False] * 3
+    assert has_pending == [True] * (2 * deferred.interval) + [False] * 3
     # The last of these has landed its own weight.
-    assert is_written == [True] * (2 * deferred.turns + 1) + [False] * 2
+    assert is_written == [True] * (2 * deferred.interval + 1) + [False] * 2
     with as_plain([first]):
         assert torch.equal(first.cpu(), optimizer._twins.weight(first))
 

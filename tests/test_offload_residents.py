@@ -287,7 +287,7 @@ def test_turns_go_on_in_steps_of_residents_alone() -> None:
     assert optimizer._engine is not None
     loss_of(model, 6)
     assert optimizer._engine.pending_params
-    for step in range(6, 6 + 2 * deferred.turns + 1):
+    for step in range(6, 6 + 2 * deferred.interval + 1):
         step_with(model, optimizer, step, lambda _, index: index == 0)
     loss_of(model, 20)
     assert not optimizer._engine.pending_params

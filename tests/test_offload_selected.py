@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -23,21 +23,15 @@ from selected_models import (
 from stepwell import Deferred, OffloadAdamW
 from torch import nn
 
-if TYPE_CHECKING:
-    from stepwell.offload.deferred import Scope
-
-SCOPES = ["tensor", "global"]
-
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("fraction", [0.1, 0.5])
 @pytest.mark.parametrize("reselect", [1, 4])
-@pytest.mark.parametrize("scope", SCOPES)
 def test_all_gradients_are_applied_once_whoever_steps(
-    dtype: torch.dtype, interval: int, fraction: float, reselect: int, scope: Scope
+    dtype: torch.dtype, interval: int, fraction: float, reselect: int
 ) -> None:
-    deferred = Deferred(interval=interval, fraction=fraction, reselect=reselect, scope=scope)
+    deferred = Deferred(interval=interval, fraction=fraction, reselect=reselect)
     selected, exact = pair(deferred, dtype)
     for step in range(1, 14):
         for each in (selected, exact):
@@ -101,12 +95,11 @@ class Recorded:
 
 
 @pytest.mark.parametrize("interval", [1, 2, 4])
-@pytest.mark.parametrize("scope", SCOPES)
 def test_what_a_forward_reads_is_current_where_selected_and_bounded_elsewhere(
-    interval: int, scope: Scope
+    interval: int,
 ) -> None:
     """Elementwise: how many updates a weight lacks. Gradients do not depend on weights."""
-    deferred = Deferred(interval=interval, fraction=0.2, reselect=3, predict=False, scope=scope)
+    deferred = Deferred(interval=interval, fraction=0.2, reselect=3, predict=False)
     (model, optimizer), exact = pair(deferred)
     # It is exact.
     step_with(model, optimizer, 1)
@@ -326,12 +319,9 @@ def test_every_look_sees_all_updates(how: str) -> None:
 
 @pytest.mark.parametrize("has_trained", [True, False])
 @pytest.mark.parametrize("moments", ["fp32", *CODECS])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_resuming_has_the_bits_of_going_on_with_a_drain(
-    moments: str, has_trained: bool, scope: Scope
-) -> None:
+def test_resuming_has_the_bits_of_going_on_with_a_drain(moments: str, has_trained: bool) -> None:
     def fresh() -> tuple[nn.Module, OffloadAdamW]:
-        deferred = Deferred(interval=3, warmup_steps=2, fraction=0.3, reselect=5, scope=scope)
+        deferred = Deferred(interval=3, warmup_steps=2, fraction=0.3, reselect=5)
         return pair(deferred, moments=moments)[0]
 
     model, optimizer = fresh()
@@ -368,9 +358,8 @@ def test_a_step_that_is_not_finite_is_dropped_for_all_channels(nonfinite: Any) -
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("scope", SCOPES)
-def test_parameters_may_miss_gradients(seed: int, scope: Scope) -> None:
-    deferred = Deferred(interval=1 + seed % 4, fraction=0.4, reselect=1 + 3 * seed, scope=scope)
+def test_parameters_may_miss_gradients(seed: int) -> None:
+    deferred = Deferred(interval=1 + seed % 4, fraction=0.4, reselect=1 + 3 * seed)
     selected, exact = pair(deferred)
 
     def has_grad(step: int, index: int) -> bool:
@@ -417,12 +406,9 @@ def test_a_write_after_the_forward_that_follows_an_exact_step_counts() -> None:
 
 
 @pytest.mark.parametrize("is_written", [False, True])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_what_is_left_out_for_long_is_settled_only_where_it_was_written(
-    is_written: bool, scope: Scope
-) -> None:
+def test_what_is_left_out_for_long_is_settled_only_where_it_was_written(is_written: bool) -> None:
     """A write to it would not be seen. A resumed run has seen less than the one that went on."""
-    deferred = Deferred(interval=2, fraction=0.5, reselect=100, scope=scope)
+    deferred = Deferred(interval=2, fraction=0.5, reselect=100)
     (model, optimizer), _ = pair(deferred, lr=1e-9, weight_decay=0.0)
     weight = model.get_parameter("last.weight")
     index = [name for name, _ in model.named_parameters()].index("last.weight")
@@ -549,22 +535,11 @@ def test_options_that_do_not_go_together_are_refused() -> None:
         Deferred(fraction=1.5)
     with pytest.raises(ValueError, match="`reselect` is `0`"):
         Deferred(reselect=0)
-    with pytest.raises(ValueError, match="`scope` is `all`"):
-        Deferred(scope="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="nothing would be selected"):
-        Deferred(scope="global")
-    with pytest.raises(ValueError, match=r"`budget_bytes` is `5` with .*scope='tensor'"):
-        Deferred(budget_bytes=5)
-    with pytest.raises(ValueError, match=r"`budget_bytes` is `5` with `fraction=0\.1`"):
-        Deferred(scope="global", fraction=0.1, budget_bytes=5)
-    with pytest.raises(ValueError, match="`budget_bytes` is `0`"):
-        Deferred(scope="global", budget_bytes=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("scope", SCOPES)
-def test_a_default_dtype_changes_nothing(dtype: torch.dtype, scope: Scope) -> None:
-    deferred = Deferred(interval=2, fraction=0.3, scope=scope)
+def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
+    deferred = Deferred(interval=2, fraction=0.3)
     default, runs = torch.get_default_dtype(), []
     for while_stepping in (dtype, default):
         model = model_of()

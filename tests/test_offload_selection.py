@@ -25,13 +25,12 @@ class Steps:
         shapes = [*([(SIZE, columns)] * count), (SIZE,)]
         extents = Extents.of([torch.empty(shape) for shape in shapes])
         # Its segments are one per tensor.
-        self.core, nbytes = deferred_core(CPU, "cpu", extents, deferred, 1)
+        self.core, _ = deferred_core(CPU, "cpu", extents, deferred, 1)
         segments = self.core.selectable()
         assert [self.names[one.tensor] for one in segments] == self.names
         self.group_of = {self.names[one.tensor]: one.group for one in segments}
         self.segment_of = {self.names[one.tensor]: one.segment for one in segments}
-        budget_bytes = nbytes if deferred.scope == "global" else None
-        self.selector = Selector(segments, self.names, deferred.reselect, CPU, budget_bytes)
+        self.selector = Selector(segments, self.names, deferred.reselect, CPU)
         self.grads = {
             name: torch.ones(shape) for name, shape in zip(self.names, shapes, strict=True)
         }
@@ -192,25 +191,3 @@ def test_gradients_are_read_as_they_lie_in_their_segment() -> None:
     steps = Steps(1)
     steps.grads["a"] = torch.arange(64.0).view(SIZE, SIZE).requires_grad_()
     assert steps.step(None)["a"] == (False, [6, 7])
-
-
-def test_a_budget_for_all_is_shared_out_in_exact_steps_alone() -> None:
-    steps = Steps(3, interval=1, scope="global", reselect=1)
-    steps.grads["b"][:, 1:4] = 50.0
-    found = steps.step(None)
-    assert found == {"a": (False, [0, 1]), "b": (True, [1, 2, 3]), "v": WHOLE}
-    # Turns may choose others, and as many.
-    steps.grads["b"][:] = 1.0
-    steps.grads["b"][5:8] = 70.0
-    steps.grads["c"][:] = 1000.0
-    later = steps.step(0)
-    assert later["b"] == (False, [5, 6, 7])
-    assert later["v"] == found["v"] == WHOLE
-    assert {name: len(channels) for name, (_, channels) in later.items()} == {
-        name: len(channels) for name, (_, channels) in found.items()
-    }
-    # What had no gradient then has no part, up to the next exact step.
-    for _ in range(2):
-        assert "c" not in steps.step(None, without="c")
-        assert "c" not in steps.step(0)
-        assert len(steps.step(None)["c"][1]) > 2

@@ -1,7 +1,6 @@
 //! What is asked of gradients before a step: their norm, their largest magnitude, whether all are
 //! finite, and which of their channels matter.
 
-pub mod channels;
 pub mod norm;
 pub mod stats;
 pub mod top_k;

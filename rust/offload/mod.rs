@@ -36,7 +36,6 @@
 //! | `segment.rs` | the numbers of segments |
 //! | `ring.rs` | the memory for gradients that wait for their turns |
 //! | `selection.rs` | of which channels some may be selected, and the memory for their state |
-//! | `budget.rs` | which channels of a whole model are worth their memory |
 //! | `owners.rs` | what callers lend |
 //! | `thread.rs` | how the engine's threads start, and what becomes of a panic |
 //! | `model.rs` | tests of the queue and of the jobs, under a model checker |
@@ -106,7 +105,6 @@
 //! that grows with the model (`tests/allocations.rs`). The lists of what callers lend have room for
 //! as many calls as a step has had so far.
 
-mod budget;
 mod checks;
 mod downloads;
 mod engine;
@@ -131,7 +129,6 @@ mod submit;
 mod thread;
 mod uploads;
 
-pub use budget::{Granted, grant};
 pub use downloads::IN_FLIGHT;
 pub use engine::{Engine, Shape};
 pub use groups::INTERVAL_MAX;
@@ -142,4 +139,4 @@ pub use owners::{Lent, Owners};
 pub use ring::{Deferral, deferral_nbytes};
 pub use segment::SEGMENT_LEN;
 pub use selected::{Change, OnDevice};
-pub use selection::{Scope, Selectable, Selection, selection_nbytes};
+pub use selection::{Selectable, Selection, selection_nbytes};

@@ -36,10 +36,6 @@
 //! send it in every turn takes `12 fraction / interval` bytes per parameter and job, behind the
 //! pass, where new weights take `2 / interval`.
 //!
-//! - SELD-6 Where channels share one budget, a job that is whole says how many of which segment are
-//!   selected, and so where the copies are. It comes after what used the places before, and no copy
-//!   outlasts it. Later selections have the place that the segment has then.
-//!
 //! Memory: on the device 12 B per selected parameter and 4 B per channel; an eighth of what the
 //! largest group of segments takes of it in host memory, through which copies are sent
 //! ([`super::selection`]), and 4 B more per channel.
@@ -50,7 +46,7 @@ use super::{
     groups::Groups,
     job::Update,
     segment::Segments,
-    selection::{ALIGN_BYTES, Place, Plans, Selectable, Selection},
+    selection::{ALIGN_BYTES, Plans, Selectable, Selection},
 };
 use crate::{
     adam::{
@@ -98,8 +94,6 @@ struct Held {
 
 struct State {
     held: Vec<Option<Held>>,
-    /// Where the copy of each segment is, or would be.
-    places: Box<[Option<Place>]>,
     /// Of the job that was submitted last.
     changes: Vec<Change>,
 }
@@ -128,8 +122,8 @@ impl Selected {
         selection: &Selection<'_>,
         event: usize,
     ) -> Result<Self> {
-        let Selection { row_lens, scope, device, staging } = *selection;
-        let plans = Plans::new(segments, groups, row_lens, scope)?;
+        let Selection { row_lens, fraction, device, staging } = *selection;
+        let plans = Plans::new(segments, groups, row_lens, fraction)?;
         staging.expect("staging", &[Dtype::Uint8], plans.staging_nbytes)?;
         if plans.device_nbytes > 0 && !(device as usize).is_multiple_of(ALIGN_BYTES) {
             return Err(Error::value(format!(
@@ -138,8 +132,7 @@ impl Selected {
             )));
         }
         let held = vec![None; segments.count()];
-        let places = plans.fixed.clone();
-        let state = Mutex::new(State { held, places, changes: Vec::new() });
+        let state = Mutex::new(State { held, changes: Vec::new() });
         Ok(Self { plans, device, staging, event, state })
     }
 
@@ -158,7 +151,7 @@ impl Selected {
         Some(one.shape_of(change.by_columns, change.indices.len()))
     }
 
-    /// Whether the channels of a selection are those of its segment, ascending.
+    /// Whether the channels of a selection are those of its segment, ascending, and have room.
     fn is_sound(&self, change: &Change) -> bool {
         let one = self.plans.of_segments.get(change.segment).copied().flatten();
         one.is_some_and(|one| {
@@ -167,27 +160,8 @@ impl Selected {
                 && change.indices.is_sorted_by(|a, b| a < b)
                 && change.indices.iter().all(|&index| (index as usize) < limit)
                 && (one.column_count > 0 || !change.by_columns)
+                && one.shape_of(change.by_columns, change.indices.len()).nbytes() <= one.nbytes()
         })
-    }
-
-    /// Where copies are when these selections begin; None: one has no place, or too small a one.
-    fn places(
-        &self,
-        state: &State,
-        changes: &[Change],
-        is_whole: bool,
-    ) -> Option<Box<[Option<Place>]>> {
-        let shapes = changes.iter().map(|change| Some((change.segment, self.shape(change)?)));
-        let shapes = shapes.collect::<Option<Vec<_>>>()?;
-        let places = if is_whole {
-            self.plans.laid_out(shapes.iter().copied())?
-        } else {
-            state.places.clone()
-        };
-        let fits = |&(segment, shape): &(usize, Shape)| {
-            places[segment].is_some_and(|place| shape.nbytes() <= place.nbytes)
-        };
-        shapes.iter().all(fits).then_some(places)
     }
 
     /// Drops all copies.
@@ -221,7 +195,6 @@ impl Selected {
         segments: &Segments,
         updates: &[Update],
         work: &OnDevice<'_>,
-        is_whole: bool,
         may_change: impl Fn(&Selectable) -> bool,
     ) -> Result<()> {
         let has_grads = work.grads.len() == updates.len();
@@ -260,8 +233,7 @@ impl Selected {
                 change.segment
             )));
         }
-        let is_sound = work.changes.iter().all(|change| self.is_sound(change));
-        if is_sound && self.places(&state, &work.changes, is_whole).is_some() {
+        if work.changes.iter().all(|change| self.is_sound(change)) {
             return Ok(());
         }
         let counts = work.changes.iter().map(|change| (change.segment, change.indices.len()));
@@ -277,9 +249,7 @@ impl Selected {
     /// # Errors
     /// As [`WeightKind::of`].
     fn channels(&self, state: &State, update: &Update, segment: usize) -> Result<Option<Channels>> {
-        let (Some(held), Some(place)) = (&state.held[segment], state.places[segment]) else {
-            return Ok(None);
-        };
+        let Some(held) = &state.held[segment] else { return Ok(None) };
         let (Some(one), Some(shape), Some(weight)) =
             (self.plans.of_segments[segment], self.shape(&held.change), update.weight)
         else {
@@ -290,7 +260,7 @@ impl Selected {
             shape,
             kind,
             weight: weight + (one.first * kind.dtype().size()) as u64,
-            state: self.device + place.offset as u64,
+            state: self.device + one.offset as u64,
             // Uploads write weights too: predicted ones, for one.
             follows_weight: false,
         }))
@@ -318,7 +288,6 @@ impl Selected {
         segments: &Segments,
         updates: &[Update],
         work: OnDevice<'_>,
-        is_whole: bool,
         stream: Stream,
     ) -> Result<()> {
         let mut state = self.state();
@@ -337,9 +306,6 @@ impl Selected {
             // under way with it: the stream comes after all uploads of the job before. Weights of
             // different segments are apart, which the caller vouches for, and so are their places.
             unsafe { device.step_channels(stream, blocks, step)? };
-        }
-        if let Some(places) = self.places(&state, &work.changes, is_whole) {
-            state.places = places;
         }
         state.changes = work.changes;
         Ok(())
@@ -392,7 +358,7 @@ impl Selected {
             failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)?;
             for sent in round {
                 let host = std::ptr::with_exposed_provenance_mut(self.staged(sent).address());
-                let to = self.device + sent.place.offset as u64;
+                let to = self.device + sent.one.offset as u64;
                 let size = sent.shape.nbytes();
                 // SAFETY: both sides hold what a segment takes at most. What used the copy before,
                 // the step of this job and the landing, comes before it: the lane is ordered after
@@ -413,24 +379,18 @@ impl Selected {
 
     /// What is sent together: as much each time as the staging holds.
     fn rounds<'a>(&self, changes: &'a [Change]) -> Vec<Vec<Sent<'a>>> {
-        let places = &self.state().places;
         let mut rounds = vec![Vec::new()];
         let mut staged_nbytes = 0;
         for change in changes {
-            let (Some(one), Some(shape), Some(place)) = (
-                self.plans.of_segments[change.segment],
-                self.shape(change),
-                places[change.segment],
-            ) else {
-                continue;
-            };
+            let Some(one) = self.plans.of_segments[change.segment] else { continue };
+            let shape = one.shape_of(change.by_columns, change.indices.len());
             let nbytes = shape.nbytes().next_multiple_of(ALIGN_BYTES);
             if staged_nbytes + nbytes > self.plans.staging_nbytes {
                 rounds.push(Vec::new());
                 staged_nbytes = 0;
             }
             let last = rounds.len() - 1;
-            rounds[last].push(Sent { change, one, shape, place, staged: staged_nbytes });
+            rounds[last].push(Sent { change, one, shape, staged: staged_nbytes });
             staged_nbytes += nbytes;
         }
         rounds
@@ -447,7 +407,6 @@ struct Sent<'a> {
     change: &'a Change,
     one: Selectable,
     shape: Shape,
-    place: Place,
     /// Where its part of the staging begins.
     staged: usize,
 }

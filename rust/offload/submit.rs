@@ -121,7 +121,7 @@ impl Engine {
         pending.check(segments, updates)?;
         let checks = &next.checks;
         if let Some(selected) = selected {
-            selected.check(segments, updates, &work, kind == Kind::Whole, |one| {
+            selected.check(segments, updates, &work, |one| {
                 let update = updates.iter().find(|update| update.index == one.tensor);
                 let has_turn = |update: &Update| match (kind, ring) {
                     (Kind::Deferred { .. }, Some(ring)) => {
@@ -142,10 +142,9 @@ impl Engine {
                 selected.drop_of(segments.of(update.index));
             }
             uploads.order_stream_after_all(stream).inspect_err(|error| jobs.fail(error))?;
-            let is_whole = kind == Kind::Whole;
             // SAFETY: the caller vouches for weights, gradients and the stream, which comes after
             // the landings of the job before.
-            unsafe { selected.step(&**device, segments, updates, work, is_whole, stream) }
+            unsafe { selected.step(&**device, segments, updates, work, stream) }
                 .inspect_err(|error| jobs.fail(error))?;
         }
         uploads.order_after(stream).inspect_err(|error| {

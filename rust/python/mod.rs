@@ -38,10 +38,7 @@ mod _core {
     #[pymodule_export]
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]
-    use super::select::{
-        PySelectable, better_axis, captured, channel_sq_norms, choose_channels, grant_channels,
-        py_selection_nbytes, top_k, top_k_within,
-    };
+    use super::select::{PySelectable, choose_channels, py_selection_nbytes};
     #[pymodule_export]
     use super::store::{PyLook, PyStore};
     #[pymodule_export]

@@ -14,7 +14,7 @@ use pyo3::{prelude::*, types::PyDict};
 use super::{
     adam::{PyAdamTensor, PyHyper},
     host::PyBuffer,
-    select::{PySelectable, scope_of},
+    select::PySelectable,
     swap::PySwap,
     tensor::{PyTensorView, dtypes_named},
 };
@@ -57,7 +57,6 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 ///     row_lens: for channels that are stepped on the device, of each tensor the elements of a row;
 ///         0: it is no matrix. If given, the arguments below are too.
 ///     fraction: which share of the rows or columns of every segment is selected, 0 to 1.
-///     budget_bytes: or how many bytes of device memory all segments share.
 ///     selection: address of device memory of `selection_nbytes`, and what keeps it alive; the
 ///         engine holds that.
 ///     staging: host memory of `selection_nbytes`.
@@ -206,7 +205,7 @@ impl PyOffloadEngine {
     #[pyo3(signature = (
         device, numels, *, threads=None, threads_share=1.0, generations=1, interval=None,
         dtypes=None, gradients=None, predicted=None, row_lens=None, fraction=0.0,
-        budget_bytes=None, selection=None, staging=None, swap=None, swapped=None
+        selection=None, staging=None, swap=None, swapped=None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn new(
@@ -222,7 +221,6 @@ impl PyOffloadEngine {
         predicted: Option<Py<PyBuffer>>,
         row_lens: Option<Vec<usize>>,
         fraction: f64,
-        budget_bytes: Option<usize>,
         selection: Option<(u64, Py<PyAny>)>,
         staging: Option<Py<PyBuffer>>,
         swap: Option<Py<PySwap>>,
@@ -234,8 +232,7 @@ impl PyOffloadEngine {
         };
         let selected = match (&row_lens, &selection, &staging) {
             (Some(row_lens), Some((device, _)), Some(buffer)) => {
-                let scope = scope_of(fraction, budget_bytes)?;
-                Some(Selection { row_lens, scope, device: *device, staging: whole(buffer)? })
+                Some(Selection { row_lens, fraction, device: *device, staging: whole(buffer)? })
             }
             (None, None, None) => None,
             _ => {

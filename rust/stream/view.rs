@@ -199,33 +199,6 @@ impl View {
         unsafe { std::slice::from_raw_parts_mut(pointer, len) }
     }
 
-    /// The sums in double precision, read-only.
-    ///
-    /// # Safety
-    /// As [`View::slice`].
-    ///
-    /// # Panics
-    /// If it holds another dtype.
-    #[must_use]
-    pub unsafe fn sums<'a>(&self) -> &'a [f64] {
-        // SAFETY: the doubles are the view's, aligned as `new` checked; the caller vouches for the
-        // memory.
-        unsafe { std::slice::from_raw_parts(self.sums_pointer(), self.numel) }
-    }
-
-    /// The sums in double precision.
-    ///
-    /// # Safety
-    /// As [`View::slice_mut`].
-    ///
-    /// # Panics
-    /// As [`View::sums`].
-    #[must_use]
-    pub unsafe fn sums_mut<'a>(&self) -> &'a mut [f64] {
-        // SAFETY: as in `sums`; the caller vouches that there is no other access.
-        unsafe { std::slice::from_raw_parts_mut(self.sums_pointer(), self.numel) }
-    }
-
     /// Copies all elements to `to`.
     ///
     /// # Safety
@@ -242,14 +215,6 @@ impl View {
         );
         // SAFETY: both hold as many bytes; the caller vouches for the memory.
         unsafe { std::ptr::copy_nonoverlapping(from, to, self.nbytes()) };
-    }
-
-    fn sums_pointer(&self) -> *mut f64 {
-        assert!(self.dtype == Dtype::Float64);
-        if self.numel == 0 {
-            return std::ptr::NonNull::dangling().as_ptr();
-        }
-        std::ptr::with_exposed_provenance_mut(self.address)
     }
 
     fn words_pointer(&self) -> (*mut u32, usize) {

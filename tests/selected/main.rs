@@ -19,8 +19,8 @@ use stepwell::{
     Error,
     adam::{Hyper, tensor::AdamTensor},
     offload::{
-        Change, Deferral, Engine, OnDevice as Work, SEGMENT_LEN, Scope, Selectable, Selection,
-        Shape, Update, deferral_nbytes, selection_nbytes,
+        Change, Deferral, Engine, OnDevice as Work, SEGMENT_LEN, Selectable, Selection, Shape,
+        Update, deferral_nbytes, selection_nbytes,
     },
     stream::element::Dtype,
     tier::ram::Ram,
@@ -68,21 +68,17 @@ struct Selecting {
 }
 
 fn selecting(all: &mut [OnDevice], interval: usize, fraction: f64) -> Selecting {
-    selecting_in(all, interval, Scope::Tensor(fraction))
-}
-
-fn selecting_in(all: &mut [OnDevice], interval: usize, scope: Scope) -> Selecting {
     let numels = numels(all);
     let dtypes: Vec<_> = all.iter_mut().map(|one| one.held.tensor().weight().dtype()).collect();
     let row_lens = row_lens();
     let (gradients, predicted) = deferral_nbytes(&numels, &dtypes, interval).expect("sizes");
     let (device, staging) =
-        selection_nbytes(&numels, &dtypes, interval, &row_lens, scope).expect("sizes");
+        selection_nbytes(&numels, &dtypes, interval, &row_lens, fraction).expect("sizes");
     let mut guarded = [gradients, predicted, device, staging]
         .map(|nbytes| Guarded::zeros(Dtype::Uint8, nbytes, 0));
     let [gradients, predicted, device, staging] = guarded.each_mut().map(Guarded::view);
     let selection =
-        Selection { row_lens: &row_lens, scope, device: device.address() as u64, staging };
+        Selection { row_lens: &row_lens, fraction, device: device.address() as u64, staging };
     let deferral = Deferral {
         interval,
         dtypes: &dtypes,

@@ -80,61 +80,15 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     expected.iter_mut().for_each(|one| one.step(widest(), 1, &hyper_of(1)));
     assert_stepped(&mut all, &mut expected, "refused");
     let numels = [10];
-    let sizes = |scope, row_lens: &[usize]| {
-        selection_nbytes(&numels, &[Dtype::Float32], 1, row_lens, scope)
+    let sizes = |fraction, row_lens: &[usize]| {
+        selection_nbytes(&numels, &[Dtype::Float32], 1, row_lens, fraction)
     };
-    let said = |scope, row_lens: &[usize]| sizes(scope, row_lens).expect_err("refused").to_string();
-    assert!(said(Scope::Tensor(1.5), &[5]).contains("fraction is `1.5`"));
-    assert!(said(Scope::Tensor(0.5), &[]).contains("row_lens has `0`"));
-    assert_eq!(sizes(Scope::Tensor(0.0), &[5]).expect("sizes"), (0, 0));
-    assert_eq!(sizes(Scope::Tensor(0.0), &[0]).expect("sizes"), (0, 0));
+    let said =
+        |fraction, row_lens: &[usize]| sizes(fraction, row_lens).expect_err("refused").to_string();
+    assert!(said(1.5, &[5]).contains("fraction is `1.5`"));
+    assert!(said(0.5, &[]).contains("row_lens has `0`"));
+    assert_eq!(sizes(0.0, &[5]).expect("sizes"), (0, 0));
+    assert_eq!(sizes(0.0, &[0]).expect("sizes"), (0, 0));
     // A vector is selected whole, in multiples of 64 bytes.
-    assert!(
-        said(Scope::Global(127), &[0]).contains("budget_bytes is `127`, expected at least 128")
-    );
-    assert_eq!(sizes(Scope::Global(1000), &[0]).expect("sizes"), (128, 128));
-    // No more than all channels take.
-    assert_eq!(sizes(Scope::Global(1000), &[5]).expect("sizes"), (192, 192));
-    assert_eq!(sizes(Scope::Global(100), &[5]).expect("sizes"), (64, 64));
-}
-
-/// Channels share one budget: what a step that is whole has given a segment is what it has.
-#[test]
-fn a_budget_is_shared_by_all_until_the_next_step_that_is_whole() {
-    let mut all = tensors();
-    let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
-    let selecting = selecting_in(&mut all, 1, Scope::Global(20_000));
-    let engine = &selecting.engine;
-    let selectable: Vec<Selectable> = engine.selectable().collect();
-    let first = |tensor| selectable.iter().find(|one| one.tensor == tensor).expect("it");
-    // 12 bytes for each of 77 elements, and 4 for the index.
-    let rows = |tensor, count: usize| {
-        let indices = (0..count as u32).collect();
-        Change { segment: first(tensor).segment, by_columns: false, indices }
-    };
-    let mut step = |number: u64, deferred, changes: Vec<Change>| {
-        draw(&mut all, &mut expected, number);
-        let hyper = hyper_of(number);
-        let done = submit(engine, &mut all, deferred, (number, hyper), |_| Some(false), changes);
-        match &done {
-            Ok(()) => expected.iter_mut().for_each(|one| one.step(widest(), number, &hyper)),
-            Err(_) => on_device::discard(engine),
-        }
-        finish(engine);
-        done.map_err(|error| error.to_string())
-    };
-    let full = "room in the memory";
-    assert!(step(1, None, vec![rows(1, 22)]).expect_err("too many").contains(full));
-    assert!(step(1, None, vec![rows(1, 20), rows(8, 1)]).is_ok());
-    // Another has no memory, and as much of this one as was given to it.
-    assert!(step(2, Some(1.0), vec![rows(2, 1)]).expect_err("no place").contains(full));
-    assert!(step(2, Some(1.0), vec![rows(1, 21)]).expect_err("too many").contains(full));
-    assert!(step(2, Some(1.0), vec![rows(1, 19)]).is_ok());
-    assert!(step(3, Some(1.0), vec![rows(1, 20)]).is_ok());
-    assert!(step(4, None, vec![rows(2, 39)]).is_ok());
-    assert!(step(5, Some(1.0), vec![rows(1, 1)]).expect_err("no place").contains(full));
-    assert!(step(5, Some(1.0), vec![rows(2, 39)]).is_ok());
-    engine.settle(STREAM).expect("a step that works");
-    finish(engine);
-    assert_stepped(&mut all, &mut expected, "a budget");
+    assert_eq!(sizes(0.5, &[0]).expect("sizes"), (128, 128));
 }

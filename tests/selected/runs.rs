@@ -9,64 +9,17 @@ use super::{
     *,
 };
 
-/// Some channels whose state has room in so many bytes; None: not one has.
-fn change_within(draw: &mut Draw, one: &Selectable, nbytes_max: usize) -> Option<Change> {
+/// Some channels whose state has room in the segment's place.
+fn some_of(draw: &mut Draw, one: &Selectable) -> Change {
     let shape =
         |by_columns, count| Channels { rows: one.rows, row_len: one.row_len, count, by_columns };
-    let room = |by_columns| nbytes_max / shape(by_columns, 1).nbytes();
+    let room = |by_columns| one.nbytes() / shape(by_columns, 1).nbytes();
     let by_columns = one.column_count > 0 && (room(false) == 0 || draw.below(2) == 0);
     let end = if by_columns { one.row_len } else { one.rows };
     let count_max = room(by_columns).min(end);
-    (count_max > 0).then(|| {
-        // Often as many as there is room for.
-        let count = if draw.below(2) == 0 { count_max } else { 1 + draw.below(count_max) };
-        Change { segment: one.segment, by_columns, indices: some(draw, count, end) }
-    })
-}
-
-/// How much memory the copy of each segment has.
-struct Room {
-    fixed: HashMap<usize, usize>,
-    shared: usize,
-    of: HashMap<usize, usize>,
-}
-
-impl Room {
-    fn new(selectable: &[Selectable], device_nbytes: usize) -> Self {
-        let own = selectable.iter().filter(|one| one.nbytes > 0);
-        let fixed: HashMap<_, _> = own.map(|one| (one.segment, one.nbytes)).collect();
-        let shared = device_nbytes - fixed.values().sum::<usize>();
-        Self { of: fixed.clone(), fixed, shared }
-    }
-
-    /// Some selections that a step may begin with, of these.
-    fn changes<'a>(
-        &mut self,
-        draw: &mut Draw,
-        is_whole: bool,
-        from: impl Iterator<Item = &'a Selectable>,
-    ) -> Vec<Change> {
-        let mut left = if is_whole { self.shared } else { 0 };
-        if is_whole {
-            self.of.clone_from(&self.fixed);
-        }
-        let mut changes = Vec::new();
-        for one in from {
-            let own = self.of.get(&one.segment).copied();
-            let change = (draw.below(3) > 0)
-                .then(|| change_within(draw, one, own.unwrap_or(left)))
-                .flatten();
-            if let (Some(change), None) = (&change, own) {
-                let (count, by_columns) = (change.indices.len(), change.by_columns);
-                let shape = Channels { rows: one.rows, row_len: one.row_len, count, by_columns };
-                let nbytes = shape.nbytes().next_multiple_of(64);
-                self.of.insert(one.segment, nbytes);
-                left -= nbytes;
-            }
-            changes.extend(change);
-        }
-        changes
-    }
+    // Often as many as there is room for.
+    let count = if draw.below(2) == 0 { count_max } else { 1 + draw.below(count_max) };
+    Change { segment: one.segment, by_columns, indices: some(draw, count, end) }
 }
 
 /// What a test knows of the selections of an engine.
@@ -98,15 +51,13 @@ impl Known {
 }
 
 /// Steps with selections, tensors without gradients, and settles as they come.
-fn any_run(seed: u64, interval: usize, scope: Scope) {
-    let what = format!("seed {seed}, every {interval}, {scope:?}");
+fn any_run(seed: u64, interval: usize, fraction: f64) {
+    let what = format!("seed {seed}, every {interval}, {fraction} of it");
     let mut all = tensors();
     let mut expected: Vec<Held> = all.iter().map(|one| one.held.moved(0)).collect();
-    let mut selecting = selecting_in(&mut all, interval, scope);
-    let device_nbytes = selecting.guarded[2].view().nbytes();
+    let selecting = selecting(&mut all, interval, fraction);
     let engine = &selecting.engine;
     let selectable: Vec<Selectable> = engine.selectable().collect();
-    let mut room = Room::new(&selectable, device_nbytes);
     let mut draw_of = Draw::new(seed);
     let mut known = Known::default();
     for step in 1..=11_u64 {
@@ -124,8 +75,12 @@ fn any_run(seed: u64, interval: usize, scope: Scope) {
             has[one.tensor].is_some()
                 && (is_whole || one.group == group && has[one.tensor] == Some(false))
         };
-        let from = selectable.iter().filter(may_change);
-        let changes = room.changes(&mut draw_of, is_whole, from);
+        let mut changes = Vec::new();
+        for one in selectable.iter().filter(may_change) {
+            if draw_of.below(3) > 0 {
+                changes.push(some_of(&mut draw_of, one));
+            }
+        }
         let deferred = (!is_whole).then_some(2.0);
         let hyper = hyper_of(step);
         submit(engine, &mut all, deferred, (step, hyper), |index| has[index], changes.clone())
@@ -169,10 +124,7 @@ fn any_run(seed: u64, interval: usize, scope: Scope) {
 #[test]
 fn every_gradient_is_applied_once_whoever_steps_it() {
     for (seed, interval, fraction) in [(1, 1, 0.1), (2, 4, 0.3), (3, 3, 1.0), (4, 5, 0.02)] {
-        any_run(seed, interval, Scope::Tensor(fraction));
-    }
-    for (seed, interval, budget_bytes) in [(5, 3, 60_000), (6, 4, 1 << 30)] {
-        any_run(seed, interval, Scope::Global(budget_bytes));
+        any_run(seed, interval, fraction);
     }
 }
 

@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -185,7 +185,7 @@ def _stepwell(
     moments: str,
     gate: str = "module",
     announces_steps: bool = True,
-    interval: int | Literal["auto"] | None = None,
+    interval: int | None = None,
     durability: Durability | None = None,
     fraction: float = 0.0,
     commit_interval: int | None = None,
@@ -444,7 +444,6 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "stepwell q8, deferred=1, resident=0.5": _stepwell("q8", interval=1, resident=0.5),
     "stepwell q8, deferred=2, resident=0.5": _stepwell("q8", interval=2, resident=0.5),
     "stepwell q8, deferred=2, resident=0.75": _stepwell("q8", interval=2, resident=0.75),
-    "stepwell, deferred=auto": _stepwell("fp32", interval="auto"),
     "stepwell q8, deferred=1": _stepwell("q8", interval=1),
     "stepwell q8, deferred=2": _stepwell("q8", interval=2),
     "stepwell q8, deferred=2, fraction=0.1": _stepwell("q8", interval=2, fraction=0.1),

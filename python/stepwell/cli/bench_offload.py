@@ -51,7 +51,6 @@ CASES = (
     "stepwell q8, deferred=1, resident=0.5",
     "stepwell q8, deferred=2, resident=0.5",
     "stepwell q8, deferred=2, resident=0.75",
-    "stepwell, deferred=auto",
     "stepwell q8, deferred=1",
     "stepwell q8, deferred=2",
     "stepwell q8, deferred=2, fraction=0.1",
@@ -167,9 +166,8 @@ def bench_offload(
     - `stepwell, gate=step`: the next forward waits for all weights at once.
     - `stepwell, untold`: `accumulation_steps` is not given.
     - `stepwell, deferred=4`: updates are deferred; each part of the model is stepped in every
-      fourth step. Other numbers of steps, and q8 moments, likewise; `deferred=auto`: the number is
-      chosen as training goes. `fraction=0.1`: a tenth of the rows or columns is stepped at once, on
-      the GPU.
+      fourth step. Other numbers of steps, and q8 moments, likewise. `fraction=0.1`: a tenth of the
+      rows or columns is stepped at once, on the GPU.
     - `stepwell volume`: state on the drives of --drive, with commits, and with as little of it in
       host memory as can be; `commit_interval=1`: a commit in each step; `durability=none`: without
       commits, and with deferred updates. q8 moments likewise.

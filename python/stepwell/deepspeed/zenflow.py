@@ -8,7 +8,7 @@ offload.
 | key | what it means here |
 |---|---|
 | `topk_ratio` | `fraction`: of the rows or columns of each matrix |
-| `update_interval` | `interval`; "auto" is what `Deferred` begins with |
+| `update_interval` | `interval`; "auto" is 4 |
 | `select_strategy`, `select_interval`, `steps_per_epoch` | `reselect`, in steps |
 | `full_warm_up_rounds` | `warmup_steps` |
 | `overlap_step` | true, whatever it says: turns run behind the next forward and backward |
@@ -28,6 +28,7 @@ from stepwell.offload.deferred import INTERVAL_MAX, Deferred
 __all__ = ["ZenFlow", "asked", "obstacle_of", "zenflow_of"]
 
 _BLOCK = ("zero_optimization", "zenflow")
+_INTERVAL_AUTO = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def zenflow_of(engine: Any) -> ZenFlow:
         cores = _core.Pool.default().threads
         threads = max(1, round((1 - block.pt_reserved_cores_perc) * cores))
     deferred = Deferred(
-        interval=Deferred.INTERVAL_AT_FIRST if isinstance(interval, str) else interval,
+        interval=_INTERVAL_AUTO if isinstance(interval, str) else interval,
         fraction=block.topk_ratio,
         reselect=reselect,
         warmup_steps=block.full_warm_up_rounds,

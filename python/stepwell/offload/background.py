@@ -1,7 +1,7 @@
 """What steps in the background: an engine, and the gate in front of forwards.
 
 - Both are made when they are first needed, for the parameters that there are by then. They end when
-  the parameters change, or the interval of deferred updates: an engine is made for a fixed list.
+  the parameters change: an engine is made for a fixed list.
 - From the beginning of a step to `release` the program may not write gradients. So what an error or
   Ctrl-C has left unreleased stays known until something releases it.
 - Waits go through the gate where there is one: it knows which weights are under way.
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     import torch
 
     from stepwell.offload.collector import Collector
-    from stepwell.offload.deferred import Deferred
-    from stepwell.offload.deferred_steps import DeferredSteps
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.options import GateMode
     from stepwell.offload.sharding import Sharding
@@ -45,7 +43,6 @@ class Background:
         host: the host side of the parameters.
         collector: brings gradients there.
         sharding: the ranks that share steps; None: none does.
-        deferred_steps: which steps are deferred; None: none is.
         gate_mode: what waits for new weights, as `OffloadAdamW` has it.
         threads: workers that step, likewise.
     """
@@ -55,7 +52,6 @@ class Background:
         host: HostSide,
         collector: Collector,
         sharding: Sharding | None,
-        deferred_steps: DeferredSteps | None,
         *,
         gate_mode: GateMode,
         threads: int | None,
@@ -64,7 +60,7 @@ class Background:
         self._twins = host.twins
         self._collector = collector
         self._sharding = sharding
-        self._deferred_steps = deferred_steps
+        self._deferred = host.deferred
         self._gate_mode = gate_mode
         self._threads = threads
         # Of all engines that there will be: one may be made, or closed, by the thread that has it.
@@ -75,10 +71,6 @@ class Background:
         """None: there is no engine, or forwards do not wait."""
         # Of deferred updates, once state was loaded or an engine was closed, until there is a gate.
         self._forwards: Forwards | None = None
-
-    @property
-    def _deferred(self) -> Deferred | None:
-        return None if self._deferred_steps is None else self._deferred_steps.deferred
 
     # ---- from the first need to the end ----
 

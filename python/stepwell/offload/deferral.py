@@ -10,18 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DeferralMetrics", "SettledSteps", "waited_seconds_of"]
+__all__ = ["DeferralMetrics", "SettledSteps"]
 
 _LOGGER = logging.getLogger(__name__)
-
-
-def waited_seconds_of(timing: Mapping[str, float]) -> float:
-    """How long forwards waited for weights, and the step for the step before it.
-
-    Args:
-        timing: what the last step took, as `OffloadAdamW.timing` has it.
-    """
-    return timing.get("background", 0.0) + timing["gate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +46,7 @@ class DeferralMetrics:
             captured_share=timing.get("selected_share", 0.0),
             selected_bytes=int(timing.get("selected_bytes", 0)),
             oldest_age=int(timing["oldest_age"]),
-            waited_seconds=waited_seconds_of(timing),
+            waited_seconds=timing.get("background", 0.0) + timing["gate"],
             background_seconds=timing["step"],
         )
 

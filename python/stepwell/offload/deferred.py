@@ -15,7 +15,7 @@ that, are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,7 +31,6 @@ __all__ = [
     "Deferred",
     "Extents",
     "Memory",
-    "Scope",
     "deferred_core",
     "memory_of",
 ]
@@ -41,9 +40,6 @@ INTERVAL_MAX = 8
 
 _COUNT_MAX = (1 << 63) - 1
 """Of counts that only have to fit into the core's integers."""
-
-Scope: TypeAlias = Literal["tensor", "global"]
-"""Within what channels compete: each matrix, or all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +53,10 @@ class Deferred:
         ValueError: a value is out of range.
     """
 
-    INTERVAL_AT_FIRST: ClassVar[int] = 4
-    """What `interval="auto"` begins with."""
-
-    interval: int | Literal["auto"] = INTERVAL_AT_FIRST
+    interval: int = 4
     """Every how many steps a part of the model has its turn: 1 to 8. A gradient takes effect at
     most `interval + 1` steps after it was computed, and `(interval + 3) / 2` on average; an exact
-    one takes effect after 1. "auto": the smallest at which the background finishes in time, as
-    measured in training. It begins with 4, changes between steps after 16 measured ones, and is in
-    state dicts."""
+    one takes effect after 1."""
 
     predict: bool = True
     """Whether weights that land run ahead along the momentum, by the `(interval + 1) / 2` updates
@@ -90,61 +81,38 @@ class Deferred:
     reselect: int = 16
     """After how many steps the channels of a segment are chosen anew, in its next turn."""
 
-    scope: Scope = "tensor"
-    """"tensor": every matrix has the share `fraction`. "global": all matrices share the memory that
-    `fraction` would take, or `budget_bytes`, and channels get it by the squared norm that they
-    capture per byte. How many of which matrix is decided in exact steps: the first, and each that
-    follows a look at the weights. Until the next one a matrix keeps its number of channels."""
-
-    budget_bytes: int | None = None
-    """With `scope="global"`, and instead of `fraction`: device memory for the state of selected
-    channels. Small parameters of one dimension are selected whole, and have to fit."""
-
     def __post_init__(self) -> None:
-        if self.interval != "auto":
-            _check_count("interval", self.interval, 1, INTERVAL_MAX, ", or auto")
+        _check_count(
+            "interval",
+            self.interval,
+            1,
+            INTERVAL_MAX,
+            ". hint: a fixed one; begin with interval=4 (moments='q8': 2), and take more where "
+            "optimizer.deferral.waited_seconds is above a fiftieth of a step",
+        )
         _check_count("warmup_steps", self.warmup_steps, 0)
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"`fraction` is `{self.fraction}`, expected 0 to 1")
-        if self.scope not in ("tensor", "global"):
-            raise ValueError(f"`scope` is `{self.scope}`, expected tensor or global")
-        if self.budget_bytes is not None:
-            if self.scope != "global" or self.fraction:
-                raise ValueError(
-                    f"`budget_bytes` is `{self.budget_bytes}` with `fraction={self.fraction}` and "
-                    f"`scope={self.scope!r}`, expected it with scope='global' and no fraction"
-                )
-            _check_count("budget_bytes", self.budget_bytes, 1)
-        elif self.scope == "global" and not self.fraction:
-            raise ValueError(
-                "`scope` is `global`, expected a `fraction` or `budget_bytes` with it: nothing "
-                "would be selected"
-            )
         _check_count("reselect", self.reselect, 1)
-
-    @property
-    def turns(self) -> int:
-        """How many parts of the model have turns: `interval`, or what "auto" begins with."""
-        return self.INTERVAL_AT_FIRST if self.interval == "auto" else self.interval
 
     @property
     def selects(self) -> bool:
         """Whether channels are stepped on the device."""
-        return self.fraction > 0 or self.budget_bytes is not None
+        return self.fraction > 0
 
     @property
     def predicted_updates(self) -> float:
         """By how many updates the weights of a turn run ahead."""
-        return (self.turns + 1) / 2 if self.predict else 0.0
+        return (self.interval + 1) / 2 if self.predict else 0.0
 
 
 def _check_count(
-    name: str, value: object, least: int, most: int = _COUNT_MAX, or_: str = ""
+    name: str, value: object, least: int, most: int = _COUNT_MAX, hint: str = ""
 ) -> None:
     if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return
     wanted = f"{least} or more" if most == _COUNT_MAX else f"{least} to {most}"
-    raise ValueError(f"`{name}` is `{value}`, expected an integer, {wanted}{or_}")
+    raise ValueError(f"`{name}` is `{value}`, expected an integer, {wanted}{hint}")
 
 
 class Extents(NamedTuple):
@@ -192,27 +160,13 @@ class Memory(NamedTuple):
 def memory_of(extents: Extents, deferred: Deferred) -> Memory:
     """What deferred updates of these tensors take."""
     numels, dtypes, row_lens = extents
-    gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.turns)
+    gradients, predicted = _core.deferral_nbytes(numels, dtypes, deferred.interval)
     selected, staging = 0, 0
     if deferred.selects:
         selected, staging = _core.selection_nbytes(
-            numels, dtypes, deferred.turns, row_lens, **_scope_of(extents, deferred)
+            numels, dtypes, deferred.interval, row_lens, fraction=deferred.fraction
         )
     return Memory(gradients, predicted if deferred.predict else 0, selected, staging)
-
-
-def _scope_of(extents: Extents, deferred: Deferred) -> dict[str, Any]:
-    """How many channels are selected, as the core is told it."""
-    if deferred.budget_bytes is not None:
-        return {"budget_bytes": deferred.budget_bytes}
-    if deferred.scope == "tensor" or deferred.fraction == 1:
-        # Nothing competes where everything is selected.
-        return {"fraction": deferred.fraction}
-    numels, dtypes, row_lens = extents
-    device_nbytes, _ = _core.selection_nbytes(
-        numels, dtypes, deferred.turns, row_lens, fraction=deferred.fraction
-    )
-    return {"budget_bytes": device_nbytes}
 
 
 def deferred_core(
@@ -247,7 +201,7 @@ def deferred_core(
         selected = torch.empty(memory.selected, dtype=torch.uint8, device=device)
         selection = {
             "row_lens": extents.row_lens,
-            **_scope_of(extents, deferred),
+            "fraction": deferred.fraction,
             "selection": (selected.data_ptr(), selected.untyped_storage()),
             "staging": _core.Buffer(memory.staging),
         }
@@ -257,7 +211,7 @@ def deferred_core(
         threads=threads,
         threads_share=threads_share,
         generations=2,
-        interval=deferred.turns,
+        interval=deferred.interval,
         dtypes=extents.dtypes,
         gradients=_core.Buffer(memory.gradients),
         predicted=_core.Buffer(memory.predicted) if deferred.predict else None,

@@ -158,10 +158,7 @@ class Engine:
             )
             if self.selected_bytes:
                 segments = self._core.selectable()
-                budget_bytes = self.selected_bytes if deferred.scope == "global" else None
-                self.selector = Selector(
-                    segments, self._params, deferred.reselect, device, budget_bytes
-                )
+                self.selector = Selector(segments, self._params, deferred.reselect, device)
         self.store = _core.Store(is_beside=True, engine=self._core)
         """The parameters with their states. It has what deferred steps have left pending."""
         self.store.add(self._params, [twins[param] for param in self._params])
@@ -383,7 +380,7 @@ class Engine:
                 "predicted_updates": self._deferred.predicted_updates,
                 # The turn of the last gradient, the landing of its predicted weight, and, at the
                 # turn after that, of the weight itself (`submit` in `rust/offload/submit.rs`).
-                "steps_pending": 2 * self._deferred.turns + 1,
+                "steps_pending": 2 * self._deferred.interval + 1,
                 "at_once": {self._indices[id(param)] for param in at_once},
                 "num_settled": num_settled,
             }

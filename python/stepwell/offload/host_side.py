@@ -64,7 +64,8 @@ class HostSide:
             have_gradients=deferred is None, shares=shares, is_paged=swapped is not None
         )
         self._residents = Residents(0) if residents is None else residents
-        self._deferred = deferred
+        self.deferred = deferred
+        """Which updates are deferred; None: none is."""
         self.device = torch.device("cpu")
         """Where the parameters are."""
         self.fingerprints = FingerprintStatus()
@@ -171,43 +172,15 @@ class HostSide:
             held += self.swapped.memory_bytes
         return self._bytes_max - held
 
-    def defer(
-        self,
-        deferred: Deferred,
-        states: Mapping[torch.Tensor, _state.State],
-        *,
-        has_engine: bool,
-    ) -> None:
-        """Updates are deferred in another way, by an engine that is made anew.
-
-        Args:
-            deferred: how.
-            states: those that the optimizer has.
-            has_engine: as `announce` has it.
-
-        Raises:
-            ValueError: that takes more memory than there is; nothing was changed.
-        """
-        after = memory_of(Extents.of(self.twins), deferred)
-        announce(
-            sum(local(param).numel() for param in self.twins),
-            state=0,
-            crossing=after.pinned,
-            limit=self._bytes_left(states),
-            held=self._held(has_engine=has_engine),
-            waiting=after.pinned,
-        ).end()  # The engine takes it when it is made.
-        self._deferred = deferred
-
     def _held(self, *, has_engine: bool) -> int:
         """Bytes of what an engine has for deferral; it gives them back when it ends."""
         return self._deferral(()).pinned if has_engine else 0
 
     def _deferral(self, params: Sequence[torch.Tensor]) -> Memory:
         """What deferred updates take, of all parameters with these."""
-        if self._deferred is None:
+        if self.deferred is None:
             return Memory(0, 0, 0, 0)
-        return memory_of(Extents.of([*self.twins, *params]), self._deferred)
+        return memory_of(Extents.of([*self.twins, *params]), self.deferred)
 
     def admit(
         self,

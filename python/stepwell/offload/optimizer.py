@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from stepwell.offload.volume import Volume
 
 __all__ = ["OffloadAdamW"]
-
-_LOGGER = logging.getLogger(__name__)
 
 
 class OffloadAdamW(OffloadStep):
@@ -197,8 +194,7 @@ class OffloadAdamW(OffloadStep):
         self.grad_norm: float | None = None
         self._deferred_steps: DeferredSteps | None = None
         if deferred is not None:
-            self._deferred_steps = DeferredSteps(deferred, moments)
-            deferred = self._deferred_steps.deferred
+            self._deferred_steps = DeferredSteps(deferred.warmup_steps)
         self._stepping_on = None
         swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
         shares = None if self._sharding is None else self._sharding.shares
@@ -216,7 +212,6 @@ class OffloadAdamW(OffloadStep):
             self._host,
             self._collector,
             self._sharding,
-            self._deferred_steps,
             gate_mode=gate,
             threads=threads,
         )
@@ -394,23 +389,6 @@ class OffloadAdamW(OffloadStep):
             )
         with self._background.lock():
             self._host.commit(lambda: self._states, self.synchronize)
-
-    def _set_interval(self, interval: int) -> None:
-        """Makes the engine anew for another interval, with all updates applied."""
-        steps = self._deferred_steps
-        if steps is None or interval == steps.chosen_interval:
-            return
-        before = steps.chosen_interval
-        try:
-            has_engine = self._engine is not None
-            self._host.defer(steps.at_interval(interval), self._states, has_engine=has_engine)
-        except ValueError as error:
-            steps.limit_interval()
-            _LOGGER.warning("deferred updates keep interval=%s: %s", before, error)
-            return
-        _LOGGER.info("deferred updates have interval=%d from now on, after %s", interval, before)
-        self._background.close()
-        steps.set_interval(interval)
 
     # ---- gradients ----
 

@@ -92,7 +92,6 @@ def _check_deferred_on_volume(deferred: Deferred, tier: Volume) -> None:
         )
     if deferred.selects:
         raise ValueError(
-            f"`tier` is given and `deferred` has `fraction={deferred.fraction}` and "
-            f"`budget_bytes={deferred.budget_bytes}`, expected no selected channels: their state "
-            "has to be in host memory. hint: Deferred(fraction=0)"
+            f"`tier` is given and `deferred` has `fraction={deferred.fraction}`, expected no "
+            "selected channels: their state has to be in host memory. hint: Deferred(fraction=0)"
         )

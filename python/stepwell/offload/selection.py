@@ -5,10 +5,9 @@ a copy of the state of the channels that are selected, and steps it in every ste
 (`rust/offload/selected.rs`). What is selected changes in an exact step, and in turns of its
 segment.
 
-Each segment has its share of channels, or all compete for one budget of device memory: then the
-exact step says how many of each segment are selected, and turns which ones. An exact step comes
-first, and after every look at the weights, so that a run that is resumed from there selects what
-one that goes on does.
+Each segment has its share of channels. An exact step, which selects of all, comes first, and after
+every look at the weights, so that a run that is resumed from there selects what one that goes on
+does.
 
 Scores are squared norms of the gradient of that very step. They are reduced on the device, for the
 segments whose selection is due, and come to the host with the norm of all gradients, which the step
@@ -48,8 +47,6 @@ class Selector(Generic[_Tensor]):
         params: what stands for the tensors of the engine, in its order: parameters, or others.
         reselect: after how many steps a selection is due.
         device: where the parameters are.
-        budget_bytes: of device memory for the state of all channels; None: each segment has its
-            own.
     """
 
     def __init__(
@@ -58,20 +55,11 @@ class Selector(Generic[_Tensor]):
         params: Sequence[_Tensor],
         reselect: int,
         device: torch.device,
-        budget_bytes: int | None = None,
     ) -> None:
         self._segments = segments
         self._params = params
         self._reselect = reselect
         self._step = 0
-        # What is left of it for those that share it.
-        self._budget_bytes = (
-            None if budget_bytes is None else budget_bytes - sum(one.nbytes for one in segments)
-        )
-        # Of each segment how many rows, and columns, may be selected in its turn.
-        self._counts = {
-            one.segment: (one.row_count, one.column_count) for one in segments if one.nbytes
-        }
         # For each segment the step that selected channels of it, or that counts as that one.
         self._selected_at: dict[int, int] = {}
         self._leads = _leads(segments, reselect)
@@ -131,7 +119,7 @@ class Selector(Generic[_Tensor]):
             self._norms[: len(found)].copy_(found, non_blocking=True)
 
     def _is_due(self, one: _core.Selectable, group: int) -> bool:
-        if one.group != group or not any(self._counts.get(one.segment, ())):
+        if one.group != group:
             return False
         selected_at = self._selected_at.get(one.segment)
         return selected_at is None or self._step - selected_at >= self._reselect
@@ -148,40 +136,29 @@ class Selector(Generic[_Tensor]):
             if self.needs_exact:
                 # It was to be deferred when its gradients were scored, or no forward was seen.
                 self._due = []
-        found = self._channels(is_exact=at_once is None)
+        found = self._channels()
         chosen: list[Selected] = []
         for one in self._due:
             if at_once is not None and self._params[one.tensor] in at_once:
                 self._forget(one.segment)
                 continue
             by_columns, channels = found.get(one.segment, (False, list(range(one.rows))))
-            if channels:
-                chosen.append((one.segment, by_columns, channels))
-                lead = self._leads[one.segment] if at_once is None else 0
-                self._selected_at[one.segment] = self._step - lead
+            chosen.append((one.segment, by_columns, channels))
+            lead = self._leads[one.segment] if at_once is None else 0
+            self._selected_at[one.segment] = self._step - lead
         self._due, self._is_all_due = [], False
         self._step += 1
         return chosen
 
-    def _channels(self, *, is_exact: bool) -> dict[int, tuple[bool, list[int]]]:
+    def _channels(self) -> dict[int, tuple[bool, list[int]]]:
         """For the number of each segment that is due whether columns are chosen, and which.
 
         Not of those that are selected whole.
         """
         scored = [one for one in self._due if not _is_whole(one)]
         norms = view(self._norms[: sum(one.rows + one.row_len for one in scored)])
-        chosen: Iterable[tuple[bool, list[int], float, float]]
-        if is_exact and self._budget_bytes is not None:
-            granted = _core.grant_channels(norms, scored, budget_bytes=self._budget_bytes)
-            for one in self._segments:
-                if not one.nbytes:
-                    self._counts.pop(one.segment, None)
-            for one, (*_, row_count, column_count) in zip(scored, granted, strict=True):
-                self._counts[one.segment] = row_count, column_count
-            chosen = [each[:4] for each in granted]
-        else:
-            extents = [(one.rows, one.row_len, *self._counts[one.segment]) for one in scored]
-            chosen = _core.choose_channels(norms, extents)
+        extents = [(one.rows, one.row_len, one.row_count, one.column_count) for one in scored]
+        chosen = _core.choose_channels(norms, extents)
         channels = {}
         for one, (by_columns, found, captured, total) in zip(scored, chosen, strict=True):
             channels[one.segment] = by_columns, found

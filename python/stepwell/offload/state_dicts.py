@@ -17,22 +17,20 @@ from stepwell.offload.state import OffloadState
 if TYPE_CHECKING:
     from torch.optim.optimizer import StateDict
 
-    from stepwell.offload.deferred_steps import DeferredSteps
     from stepwell.offload.sharding import Sharding
 
 __all__ = ["OffloadStateDicts"]
 
 _LOGGER = logging.getLogger(__name__)
 
-# Of the groups of a state dict: the interval that was chosen.
-_INTERVAL_KEY = "deferred_interval"
+# Of the groups of state dicts from before the first release, without effect.
+_OLD_KEY = "deferred_interval"
 
 
 class OffloadStateDicts(OffloadState):
     """The same as far as its state is saved and loaded."""
 
     _sharding: Sharding | None
-    _deferred_steps: DeferredSteps | None
 
     @abc.abstractmethod
     def synchronize(self) -> None:
@@ -41,10 +39,6 @@ class OffloadStateDicts(OffloadState):
     @abc.abstractmethod
     def _follow_groups(self) -> None:
         """Makes ready for what has come since groups were added."""
-
-    @abc.abstractmethod
-    def _set_interval(self, interval: int) -> None:
-        """Has updates deferred by so many steps from now on."""
 
     def _first_element(self, param: torch.Tensor) -> int:
         if self._sharding is None or param not in self._sharding.shares:
@@ -129,15 +123,7 @@ class OffloadStateDicts(OffloadState):
                     state_dict["state"][index] = {
                         name: each.clone() for name, each in state.items()
                     }
-        if (interval := self._chosen_interval) is not None:
-            for group in state_dict["param_groups"]:
-                group[_INTERVAL_KEY] = interval
         return state_dict
-
-    @property
-    def _chosen_interval(self) -> int | None:
-        """Of deferred updates; None: the user has set it, or none is deferred."""
-        return None if self._deferred_steps is None else self._deferred_steps.chosen_interval
 
     def _in_order(self) -> list[torch.Tensor]:
         """All parameters, as a state dict counts them."""
@@ -173,9 +159,8 @@ class OffloadStateDicts(OffloadState):
                 # Other ranks, whose load may have failed earlier, deal out the same from here on.
                 shares.remove(set(shares).difference(dealt_out))
             raise
-        intervals = [group.pop(_INTERVAL_KEY, None) for group in self.param_groups]
-        if self._chosen_interval is not None and intervals and intervals[0] is not None:
-            self._set_interval(int(intervals[0]))
+        for group in self.param_groups:
+            group.pop(_OLD_KEY, None)
         self._background.note_forwards()
 
     def __getstate__(self) -> dict[str, Any]:

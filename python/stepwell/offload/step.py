@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from stepwell.offload.collector import Collector
+    from stepwell.offload.deferred_steps import DeferredSteps
     from stepwell.offload.engine import Engine
     from stepwell.offload.residents import ResidentUpdate
 
@@ -76,6 +77,7 @@ class OffloadStep(OffloadStateDicts):
     """The same as far as it steps."""
 
     _collector: Collector
+    _deferred_steps: DeferredSteps | None
     grad_norm: float | None
     # What the last step took, as far as the engine does not know it.
     _seconds: dict[str, float]
@@ -647,6 +649,7 @@ class OffloadStep(OffloadStateDicts):
     @property
     def deferral(self) -> DeferralMetrics | None:
         """Deferred updates in the last step; None without `deferred`, and before the first step."""
-        if self._deferred_steps is None or self._engine is None:
+        deferred = self._host.deferred
+        if deferred is None or self._engine is None:
             return None
-        return DeferralMetrics.of(self._deferred_steps.deferred.turns, self.timing)
+        return DeferralMetrics.of(deferred.interval, self.timing)

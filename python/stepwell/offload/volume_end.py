@@ -3,6 +3,10 @@
 With the optimizer, or with the program. After a kill it does not: then the volume is at its last
 commit. A new volume that has none yet cannot be gone on from, and is removed.
 
+Signals stay the program's. A commit is one call of the core, behind which their handlers run. So
+Ctrl-C here leaves the volume at this commit or at the one before, and is dropped, as Python drops
+whatever a finalizer raises.
+
 Each rank commits its own last step. At the end another rank may be gone, or at another step; ranks
 that go on go back to the last commit that all of their volumes have
 (`stepwell.offload.sharded_volume`, SHV-3).
@@ -10,14 +14,10 @@ that go on go back to the last commit that all of their volumes have
 
 from __future__ import annotations
 
-import _thread
-import atexit
 import contextlib
 import logging
 import multiprocessing
 import os
-import signal
-import threading
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
@@ -25,21 +25,14 @@ from stepwell.offload.finalizers import finalize
 
 if TYPE_CHECKING:
     import weakref
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
-    from types import FrameType
 
     from stepwell import _core
 
 __all__ = ["end_with", "write_weights_behind"]
 
 _LOGGER = logging.getLogger(__name__)
-
-# By then a finalizer has returned.
-_SIGNAL_DELAY_S = 0.05
-
-_ENDING = threading.Event()
-"""Set when the program ends."""
 
 
 def end_with(
@@ -61,9 +54,6 @@ def end_with(
         what ends it now.
     """
     ends = finalize(owner, _end, core, weight, between_steps, os.getpid())
-    # Behind the first finalizer, and so called before all of them.
-    atexit.unregister(_ENDING.set)
-    atexit.register(_ENDING.set)
     if multiprocessing.parent_process() is not None:
         # Where it was forked, the program ends without what `weakref` would do then.
         Finalize(None, ends, exitpriority=0)
@@ -89,20 +79,19 @@ def _end(
     if process != os.getpid():
         # In a forked child the volume is its parent's.
         return
-    with _signals_wait():
-        try:
-            if core.is_kept:
-                with between_steps():
-                    _commit(core, weight)
-        # Nobody could catch it: Python drops what a finalizer raises, and where the program ends,
-        # the finalizers that are left as well. So SystemExit of a signal's handler stays here too.
-        except BaseException as error:  # noqa: BLE001
-            # As text: a record that is kept would hold the frames that the error has come through,
-            # and them the volume.
-            said = f"{type(error).__name__} {error}"
-            _LOGGER.warning("the last step may not be committed: %s", said)
-        finally:
-            core.close(keep=False if _is_new(core) else None)
+    try:
+        if core.is_kept:
+            with between_steps():
+                _commit(core, weight)
+    # Nobody could catch it: Python drops what a finalizer raises, and where the program ends, the
+    # finalizers that are left as well. So what a signal's handler raises stays here too.
+    except BaseException as error:  # noqa: BLE001
+        # As text: a record that is kept would hold the frames that the error has come through, and
+        # them the volume.
+        said = f"{type(error).__name__} {error}"
+        _LOGGER.warning("the last step may not be committed: %s", said)
+    finally:
+        core.close(keep=False if _is_new(core) else None)
 
 
 def _commit(core: _core.Swap, weight: Callable[[int], _core.TensorView]) -> None:
@@ -118,48 +107,3 @@ def _is_new(core: _core.Swap) -> bool:
         return core.step is None
     # It was closed before.
     return False
-
-
-@contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Handlers of signals wait in it, Ctrl-C among them; at a second one a handler is called.
-
-    What they raise would be dropped in a finalizer. They are called in the main thread, once the
-    finalizer is over; not at the end of the program, where nothing is left that they could end.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        # They are called in that one.
-        yield
-        return
-    # Numbers without a name are those of real time.
-    handlers = {each: signal.getsignal(each) for each in signal.Signals}
-    have_come: list[signal.Signals] = []
-
-    def wait(number: int, frame: FrameType | None) -> None:
-        known = signal.Signals(number)
-        handler = handlers[known]
-        assert callable(handler)
-        if known in have_come:
-            handler(number, frame)
-            return
-        have_come.append(known)
-        _LOGGER.warning("%s waits for a volume to end; the next one does not", known.name)
-
-    replaced = [number for number, handler in handlers.items() if callable(handler)]
-    for number in replaced:
-        signal.signal(number, wait)
-    try:
-        yield
-    finally:
-        for number in replaced:
-            signal.signal(number, handlers[number])
-        if have_come and not _ENDING.is_set():
-            timer = threading.Timer(_SIGNAL_DELAY_S, _call_handlers, [have_come])
-            timer.daemon = True
-            timer.start()
-
-
-def _call_handlers(numbers: Iterable[signal.Signals]) -> None:
-    for number in numbers:
-        if not _ENDING.is_set():
-            _thread.interrupt_main(number)

@@ -57,7 +57,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         assert plan.zenflow is not None
         self._deferred: Deferred = plan.zenflow.deferred
         self._has_warned: set[str] = set()
-        self._steps = DeferredSteps(self._deferred, "fp32", self._warn_once)
+        self._steps = DeferredSteps(self._deferred.warmup_steps, self._warn_once)
         self._is_skipped = False
         # On one rank, once a checkpoint was loaded, until there is a gate.
         self._forwards: Forwards | None = None
@@ -90,7 +90,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
     @property
     def deferral(self) -> DeferralMetrics:
         """Deferred updates in the last step."""
-        return DeferralMetrics.of(self._deferred.turns, self._partitions.timing())
+        return DeferralMetrics.of(self._deferred.interval, self._partitions.timing())
 
     def watch(self, module: torch.nn.Module) -> None:
         """Has forwards in evaluation mode, and state dicts, noticed that have late weights.

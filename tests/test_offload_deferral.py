@@ -1,0 +1,138 @@
+"""What is told of deferral, and which steps are deferred."""
+
+from __future__ import annotations
+
+import math
+from unittest import mock
+
+import pytest
+import stepwell
+from stepwell import Deferred, OffloadAdamW
+from stepwell.offload.deferral import SettledSteps
+from stepwell.offload.deferred_steps import DeferredSteps
+from test_offload_deferred import loss_of, model_of, train
+
+
+def test_a_state_dict_of_a_chosen_interval_loads() -> None:
+    """Those of `interval="auto"`, which was in no release, had it in their groups."""
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        group["deferred_interval"] = 5
+    optimizer.load_state_dict(saved)
+    assert "deferred_interval" not in optimizer.param_groups[0]
+    assert "deferred_interval" not in optimizer.state_dict()["param_groups"][0]
+    train(model, optimizer, range(2))
+    assert optimizer.deferral is not None and optimizer.deferral.interval == 2
+
+
+# ---- what is told ----
+
+
+def test_metrics_of_a_step() -> None:
+    model = model_of()
+    deferred = Deferred(interval=3, fraction=0.25, reselect=4)
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred)
+    assert optimizer.deferral is None
+    train(model, optimizer, range(6))
+    loss_of(model, 6)
+    assert optimizer._engine is not None
+    optimizer._engine.finish()
+    metrics = optimizer.deferral
+    assert metrics is not None
+    assert metrics.interval == 3 and metrics.oldest_age == 2 - 1
+    assert 0.25 < metrics.captured_share <= 1
+    assert metrics.selected_bytes == optimizer.timing["selected_bytes"] > 0
+    assert metrics.background_seconds > 0 and metrics.waited_seconds >= 0
+    model = model_of()
+    exact = OffloadAdamW(model.parameters(), lr=1e-2)
+    train(model, exact, range(1))
+    assert exact.deferral is None
+
+
+def test_looks_in_every_step_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    for step in range(18):
+        train(model, optimizer, range(step, step + 1))
+        # An average of weights, say.
+        next(model.parameters()).norm()
+    warnings = [line for line in caplog.messages if "steps were exact" in line]
+    assert len(warnings) == 1 and "of the last 16 steps" in warnings[0]
+
+
+def test_warnings_of_looks_become_rare(caplog: pytest.LogCaptureFixture) -> None:
+    settled = SettledSteps()
+    for _ in range(2000):
+        settled.note(is_settled=True)
+    # At 16, 160 and 1600.
+    assert len(caplog.messages) == 3
+    settled = SettledSteps()
+    caplog.clear()
+    for number in range(2000):
+        settled.note(is_settled=number % 3 == 0)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("how", ["interrupted", "skipped"])
+def test_steps_behind_those_that_were_left_or_skipped_are_no_looks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    for step in range(36):
+        if step % 2 == 0:
+            train(model, optimizer, range(step, step + 1))
+        elif how == "interrupted":
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(OffloadAdamW, "_submit", mock.Mock(side_effect=KeyboardInterrupt))
+                train(model, optimizer, range(step, step + 1))
+        else:
+            loss = math.inf * loss_of(model, step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    # All were exact.
+    assert optimizer.deferral.oldest_age == 0
+    assert not [line for line in caplog.messages if "steps were exact" in line]
+
+
+@pytest.mark.parametrize("interval", [0, 9, 2.0, True, "auto"])
+def test_other_intervals_are_refused(interval: int) -> None:
+    wanted = f"`interval` is `{interval}`, expected an integer, 1 to 8. hint: .* interval=4"
+    with pytest.raises(ValueError, match=wanted):
+        stepwell.Deferred(interval=interval)
+
+
+# ---- which steps are deferred ----
+
+
+def test_a_step_is_deferred_once_it_is_warm_seen_and_not_the_first() -> None:
+    said: list[str] = []
+    steps = DeferredSteps(3, said.append)
+    for step, is_deferred in ((1, False), (3, False), (4, True), (5, True)):
+        assert steps.is_deferred(step, is_seen=True, is_settled=False) == is_deferred
+        assert not steps.is_deferred(step, is_seen=True, is_settled=True)
+        # The next step is one more.
+        assert steps.is_followed_by_deferred(step, is_seen=True) == (step >= 3)
+        assert not steps.is_followed_by_deferred(step, is_seen=False)
+    assert not said
+    # After the last update was applied nothing is known of the next forward.
+    assert not steps.is_deferred(5, is_seen=False, is_settled=True)
+    assert not said
+    for _ in range(2):
+        assert not steps.is_deferred(5, is_seen=False, is_settled=False)
+    assert len(said) == 1
+    assert "every step is exact" in said[0]
+
+
+def test_looks_are_warned_of_where_steps_would_be_deferred(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step, is_seen, count in ((3, True, 0), (4, False, 0), (4, True, 1)):
+        steps = DeferredSteps(3)
+        caplog.clear()
+        for _ in range(16):
+            steps.note(step, is_seen=is_seen, is_settled=True)
+        assert caplog.text.count("were exact") == count
