@@ -19,6 +19,7 @@ use crate::{
     },
     device::Attached,
     error::{Error, Result},
+    host::executor::Task,
     state::chunk::Chunk,
     stream::view::View,
     sync::{
@@ -101,6 +102,14 @@ impl Stepper {
             }
         }
         self.landed.retain(|landing| pending.update(landing.tensor).is_some());
+    }
+}
+
+impl Task for Mutex<Stepper> {
+    fn run(&self) {
+        let mut stepper = self.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = Arc::clone(&stepper.shared);
+        shared.jobs.advance(&mut *stepper);
     }
 }
 
@@ -235,7 +244,7 @@ impl Shared {
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
             }
         };
-        self.pool.run_on_each_worker(&|worker| {
+        self.pool.run_blocking(&|worker| {
             let closing = (worker == 0).then(|| pass.landings.closing());
             match Attached::to(&*self.device) {
                 Ok(_attached) => {

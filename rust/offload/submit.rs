@@ -165,6 +165,7 @@ impl Engine {
             _ => 0,
         };
         jobs.submit(Some(announced), kind, updates, owners.take(), holds);
+        self.movers.wake(&self.mover);
         Ok(())
     }
 
@@ -195,6 +196,7 @@ impl Engine {
         self.expect(Kind::Whole, &[], &pending, |_| false);
         drop(pending);
         jobs.submit(None, Kind::Whole, &[], None, 0);
+        self.movers.wake(&self.mover);
         Ok(true)
     }
 
