@@ -6,7 +6,7 @@
 //!   waker has done before, that run sees.
 //! - EXEC-2 Tasks are run in the order in which they were woken. One that is woken while it runs is
 //!   run again, behind those that wait.
-//! - EXEC-3 A task waits for others of its role until [`Executor::relieve`] is called. Whoever waits
+//! - EXEC-3 A task waits for others of its role until [`Executor::relieve`] is called. Who waits
 //!   for what a task does calls it every [`PATIENCE`]. So tasks may wait for what the program does
 //!   when another task has run, as those of two engines do whose programs wait for each other.
 //! - EXEC-4 After [`Executor::join`] no thread has the task, not even to drop it.

@@ -9,7 +9,7 @@
 //! - JOB-1 A job is announced by the first gradient that is taken for it. The caller decides: it
 //!   submits the job, with the scale of its gradients in the updates' hyper-parameters, or discards
 //!   it. Of both, and of taking, one happens at a time ([`Engine`](super::Engine) has the lock).
-//! - JOB-2 From then on one place moves it on ([`Jobs::advance`]), on one thread of the process, and
+//! - JOB-2 From then on one place moves it on ([`Jobs::advance`]), on a thread of the process, and
 //!   one job after the other: a job begins when the one before is uploaded. One that no thread has
 //!   come to begins soon after somebody waits for it.
 //! - JOB-3 A job is busy until it is committed: until then no other is submitted. What it steps is
