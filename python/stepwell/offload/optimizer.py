@@ -108,10 +108,10 @@ class OffloadAdamW(OffloadStep):
             parameters all ranks decide together.
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
-        threads: how many workers of this process may step, at most; all optimizers share them. None:
-            all but one, whose core launches work on the device; but one and an eighth where ranks
-            share the host. Four fifths of these where updates are deferred. There is one worker
-            per physical core of this process, or as `STEPWELL_THREADS` says.
+        threads: how many workers of this process may step, at most; all optimizers share them.
+            There is one per physical core of this process, or as `STEPWELL_THREADS` says. None: all
+            but one, whose core launches work on the device; but one and an eighth where ranks share
+            the host. Four fifths of these where updates are deferred.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         device_bytes_max: the most device memory that state may take, 12 bytes per parameter, from
             the first step on. The first parameters whose state fits are stepped on the device, in
