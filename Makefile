@@ -125,7 +125,7 @@ sanitize = RUSTC_BOOTSTRAP=1 RUST_BACKTRACE=0 PROPTEST_CASES=$${PROPTEST_CASES:-
   RUSTFLAGS='$(RUSTFLAGS) -Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer' \
   cargo test -q --locked --profile checked --target $(X86_64) --target-dir target/$(1)-sanitizer
 ASAN_TESTS := deferred downloads generations jobs memory offload slots volume
-TSAN_TESTS := deferred downloads generations jobs offload
+TSAN_TESTS := deferred downloads generations jobs offload shared_threads
 
 asan-lib: export PROPTEST_CASES ?= 256
 asan-lib: ## the library's own tests under the address sanitizer

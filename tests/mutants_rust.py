@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ["rust/offload/*.rs", "rust/tier/*.rs", "rust/stream/view.rs"]
+FILES = ["rust/host/executor.rs", "rust/offload/*.rs", "rust/tier/*.rs", "rust/stream/view.rs"]
 # The library's own tests, then those that concern these files, the quickest first.
 TESTS = ["downloads", "generations", "jobs", "allocations", "budget", "offload", "deferred"]
-TESTS += ["selected", "slots"]
+TESTS += ["selected", "shared_threads", "slots"]
 CARGO = ["--locked", "--profile", "checked", "--features", "baseline-only", "--lib"]
 CARGO += [argument for test in TESTS for argument in ("--test", test)]
 # Of one test binary: more than its tests take together, each of which waits no longer than 20 s for

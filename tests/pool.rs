@@ -487,7 +487,7 @@ fn bad_configurations_are_value_errors() {
             (None, Some(vec![cpu, cpu]), "twice"),
             (Some(2), Some(vec![cpu]), "`2`"),
         ] {
-            let error = Pool::new(&PoolConfig { threads, cpus, nice: 0 }).expect_err("bad");
+            let error = Pool::new(&PoolConfig { threads, cpus }).expect_err("bad");
             assert!(
                 matches!(error, Error::Value(_)) && error.to_string().contains(names),
                 "{error}"

@@ -634,11 +634,8 @@ def test_what_deferral_takes() -> None:
     assert plain.pinned == plain.gradients
     ahead = memory_of(extents, Deferred())
     assert ahead.pinned == ahead.gradients + ahead.predicted > plain.pinned
-    for options in ({"fraction": 0.5}, {"scope": "global", "fraction": 0.5}, {"fraction": 1.0}):
+    for options in ({"fraction": 0.5}, {"fraction": 1.0}):
         selected = memory_of(extents, Deferred(**options))
         assert selected[:2] == ahead[:2]
         assert selected.pinned == ahead.pinned + selected.staging > ahead.pinned
         assert selected.selected > 0
-    whole = memory_of(extents, Deferred(scope="global", fraction=1.0))
-    assert whole == memory_of(extents, Deferred(fraction=1.0))
-    assert Deferred(scope="global", budget_bytes=1).selects

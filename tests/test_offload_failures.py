@@ -40,6 +40,17 @@ def run_program(program, *arguments):
     return process.stdout
 
 
+def interrupt_behind_the_submit(patched, optimizer):
+    """Ctrl-C lands when the next step has begun."""
+    submit = optimizer._engine.submit
+
+    def interrupted(*args, **options):
+        submit(*args, **options)
+        raise KeyboardInterrupt
+
+    patched.setattr(optimizer._engine, "submit", interrupted)
+
+
 def test_forward_that_raises_between_steps():
     ours, theirs = pair()
     for net, optimizer in (ours, theirs):
@@ -192,7 +203,7 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
 
     monkeypatch.setattr(optimizer._engine, "release", lambda: (released.append(None), release()))
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._host.fingerprints, "mark_verified", interrupt)
+        interrupt_behind_the_submit(patched, optimizer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert released
@@ -215,7 +226,7 @@ def test_a_forward_ends_a_step_that_was_interrupted_twice(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._host.fingerprints, "mark_verified", interrupt)
+        interrupt_behind_the_submit(patched, optimizer)
         patched.setattr(optimizer, "_leave_step", interrupt)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
@@ -314,7 +325,7 @@ def test_an_interrupted_step_waits_for_weights_that_no_forward_waits_for(monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(optimizer._host.fingerprints, "mark_verified", interrupt)
+        interrupt_behind_the_submit(patched, optimizer)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     theirs[1].step()

@@ -303,7 +303,8 @@ def left_after_the_decision(kind):
                 def leave(*_):
                     raise RuntimeError("no memory here")
 
-                patched.setattr(optimizer, "_bind", leave)
+                name = "_submit" if kind is stepwell.OffloadAdamW else "_apply"
+                patched.setattr(optimizer, name, leave)
                 with pytest.raises(RuntimeError, match="here"):
                     train(net, optimizer, 1, first=1)
             else:

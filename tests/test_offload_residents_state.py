@@ -277,11 +277,11 @@ def test_a_handler_within_a_step_saves_whole_state(monkeypatch: pytest.MonkeyPat
     expected = copy.deepcopy(optimizer.state_dict()["state"])
     step_with(model, optimizer, 2)
     found: list[Any] = []
-    submission = optimizer._residents.submission
+    launch = optimizer._residents.launch
     monkeypatch.setattr(
         optimizer._residents,
-        "submission",
-        lambda *args: (found.append(optimizer.state_dict()["state"]), submission(*args))[1],
+        "launch",
+        lambda *args: (found.append(optimizer.state_dict()["state"]), launch(*args))[1],
     )
     step_with(model, optimizer, 3)
     assert all(found[0][index].keys() == state.keys() for index, state in expected.items())

@@ -84,7 +84,7 @@ def test_what_stands_for_state_on_a_volume_can_be_printed(tmp_path, monkeypatch,
 
     train(net, optimizer, 2)
     swapped = optimizer._host.swapped
-    monkeypatch.setattr(optimizer, "_commit", looking(optimizer._commit))
+    monkeypatch.setattr(optimizer, "_submit", looking(optimizer._submit))
     monkeypatch.setattr(swapped, "_tensor", looking(swapped._tensor))
     train(net, optimizer, 1, first=2)
     optimizer.state_dict()

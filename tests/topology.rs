@@ -243,7 +243,7 @@ fn this_machine_can_be_read() {
 #[test]
 fn bad_requests_name_the_value() {
     let topology = server().read();
-    let config = |threads, cpus| PoolConfig { threads, cpus, nice: 0 };
+    let config = |threads, cpus| PoolConfig { threads, cpus };
     let rank = |rank, num_ranks| RankShare { rank, num_ranks };
     for (allowed, config, share, part) in [
         (vec![], config(None, None), RankShare::WHOLE, "no CPU"),

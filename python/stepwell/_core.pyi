@@ -437,9 +437,9 @@ class OffloadEngine:
     Args:
         device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
         numels: elements of each tensor, in forward order.
-        threads: workers that step; if None, one per allowed physical core but one, which launches
-            work meanwhile; but one and an eighth where ranks share the host. Of deferred steps four
-            fifths of these, with a nice value of 10.
+        threads: how many of the process's workers may step, at most as many as there are; if None,
+            all but one, whose core launches work meanwhile; but one and an eighth where ranks share
+            the host. Of deferred steps four fifths of these, with a nice value of 10.
         threads_share: if `threads` is None, which share of these there are, rounded up.
         generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
             those of a step while the one before is stepped, into other memory.

@@ -1,14 +1,11 @@
-//! The host as a device: two threads that copy memory, each in the order of its queue.
+//! The host as a device: two lanes that copy memory, each in the order of its queue, on threads of
+//! the process.
 //!
 //! Copies are as late as on a GPU, and [`HostDevice::pause`] makes them as late as a test wants.
 
 use std::{
     collections::VecDeque,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-    thread::{self, JoinHandle},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use super::{CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream, Words};
@@ -17,48 +14,70 @@ use crate::{
         Step,
         selected::{self, ChannelState},
     },
-    error::{Error, Result},
+    error::Result,
+    host::executor::{Executor, Role, Task},
     simd::isa::Isa,
     stream::{element::Dtype, view::View},
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
 /// See the [module](self).
 pub struct HostDevice {
-    lanes: [LaneThread; 2],
+    lanes: [Arc<LaneQueue>; 2],
+    executor: &'static Executor,
     /// For each event the copies that must have ended, times two, plus the number of their lane.
     events: Box<[AtomicU64]>,
 }
 
 impl HostDevice {
-    /// Starts both lanes.
+    /// Two empty lanes.
     ///
     /// # Errors
-    /// [`Error::Os`] where threads cannot be started.
+    /// [`Error::Os`] where the threads of the process cannot be started.
+    ///
+    /// [`Error::Os`]: crate::error::Error::Os
     pub fn new(events: usize) -> Result<Self> {
+        let lane = || Arc::new(LaneQueue::new(events));
         Ok(Self {
-            lanes: [
-                LaneThread::start("stepwell-download", events)?,
-                LaneThread::start("stepwell-upload", events)?,
-            ],
+            lanes: [lane(), lane()],
+            executor: Executor::of_process(Role::Lanes)?,
             events: (0..events).map(|_| AtomicU64::new(0)).collect(),
         })
     }
 
     /// Holds back the copies of `lane`, or lets them go on.
     pub fn pause(&self, lane: Lane, paused: bool) {
-        let lane = &self.lane(lane).shared;
+        let lane = self.lane(lane);
         lane.lock().paused = paused;
-        lane.changed.notify_all();
+        self.executor.wake(&lane.task());
     }
 
-    fn lane(&self, lane: Lane) -> &LaneThread {
+    fn enqueue(&self, lane: Lane, work: LaneWork) {
+        let lane = self.lane(lane);
+        let mut state = lane.lock();
+        state.queue.push_back(work);
+        state.enqueued += 1;
+        drop(state);
+        self.executor.wake(&lane.task());
+    }
+
+    fn lane(&self, lane: Lane) -> &Arc<LaneQueue> {
         &self.lanes[lane as usize]
     }
 }
 
-// SAFETY: a lane's thread copies in the order of its queue and counts a copy when it has ended; an
-// event is done when that count is reached.
+impl Drop for HostDevice {
+    /// Copies what is queued first.
+    fn drop(&mut self) {
+        for lane in [Lane::Download, Lane::Upload] {
+            self.pause(lane, false);
+            self.executor.join(&self.lane(lane).task());
+        }
+    }
+}
+
+// SAFETY: one thread at a time copies in the order of a lane's queue, and counts a copy when it has
+// ended; an event is done when that count is reached.
 unsafe impl Device for HostDevice {
     fn attach(&self) -> Result<()> {
         Ok(())
@@ -69,20 +88,19 @@ unsafe impl Device for HostDevice {
     unsafe fn copy(&self, lane: Lane, device: u64, host: *mut u8, nbytes: usize) -> Result<()> {
         let (device, host) = (device as usize, host.expose_provenance());
         let (from, to) = if lane == Lane::Download { (device, host) } else { (host, device) };
-        let lane = &self.lane(lane).shared;
-        lane.enqueue(Task::Copy { from, to, nbytes });
+        self.enqueue(lane, LaneWork::Copy { from, to, nbytes });
         Ok(())
     }
 
     fn record(&self, lane: Lane, event: usize) -> Result<()> {
-        let enqueued = self.lane(lane).shared.lock().enqueued;
+        let enqueued = self.lane(lane).lock().enqueued;
         self.events[event].store(enqueued * 2 + lane as u64, Ordering::Release);
         Ok(())
     }
 
     fn wait(&self, event: usize) -> Result<()> {
         let recorded = self.events[event].load(Ordering::Acquire);
-        self.lanes[(recorded % 2) as usize].shared.wait_for(recorded / 2);
+        self.lanes[(recorded % 2) as usize].wait_for(recorded / 2);
         Ok(())
     }
 
@@ -101,8 +119,8 @@ unsafe impl Device for HostDevice {
 
     fn drain(&self) -> Result<()> {
         for lane in &self.lanes {
-            let enqueued = lane.shared.lock().enqueued;
-            lane.shared.wait_for(enqueued);
+            let enqueued = lane.lock().enqueued;
+            lane.wait_for(enqueued);
         }
         Ok(())
     }
@@ -136,7 +154,7 @@ unsafe impl Device for HostDevice {
 
     unsafe fn restore_weights(&self, channels: &Channels) -> Result<()> {
         Opened::new(channels)?;
-        self.lane(Lane::Upload).shared.enqueue(Task::Restore(*channels));
+        self.enqueue(Lane::Upload, LaneWork::Restore(*channels));
         Ok(())
     }
 
@@ -205,12 +223,12 @@ unsafe fn indices_in(view: &View) -> Vec<u32> {
 }
 
 /// What a lane does.
-enum Task {
+enum LaneWork {
     Copy { from: usize, to: usize, nbytes: usize },
     Restore(Channels),
 }
 
-impl Task {
+impl LaneWork {
     /// # Safety
     /// As [`Device::copy`] or [`Device::restore_weights`] of what it is.
     unsafe fn run(self) {
@@ -239,28 +257,26 @@ impl Task {
 
 #[derive(Default)]
 struct LaneState {
-    queue: VecDeque<Task>,
+    queue: VecDeque<LaneWork>,
     enqueued: u64,
     done: u64,
     paused: bool,
-    quit: bool,
 }
 
-struct LaneShared {
+struct LaneQueue {
     state: Mutex<LaneState>,
     changed: Condvar,
 }
 
-impl LaneShared {
-    fn lock(&self) -> MutexGuard<'_, LaneState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+impl LaneQueue {
+    /// With room for so much; more makes room.
+    fn new(room: usize) -> Self {
+        let state = LaneState { queue: VecDeque::with_capacity(room), ..LaneState::default() };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    fn enqueue(&self, task: Task) {
-        let mut state = self.lock();
-        state.queue.push_back(task);
-        state.enqueued += 1;
-        self.changed.notify_all();
+    fn lock(&self) -> MutexGuard<'_, LaneState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn wait_for(&self, count: u64) {
@@ -268,50 +284,23 @@ impl LaneShared {
         drop(self.changed.wait_while(self.lock(), waiting).unwrap_or_else(PoisonError::into_inner));
     }
 
-    fn work(&self) {
-        loop {
-            let idle =
-                |state: &mut LaneState| !state.quit && (state.paused || state.queue.is_empty());
-            let mut state =
-                self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
-            let Some(task) = state.queue.pop_front() else { return };
-            drop(state);
+    fn next(&self) -> Option<LaneWork> {
+        let mut state = self.lock();
+        if state.paused { None } else { state.queue.pop_front() }
+    }
+
+    fn task(self: &Arc<Self>) -> Arc<dyn Task> {
+        Arc::clone(self) as Arc<dyn Task>
+    }
+}
+
+impl Task for LaneQueue {
+    fn run(&self) {
+        while let Some(work) = self.next() {
             // SAFETY: the caller that enqueued it vouches for the memory until it is done.
-            unsafe { task.run() };
+            unsafe { work.run() };
             self.lock().done += 1;
             self.changed.notify_all();
-        }
-    }
-}
-
-struct LaneThread {
-    shared: Arc<LaneShared>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl LaneThread {
-    /// With room for so many copies; more make room.
-    fn start(name: &str, copies: usize) -> Result<Self> {
-        let state = LaneState { queue: VecDeque::with_capacity(copies), ..LaneState::default() };
-        let shared = Arc::new(LaneShared { state: Mutex::new(state), changed: Condvar::new() });
-        let lane = Arc::clone(&shared);
-        let thread = thread::Builder::new()
-            .name(name.to_owned())
-            .spawn(move || lane.work())
-            .map_err(|error| {
-                Error::os(format!("cannot start the thread `{name}`; hint: see `ulimit -u`"), error)
-            })?;
-        Ok(Self { shared, thread: Some(thread) })
-    }
-}
-
-impl Drop for LaneThread {
-    fn drop(&mut self) {
-        self.shared.lock().quit = true;
-        self.shared.changed.notify_all();
-        if let Some(thread) = self.thread.take() {
-            // It copies what is queued first. Its body does not panic.
-            let _ = thread.join();
         }
     }
 }

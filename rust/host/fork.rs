@@ -21,7 +21,7 @@ use std::sync::OnceLock;
 
 use crate::host::futex;
 use crate::sync::atomic::{AtomicU32, Ordering};
-use crate::sync::thread_local;
+use crate::sync::{Mutex, PoisonError, thread_local};
 use crate::{Error, Result};
 
 /// Set while a fork waits or is under way; the bits below count the threads inside.
@@ -81,6 +81,33 @@ pub(in crate::host) fn generation() -> u32 {
 /// Waits out a fork, then enters the gate of this process.
 pub(in crate::host) fn enter() -> Entered<'static> {
     GATE.enter()
+}
+
+/// What each process makes for itself on first use. The parent's is left alone in a child: its
+/// threads are not there, and its locks may be held.
+pub(in crate::host) struct PerProcess<T: 'static>(Mutex<Option<(u32, &'static T)>>);
+
+impl<T> PerProcess<T> {
+    pub(in crate::host) const fn new() -> Self {
+        Self(Mutex::new(None))
+    }
+
+    /// This process's. Called inside the gate.
+    ///
+    /// # Errors
+    /// That of `make`; tried again on the next call.
+    pub(in crate::host) fn get_or_make(
+        &self,
+        make: impl FnOnce() -> Result<&'static T>,
+    ) -> Result<&'static T> {
+        let mut made = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, one)) = made.filter(|&(of, _)| of == generation()) {
+            return Ok(one);
+        }
+        let one = make()?;
+        *made = Some((generation(), one));
+        Ok(one)
+    }
 }
 
 /// Inside the gate until dropped.

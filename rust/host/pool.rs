@@ -6,10 +6,16 @@
 //!   worker that first touched a page works on it again, except for what others steal when they
 //!   have nothing left.
 //! - POOL-3 `run` may be called from any number of threads (one job at a time; the others wait) and
-//!   from a task (it then runs inline).
+//!   from a task (it then runs inline). Only a job whose tasks may block ([`Pool::run_blocking`])
+//!   holds up no other for longer than [`PATIENCE`]: the other then gets workers of its own, on the
+//!   same CPUs, which stay for the next time.
 //! - POOL-4 A pool works in a forked child, on fresh workers; no job is in flight at the moment of
 //!   a fork (see `host/fork.rs`).
-//! - POOL-5 An idle pool uses no CPU; a dropped one has joined its workers.
+//! - POOL-5 An idle pool uses no CPU; a dropped one has joined its workers, unless a [`Pool::part`]
+//!   of it is left.
+//!
+//! The workers belong to the process: [`Pool::global`] has them, and [`Pool::background`] the same
+//! number that let others go first. Whoever may use some of them takes a part.
 //!
 //! Cost of a job, measured on two cores of a virtual machine: 5 us while the workers still spin
 //! from the last one (50 us), 15 to 30 us after that (the wake-up of a sleeping core).
@@ -25,6 +31,7 @@ mod crew;
 #[cfg(all(test, feature = "shuttle"))]
 mod model;
 mod placement;
+mod workers;
 
 use std::collections::HashSet;
 use std::io;
@@ -36,14 +43,17 @@ use std::thread;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::host::environment::{Environment, RankShare, THREADS_VARIABLE, variable};
+use crate::host::fork::{self, PerProcess};
 use crate::host::topology::{Topology, format_cpu_list};
-use crate::host::{claims, fork, gpus};
-use crate::sync::atomic::{AtomicBool, Ordering};
-use crate::sync::{Mutex, PoisonError};
+use crate::host::{claims, gpus};
+use crate::sync::Arc;
+use crate::sync::atomic::Ordering;
 use crate::{Error, Result};
-use crew::{Balance, Crew, run_inline};
+use crew::{Balance, run_inline};
+use workers::Workers;
 
 pub use placement::choose_cpus;
+pub use workers::PATIENCE;
 
 /// What a pool is made of. The default: one worker per allowed physical core, or as many as
 /// `STEPWELL_THREADS` says.
@@ -53,9 +63,6 @@ pub struct PoolConfig {
     pub threads: Option<usize>,
     /// The CPU of each worker, exactly.
     pub cpus: Option<Vec<usize>>,
-    /// What is added to the nice value of its workers: above 0, threads of the program that come to
-    /// a worker's CPU go first.
-    pub nice: i32,
 }
 
 /// How many of `threads` cores work while a process launches on a device: all but one. Where ranks
@@ -74,33 +81,15 @@ fn behind_launches(beside: usize) -> usize {
     (4 * beside).div_ceil(5)
 }
 
-/// Pinned workers. See the [module](self).
-#[derive(Debug)]
+/// What is added to the nice value of workers in the background: a thread of the program that comes
+/// to a CPU of theirs gets nine tenths of it, until the kernel has moved it on.
+const BACKGROUND_NICE: i32 = 10;
+
+/// The first of some pinned workers, or all of them. See the [module](self).
+#[derive(Clone, Debug)]
 pub struct Pool {
-    cpus: Vec<usize>,
-    nice: i32,
-    crew: Mutex<Option<Crew>>,
-    warned: AtomicBool,
-    has_claimed_cpus: AtomicBool,
-    /// The ranks of this host, as the launcher has it.
-    num_ranks: usize,
-    /// Whether the launcher knows of more ranks than cores: then some share one.
-    has_more_ranks_than_cores: bool,
-}
-
-impl std::fmt::Debug for Crew {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Crew").field("generation", &self.generation()).finish_non_exhaustive()
-    }
-}
-
-impl Drop for Pool {
-    /// Joins the workers inside the gate: a thread that ends may hold a lock of Rust's runtime, and
-    /// a child that is forked meanwhile would start no thread any more.
-    fn drop(&mut self) {
-        let _entered = fork::enter();
-        drop(self.crew.get_mut().unwrap_or_else(PoisonError::into_inner).take());
-    }
+    workers: Arc<Workers>,
+    threads: usize,
 }
 
 impl Pool {
@@ -124,20 +113,59 @@ impl Pool {
     /// # Errors
     /// As [`Pool::new`]; tried again on the next call.
     pub fn global() -> Result<&'static Self> {
-        static GLOBAL: Mutex<Option<(u32, &'static Pool)>> = Mutex::new(None);
+        static GLOBAL: PerProcess<Pool> = PerProcess::new();
+        Self::of_process(&GLOBAL, || Self::build(&PoolConfig::default()))
+    }
+
+    /// As many workers on the CPUs of [`Pool::global`], made on first use, for work in the
+    /// background of the program: its threads go first where they come to a worker's CPU.
+    ///
+    /// # Errors
+    /// As [`Pool::new`]; tried again on the next call.
+    pub fn background() -> Result<&'static Self> {
+        static BACKGROUND: PerProcess<Pool> = PerProcess::new();
+        let global = &Self::global()?.workers;
+        Self::of_process(&BACKGROUND, || {
+            let (mut workers, _) = Workers::start(global.cpus.clone(), BACKGROUND_NICE)?;
+            workers.num_ranks = global.num_ranks;
+            workers.has_more_ranks_than_cores = global.has_more_ranks_than_cores;
+            Ok(Built { pool: Self::all_of(workers), warnings: Vec::new() })
+        })
+    }
+
+    fn of_process(
+        made: &PerProcess<Self>,
+        build: impl FnOnce() -> Result<Built>,
+    ) -> Result<&'static Self> {
         let entered = fork::enter();
-        let mut global = GLOBAL.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, pool)) = global.filter(|&(generation, _)| generation == fork::generation())
-        {
-            return Ok(pool);
-        }
-        let Built { pool, warnings } = Self::build(&PoolConfig::default())?;
-        let pool: &'static Self = Box::leak(Box::new(pool));
-        *global = Some((fork::generation(), pool));
-        drop(global);
+        let mut warnings = Vec::new();
+        let pool = made.get_or_make(|| {
+            let built = build()?;
+            warnings = built.warnings;
+            Ok(Box::leak(Box::new(built.pool)))
+        });
         drop(entered);
         log_all(&warnings);
-        Ok(pool)
+        pool
+    }
+
+    fn all_of(workers: Workers) -> Self {
+        Self { threads: workers.cpus.len(), workers: Arc::new(workers) }
+    }
+
+    /// The first `threads` of its workers, or all where it has fewer. They are shared: their jobs
+    /// take turns.
+    ///
+    /// # Errors
+    /// [`Error::Value`] for none.
+    pub fn part(&self, threads: usize) -> Result<Self> {
+        if threads == 0 {
+            return Err(Error::value(
+                "invalid number of threads `0`, expected at least 1; hint: leave it out for one \
+                 per physical core",
+            ));
+        }
+        Ok(Self { workers: Arc::clone(&self.workers), threads: threads.min(self.threads) })
     }
 
     fn build(config: &PoolConfig) -> Result<Built> {
@@ -170,36 +198,27 @@ impl Pool {
                 format_cpu_list(&cpus)
             ));
         }
-        let (crew, unpinned) = Crew::start(&cpus, config.nice)?;
+        let (mut workers, unpinned) = Workers::start(cpus, 0)?;
+        workers.num_ranks = num_ranks;
+        workers.has_more_ranks_than_cores = share.num_ranks > num_cores(&topology, &allowed);
         if let Some((cpu, error)) = unpinned {
             if config.cpus.is_some() {
                 return Err(Error::os(format!("cannot pin a worker to CPU `{cpu}`"), error));
             }
-            warnings.push(unpinned_warning(cpu, &error));
+            warnings.push(workers::unpinned_warning(cpu, &error));
         }
-        Ok(Built {
-            pool: Self {
-                cpus,
-                nice: config.nice,
-                crew: Mutex::new(Some(crew)),
-                warned: AtomicBool::new(false),
-                has_claimed_cpus: AtomicBool::new(false),
-                num_ranks,
-                has_more_ranks_than_cores: share.num_ranks > num_cores(&topology, &allowed),
-            },
-            warnings,
-        })
+        Ok(Built { pool: Self::all_of(workers), warnings })
     }
 
     /// Number of workers.
     pub fn threads(&self) -> usize {
-        self.cpus.len()
+        self.threads
     }
 
     /// How many of its workers work where the threads of this process that launch on a device have
     /// cores of their own: all but one; where ranks share the host, an eighth less.
     pub fn threads_beside_launches(&self) -> usize {
-        beside_launches(self.threads(), self.num_ranks)
+        beside_launches(self.threads(), self.workers.num_ranks)
     }
 
     /// How many of its workers step in the background of all of a model's step: four fifths of
@@ -210,17 +229,20 @@ impl Pool {
 
     /// The CPU of each worker.
     pub fn cpus(&self) -> &[usize] {
-        &self.cpus
+        &self.workers.cpus[..self.threads]
     }
 
     /// Tells other processes that steps run on the CPUs of these workers, and warns, once in this
     /// process, where steps of another one run on them too. Called before steps; only the first
     /// call costs more than a look at a flag.
     pub fn claim_cpus(&self) {
-        if self.has_more_ranks_than_cores || self.has_claimed_cpus.swap(true, Ordering::Relaxed) {
+        let Workers { num_claimed, has_more_ranks_than_cores, .. } = &*self.workers;
+        if *has_more_ranks_than_cores
+            || num_claimed.fetch_max(self.threads, Ordering::Relaxed) >= self.threads
+        {
             return;
         }
-        if let Some(warning) = claims::claim_cpus(&self.cpus) {
+        if let Some(warning) = claims::claim_cpus(self.cpus()) {
             log_all(&[warning]);
         }
     }
@@ -238,7 +260,7 @@ impl Pool {
     /// # Panics
     /// With the panic of a task, after all tasks have been called.
     pub fn run(&self, tasks: usize, task: &(dyn Fn(usize) + Sync)) {
-        self.dispatch(tasks, Balance::Steal, task);
+        self.dispatch(tasks, Balance::Steal, false, task);
     }
 
     /// Calls `task(worker)` once for every worker in `0..threads()`, each on that worker: for what
@@ -248,39 +270,37 @@ impl Pool {
     /// # Panics
     /// As [`Pool::run`].
     pub fn run_on_each_worker(&self, task: &(dyn Fn(usize) + Sync)) {
-        self.dispatch(self.threads(), Balance::Fixed, task);
+        self.dispatch(self.threads(), Balance::Fixed, false, task);
     }
 
-    fn dispatch(&self, tasks: usize, balance: Balance, task: &(dyn Fn(usize) + Sync)) {
+    /// As [`Pool::run_on_each_worker`], with tasks that may block: on a device, on a drive, on what
+    /// the program does meanwhile.
+    ///
+    /// # Panics
+    /// As [`Pool::run`].
+    pub fn run_blocking(&self, task: &(dyn Fn(usize) + Sync)) {
+        self.dispatch(self.threads(), Balance::Fixed, true, task);
+    }
+
+    fn dispatch(
+        &self,
+        tasks: usize,
+        balance: Balance,
+        may_block: bool,
+        task: &(dyn Fn(usize) + Sync),
+    ) {
         if tasks == 0 {
             return;
         }
         let entered = fork::enter();
-        let mut warning = None;
-        let payload = if fork::in_task() || (tasks == 1 && balance == Balance::Steal) {
-            run_inline(tasks, task)
+        let (payload, warning) = if fork::in_task() || (tasks == 1 && balance == Balance::Steal) {
+            (run_inline(tasks, task), None)
         } else {
-            let mut crew = self.crew.lock().unwrap_or_else(PoisonError::into_inner);
-            if crew.as_ref().is_none_or(|crew| crew.generation() != fork::generation()) {
-                *crew = match Crew::start(&self.cpus, self.nice) {
-                    Ok((crew, unpinned)) => {
-                        warning = unpinned.map(|(cpu, error)| unpinned_warning(cpu, &error));
-                        Some(crew)
-                    }
-                    Err(error) => {
-                        warning = Some(format!("work runs on the calling thread alone: {error}"));
-                        None
-                    }
-                };
-            }
-            match crew.as_mut() {
-                Some(crew) => crew.run(tasks, balance, task),
-                None => run_inline(tasks, task),
-            }
+            self.workers.run(self.threads, tasks, (balance, may_block), task)
         };
         drop(entered);
         if let Some(warning) = warning
-            && !self.warned.swap(true, Ordering::Relaxed)
+            && !self.workers.has_warned.swap(true, Ordering::Relaxed)
         {
             log_all(&[warning]);
         }
@@ -307,13 +327,6 @@ fn log_all(warnings: &[String]) {
     for warning in warnings {
         log::warn!(target: "stepwell", "{warning}");
     }
-}
-
-fn unpinned_warning(cpu: usize, error: &io::Error) -> String {
-    format!(
-        "workers are not pinned: the system refused CPU `{cpu}`: {error}; hint: allow \
-         `sched_setaffinity` in the sandbox"
-    )
 }
 
 /// What the environment says counts where the configuration says nothing.

@@ -1,4 +1,5 @@
-//! What comes down from the device: a queue, and the thread that hands its entries to the device.
+//! What comes down from the device: a queue, whose entries a thread of the process hands to the
+//! device.
 //!
 //! - DOWN-1 Entries are handed over one by one, in the order in which they were queued.
 //! - DOWN-2 An entry has a ticket, from 1. It is *issued* once it is handed over. An event says
@@ -11,14 +12,18 @@
 //! - DOWN-5 The queue holds a fixed number of entries. A thread that finds no room for all of its
 //!   entries queues none of them, and waits.
 //!
+//! - DOWN-6 No queue waits for another engine's: where the device takes no more of one, each other
+//!   one that has entries gets a thread of its own.
+//!
 //! Cost: 40 bytes per place of the queue, allocated with it; two locks per entry.
 
 use std::{collections::VecDeque, time::Duration};
 
-use super::thread::caught;
+use super::panics::caught;
 use crate::{
     device::{Attached, Device, Lane, Mark},
     error::{Error, Result},
+    host::executor::{Executor, Task},
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
@@ -42,8 +47,18 @@ pub(super) struct Downloads {
     device: Arc<dyn Device>,
     first_event: usize,
     capacity: usize,
+    /// Its threads hand entries over.
+    executor: &'static Executor,
     state: Mutex<State>,
     changed: Condvar,
+    in_flight: Mutex<InFlight>,
+}
+
+/// What is with the device.
+struct InFlight {
+    /// The events of copies that may not be done, the oldest first.
+    events: VecDeque<usize>,
+    num_own: usize,
 }
 
 #[derive(Default)]
@@ -54,7 +69,6 @@ struct State {
     /// The ticket of the last entry that was handed over.
     issued: u64,
     failure: Option<String>,
-    quit: bool,
 }
 
 impl State {
@@ -74,11 +88,25 @@ impl State {
 }
 
 impl Downloads {
-    /// An empty queue of `capacity` places, whose entries no thread hands over yet. Events
-    /// `first_event` and [`IN_FLIGHT`] - 1 more of `device` are its own.
-    pub(super) fn new(device: Arc<dyn Device>, first_event: usize, capacity: usize) -> Self {
+    /// An empty queue of `capacity` places. Events `first_event` and [`IN_FLIGHT`] - 1 more of
+    /// `device` are its own.
+    pub(super) fn new(
+        device: Arc<dyn Device>,
+        first_event: usize,
+        capacity: usize,
+        executor: &'static Executor,
+    ) -> Self {
         let state = State { queue: VecDeque::with_capacity(capacity), ..State::default() };
-        Self { device, first_event, capacity, state: Mutex::new(state), changed: Condvar::new() }
+        let in_flight = InFlight { events: VecDeque::with_capacity(IN_FLIGHT), num_own: 0 };
+        Self {
+            device,
+            first_event,
+            capacity,
+            executor,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            in_flight: Mutex::new(in_flight),
+        }
     }
 
     /// Waits, no longer than `timeout`, until the queue has room for so many entries; whether it
@@ -115,7 +143,10 @@ impl Downloads {
     ///
     /// # Panics
     /// Where there is no room.
-    pub(super) unsafe fn push(&self, entries: impl IntoIterator<Item = Download>) -> Result<u64> {
+    pub(super) unsafe fn push(
+        self: &Arc<Self>,
+        entries: impl IntoIterator<Item = Download>,
+    ) -> Result<u64> {
         let mut state = self.lock();
         state.check()?;
         let first = state.queued + 1;
@@ -125,7 +156,7 @@ impl Downloads {
             state.queued += 1;
         }
         drop(state);
-        self.changed.notify_all();
+        self.executor.wake(&self.task());
         Ok(first)
     }
 
@@ -170,14 +201,59 @@ impl Downloads {
         self.wait_timeout(queued, timeout)
     }
 
-    /// Ends [`Downloads::hand_over`] when all that is queued is issued.
-    pub(super) fn quit(&self) {
-        self.lock().quit = true;
-        self.changed.notify_all();
+    /// Waits until all that is queued is issued, or dropped, and no thread has this.
+    pub(super) fn join(self: &Arc<Self>) {
+        self.executor.join(&self.task());
     }
 
-    /// The thread's life. It ends with [`Downloads::quit`], or the first failure.
-    pub(super) fn hand_over(&self) {
+    fn task(self: &Arc<Self>) -> Arc<dyn Task> {
+        Arc::clone(self) as Arc<dyn Task>
+    }
+
+    fn hand_over_all(&self) -> Result<()> {
+        let _attached = Attached::to(&*self.device)?;
+        let mut in_flight = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
+        let InFlight { events, num_own } = &mut *in_flight;
+        while let Some(entry) = self.pop() {
+            match entry {
+                Download::After(mark) => self.device.order_lane_after(Lane::Download, mark)?,
+                Download::Copy { source, target, nbytes, event } => {
+                    if events.len() == IN_FLIGHT
+                        && let Some(oldest) = events.pop_front()
+                    {
+                        self.device.wait(oldest)?;
+                    }
+                    let target = std::ptr::with_exposed_provenance_mut::<u8>(target);
+                    // SAFETY: `push`'s caller vouches for both sides.
+                    unsafe { self.device.copy(Lane::Download, source, target, nbytes)? };
+                    let event = event.unwrap_or_else(|| {
+                        // When it comes round, so many later copies have pushed it out.
+                        *num_own += 1;
+                        self.first_event + *num_own % IN_FLIGHT
+                    });
+                    self.device.record(Lane::Download, event)?;
+                    events.push_back(event);
+                }
+                Download::Record(event) => self.device.record(Lane::Download, event)?,
+            }
+            self.lock().issued += 1;
+            self.changed.notify_all();
+        }
+        Ok(())
+    }
+
+    fn pop(&self) -> Option<Download> {
+        self.lock().queue.pop_front()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Task for Downloads {
+    /// Hands over all that is queued. What has failed is queued no more.
+    fn run(&self) {
         let Err(error) = caught("the thread that hands over copies", || self.hand_over_all())
         else {
             return;
@@ -187,46 +263,5 @@ impl Downloads {
         state.queue.clear();
         drop(state);
         self.changed.notify_all();
-    }
-
-    fn hand_over_all(&self) -> Result<()> {
-        let _attached = Attached::to(&*self.device)?;
-        // The events of copies that may not be done, the oldest first.
-        let mut in_flight = VecDeque::with_capacity(IN_FLIGHT);
-        let mut num_own = 0;
-        loop {
-            let idle = |state: &mut State| !state.quit && state.queue.is_empty();
-            let mut state =
-                self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
-            let Some(entry) = state.queue.pop_front() else { return Ok(()) };
-            drop(state);
-            match entry {
-                Download::After(mark) => self.device.order_lane_after(Lane::Download, mark)?,
-                Download::Copy { source, target, nbytes, event } => {
-                    if in_flight.len() == IN_FLIGHT
-                        && let Some(oldest) = in_flight.pop_front()
-                    {
-                        self.device.wait(oldest)?;
-                    }
-                    let target = std::ptr::with_exposed_provenance_mut::<u8>(target);
-                    // SAFETY: `push`'s caller vouches for both sides.
-                    unsafe { self.device.copy(Lane::Download, source, target, nbytes)? };
-                    let event = event.unwrap_or_else(|| {
-                        // When it comes round, so many later copies have pushed it out.
-                        num_own += 1;
-                        self.first_event + num_own % IN_FLIGHT
-                    });
-                    self.device.record(Lane::Download, event)?;
-                    in_flight.push_back(event);
-                }
-                Download::Record(event) => self.device.record(Lane::Download, event)?,
-            }
-            self.lock().issued += 1;
-            self.changed.notify_all();
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -15,15 +15,17 @@ use super::{
     selected::Selected,
     shared::Shared,
     step::Stepper,
-    thread::start,
     uploads::Uploads,
 };
 use crate::{
     device::{Attached, Device, Stream, Words},
     error::{Error, Result},
-    host::pool::Pool,
+    host::{
+        executor::{Executor, Role, Task},
+        pool::Pool,
+    },
     simd::isa::Isa,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, thread::JoinHandle},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
     tier::{Tier, ram::Ram},
 };
 
@@ -42,24 +44,18 @@ pub struct Shape<'a> {
     pub deferral: Option<Deferral<'a>>,
 }
 
-/// The threads of an engine that have not ended.
-#[derive(Default)]
-struct Threads {
-    /// Moves jobs on.
-    coordinator: Option<JoinHandle<()>>,
-    /// Hands over the downloads.
-    issuer: Option<JoinHandle<()>>,
-}
-
 /// See the [module](super). Dropping it waits for the step that runs and for all copies
 /// ([`Engine::end`]).
 pub struct Engine {
     pub(super) shared: Arc<Shared>,
     next: Mutex<Next>,
-    threads: Mutex<Threads>,
+    /// Its threads move jobs on.
+    pub(super) movers: &'static Executor,
+    /// Moves this engine's on.
+    pub(super) mover: Arc<dyn Task>,
     /// Addresses and bytes of what is pinned.
     pinned: Mutex<Vec<(usize, usize)>>,
-    /// The process that has the threads.
+    /// The process whose threads work for it.
     process: u32,
 }
 
@@ -124,36 +120,36 @@ impl Engine {
             }
             _ => None,
         };
+        let movers = Executor::of_process(Role::Jobs)?;
+        let issuers = Executor::of_process(Role::Copies)?;
         let places = shape.generations * segments.count() + SPARE_PLACES;
         let shared = Arc::new(Shared {
-            downloads: Downloads::new(Arc::clone(&device), first_of_downloads, places),
+            downloads: Arc::new(Downloads::new(
+                Arc::clone(&device),
+                first_of_downloads,
+                places,
+                issuers,
+            )),
             generations,
             uploads: Uploads::new(Arc::clone(&device), &segments, first_of_uploads),
             device,
             pool,
             isa,
             tier,
-            jobs: Jobs::new(segments.tensors()),
+            jobs: Jobs::new(segments.tensors(), movers),
             pending: Mutex::new(Pending::new(&segments, ring.as_ref())),
             ring,
             selected,
             segments,
         });
-        let (coordinated, issued) = (Arc::clone(&shared), Arc::clone(&shared));
-        // Dropped, it ends the threads that have been started.
-        let engine = Self {
+        Ok(Self {
             next: Mutex::new(Next::new(shape.generations, shape.numels.len())),
+            mover: Arc::new(Mutex::new(Stepper::new(Arc::clone(&shared)))),
+            movers,
             shared,
-            threads: Mutex::default(),
             pinned: Mutex::default(),
             process: process::id(),
-        };
-        let mut stepper = Stepper::new(Arc::clone(&coordinated));
-        let coordinator = start("stepwell-offload", move || coordinated.jobs.run(&mut stepper))?;
-        engine.running().coordinator = Some(coordinator);
-        let issuer = start("stepwell-issuer", move || issued.downloads.hand_over())?;
-        engine.running().issuer = Some(issuer);
-        Ok(engine)
+        })
     }
 
     /// Writes the checksums of memory of the device, one after the other to `sums`, in the order of
@@ -207,6 +203,7 @@ impl Engine {
         let Shared { device, segments, uploads, jobs, .. } = &*self.shared;
         segments.check_elements(index, elements)?;
         self.check_process()?;
+        self.let_begin();
         let holding = segments.holding(index, elements);
         if !jobs.wait_until(timeout, || uploads.are_enqueued(holding.clone()))? {
             return Ok(false);
@@ -224,6 +221,7 @@ impl Engine {
     pub fn finish(&self, stream: Stream, timeout: Duration) -> Result<bool> {
         let Shared { device, uploads, jobs, .. } = &*self.shared;
         self.check_process()?;
+        self.let_begin();
         if !jobs.wait_until_idle(timeout)? {
             return Ok(false);
         }
@@ -241,6 +239,7 @@ impl Engine {
     pub fn drain(&self, timeout: Duration) -> Result<bool> {
         let Shared { device, downloads, generations, jobs, .. } = &*self.shared;
         self.check_process()?;
+        self.let_begin();
         // None of another thread's may come in between.
         let _next = self.next();
         jobs.check_idle()?;
@@ -272,15 +271,18 @@ impl Engine {
         self.shared.jobs.fail(error);
     }
 
-    /// Steps that are submitted from now on begin with [`Engine::let_begin`]: what does not wait for
-    /// them then finds the old weights, every time. For tests.
+    /// Steps that are submitted from now on begin when something waits for them, or with
+    /// [`Engine::let_begin`]: what does not wait then finds the old weights, every time. For tests.
     pub fn hold(&self) {
         self.shared.jobs.hold();
     }
 
     /// Has the step that was submitted begin.
     pub fn let_begin(&self) {
-        self.shared.jobs.let_begin();
+        if self.shared.jobs.is_held() {
+            self.shared.jobs.let_begin();
+            self.movers.wake(&self.mover);
+        }
     }
 
     /// Whether a step that was submitted waits for [`Engine::let_begin`].
@@ -331,23 +333,16 @@ impl Engine {
     }
 
     /// Ends the engine: waits for the step that runs and for all copies, and unpins. What was lent
-    /// is still held. No thread of the engine runs any more, so what is taken or submitted from now
-    /// on is never done. Does nothing a second time, or in a forked child.
+    /// is still held. No thread works for the engine any more, and nothing is taken or submitted
+    /// from now on. Nothing is left to do a second time, or in a forked child.
     pub fn end(&self) {
         if self.process != process::id() {
             return;
         }
-        let Threads { coordinator, issuer } = std::mem::take(&mut *self.running());
-        self.shared.jobs.quit();
-        if let Some(coordinator) = coordinator {
-            // Its body catches panics.
-            let _ = coordinator.join();
-        }
+        self.let_begin();
+        self.movers.join(&self.mover);
         // Not earlier: the step waits for what is issued.
-        self.shared.downloads.quit();
-        if let Some(issuer) = issuer {
-            let _ = issuer.join();
-        }
+        self.shared.downloads.join();
         let pinned =
             std::mem::take(&mut *self.pinned.lock().unwrap_or_else(PoisonError::into_inner));
         if let Ok(_attached) = Attached::to(&*self.shared.device) {
@@ -357,10 +352,6 @@ impl Engine {
                 self.shared.device.unpin(address);
             }
         }
-    }
-
-    fn running(&self) -> MutexGuard<'_, Threads> {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn next(&self) -> MutexGuard<'_, Next> {
@@ -387,9 +378,7 @@ impl Drop for Engine {
             self.end();
         } else {
             // A forked child has neither the threads nor the device.
-            let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
-            let threads = std::mem::take(threads);
-            std::mem::forget((threads.coordinator, threads.issuer, Arc::clone(&self.shared)));
+            std::mem::forget(Arc::clone(&self.mover));
         }
     }
 }

@@ -29,7 +29,7 @@ use crate::{
     error::{Error, Result},
     stream::view::View,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -154,7 +154,7 @@ impl Generation {
     ///
     /// # Errors
     /// As [`Downloads::push`].
-    pub(super) fn seal(&self, downloads: &Downloads) -> Result<()> {
+    pub(super) fn seal(&self, downloads: &Arc<Downloads>) -> Result<()> {
         self.sealed.store(self.record(downloads)?, Ordering::Release);
         Ok(())
     }
@@ -163,7 +163,7 @@ impl Generation {
     ///
     /// # Errors
     /// As [`Downloads::push`].
-    pub(super) fn record(&self, downloads: &Downloads) -> Result<u64> {
+    pub(super) fn record(&self, downloads: &Arc<Downloads>) -> Result<u64> {
         // SAFETY: it is no copy.
         unsafe { downloads.push([Download::Record(self.whole_event())]) }
     }

@@ -9,8 +9,9 @@
 //! - JOB-1 A job is announced by the first gradient that is taken for it. The caller decides: it
 //!   submits the job, with the scale of its gradients in the updates' hyper-parameters, or discards
 //!   it. Of both, and of taking, one happens at a time ([`Engine`](super::Engine) has the lock).
-//! - JOB-2 From then on one place moves it on ([`Jobs::run`]), on one thread, and one job after the
-//!   other: a job begins when the one before is uploaded.
+//! - JOB-2 From then on one place moves it on ([`Jobs::advance`]), on a thread of the process, and
+//!   one job after the other: a job begins when the one before is uploaded. One that no thread has
+//!   come to begins soon after somebody waits for it.
 //! - JOB-3 A job is busy until it is committed: until then no other is submitted. What it steps is
 //!   on its way up then, and no gradient of it is read any more.
 //! - JOB-4 What a job has borrowed is held until it is uploaded. What a deferred job has borrowed
@@ -24,10 +25,11 @@
 
 use std::{collections::VecDeque, time::Duration};
 
-use super::{owners::Owners, thread::caught};
+use super::{owners::Owners, panics::caught};
 use crate::{
     adam::{Hyper, tensor::AdamTensor},
     error::{Error, Result},
+    host::executor::{Executor, PATIENCE},
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
 };
 
@@ -133,8 +135,9 @@ pub(super) trait Work {
 }
 
 /// The jobs of an engine, and what callers learn of them. See the [module](self).
-#[derive(Default)]
 pub(super) struct Jobs {
+    /// Its threads move them on.
+    executor: &'static Executor,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -147,7 +150,6 @@ struct State {
     begun: Option<(Phase, Busy)>,
     failure: Option<String>,
     timing: Timing,
-    quit: bool,
     /// Whether jobs wait for [`Jobs::let_begin`]; and whether the one that was submitted may begin.
     holds_jobs: bool,
     may_begin: bool,
@@ -181,10 +183,11 @@ impl State {
 
 impl Jobs {
     /// Without any. A job has up to `tensors` updates.
-    pub(super) fn new(tensors: usize) -> Self {
+    pub(super) fn new(tensors: usize, executor: &'static Executor) -> Self {
         // A job that is on its way up, and the next.
         let spare_updates = vec![Vec::with_capacity(tensors), Vec::with_capacity(tensors)];
         Self {
+            executor,
             state: Mutex::new(State { spare_updates, ..State::default() }),
             changed: Condvar::new(),
         }
@@ -217,8 +220,8 @@ impl Jobs {
         }
     }
 
-    /// Hands a job over, where [`Jobs::check_idle`] allows it and no other thread submits. When it
-    /// is over, what was lent for the last `holds` jobs stays.
+    /// Hands a job over, where [`Jobs::check_idle`] allows it and no other thread submits, for
+    /// [`Jobs::advance`]. When it is over, what was lent for the last `holds` jobs stays.
     pub(super) fn submit(
         &self,
         announced: Option<Announced>,
@@ -298,13 +301,29 @@ impl Jobs {
     }
 
     fn wait_while(&self, timeout: Duration, waiting: impl Fn(&State) -> bool) -> Result<bool> {
-        let (state, _) = self
-            .changed
-            .wait_timeout_while(self.lock(), timeout, |state| {
-                state.failure.is_none() && waiting(state)
-            })
-            .unwrap_or_else(PoisonError::into_inner);
-        state.check().map(|()| !waiting(&state))
+        let mut left = timeout;
+        loop {
+            let slice = left.min(PATIENCE);
+            let (state, _) = self
+                .changed
+                .wait_timeout_while(self.lock(), slice, |state| {
+                    state.failure.is_none() && waiting(state)
+                })
+                .unwrap_or_else(PoisonError::into_inner);
+            let is_reached = state.check().map(|()| !waiting(&state));
+            drop(state);
+            if !matches!(is_reached, Ok(false)) {
+                return is_reached;
+            }
+            if slice == PATIENCE {
+                // The job may wait for a thread, and those for what comes after this call.
+                self.executor.relieve();
+            }
+            left -= slice;
+            if left.is_zero() {
+                return is_reached;
+            }
+        }
     }
 
     /// What the last step took.
@@ -322,16 +341,10 @@ impl Jobs {
         self.lock().returned.pop()
     }
 
-    /// Ends [`Jobs::run`] when the job that was submitted is over.
-    pub(super) fn quit(&self) {
-        self.lock().quit = true;
-        self.changed.notify_all();
-    }
-
-    /// The life of the thread that moves jobs on. It ends with [`Jobs::quit`], or the first
-    /// failure.
-    pub(super) fn run(&self, work: &mut dyn Work) {
-        while let Some(job) = self.begin() {
+    /// Moves the job on that was submitted last, to its end, unless one has failed. Not on two
+    /// threads at once.
+    pub(super) fn advance(&self, work: &mut dyn Work) {
+        if let Some(job) = self.begin() {
             let moved = caught("a worker", || {
                 let timing = work.step(&job)?;
                 self.reach(Phase::Stepped, |state| state.timing = timing);
@@ -356,20 +369,16 @@ impl Jobs {
                     state.kept = Some(job);
                     drop(state);
                     self.changed.notify_all();
-                    return;
                 }
             }
         }
     }
 
-    /// Waits for a job; None: there will be no more.
     fn begin(&self) -> Option<Job> {
-        let idle = |state: &mut State| {
-            let is_held = state.holds_jobs && !state.may_begin;
-            !state.quit && (state.next.is_none() || is_held)
-        };
-        let mut state =
-            self.changed.wait_while(self.lock(), idle).unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.lock();
+        if state.kept.is_some() || (state.holds_jobs && !state.may_begin) {
+            return None;
+        }
         let job = state.next.take()?;
         state.begun = Some((Phase::Decided, Busy::of(&job)));
         Some(job)

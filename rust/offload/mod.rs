@@ -25,19 +25,19 @@
 //! | file | has |
 //! |---|---|
 //! | `engine.rs` | an engine from its start to its end; what callers wait for |
-//! | `shared.rs` | what its threads have in common |
+//! | `shared.rs` | what threads that work for it have in common |
 //! | `gradients.rs` | what callers do with gradients: take, discard, release |
 //! | `submit.rs` | what callers do with steps: submit, settle |
 //! | `next.rs` | the job that comes next, as callers fill it |
 //! | `checks.rs` | what can be wrong with a call |
-//! | `downloads.rs` | the queue of copies to the host, and the thread that hands them over |
+//! | `downloads.rs` | the queue of copies to the host, and how they are handed over |
 //! | `step.rs` | what workers do with a chunk |
 //! | `handover.rs` | how what lands is handed to the device |
 //! | `segment.rs` | the numbers of segments |
 //! | `ring.rs` | the memory for gradients that wait for their turns |
 //! | `selection.rs` | of which channels some may be selected, and the memory for their state |
 //! | `owners.rs` | what callers lend |
-//! | `thread.rs` | how the engine's threads start, and what becomes of a panic |
+//! | `panics.rs` | what becomes of a panic |
 //! | `model.rs` | tests of the queue and of the jobs, under a model checker |
 //!
 //! A step goes through these states:
@@ -61,7 +61,7 @@
 //! - OFF-4 The result does not depend on when anything arrives: a chunk is computed as
 //!   [`crate::adam::batch`] computes it.
 //! - OFF-5 A thread that has gradients taken marks its stream, once per call, and queues the
-//!   copies. A thread of the engine hands them to the device, in the order of the calls and each
+//!   copies. A thread of the process hands them to the device, in the order of the calls and each
 //!   after its own call's mark, and is the only one that a full bus holds up (`downloads.rs`).
 //!   (DeepSpeed's partitions on CUDA are copied on a stream of torch's, whose allocator then knows
 //!   when a gradient's memory is free; a step only comes after that stream.)
@@ -80,7 +80,10 @@
 //!   their state, and steps them in every job, with the bits that the host would give them. Which
 //!   ones changes behind a turn of the segment only.
 //! - OFF-10 What a call lends ([`Owners`]) is held until the engine uses its memory no more. No
-//!   thread of the engine drops it: the caller does, with [`Engine::returned`].
+//!   thread but the caller's drops it, with [`Engine::returned`].
+//! - OFF-11 An engine has no thread. Those of the process ([`crate::host::executor`],
+//!   [`crate::host::pool`]) move the jobs of all engines on, and hand their copies over. What one
+//!   engine waits for, a gradient or a drive, holds no other one up.
 //!
 //! Why OFF-5 marks on the calling thread: "what the stream holds now" is over once the caller
 //! launches more. Why each call has a mark of its own: one mark for all that waits in the queue,
@@ -117,6 +120,7 @@ mod job;
 mod model;
 mod next;
 mod owners;
+mod panics;
 mod pending;
 mod ring;
 mod schedule;
@@ -126,7 +130,6 @@ mod selection;
 mod shared;
 mod step;
 mod submit;
-mod thread;
 mod uploads;
 
 pub use downloads::IN_FLIGHT;

@@ -1,5 +1,5 @@
 //! The queue of downloads and the hand-over of jobs under a model checker, which tries many orders
-//! of their threads.
+//! of their threads and of those of the process that run them.
 //!
 //! An order in which a wake-up is lost ends with threads that wait for ever: the checker fails
 //! there. So a test that returns has also shown that its threads ended.
@@ -16,8 +16,9 @@ use super::{
 use crate::{
     device::{Device, Lane, Mark, Stream},
     error::{Error, Result},
+    host::executor::{Executor, Task},
     sync::{
-        Arc, Condvar, Mutex,
+        Arc, Condvar, Mutex, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         thread,
     },
@@ -143,11 +144,9 @@ const PLACES: usize = 4;
 fn produce(fails_at: Option<u64>) -> (Vec<Result<()>>, Arc<Late>, Arc<Downloads>) {
     let device = Arc::new(Late::default());
     device.state.lock().expect("no panic").fails_at = fails_at;
-    let downloads = Arc::new(Downloads::new(Arc::clone(&device) as Arc<dyn Device>, 0, PLACES));
-    let issuer = {
-        let downloads = Arc::clone(&downloads);
-        thread::spawn(move || downloads.hand_over())
-    };
+    let issuers = Executor::start("issuer", 1, 2).expect("a thread");
+    let downloads =
+        Arc::new(Downloads::new(Arc::clone(&device) as Arc<dyn Device>, 0, PLACES, issuers));
     let copier = {
         let device = Arc::clone(&device);
         thread::spawn(move || device.run())
@@ -177,8 +176,8 @@ fn produce(fails_at: Option<u64>) -> (Vec<Result<()>>, Arc<Late>, Arc<Downloads>
         })
         .collect();
     let said = producers.into_iter().map(|one| one.join().expect("no panic")).collect();
-    downloads.quit();
-    issuer.join().expect("no panic");
+    downloads.join();
+    issuers.quit();
     device.quit();
     copier.join().expect("no panic");
     (said, device, downloads)
@@ -250,6 +249,14 @@ impl Work for Fake {
     }
 }
 
+impl Task for Mutex<Fake> {
+    fn run(&self) {
+        let mut work = self.lock().unwrap_or_else(PoisonError::into_inner);
+        let jobs = Arc::clone(&work.jobs);
+        jobs.advance(&mut *work);
+    }
+}
+
 /// Says which job was uploaded before it was dropped.
 struct Lease(usize, Arc<AtomicUsize>);
 
@@ -264,21 +271,18 @@ const JOBS: usize = 3;
 /// Submits jobs, one as soon as the one before is not busy, beside a thread that waits for each
 /// one's upload; what both said, and how much was returned.
 fn hand_over(fails_at: Option<usize>, panics: bool) -> [Result<()>; 2] {
-    let jobs = Arc::new(Jobs::default());
+    let movers = Executor::start("mover", 1, 2).expect("a thread");
+    let jobs = Arc::new(Jobs::new(0, movers));
     let enqueued = Arc::new((0..JOBS).map(|_| AtomicBool::new(false)).collect::<Vec<_>>());
     let uploaded = Arc::new(AtomicUsize::new(0));
-    let mut work = Fake {
+    let mover: Arc<dyn Task> = Arc::new(Mutex::new(Fake {
         job: 0,
         fails_at,
         panics,
         enqueued: Arc::clone(&enqueued),
         uploaded: Arc::clone(&uploaded),
         jobs: Arc::clone(&jobs),
-    };
-    let coordinator = {
-        let jobs = Arc::clone(&jobs);
-        thread::spawn(move || jobs.run(&mut work))
-    };
+    }));
     let waiter = {
         let jobs = Arc::clone(&jobs);
         thread::spawn(move || -> Result<()> {
@@ -296,14 +300,15 @@ fn hand_over(fails_at: Option<usize>, panics: bool) -> [Result<()>; 2] {
             fails_at.is_none().then(|| Box::new(Lease(number, Arc::clone(&uploaded))) as Owners);
         let announced = Some(Announced { generation: number });
         jobs.submit(announced, Kind::Whole, &[], lease, 0);
+        movers.wake(&mover);
         assert!(jobs.wait_until_idle(EVER)?);
         returned += iter::from_fn(|| jobs.pop_returned()).count();
         Ok(())
     };
     let said = (0..JOBS).try_for_each(&mut submit);
     let waited = waiter.join().expect("no panic");
-    jobs.quit();
-    coordinator.join().expect("no panic");
+    movers.join(&mover);
+    movers.quit();
     if fails_at.is_none() {
         returned += iter::from_fn(|| jobs.pop_returned()).count();
         assert_eq!(returned, JOBS, "all that was lent is returned");

@@ -264,6 +264,7 @@ mod tests {
     use super::*;
     use crate::{
         adam::{Hyper, tensor::AdamTensor},
+        host::executor::{Executor, Role},
         offload::{
             job::{Jobs, Timing, Work},
             ring::{Deferral, deferral_nbytes},
@@ -342,11 +343,14 @@ mod tests {
         }
     }
 
+    fn jobs() -> Jobs {
+        Jobs::new(2, Executor::of_process(Role::Jobs).expect("a thread"))
+    }
+
     /// Moves a deferred job of all tensors on. What the engine's next call is told.
     fn next_job(jobs: &Jobs, adding: &mut Adding) -> Result<()> {
         jobs.submit(None, Kind::Deferred { predicted_updates: 0.0 }, &updates(), None, 0);
-        jobs.quit();
-        jobs.run(adding);
+        jobs.advance(adding);
         jobs.check_idle()
     }
 
@@ -354,7 +358,7 @@ mod tests {
     fn a_segment_without_a_turn_for_too_many_steps_fails_the_job() {
         for (left_out, tensor) in [(0, 0), (1, 0), (2, 1)] {
             for interval in [1, 2, 3] {
-                let (jobs, mut adding) = (Jobs::new(2), Adding::new(interval, Some(left_out)));
+                let (jobs, mut adding) = (jobs(), Adding::new(interval, Some(left_out)));
                 for _ in 0..interval {
                     next_job(&jobs, &mut adding).expect("as many gradients as it may have");
                 }
@@ -375,7 +379,7 @@ mod tests {
     #[test]
     fn a_segment_has_as_many_gradients_as_steps_between_its_turns() {
         for interval in [1, 2, 3] {
-            let (jobs, mut adding) = (Jobs::new(2), Adding::new(interval, None));
+            let (jobs, mut adding) = (jobs(), Adding::new(interval, None));
             let mut most = 0;
             for _ in 0..4 * interval {
                 next_job(&jobs, &mut adding).expect("a job that works");

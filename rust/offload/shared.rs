@@ -1,5 +1,5 @@
-//! What the threads of an engine have in common: callers', the one that moves jobs on, the one that
-//! hands copies to the device, and workers.
+//! What threads that work for an engine have in common: callers', one that moves its jobs on, one
+//! that hands copies to the device, and workers.
 
 use super::{
     downloads::Downloads, generation::Generation, job::Jobs, pending::Pending, ring::Ring,
@@ -13,14 +13,14 @@ use crate::{
     tier::Tier,
 };
 
-/// What the threads of an engine have in common.
+/// What threads that work for an engine have in common.
 pub(super) struct Shared {
     pub(super) device: Arc<dyn Device>,
     pub(super) pool: Pool,
     pub(super) isa: Isa,
     pub(super) segments: Segments,
     pub(super) tier: Arc<dyn Tier>,
-    pub(super) downloads: Downloads,
+    pub(super) downloads: Arc<Downloads>,
     pub(super) generations: Box<[Generation]>,
     pub(super) uploads: Uploads,
     pub(super) ring: Option<Ring>,

@@ -19,6 +19,7 @@ use crate::{
     },
     device::Attached,
     error::{Error, Result},
+    host::executor::Task,
     state::chunk::Chunk,
     stream::view::View,
     sync::{
@@ -104,6 +105,14 @@ impl Stepper {
     }
 }
 
+impl Task for Mutex<Stepper> {
+    fn run(&self) {
+        let mut stepper = self.lock().unwrap_or_else(PoisonError::into_inner);
+        let shared = Arc::clone(&stepper.shared);
+        shared.jobs.advance(&mut *stepper);
+    }
+}
+
 impl Work for Stepper {
     fn step(&mut self, job: &Job) -> Result<Timing> {
         let shared = Arc::clone(&self.shared);
@@ -122,7 +131,10 @@ impl Work for Stepper {
             pending: &pending,
             landings: Handover::new(&self.landed),
         };
-        let gradients = shared.step(&pass, &self.turns)?;
+        // Workers hand over what lands, at once.
+        let first = self.turns.first().filter(|_| self.landed.is_empty());
+        let waited = shared.wait_for_first(&pass, first)?;
+        let gradients = waited + shared.step(&pass, &self.turns)?;
         let landed: u64 = self.landed.iter().map(|one| shared.landing_nbytes(&pending, one)).sum();
         let picked_up = shared.pick_up(&pending)?;
         let is_uploaded = |tensor| pending.update(tensor).is_some_and(|one| one.weight.is_some());
@@ -197,6 +209,19 @@ struct Pass<'a> {
 }
 
 impl Shared {
+    /// Waits until the first turn has its gradient, which is mostly the last to come: until then no
+    /// worker is kept from other engines. Returns how long.
+    fn wait_for_first(&self, pass: &Pass<'_>, turn: Option<&Turn>) -> Result<Duration> {
+        let begin = Instant::now();
+        if let (Some(number), Some(turn)) = (pass.generation, turn)
+            && pass.pending.is_arriving(turn.segment)
+        {
+            let _attached = Attached::to(&*self.device)?;
+            self.generations[number].wait(turn.segment, &self.downloads, &*self.device)?;
+        }
+        Ok(begin.elapsed())
+    }
+
     /// Steps all chunks of these turns, in their order. Returns how long the worker that waited
     /// longest has waited for gradients.
     fn step(&self, pass: &Pass<'_>, turns: &[Turn]) -> Result<Duration> {
@@ -235,7 +260,7 @@ impl Shared {
                 failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
             }
         };
-        self.pool.run_on_each_worker(&|worker| {
+        self.pool.run_blocking(&|worker| {
             let closing = (worker == 0).then(|| pass.landings.closing());
             match Attached::to(&*self.device) {
                 Ok(_attached) => {

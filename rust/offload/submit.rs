@@ -164,6 +164,7 @@ impl Engine {
             _ => 0,
         };
         jobs.submit(Some(announced), kind, updates, owners.take(), holds);
+        self.movers.wake(&self.mover);
         Ok(())
     }
 
@@ -194,6 +195,7 @@ impl Engine {
         self.expect(Kind::Whole, &[], &pending, |_| false);
         drop(pending);
         jobs.submit(None, Kind::Whole, &[], None, 0);
+        self.movers.wake(&self.mover);
         Ok(true)
     }
 
@@ -213,6 +215,7 @@ impl Engine {
     ///
     /// [`Error::Os`]: crate::error::Error::Os
     pub fn next_group(&self, timeout: Duration) -> Result<Option<usize>> {
+        self.let_begin();
         // One that was submitted may not have begun, and so not have taken its turn.
         if !self.shared.jobs.wait_until_idle(timeout)? {
             return Ok(None);

@@ -64,7 +64,7 @@ impl PyPool {
     #[new]
     #[pyo3(signature = (*, threads=None, cpus=None))]
     fn new(py: Python<'_>, threads: Option<usize>, cpus: Option<Vec<usize>>) -> Result<Self> {
-        let pool = py.detach(|| Pool::new(&PoolConfig { threads, cpus, nice: 0 }))?;
+        let pool = py.detach(|| Pool::new(&PoolConfig { threads, cpus }))?;
         Ok(Self(Handle::Own(Arc::new(pool))))
     }
 

@@ -21,7 +21,7 @@ use super::{
 use crate::{
     device::{self, Stream},
     error::{Error, Result},
-    host::pool::{Pool, PoolConfig},
+    host::pool::Pool,
     offload::{
         Change, Deferral, Engine, Lent, OnDevice, Owners, Selection, Shape, Update, deferral_nbytes,
     },
@@ -43,9 +43,9 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 /// Args:
 ///     device: where the weights are: "cuda:N", or "cpu", which copies in the background too.
 ///     numels: elements of each tensor, in forward order.
-///     threads: workers that step; if None, one per allowed physical core but one, which launches
-///         work meanwhile; but one and an eighth where ranks share the host. Of deferred steps four
-///         fifths of these, with a nice value of 10.
+///     threads: how many of the process's workers may step, at most as many as there are; if None,
+///         all but one, whose core launches work meanwhile; but one and an eighth where ranks share
+///         the host. Of deferred steps four fifths of these, with a nice value of 10.
 ///     threads_share: if `threads` is None, which share of these there are, rounded up.
 ///     generations: how many optimizer steps' gradients there may be at once: 1, or 2 to take
 ///         those of a step while the one before is stepped, into other memory.
@@ -195,10 +195,6 @@ impl Drop for PyOffloadEngine {
     }
 }
 
-/// Of workers in the background of a whole step: a thread of the program that comes to a CPU of
-/// theirs gets nine tenths of it, until the kernel has moved it on.
-const BACKGROUND_NICE: i32 = 10;
-
 #[pymethods]
 impl PyOffloadEngine {
     #[new]
@@ -261,20 +257,19 @@ impl PyOffloadEngine {
             }
         };
         let engine = py.detach(|| {
-            let threads = match threads {
-                Some(threads) => threads,
+            let (pool, all) = match deferral {
+                // In the background of a whole step workers meet the threads that launch it.
+                Some(_) => {
+                    let pool = Pool::background()?;
+                    (pool, pool.threads_behind_launches())
+                }
                 None => {
                     let pool = Pool::global()?;
-                    let all = match deferral {
-                        Some(_) => pool.threads_behind_launches(),
-                        None => pool.threads_beside_launches(),
-                    };
-                    ((all as f64 * threads_share).ceil() as usize).clamp(1, all)
+                    (pool, pool.threads_beside_launches())
                 }
             };
-            // In the background of a whole step workers meet the threads that launch it.
-            let nice = if deferral.is_some() { BACKGROUND_NICE } else { 0 };
-            let pool = Pool::new(&PoolConfig { threads: Some(threads), cpus: None, nice })?;
+            let share = || ((all as f64 * threads_share).ceil() as usize).clamp(1, all);
+            let pool = pool.part(threads.unwrap_or_else(share))?;
             pool.claim_cpus();
             let shape = Shape { numels: &numels, generations, deferral };
             let device = device::open(device, Engine::events(shape))?;
@@ -706,8 +701,8 @@ impl PyOffloadEngine {
         drained
     }
 
-    /// Steps that are submitted from now on begin with `let_begin`: what does not wait for them then
-    /// finds the old weights, every time. For tests.
+    /// Steps that are submitted from now on begin when something waits for them, or with `let_begin`:
+    /// what does not wait then finds the old weights, every time. For tests.
     fn hold(&self) {
         self.engine.hold();
     }

@@ -26,6 +26,7 @@ use stepwell::{
     Error,
     adam::{Hyper, Step},
     device::{Channels, Device, Lane, Mark, Stream, host::HostDevice},
+    host::pool::Pool,
     offload::{Engine, Lent, Owners, Shape, Update},
     stream::{element::Dtype, view::View},
     tier::{Tier, ram::Ram},
@@ -129,8 +130,18 @@ pub(crate) fn engine_with(
     tier: Arc<dyn Tier>,
     workers: usize,
 ) -> Engine {
+    engine_in(pool_of(workers), device, all, generations, tier)
+}
+
+pub(crate) fn engine_in(
+    pool: Pool,
+    device: Arc<dyn Device>,
+    all: &[OnDevice],
+    generations: usize,
+    tier: Arc<dyn Tier>,
+) -> Engine {
     let shape = Shape { numels: &numels(all), generations, deferral: None };
-    Engine::on(device, shape, tier, pool_of(workers), widest()).expect("an engine")
+    Engine::on(device, shape, tier, pool, widest()).expect("an engine")
 }
 
 pub(crate) fn host_device(all: &[OnDevice]) -> Arc<HostDevice> {

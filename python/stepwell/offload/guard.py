@@ -27,12 +27,10 @@ from torch.nn import Parameter
 from stepwell._tensors import COUNT_ALONE, COUNT_ALONE_IN_PYTHON, references
 from stepwell.offload.finalizers import finalize
 from stepwell.offload.under_way import (
-    GUARDS,
-    UnderWay,
     begin,
     end,
     set_grad,
-    waiting_of,
+    under_way_of,
     without_waiting,
 )
 
@@ -109,7 +107,8 @@ class WeightGuard:
         """
         with self._lock:
             self.num_steps += 1
-        return UnderWay, [(self._under_way, None), (GUARDS, waiting_of(self, self._uploads.finish))]
+        kind, registry = under_way_of(self, self._uploads.finish)
+        return kind, [(self._under_way, None), registry]
 
     def exposed(
         self,

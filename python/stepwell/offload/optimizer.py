@@ -105,9 +105,10 @@ class OffloadAdamW(OffloadStep):
             parameters all ranks decide together.
         maximize: whether to go up the gradient.
         seed: of the stochastic rounding. Equal seeds give equal bits.
-        threads: workers that step; None: one per physical core of this process, but one, which
-            launches work on the device; but one and an eighth where ranks share the host. Four
-            fifths of these where updates are deferred.
+        threads: how many workers of this process may step, at most; all optimizers share them.
+            There is one per physical core of this process, or as `STEPWELL_THREADS` says. None: all
+            but one, whose core launches work on the device; but one and an eighth where ranks share
+            the host. Four fifths of these where updates are deferred.
         host_bytes_max: the most host memory that may be taken; None: what is free.
         device_bytes_max: the most device memory that state may take, 12 bytes per parameter, from
             the first step on. The first parameters whose state fits are stepped on the device, in
@@ -245,6 +246,8 @@ class OffloadAdamW(OffloadStep):
     # ---- parameters ----
 
     def _admit(self, params: list[torch.Tensor]) -> None:
+        # An engine that ends takes with it what it knows of its last step.
+        self._note_submitted()
         self._let_go()
         new = [param for param in params if param.requires_grad and not self._is_known(param)]
         if new:

@@ -404,6 +404,7 @@ class OffloadStep(OffloadStateDicts):
             del error
         if not is_taken:
             return False
+        self._store.has_left = True
         self._submit(looked, inverse_scale * self._clip_coefficient(norm))
         return True
 
@@ -478,6 +479,8 @@ class OffloadStep(OffloadStateDicts):
         if steps is None or number == 0 or engine is None or engine.selector is None:
             return
         selector = engine.selector
+        if selector.needs_exact:
+            engine.make_exact()
         # Of channels of weights that were written the device has copies, which an exact step drops.
         # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
         differs = self._twins.differs
@@ -511,7 +514,6 @@ class OffloadStep(OffloadStateDicts):
         states.update((each.param, each.stand_in) for each in looked.on_device)
         self._host.drop_fresh(self._new_states)
         self._new_states = {}
-        self._store.has_left = True
         if not len(self._twins):
             self._store.submit(
                 hypers,

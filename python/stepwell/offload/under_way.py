@@ -41,15 +41,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DESCRIPTIVE",
-    "GUARDS",
     "Guard",
-    "UnderWay",
     "as_plain",
     "begin",
     "end",
     "is_compiling",
     "set_grad",
-    "waiting_of",
+    "under_way_of",
     "without_waiting",
 ]
 
@@ -91,9 +89,14 @@ GUARDS: dict[int, _Waiting] = {}
 """By the parameter's id."""
 
 
-def waiting_of(guard: Guard, finish: Callable[[], None]) -> _Waiting:
-    """What `GUARDS` has of parameters of `guard`; `finish`: as `begin` has it."""
-    return _Waiting(weakref.ref(guard), finish)
+def under_way_of(
+    guard: Guard, finish: Callable[[], None]
+) -> tuple[type[Parameter], tuple[dict[int, Any], object]]:
+    """The class of a parameter of `guard` that is under way; and a registry with what it has of it.
+
+    `finish`: as `begin` has it.
+    """
+    return UnderWay, (GUARDS, _Waiting(weakref.ref(guard), finish))
 
 
 def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None]) -> None:
@@ -104,9 +107,9 @@ def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None])
         guard: what waits for them.
         finish: waits for all of them, without the guard.
     """
-    waiting = waiting_of(guard, finish)
+    _, (_, waiting) = under_way_of(guard, finish)
     for param in params:
-        GUARDS[id(param)] = waiting
+        GUARDS[id(param)] = waiting  # type: ignore[assignment]
         param.__class__ = UnderWay
 
 

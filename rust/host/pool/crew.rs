@@ -69,6 +69,8 @@ struct Shared {
     sleepers: AtomicU32,
     quit: AtomicBool,
     job: AtomicPtr<Job<'static>>,
+    /// How many workers, the first ones, the latest job is for.
+    threads: AtomicUsize,
     /// Per worker the tasks not yet taken, see [`pack`].
     shares: Box<[Line<AtomicU64>]>,
     panic: Mutex<Option<Payload>>,
@@ -104,6 +106,7 @@ impl Crew {
             sleepers: AtomicU32::new(0),
             quit: AtomicBool::new(false),
             job: AtomicPtr::default(),
+            threads: AtomicUsize::new(0),
             shares: cpus.iter().map(|_| Line(AtomicU64::new(0))).collect(),
             panic: Mutex::new(None),
             // A worker that spins on a CPU where another has work only delays it.
@@ -156,19 +159,22 @@ impl Crew {
         self.generation
     }
 
-    /// Runs `task(i)` for every `i` in `0..tasks` and returns what the first panicking one left.
+    /// Runs `task(i)` for every `i` in `0..tasks`, on the first `threads` workers, and returns what
+    /// the first panicking one left.
     pub(super) fn run(
         &mut self,
+        threads: usize,
         tasks: usize,
         balance: Balance,
         task: &(dyn Fn(usize) + Sync),
     ) -> Option<Payload> {
-        self.run_in_rounds(tasks, u32::MAX, balance, task)
+        self.run_in_rounds(threads, tasks, u32::MAX, balance, task)
     }
 
     /// A share counts in 32 bits, so what is larger goes round by round.
     fn run_in_rounds(
         &mut self,
+        threads: usize,
         tasks: usize,
         round_tasks_max: u32,
         balance: Balance,
@@ -176,7 +182,7 @@ impl Crew {
     ) -> Option<Payload> {
         for base in (0..tasks).step_by(round_tasks_max as usize) {
             let round_tasks = (tasks - base).min(round_tasks_max as usize) as u32;
-            self.shared.run_round(round_tasks, &Job { task, base, balance });
+            self.shared.run_round(threads, round_tasks, &Job { task, base, balance });
         }
         self.shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -204,12 +210,13 @@ impl Drop for Crew {
 impl Shared {
     /// Publishes a job and waits until it is done. Called by one thread at a time (`Crew::run`
     /// takes `&mut self`).
-    fn run_round(&self, tasks: u32, job: &Job<'_>) {
-        let num_shares = self.shares.len() as u64;
-        let edge = |worker: u64| (worker * u64::from(tasks) / num_shares) as u32;
+    fn run_round(&self, threads: usize, tasks: u32, job: &Job<'_>) {
+        let num_shares = threads as u64;
+        let edge = |worker: u64| (worker.min(num_shares) * u64::from(tasks) / num_shares) as u32;
         for (worker, share) in (0..).zip(&self.shares) {
             share.0.store(pack(edge(worker), edge(worker + 1)), Ordering::Relaxed);
         }
+        self.threads.store(threads, Ordering::Relaxed);
         self.job.store(std::ptr::from_ref(job).cast_mut().cast(), Ordering::Relaxed);
         self.caller_cpu.store(sched_getcpu(), Ordering::Relaxed);
         self.gate.0.store(OPEN, Ordering::Release);
@@ -239,11 +246,11 @@ impl Shared {
     fn work(&self, worker: usize, cpu: usize) {
         let mut epoch = 0;
         loop {
-            epoch = self.wait_for_next(epoch, cpu);
+            epoch = self.wait_for_next(epoch, worker, cpu);
             if self.quit.load(Ordering::Acquire) {
                 return;
             }
-            if self.enter() {
+            if self.is_for(worker) && self.enter() {
                 // SAFETY: the gate was open when this worker entered, and `run_round`, which owns
                 // the job on its stack, returns only when the gate is closed and every worker has
                 // left (CREW-2). The acquire in `enter` makes the store before the gate's opening
@@ -255,11 +262,17 @@ impl Shared {
         }
     }
 
-    /// Spins, then sleeps, until the epoch is another. Where the caller wants to go on, spinning
-    /// would keep it from doing so.
-    fn wait_for_next(&self, epoch: u32, cpu: usize) -> u32 {
-        let spin =
-            if self.caller_cpu.load(Ordering::Relaxed) == cpu { Duration::ZERO } else { self.spin };
+    /// Whether the latest job is for this worker. A job whose tasks are each one worker's does not
+    /// end without it, so none that waits for this worker is missed.
+    fn is_for(&self, worker: usize) -> bool {
+        worker < self.threads.load(Ordering::Relaxed)
+    }
+
+    /// Spins, then sleeps, until the epoch is another. Where the caller wants to go on, or threads
+    /// have been left a core of their own, spinning would keep them from doing so.
+    fn wait_for_next(&self, epoch: u32, worker: usize, cpu: usize) -> u32 {
+        let is_in_the_way = self.caller_cpu.load(Ordering::Relaxed) == cpu || !self.is_for(worker);
+        let spin = if is_in_the_way { Duration::ZERO } else { self.spin };
         let begin = Instant::now();
         loop {
             for _ in 0..LOOKS_PER_READING {
@@ -313,8 +326,8 @@ impl Shared {
             self.perform(job, index);
         }
         if job.balance == Balance::Steal {
-            let num_shares = self.shares.len();
-            for victim in (1..num_shares).map(|distance| (worker + distance) % num_shares) {
+            let threads = self.threads.load(Ordering::Relaxed);
+            for victim in (1..threads).map(|distance| (worker + distance) % threads) {
                 while let Some(index) = self.take_last(victim) {
                     self.perform(job, index);
                 }
@@ -393,7 +406,7 @@ mod tests {
         let (mut crew, _) = Crew::start(&[0, 0, 0], 0).expect("three workers");
         let counts: Vec<AtomicU32> = (0..100).map(|_| AtomicU32::new(0)).collect();
         for round_tasks_max in [1, 7, 99, 100, 101] {
-            let payload = crew.run_in_rounds(100, round_tasks_max, Balance::Steal, &|i| {
+            let payload = crew.run_in_rounds(3, 100, round_tasks_max, Balance::Steal, &|i| {
                 counts[i].fetch_add(1, Ordering::Relaxed);
             });
             assert!(payload.is_none());

@@ -5,11 +5,11 @@
 
 use shuttle::{check_pct, check_random};
 
-use super::Pool;
 use super::crew::{Balance, Crew};
+use super::{Pool, Workers};
 use crate::host::fork::{self, Gate};
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use crate::sync::{Arc, Mutex, thread};
+use crate::sync::{Arc, thread};
 
 /// Orders tried per test, by each of two strategies.
 const ORDERS: usize = 2000;
@@ -50,7 +50,7 @@ fn every_index_once_in_jobs_back_to_back() {
         let mut crew = crew(2);
         for tasks in [3, 1, 2] {
             runs_each_once(tasks, |task| {
-                assert!(crew.run(tasks, Balance::Steal, task).is_none());
+                assert!(crew.run(2, tasks, Balance::Steal, task).is_none());
             });
         }
     });
@@ -61,7 +61,7 @@ fn every_worker_runs_its_own() {
     check(|| {
         let mut crew = crew(3);
         for _ in 0..2 {
-            runs_each_once(3, |task| assert!(crew.run(3, Balance::Fixed, task).is_none()));
+            runs_each_once(3, |task| assert!(crew.run(3, 3, Balance::Fixed, task).is_none()));
         }
     });
 }
@@ -72,7 +72,7 @@ fn a_worker_alone_misses_no_job() {
     check(|| {
         let mut crew = crew(1);
         for _ in 0..2 {
-            runs_each_once(1, |task| assert!(crew.run(1, Balance::Fixed, task).is_none()));
+            runs_each_once(1, |task| assert!(crew.run(1, 1, Balance::Fixed, task).is_none()));
         }
     });
 }
@@ -144,19 +144,11 @@ fn a_child_of_a_task_begins_with_an_empty_gate() {
 #[test]
 fn callers_take_turns_around_a_fork() {
     check(|| {
-        let pool = Arc::new(Pool {
-            cpus: vec![0; 2],
-            nice: 0,
-            crew: Mutex::new(None),
-            warned: AtomicBool::new(false),
-            has_claimed_cpus: AtomicBool::new(false),
-            num_ranks: 1,
-            has_more_ranks_than_cores: false,
-        });
+        let pool = Pool::all_of(Workers::start(vec![0; 2], 0).expect("workers").0);
         let running = Arc::new(AtomicUsize::new(0));
         let callers: Vec<_> = (0..2)
             .map(|_| {
-                let (pool, running) = (Arc::clone(&pool), Arc::clone(&running));
+                let (pool, running) = (pool.clone(), Arc::clone(&running));
                 thread::spawn(move || {
                     runs_each_once(2, |task| {
                         pool.run(2, &|index| {

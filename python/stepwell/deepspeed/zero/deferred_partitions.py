@@ -68,7 +68,7 @@ class DeferredPartitions:
         deferred: which updates are deferred.
         device: where the weights are.
         is_alone: whether no other rank has these weights.
-        threads: workers that step; None: one per physical core of this process, but one.
+        threads: how many workers of this process may step; None: all but one.
         host_bytes_max: the most host memory that may be taken; None: what is free.
 
     Raises:

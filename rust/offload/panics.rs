@@ -1,4 +1,4 @@
-//! The engine's threads: how one starts, and what becomes of a panic in it.
+//! What becomes of a panic on a thread of the process.
 
 use std::{
     any::Any,
@@ -6,17 +6,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
 };
 
-use crate::{
-    error::{Error, Result},
-    sync::thread::{self, JoinHandle},
-};
-
-/// Starts a thread. `body` does not panic: see [`caught`].
-pub(super) fn start(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    thread::Builder::new().name(name.to_owned()).spawn(body).map_err(|error| {
-        Error::os(format!("cannot start the thread `{name}`; hint: see `ulimit -u`"), error)
-    })
-}
+use crate::error::{Error, Result};
 
 /// What `body` returns; a panic in it is an error: that `actor` panicked.
 pub(super) fn caught<T>(actor: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
