@@ -162,32 +162,12 @@ def own_shards_only():
         backward(net, 1)
         optimizer.step()
         net.layers[0].unshard()
-        places = {place for name, place, *_ in late.waits if name == "wait"}
+        places = {each[1] for each in late.waits if each[0] == "wait" and each[1:]}
         names = [name for name, _ in net.named_parameters()]
         waited.append({names[place] for place in places})
         net.layers[0].reshard()
         optimizer.synchronize()
     assert waited == [{f"layers.0.{name}" for name in ("0.weight", "0.bias", "1.scale")}] * 2
-
-
-def what_is_gathered_first_is_stepped_first():
-    """The root's parameters are gathered before those of any layer, also the last of all."""
-    net, optimizer, late = started(deep, "module")
-    names = [name for name, _ in net.named_parameters()]
-    orders, waited = [], []
-    for step in (1, 2, 3):
-        backward(net, step)
-        waited.append(list(dict.fromkeys(each[1] for each in late.waits if each[0] == "wait")))
-        optimizer.step()
-        optimizer.zero_grad()
-        orders.append([names[at] for at in late.stepped])
-    optimizer.synchronize()
-    assert names[-2:] == ["last.weight", "last.bias"]
-    gathered = names[-2:] + names[:-2]
-    assert [[names[at] for at in each] for each in waited] == [[], gathered, gathered]
-    # Empty shards are not stepped.
-    sizes = {name: param.to_local().numel() for name, param in net.named_parameters()}
-    assert orders == [list(filter(sizes.get, each)) for each in (names, gathered, gathered)]
 
 
 # ---- readers ----

@@ -62,6 +62,8 @@ class LateEngine:
             submit()
         elif not self._is_held:
             return
+        else:
+            self.waits = []
         if hasattr(self._engine, "let_begin"):
             self._engine.let_begin()
         self._engine.release(stream=0)

@@ -432,7 +432,6 @@ def test_a_step_that_one_rank_has_left_is_the_last(ranks, kind):
         fsdp_late_programs.forwards_wait,
         fsdp_late_programs.forwards_wait_without_torch_functions,
         fsdp_late_programs.own_shards_only,
-        fsdp_late_programs.what_is_gathered_first_is_stepped_first,
         fsdp_late_programs.readers_wait,
         fsdp_late_programs.kept_tensors_wait,
         fsdp_late_programs.tensors_that_are_placed_wait,

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "Look", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Store", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "better_axis", "build_info", "captured", "channel_sq_norms", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "grant_channels", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "top_k", "top_k_within", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "Look", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Store", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "build_info", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -326,7 +326,7 @@ class Look:
         has_unknown: whether one that has a gradient is not the store's.
     """
     @property
-    def grads(self, /) -> list: ...
+    def grads(self, /) -> list[Any]: ...
     @property
     def groups(self, /) -> list[int]: ...
     @property
@@ -336,7 +336,7 @@ class Look:
     @property
     def num_seen(self, /) -> int: ...
     @property
-    def params(self, /) -> list: ...
+    def params(self, /) -> list[Any]: ...
 
 @final
 class MemberFile:
@@ -451,7 +451,6 @@ class OffloadEngine:
         row_lens: for channels that are stepped on the device, of each tensor the elements of a row;
             0: it is no matrix. If given, the arguments below are too.
         fraction: which share of the rows or columns of every segment is selected, 0 to 1.
-        budget_bytes: or how many bytes of device memory all segments share.
         selection: address of device memory of `selection_nbytes`, and what keeps it alive; the
             engine holds that.
         staging: host memory of `selection_nbytes`.
@@ -462,7 +461,7 @@ class OffloadEngine:
         ValueError: for another device, or a bad number of threads or generations.
         OSError: where there is no such device.
     """
-    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, threads_share: float = 1.0, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, budget_bytes: int | None = None, selection: tuple[int, Any] | None = None, staging: Buffer | None = None, swap: Swap | None = None, swapped: Sequence[int | None] | None = None) -> OffloadEngine: ...
+    def __new__(cls, /, device: str, numels: Sequence[int], *, threads: int | None = None, threads_share: float = 1.0, generations: int = 1, interval: int | None = None, dtypes: Sequence[str] | None = None, gradients: Buffer | None = None, predicted: Buffer | None = None, row_lens: Sequence[int] | None = None, fraction: float = 0.0, selection: tuple[int, Any] | None = None, staging: Buffer | None = None, swap: Swap | None = None, swapped: Sequence[int | None] | None = None) -> OffloadEngine: ...
     @property
     def busy(self, /) -> bool:
         """
@@ -516,8 +515,8 @@ class OffloadEngine:
         """
     def hold(self, /) -> None:
         """
-        Steps that are submitted from now on begin with `let_begin`: what does not wait for them then
-        finds the old weights, every time. For tests.
+        Steps that are submitted from now on begin when something waits for them, or with `let_begin`:
+        what does not wait then finds the old weights, every time. For tests.
         """
     @property
     def is_held(self, /) -> bool:
@@ -752,11 +751,6 @@ class Selectable:
         Which group it has its turns with.
         """
     @property
-    def nbytes(self, /) -> int:
-        """
-        Bytes of the device memory that is always its own; 0: it shares a budget.
-        """
-    @property
     def row_count(self, /) -> int:
         """
         How many rows may be selected.
@@ -827,7 +821,7 @@ class Store:
 
         `twins`: of each what has its `version` when the step that comes has begun.
         """
-    def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: dict, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, first: int = 0, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
+    def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: Any, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, first: int = 0, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
         """
         Binds what is at `position` of the last look.
 
@@ -865,18 +859,18 @@ class Store:
         cleared by the step itself.
         """
     @property
-    def held(self, /) -> list:
+    def held(self, /) -> list[Any]:
         """
         The parameters whose storage the store keeps alive between deferred steps, by one reference
         each.
         """
     @property
-    def landing(self, /) -> list:
+    def landing(self, /) -> list[Any]:
         """
         The parameters whose weights come with the step of the last look: its own, and those that
         are pending.
         """
-    def look(self, /, groups: Sequence[list], states: dict | None) -> Look:
+    def look(self, /, groups: Sequence[Sequence[Any]], states: Any | None) -> Look:
         """
         Finds the gradients of the step that comes.
 
@@ -911,12 +905,12 @@ class Store:
             others: of other weights that come with the step, where each begins, and its bytes.
         """
     @property
-    def params(self, /) -> list:
+    def params(self, /) -> list[Any]:
         """
         The parameters.
         """
     @property
-    def pending(self, /) -> list:
+    def pending(self, /) -> list[Any]:
         """
         The parameters of which the device may lack an update, or have a predicted weight.
         """
@@ -947,7 +941,7 @@ class Store:
             ValueError: with nothing changed: a gradient or a parameter was given other memory since
                 the look, or memory overlaps.
         """
-    def submit(self, /, hypers: Sequence[Hyper], *, buffers: Sequence[Any], stream: int, record: Any, order: Sequence[int] | None = None, verified: set[int] | None = None, deferred: Incomplete | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, residents: Incomplete | None = None, under_way: tuple[type, Sequence[tuple[dict, Any | None]]] | None = None, begun: Sequence[Any] = ...) -> bool:
+    def submit(self, /, hypers: Sequence[Hyper], *, buffers: Sequence[Any], stream: int, record: Any, order: Sequence[int] | None = None, verified: set[int] | None = None, deferred: Incomplete | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, residents: Incomplete | None = None, under_way: tuple[Any, Sequence[tuple[Any, Any | None]]] | None = None, begun: Sequence[Any] = ...) -> bool:
         """
         Starts the step of what the last look has found, in the background: all of it, or nothing.
         Gradients on the device may be written after `release`.
@@ -1282,59 +1276,9 @@ def adam_step(tensors: Sequence[AdamTensor], *, steps: Sequence[int], hyper: Hyp
             gradient, memory that overlaps.
     """
 
-def better_axis(row_sq_norms: TensorView, column_sq_norms: TensorView, *, share: float) -> str:
-    """
-    "rows" or "columns": which capture more of a matrix at the same share, rows where both capture
-    the same; the GIL is released.
-
-    Args:
-        row_sq_norms: a float64 view, as `channel_sq_norms` writes it.
-        column_sq_norms: the same of the columns.
-        share: of the rows or of the columns, 0 to 1.
-
-    Raises:
-        ValueError: as `captured`.
-    """
-
 def build_info() -> "dict[str, object]":
     """
     How this module was built: a dict of plain values, for bug reports.
-    """
-
-def captured(scores: TensorView, *, share: float) -> float:
-    """
-    Squared norm that the largest `share` of the scores capture; the GIL is released. A NaN counts
-    as 0.
-
-    Where the share is no whole number of channels, the next one counts with the part that is left:
-    so rows and columns of any number can be compared.
-
-    Args:
-        scores: a float64 view.
-        share: of the number of channels, 0 to 1.
-
-    Raises:
-        ValueError: for another dtype, or a share that is not from 0 to 1.
-    """
-
-def channel_sq_norms(grads: Sequence[TensorView], *, columns: Sequence[int], row_sq_norms: Sequence[TensorView], column_sq_norms: Sequence[TensorView], pool: Pool | None = None) -> None:
-    """
-    Squared norm of each row and of each column of gradients, in one read; the GIL is released.
-
-    A gradient is taken as a matrix: rows of `columns` elements each. Sums are in double precision,
-    over fixed tiles: they depend on neither threads, alignment nor ISA. A NaN makes those of its
-    row and its column NaNs. Cost: reads the gradients once; during the call 0.04 B for each element
-    of large matrices.
-
-    Args:
-        grads: float32, bfloat16 or float16, each contiguous.
-        columns: for each gradient the elements of a row, a divisor of its elements.
-        row_sq_norms: for each gradient float64 views of as many sums as it has rows, written.
-        column_sq_norms: the same of its columns.
-        pool: the default pool if None.
-
-    Raises:
-        ValueError: with nothing written, for views of another dtype or size, or that overlap.
     """
 
 def check_volume(name: str, drives: Sequence[str | PathLike[str]]) -> tuple[int | None, int, list[str]]:
@@ -1420,29 +1364,6 @@ def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | N
         ValueError: for a dtype that gradients do not have.
     """
 
-def grant_channels(norms: TensorView, matrices: Sequence[Selectable], *, budget_bytes: int) -> list[tuple[bool, list[int], float, float, int, int]]:
-    """
-    The rows or columns of all matrices that capture most per byte of state, within a budget for
-    all; the GIL is released.
-
-    Of each matrix channels of the axis that captures more at the share that the budget is of the
-    state of all. They are taken by their squared norm per byte until one does not fit. Of equal
-    ones those of the first matrix and of the lowest index come first, a NaN after all numbers.
-    Takes linear time.
-
-    Args:
-        norms: a float32 view: for each matrix the norms of its rows, then those of its columns.
-        matrices: what an engine says of them.
-        budget_bytes: of device memory for the state of all.
-
-    Returns:
-        for each matrix whether channels are columns, the chosen ones, ascending, their squared norm
-        and that of the whole matrix, and how many rows, and columns, may be chosen in their place.
-
-    Raises:
-        ValueError: for another dtype or size.
-    """
-
 def instances_alive(classes: Sequence[type]) -> list[Any]:
     """
     The objects whose classes these are, as far as the collector knows them.
@@ -1521,7 +1442,7 @@ def remove_volume(name: str, drives: Sequence[str | PathLike[str]]) -> None:
         OSError: where a process uses it, or none of its files is there.
     """
 
-def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int, row_lens: Sequence[int], *, fraction: float = 0.0, budget_bytes: int | None = None) -> tuple[int, int]:
+def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int, row_lens: Sequence[int], *, fraction: float) -> tuple[int, int]:
     """
     Bytes that an engine needs for channels that are stepped on the device.
 
@@ -1531,14 +1452,12 @@ def selection_nbytes(numels: Sequence[int], dtypes: Sequence[str], interval: int
         interval: as of `deferral_nbytes`.
         row_lens: elements of a row of each; 0: it is no matrix.
         fraction: which share of the rows or columns of every segment is selected, 0 to 1.
-        budget_bytes: or how many bytes of device memory all segments share.
 
     Returns:
-        of device memory, at most the budget, and of host memory.
+        of device memory, and of host memory.
 
     Raises:
-        ValueError: for an interval or a fraction out of range, or a budget that is less than what
-            is selected whole.
+        ValueError: for an interval or a fraction out of range.
     """
 
 def stream_ceiling(*, numel: int, read_write_bytes: Sequence[int], read_bytes: Sequence[int], write_bytes: Sequence[int], passes: int = 5, pool: Pool | None = None) -> float:
@@ -1582,39 +1501,6 @@ def take_fingerprints(tensor: AdamTensor, *, pool: Pool | None = None) -> None:
 
     Raises:
         ValueError: for a tensor without fingerprints.
-    """
-
-def top_k(scores: TensorView, k: int) -> list[int]:
-    """
-    Indices of the `k` largest scores, ascending; the GIL is released.
-
-    Of equal scores the one with the lowest index comes first. A NaN comes after all numbers. Takes
-    linear time.
-
-    Args:
-        scores: a float64 view.
-        k: how many, at most all.
-
-    Raises:
-        ValueError: for another dtype, or more than there are.
-    """
-
-def top_k_within(scores: Sequence[TensorView], *, channel_bytes: Sequence[int], budget_bytes: int) -> list[list[int]]:
-    """
-    For each tensor the indices, ascending, of the channels that capture most per byte within a
-    budget for all; the GIL is released.
-
-    Channels are taken by their score per byte, of equal ones first those of the first tensor and
-    the lowest index, until one does not fit: less than one channel of the budget is left. A NaN
-    comes after all numbers. Takes linear time.
-
-    Args:
-        scores: for each tensor a float64 view of a score for each channel.
-        channel_bytes: for each tensor what choosing one of its channels costs, at least 1.
-        budget_bytes: for all that are chosen.
-
-    Raises:
-        ValueError: for another dtype, channels of no bytes, or lists of different lengths.
     """
 
 def write_state(tensor: AdamTensor, *, step: int, master: TensorView | None = None, exp_avg: TensorView | None = None, exp_avg_sq: TensorView | None = None, pool: Pool | None = None) -> None:

@@ -100,11 +100,8 @@ class WeightGuard:
             self._under_way.update((id(param), param) for param in plain)
             begin(plain, self, self._uploads.finish)
 
-    def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn | None:
-        """What the call that begins a step does to `params`, for accesses to wait from then on.
-
-        None: they are protected now.
-        """
+    def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
+        """What the call that begins a step does to `params`, for accesses to wait from then on."""
         with self._lock:
             self.num_steps += 1
         kind, registry = under_way_of(self, self._uploads.finish)

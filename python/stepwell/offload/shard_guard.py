@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from stepwell._sharding import is_dtensor, is_exactly_dtensor
 from stepwell.offload.finalizers import finalize
-from stepwell.offload.guard import Uploads, WeightGuard, exposed
+from stepwell.offload.guard import UnderWayIn, Uploads, WeightGuard, exposed
 from stepwell.offload.under_way import is_compiling, without_waiting
 from stepwell.offload.writes import ThreadWait, Writes
 
@@ -117,17 +117,20 @@ class ShardGuard(WeightGuard):
     def protect(self, params: Iterable[torch.Tensor]) -> None:
         params = list(params)
         super().protect(param for param in params if param not in self._shards)
-        shards = [param for param in params if param in self._shards]
+        self._protect_shards(params)
+
+    @override
+    def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
+        # Of each shard other tensors have the memory, whose classes change too.
+        self._protect_shards(params)
+        return super().protection(params)
+
+    def _protect_shards(self, params: Iterable[torch.Tensor]) -> None:
         parts: dict[torch.Tensor, torch.Tensor] = {}
-        for shard in shards:
+        for shard in [param for param in params if param in self._shards]:
             if memories := self._memories(shard):
                 parts.update(dict.fromkeys([shard, *memories], shard))
         self._writes.protect(parts)
-
-    @override
-    def protection(self, params: Iterable[torch.Tensor]) -> None:
-        # Of each shard other tensors have the memory, whose classes change too.
-        self.protect(params)
 
     @override
     def enter(self, params: Iterable[torch.Tensor]) -> None:

@@ -302,6 +302,8 @@ class OffloadStep(OffloadStateDicts):
         if swapped is not None and param in swapped:
             swapped.note_places()
             if not swapped.is_place(param, state):
+                # What is stepped has copies of them.
+                self._host.take_fingerprints([param], {param: state})
                 state, placed = self._host.write_through(param, state, label)
                 self._swapping.append((param, state, placed))
                 is_kept = False
