@@ -407,7 +407,9 @@ class OffloadStep(OffloadStateDicts):
         if not is_taken:
             return False
         self._store.has_left = True
-        self._submit(looked, inverse_scale * self._clip_coefficient(norm))
+        has_engine = len(self._twins) > 0
+        with self._background.opened().decided() if has_engine else contextlib.nullcontext():
+            self._submit(looked, inverse_scale * self._clip_coefficient(norm))
         return True
 
     def _agree_on_step(
@@ -526,50 +528,49 @@ class OffloadStep(OffloadStateDicts):
             )
             return
         engine, gate = self._background.opened(), self._background.open_gate
-        with engine.decided():
-            # After the norm, which would come down behind them; the step begins with the first that
-            # is there.
-            self._collector.take_missing(looked.params, looked.grads, engine)
-            self._host.prepare_commit(looked.params, states)
-            # Weights of deferred updates land with this step, also those of parameters without
-            # update.
-            landing = engine.store.landing
-            shared = [] if gate is None else self._background.exposed(landing)
-            at_once, number = None, looked.number
-            is_seen, is_settled = self._is_seen(), engine.is_settled
-            others = landing[len(looked.params) :]
-            num_settled, closed = engine.store.num_settled, self._background.gate
-            may_defer = closed is not None and not {*map(id, shared)} & {*map(id, others)}
-            if may_defer and closed is not None and self._is_deferred(engine, number):
-                # The step waits for the weights of these, since no forward is known to. And what
-                # they name in memory is on the volume after this step, and so is what comes next.
-                at_once = set(closed.not_covered(looked.params, shared))
-                at_once.update(param for param, _, _ in self._swapping)
-            self._note_submitted()
-            fingerprints = self._host.fingerprints
-            verified = [param for param in looked.params if fingerprints.is_unverified(param)]
-            # Ctrl-C may land in all that is Python. So this comes before the submit, and does no
-            # harm without it: host and device hold the same weights, and there is nothing to wait
-            # for.
-            self._twins.mark_stale(self._twins.left_out(landing))
-            self._twins.note_storages(landing)
-            coming = engine.announce(self._swapping, looked.params, verified)
-            options: dict[str, Any] = engine.options(looked.params)
-            if gate is not None:
-                options["under_way"] = gate.opening(landing, shared)
-            selected = []
-            if engine.selector is not None:
-                selected = engine.selector.choose(at_once)
-                engine.selector.drop(at_once or ())
-            engine.submit(
-                coming,
-                hypers,
-                at_once=at_once,
-                selected=selected,
-                num_settled=num_settled,
-                residents=residents,
-                **options,
-            )
+        # After the norm, which would come down behind them; the step begins with the first that
+        # is there.
+        self._collector.take_missing(looked.params, looked.grads, engine)
+        self._host.prepare_commit(looked.params, states)
+        # Weights of deferred updates land with this step, also those of parameters without
+        # update.
+        landing = engine.store.landing
+        shared = [] if gate is None else self._background.exposed(landing)
+        at_once, number = None, looked.number
+        is_seen, is_settled = self._is_seen(), engine.is_settled
+        others = landing[len(looked.params) :]
+        num_settled, closed = engine.store.num_settled, self._background.gate
+        may_defer = closed is not None and not {*map(id, shared)} & {*map(id, others)}
+        if may_defer and closed is not None and self._is_deferred(engine, number):
+            # The step waits for the weights of these, since no forward is known to. And what
+            # they name in memory is on the volume after this step, and so is what comes next.
+            at_once = set(closed.not_covered(looked.params, shared))
+            at_once.update(param for param, _, _ in self._swapping)
+        self._note_submitted()
+        fingerprints = self._host.fingerprints
+        verified = [param for param in looked.params if fingerprints.is_unverified(param)]
+        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no
+        # harm without it: host and device hold the same weights, and there is nothing to wait
+        # for.
+        self._twins.mark_stale(self._twins.left_out(landing))
+        self._twins.note_storages(landing)
+        coming = engine.announce(self._swapping, looked.params, verified)
+        options: dict[str, Any] = engine.options(looked.params)
+        if gate is not None:
+            options["under_way"] = gate.opening(landing, shared)
+        selected = []
+        if engine.selector is not None:
+            selected = engine.selector.choose(at_once)
+            engine.selector.drop(at_once or ())
+        engine.submit(
+            coming,
+            hypers,
+            at_once=at_once,
+            selected=selected,
+            num_settled=num_settled,
+            residents=residents,
+            **options,
+        )
         if self._deferred_steps is not None and may_defer:
             self._deferred_steps.note(number, is_seen=is_seen, is_settled=is_settled)
         if gate is not None and gate.uncovered:

@@ -357,13 +357,11 @@ impl PyStore {
         for &at in stepped {
             let Looked { span, group, piece, .. } = &self.looked[at];
             let Some(binding) = &self.spans[*span].binding else { continue };
-            let weight = match (piece, binding.weight) {
-                (None, Some(weight)) => {
-                    let begin = binding.tensor.map_or(0, |tensor| tensor.param.dtype().size());
-                    weight + binding.whole.1 * begin
-                }
-                (piece, _) => address(piece.as_ref().unwrap_or(&self.spans[*span].param).bind(py))?,
-            };
+            let whole = piece.as_ref().unwrap_or(&self.spans[*span].param).bind(py);
+            let dtype = binding.tensor.map(|tensor| tensor.param.dtype());
+            // A piece begins where its own rows do.
+            let first = if piece.is_none() { binding.whole.1 } else { 0 };
+            let weight = address(whole)? + first * dtype.map_or(0, |dtype| dtype.size());
             let hyper = hypers.get(*group).ok_or_else(|| {
                 Error::value(format!("hypers has `{}` groups, expected more", hypers.len()))
             })?;
