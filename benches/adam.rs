@@ -14,7 +14,7 @@ use stepwell::{
         tensor::AdamTensor,
         through::{Predicted, step_chunk_through},
     },
-    grads::{norm, stats::grad_stats, top_k::top_k},
+    grads::{norm, top_k::top_k},
     host::{
         memory::{Buffer, BufferConfig},
         pool::{Pool, PoolConfig},

@@ -515,8 +515,8 @@ class OffloadEngine:
         """
     def hold(self, /) -> None:
         """
-        Steps that are submitted from now on begin when something waits for them, or with `let_begin`:
-        what does not wait then finds the old weights, every time. For tests.
+        Steps that are submitted from now on begin when something waits for them, or with
+        `let_begin`: what does not wait then finds the old weights, every time. For tests.
         """
     @property
     def is_held(self, /) -> bool:
@@ -810,7 +810,8 @@ class Store:
     Parameters with their states, which are stepped together.
 
     Args:
-        is_beside: whether they are beside a device; else they are in host memory, and stepped there.
+        is_beside: whether they are beside a device; else they are in host memory, and stepped
+            there.
         engine: has the host sides of those that were added; None: the device has all state.
     """
     def __new__(cls, /, *, is_beside: bool = False, engine: OffloadEngine | None = None) -> Store: ...
@@ -827,8 +828,8 @@ class Store:
 
         Args:
             position: in its lists.
-            tensor: what the core steps, with the gradient's memory in the host; None: this rank has
-                nothing of the parameter.
+            tensor: what the core steps, with the gradient's memory in the host; None: this rank
+                has nothing of the parameter.
             grad: the gradient that is stepped, dense.
             state: the optimizer's state of it.
             parts: of the state what the step works with: its name, what the state has, and what

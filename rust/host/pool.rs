@@ -472,9 +472,7 @@ mod tests {
 
     #[test]
     fn an_argument_wins_over_the_environment() {
-        let threads = |threads, cpus| {
-            completed(&PoolConfig { threads, cpus, ..PoolConfig::default() }, Some(3)).threads
-        };
+        let threads = |threads, cpus| completed(&PoolConfig { threads, cpus }, Some(3)).threads;
         assert_eq!(threads(None, None), Some(3));
         assert_eq!(threads(Some(2), None), Some(2));
         assert_eq!(threads(None, Some(vec![0])), None);

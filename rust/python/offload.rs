@@ -701,8 +701,8 @@ impl PyOffloadEngine {
         drained
     }
 
-    /// Steps that are submitted from now on begin when something waits for them, or with `let_begin`:
-    /// what does not wait then finds the old weights, every time. For tests.
+    /// Steps that are submitted from now on begin when something waits for them, or with
+    /// `let_begin`: what does not wait then finds the old weights, every time. For tests.
     fn hold(&self) {
         self.engine.hold();
     }

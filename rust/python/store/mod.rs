@@ -52,10 +52,14 @@ use super::{
 };
 use crate::error::{Error, Result};
 
+/// Spans of a step, and where what it writes begins, with its bytes, ascending.
+type Memory = (Vec<usize>, Vec<(usize, usize)>);
+
 /// Parameters with their states, which are stepped together.
 ///
 /// Args:
-///     is_beside: whether they are beside a device; else they are in host memory, and stepped there.
+///     is_beside: whether they are beside a device; else they are in host memory, and stepped
+///         there.
 ///     engine: has the host sides of those that were added; None: the device has all state.
 #[pyclass(name = "Store", module = "stepwell._core")]
 pub(super) struct PyStore {
@@ -66,7 +70,7 @@ pub(super) struct PyStore {
     /// The gradients of the step that comes, in the order of the groups.
     looked: Vec<Looked>,
     /// The spans of a step, and the memory that it writes, ascending; None: it is to be found anew.
-    written: Option<(Vec<usize>, Vec<(usize, usize)>)>,
+    written: Option<Memory>,
     beside: Option<Beside>,
     /// Objects of parameters that something else steps.
     apart: HashSet<usize>,
@@ -166,8 +170,8 @@ impl PyStore {
     ///
     /// Args:
     ///     position: in its lists.
-    ///     tensor: what the core steps, with the gradient's memory in the host; None: this rank has
-    ///         nothing of the parameter.
+    ///     tensor: what the core steps, with the gradient's memory in the host; None: this rank
+    ///         has nothing of the parameter.
     ///     grad: the gradient that is stepped, dense.
     ///     state: the optimizer's state of it.
     ///     parts: of the state what the step works with: its name, what the state has, and what
@@ -181,7 +185,8 @@ impl PyStore {
     /// Raises:
     ///     ValueError: the gradient is another than the tensor's, or lies elsewhere.
     #[pyo3(signature = (
-        position, tensor, grad, *, state, parts, piece = None, first = 0, is_kept = true, write_backs = vec![]
+        position, tensor, grad, *, state, parts, piece = None, first = 0, is_kept = true,
+        write_backs = vec![]
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn bind(

@@ -42,11 +42,11 @@ impl PyStore {
             (store.batches(&hypers)?, store.owners(py)?)
         };
         let pool = PyPool::pool(None);
-        // SAFETY: the storages of all memory are held; the program vouches that it uses none of it
-        // meanwhile.
         py.detach(|| {
             let pool = pool.get()?;
             pool.claim_cpus();
+            // SAFETY: the storages of all memory are held; the program vouches that it uses none of
+            // it meanwhile.
             unsafe { batch::step_batches(pool, Isa::detect()?, &batches) }
         })?;
         let mut store = slf.borrow_mut();

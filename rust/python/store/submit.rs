@@ -246,9 +246,9 @@ impl PyStore {
             let work = OnDevice { grads: &grads, changes: changes.map(change).collect() };
             let launch = residents.as_ref().map(|one| one.launch(py, &store.torch)).transpose()?;
             let predicted = deferred.as_ref().map(|deferred| deferred.predicted_updates);
-            // SAFETY: the owners own the memory of host and device; of the program's use of it
-            // `docs/` says what it may do.
             if let Some(engine) = engine {
+                // SAFETY: the owners own the memory of host and device; of the program's use of it
+                // `docs/` says what it may do.
                 unsafe {
                     engine.submit_held(predicted, &updates, work, owners, stream_of(stream))?
                 };
