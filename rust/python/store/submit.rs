@@ -237,8 +237,14 @@ impl PyStore {
                 }
             }
             let landing = store.landing();
+            // As many as updates: of what this rank has nothing of there is none.
             let grads: Vec<u64> = match &selected {
-                Some(_) => stepped.iter().map(|&at| store.looked[at].grad_address as u64).collect(),
+                Some(_) => stepped
+                    .iter()
+                    .map(|&at| &store.looked[at])
+                    .filter(|one| store.has_tensor(one.span))
+                    .map(|one| one.grad_address as u64)
+                    .collect(),
                 None => Vec::new(),
             };
             let changes = selected.unwrap_or_default().into_iter();
@@ -321,6 +327,10 @@ impl PyStore {
     /// See [`PyStore::num_settled`].
     pub(super) fn settled_times(&self) -> u64 {
         self.beside.as_ref().map_or(0, |beside| beside.num_settled)
+    }
+
+    fn has_tensor(&self, span: usize) -> bool {
+        self.spans[span].binding.as_ref().is_some_and(|binding| binding.tensor.is_some())
     }
 
     fn beside(&self) -> Result<&Beside> {
