@@ -462,10 +462,7 @@ class Adam(StateDicts):
         """
         labels = dict(self._labelled())
         ordinals = {id(param): at for at, param in enumerate(labels)}
-        seeds = {
-            id(param): group["seed"] for group in self.param_groups for param in group["params"]
-        }
-        params, grads = look.params, look.grads
+        params, grads, groups = look.params, look.grads, look.groups
         for position in look.moved:
             param, label = params[position], labels[params[position]]
             grad = checked_grad(param, grads[position], label)
@@ -477,10 +474,19 @@ class Adam(StateDicts):
                 piece=None if type(param) in PLAIN else local(param),
                 state=self._state_to_step(param, label),
                 moments=self._moments,
-                rounding=Rounding(seeds[id(param)], ordinals[id(param)]),
+                rounding=self._rounding(
+                    ordinals[id(param)], self.param_groups[groups[position]], param
+                ),
                 label=partial(labels.__getitem__, param),
                 is_kept=grad is grads[position],
             )
+
+    def _rounding(self, index: int, group: dict[str, Any], param: torch.Tensor) -> Rounding:
+        """What the stochastic rounding of a parameter follows from.
+
+        A state dict has all of it, so a resumed run rounds alike.
+        """
+        return Rounding(group["seed"], index, self._first_element(param))
 
     def _state_to_step(self, param: torch.Tensor, label: str) -> _state.State:
         """The state that a step of `param` works with; `_apply` puts it where programs find it.

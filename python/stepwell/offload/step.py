@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core, _state
-from stepwell._binding import Rounding, bind
+from stepwell._binding import bind
 from stepwell._decision import Facts, Outcome, decide
 from stepwell._hyper import hyper_of
 from stepwell._sharding import PLAIN, greatest, is_dtensor
@@ -265,10 +265,10 @@ class OffloadStep(OffloadStateDicts):
         """
         labels = dict(self._labelled())
         ordinals = {id(param): at for at, param in enumerate(labels)}
-        params, own = look.params, look.grads
+        params, own, groups = look.params, look.grads, look.groups
         for at, grad in found.items():
             param = params[at]
-            twin, first = self._twins[param], self._first_element(param)
+            twin = self._twins[param]
             state, is_kept = self._kept_state_to_step(param, labels[param])
             is_own = grad is own[at]
             grads[at] = grad
@@ -281,7 +281,7 @@ class OffloadStep(OffloadStateDicts):
                 piece=None if type(param) in PLAIN else piece_of(param),
                 state=state,
                 moments=self._moments,
-                rounding=Rounding(self._seeds[look.groups[at]], ordinals[id(param)], first),
+                rounding=self._rounding(ordinals[id(param)], self.param_groups[groups[at]], param),
                 label=partial(labels.__getitem__, param),
                 is_kept=is_kept and is_own,
             )
