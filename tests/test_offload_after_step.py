@@ -273,19 +273,20 @@ def test_writes_through_data_to_frozen_parameters_are_stepped_on(dtype, options)
         assert torch.equal(one, other)
 
 
-def test_what_every_step_takes_is_not_read_again():
+def test_what_no_program_has_written_is_not_read_again(caplog):
     net = small()
     frozen = net[0].weight
     optimizer = stepwell.OffloadAdamW(net.named_parameters(), threads=1)
-    found = []
-    for step in range(6):
-        frozen.requires_grad_(step not in (2, 3))
-        optimizer.zero_grad()
-        net(batch(step)).square().sum().backward()
-        found.append(optimizer._twins.stale(net.parameters()))
-        optimizer.step()
-    # The first step waits for weights by itself: no forward was seen. The next one reads them.
-    assert found[2:] == [[], [frozen], [frozen], []]
+    with caplog.at_level("DEBUG", logger="stepwell"):
+        for step in range(6):
+            frozen.requires_grad_(step not in (2, 3))
+            optimizer.zero_grad()
+            net(batch(step)).square().sum().backward()
+            optimizer.step()
+    # The first step reads all: a program may initialise them unseen.
+    found = [record.message for record in caplog.records if "read again" in record.message]
+    assert len(found) == 1
+    assert found[0].startswith(f"{len(list(net.parameters()))} parameters")
 
 
 def test_zero_grad_waits_for_nothing():

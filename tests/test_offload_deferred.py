@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import stepwell
@@ -13,13 +12,9 @@ import torch
 from stepwell import Deferred, OffloadAdamW, _core
 from stepwell.offload import gradients
 from stepwell.offload.deferred import INTERVAL_MAX, Extents, memory_of
-from stepwell.offload.twins import Twins
 from stepwell.offload.under_way import as_plain
 from torch import nn
 from torch.utils import checkpoint as checkpointing
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 # The host is a device too: there copies are late as well.
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -177,17 +172,6 @@ def test_autograd_sees_that_a_drain_has_written_weights() -> None:
     optimizer.drain()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_weights_that_are_reread_have_all_updates() -> None:
-    model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), deferred=Deferred(interval=3, warmup_steps=1))
-    train(model, optimizer, range(4))
-    assert pending_of(optimizer)
-    optimizer.reread_parameters()
-    assert not pending_of(optimizer)
-    # Nothing was written while updates were pending.
-    train(model, optimizer, range(4, 8))
 
 
 def test_every_drain_applies_all_and_holds_nothing() -> None:
@@ -533,36 +517,6 @@ def test_what_cannot_be_seen_is_not_deferred(caplog: pytest.LogCaptureFixture) -
             optimizer.zero_grad()
     assert len([record for record in caplog.records if "not deferred" in record.message]) == 1
     assert optimizer._engine is not None and not optimizer._engine.pending_params
-
-
-@pytest.mark.parametrize("is_written", [False, True])
-def test_an_interrupted_look_takes_no_write_for_the_program_s(
-    monkeypatch: pytest.MonkeyPatch, is_written: bool
-) -> None:
-    model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
-    train(model, optimizer, range(4))
-    loss_of(model, 4).backward()
-    if is_written:
-        with torch.no_grad():
-            next(iter(model.parameters())).clamp_(-0.01, 0.01)
-    note, left = Twins.note, [KeyboardInterrupt]
-
-    def interrupted(twins: Twins, params: Iterable[torch.Tensor]) -> None:
-        params = list(params)
-        if left:
-            # Ctrl-C comes amid its loop.
-            note(twins, params[:1])
-            raise left.pop()
-        note(twins, params)
-
-    monkeypatch.setattr(Twins, "note", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.drain()
-    # A write of the program's is still one.
-    refused = pytest.raises(ValueError, match="1 parameters were written") if is_written else None
-    with refused or nullcontext():
-        optimizer.step()
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:

@@ -11,7 +11,6 @@ import torch
 from offload_cases import assert_equal, loss_of, pair, train
 from optim_cases import DTYPES, bits
 from stepwell import _core
-from stepwell.offload.twins import Twins
 
 pytestmark = pytest.mark.usefixtures("every_gradient_is_a_batch")
 
@@ -63,8 +62,6 @@ def test_what_was_written_between_steps_is_stepped(dtype, write):
             # Not by a way that waits.
             optimizer.synchronize()
         write(net, values)
-        if net is ours[0] and write is _data:
-            optimizer.reread_parameters()
         train(net, optimizer, 2, first=2)
     assert_equal(ours, theirs)
 
@@ -111,22 +108,6 @@ def test_data_that_is_written_after_a_step_that_was_not_taken_is_stepped(dtype, 
         net[0].weight.data.mul_(0.5)
         train(net, optimizer, 2, first=2)
     assert_equal(ours, theirs)
-
-
-def test_a_weight_that_was_read_holds_the_identity_of_its_storage():
-    """Until another is read: no other storage can have it meanwhile."""
-    twins = Twins()
-    param = torch.nn.Parameter(torch.ones(3))
-    twins.add([param])
-    for _ in range(3):
-        param.data = torch.zeros(3)
-        identity = param.untyped_storage()._cdata
-        assert twins.stale([param])
-        twins.refresh([param])
-        assert not twins.stale([param])
-        assert twins[param].storage.cdata == identity
-        param.data = torch.empty(0)
-        assert twins[param].storage.expired()
 
 
 @pytest.mark.parametrize(

@@ -213,11 +213,9 @@ def fsdp_mixed_precision():
     assert train(nets[0], ours, 4) == pytest.approx(train(nets[1], theirs, 4), rel=1e-2)
 
 
-def parameters_are_read_again_only_if_written():
+def steps_are_taken():
     net = sharded_net()
-    optimizer = stepwell.OffloadAdamW(net.parameters())
-    train(net, optimizer, 2)
-    return bool(optimizer._twins.stale(net.parameters()))
+    train(net, stepwell.OffloadAdamW(net.parameters()), 2)
 
 
 def checkpoint_resumes(folder, dtype, moments):
@@ -390,10 +388,6 @@ def test_fsdp2_mixed_precision(ranks):
     ranks.run(fsdp_mixed_precision)
 
 
-def test_parameters_are_read_again_only_if_written(ranks):
-    assert ranks.run(parameters_are_read_again_only_if_written) == [False, False]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("moments", ["fp32", "q8"])
 def test_distributed_checkpoint_resumes_exactly(ranks, tmp_path, dtype, moments):
@@ -463,7 +457,7 @@ def test_gradients_of_shards_are_copied_early(ranks, program):
 
 def test_a_rank_whose_step_fails_ends_the_others(ranks):
     # It ends, and the ranks are started anew where another test follows.
-    ranks.run(parameters_are_read_again_only_if_written)
+    ranks.run(steps_are_taken)
     for tasks in ranks.tasks:
         tasks.put((fsdp_late_programs.fails_on_one_rank, ()))
     rank, failure, told = ranks.results.get(timeout=40)

@@ -162,7 +162,7 @@ def left_between(place):
     return found
 
 
-@pytest.mark.parametrize("place", ["_looked", "_stale_of", "_submit"])
+@pytest.mark.parametrize("place", ["_looked", "_submit"])
 def test_a_rank_that_leaves_a_step_is_named_to_the_others(two, place):
     first, second = two.run(left_between, place)
     assert second[:3] == [None, "LeftError: no memory", "LeftError: no memory"]

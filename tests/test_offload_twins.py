@@ -1,9 +1,8 @@
-"""The host sides of parameters: their memory, and when they are taken for stale."""
+"""The host sides of parameters: their memory."""
 
 import pytest
 import torch
 from stepwell import _core
-from stepwell.offload import twins as twins_module
 from stepwell.offload.shares import Shares
 from stepwell.offload.twins import Twins
 from torch.nn import Parameter
@@ -63,52 +62,6 @@ def test_memory_is_freed_with_the_last_that_was_added_with_it():
     assert twins.total_nbytes == 0
 
 
-def seen(twins, params):
-    return twins.stale(params), twins.written(params)
-
-
-@torch.no_grad()
-def test_a_weight_is_stale_until_it_was_taken_over():
-    params, twins = made()
-    param, other = params[0], params[1]
-    # A program may initialise it; nothing says that it was written.
-    assert seen(twins, [param]) == ([param], [])
-    twins.note([param, other])
-    assert seen(twins, [param, other]) == ([], [])
-    param.fill_(2)
-    assert seen(twins, [param, other]) == ([param], [param])
-    twins.refresh([param])
-    assert torch.equal(twins.weight(param), param)
-    assert seen(twins, [param, other]) == ([], [])
-    # Of a write that is not seen nothing is known.
-    twins.mark_stale([param])
-    assert seen(twins, [param, other]) == ([param], [])
-    twins.note([param])
-    assert seen(twins, [param, other]) == ([], [])
-    twins.forget([param])
-    assert seen(twins, [param, other]) == ([param], [param])
-    twins.refresh([param])
-    param.data = torch.ones_like(param)
-    assert seen(twins, [param, other]) == ([param], [param])
-
-
-@torch.no_grad()
-def test_weights_differ_by_their_bits(monkeypatch):
-    # Many parts: rows of 12 bytes, and of more than one.
-    for part_bytes in (1, 24, 1 << 20):
-        monkeypatch.setattr(twins_module, "_PART_BYTES", part_bytes)
-        params, twins = made()
-        assert not any(twins.differs(param) for param in params)
-        for param in params:
-            for at in range(param.numel()):
-                element = param.view(-1)[at]
-                for before, after in ((0.0, -0.0), (1.0, 1.0), (torch.nan, torch.nan)):
-                    element.fill_(before)
-                    twins.refresh([param])
-                    element.fill_(after)
-                    assert twins.differs(param) == (before == 0)
-
-
 @torch.no_grad()
 def test_a_rank_has_the_rows_that_it_steps():
     rows = 2 * _core.CHUNK_LEN // 64
@@ -124,14 +77,9 @@ def test_a_rank_has_the_rows_that_it_steps():
         assert twins.nbytes([param]) == param.nbytes
         other = torch.randn(rows, 64)
         assert torch.equal(twins.piece(param, other), other[rank * rows // 2 :][: rows // 2])
-        # What other ranks step differs in nothing that this one has.
-        twins.note([param])
-        param.view(-1)[(1 - rank) * param.numel() // 2] += 1
-        assert not twins.differs(param)
         param.view(-1)[rank * param.numel() // 2] += 1
-        assert twins.differs(param)
-        param.view(-1)[(1 - rank) * param.numel() // 2] -= 1
         twins.refresh([param])
+        assert torch.equal(twins.weight(param), twins.piece(param))
     assert len(found[0]) == len(found[1]) == rows // 2
 
 

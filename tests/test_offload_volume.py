@@ -96,7 +96,7 @@ def test_parameters_without_gradient_stay_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("durability", ["none", "commit"])
-def test_writes_through_data_to_frozen_parameters_count(tmp_path, caplog, durability):
+def test_writes_through_data_to_frozen_parameters_count(tmp_path, durability):
     ours, theirs = pair(tmp_path, torch.bfloat16, durability=durability)
     for net, optimizer in (ours, theirs):
         for step in range(6):
@@ -106,11 +106,7 @@ def test_writes_through_data_to_frozen_parameters_count(tmp_path, caplog, durabi
                 # A forward has waited for it.
                 net(torch.zeros(1, SIZES[0], dtype=torch.bfloat16))
                 net[2].weight.data.mul_(0.5)
-                if net is theirs[0]:
-                    optimizer.reread_parameters()
     assert_equal(ours, theirs)
-    # Nothing was seen.
-    assert "were written by the program" not in caplog.text
 
 
 def test_parameters_that_are_added_or_thaw_later(tmp_path):

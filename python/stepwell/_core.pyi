@@ -472,12 +472,12 @@ class OffloadEngine:
         Writes checksums of memory of the device, in the order of `stream`.
 
         Args:
-            addresses: where each memory begins, a multiple of 8.
-            nbytes: its size, a multiple of 8.
+            addresses: where each memory begins.
+            nbytes: its size.
             sums: where `CHECKSUM_SUMS` int64 for each are written, one after the other.
 
         Raises:
-            ValueError: for other addresses or sizes.
+            ValueError: for other than as many sizes as addresses.
             OSError: where the device has no kernel for it, or has failed.
         """
     def discard(self, /) -> None:
@@ -513,6 +513,10 @@ class OffloadEngine:
         Raises:
             OSError: where the step or the device has failed.
         """
+    def first_segments(self, /) -> list[int]:
+        """
+        For each tensor the number of its first segment, and one more for the end.
+        """
     def hold(self, /) -> None:
         """
         Steps that are submitted from now on begin when something waits for them, or with
@@ -522,6 +526,18 @@ class OffloadEngine:
     def is_held(self, /) -> bool:
         """
         Whether a step that was submitted waits for `let_begin`.
+        """
+    def keep_checksums(self, /, sums: int) -> None:
+        """
+        Keeps checksums of weights on the device: of what was uploaded last, and of what the device
+        has stepped since.
+
+        Args:
+            sums: where `CHECKSUM_SUMS` int64 for each segment are, one after the other, as long as
+                the engine lives.
+
+        Raises:
+            OSError: where the device has no kernel for it.
         """
     def let_begin(self, /) -> None:
         """
@@ -815,12 +831,10 @@ class Store:
         engine: has the host sides of those that were added; None: the device has all state.
     """
     def __new__(cls, /, *, is_beside: bool = False, engine: OffloadEngine | None = None) -> Store: ...
-    def add(self, /, params: Sequence[Any], twins: Sequence[Any]) -> None:
+    def add(self, /, params: Sequence[Any]) -> None:
         """
         Adds parameters that are stepped beside a device, in the order of the engine's tensors.
         (Those in host memory are added where `look` finds them.)
-
-        `twins`: of each what has its `version` when the step that comes has begun.
         """
     def bind(self, /, position: int, tensor: AdamTensor | None, grad: Any, *, state: Any, parts: Sequence[tuple[str, Any, Any]], piece: Any | None = None, first: int = 0, is_kept: bool = True, write_backs: Sequence[Any] = ...) -> None:
         """
@@ -984,6 +998,19 @@ class Store:
 
         Raises:
             ValueError: as `OffloadEngine.take`.
+            OSError: where the device has failed.
+        """
+    def take_checksums(self, /, sums: int, *, stream: int) -> None:
+        """
+        Writes the checksums of the weights on the device that come with the step of the last look,
+        as `OffloadEngine.keep_checksums` has them, in the order of `stream`. Those of others are
+        left as they are.
+
+        Args:
+            sums: where `CHECKSUM_SUMS` int64 for each segment are, one after the other.
+            stream: the stream that has waited for these weights.
+
+        Raises:
             OSError: where the device has failed.
         """
     def unbind(self, /) -> None:

@@ -27,7 +27,7 @@ use cudarc::driver::{
 };
 
 use super::{
-    Attached, Channels, Device, Lane, Mark, Stream, Words,
+    Attached, Behind, Channels, Device, Lane, Mark, Piece, Stream,
     driver::{self, Handle, failed},
     kernels::{Checksums, Kernels},
 };
@@ -45,7 +45,7 @@ pub struct CudaDevice {
     events: Vec<Handle<sys::CUevent>>,
     marks: Mutex<Marks>,
     kernels: OnceLock<Kernels>,
-    checksums: Mutex<Option<Checksums>>,
+    checksums: OnceLock<Checksums>,
 }
 
 /// Events for points of callers' streams: as many as were ever outstanding at once.
@@ -75,7 +75,7 @@ impl CudaDevice {
             events: Vec::with_capacity(events),
             marks: Mutex::default(),
             kernels: OnceLock::new(),
-            checksums: Mutex::default(),
+            checksums: OnceLock::new(),
         };
         made.fill(events)?;
         Ok(made)
@@ -108,14 +108,6 @@ impl CudaDevice {
         self.kernels.get().ok_or_else(|| {
             Error::value("the device steps no channels yet, expected it to be prepared for them")
         })
-    }
-
-    fn loaded_checksums(&self) -> Result<Checksums> {
-        let mut loaded = self.checksums.lock().unwrap_or_else(PoisonError::into_inner);
-        match *loaded {
-            Some(known) => Ok(known),
-            None => Ok(*loaded.insert(Checksums::load()?)),
-        }
     }
 
     fn marks(&self) -> MutexGuard<'_, Marks> {
@@ -261,9 +253,24 @@ unsafe impl Device for CudaDevice {
         unsafe { kernels.restore_weights(channels, self.lane(Lane::Upload)) }
     }
 
-    unsafe fn checksums(&self, stream: Stream, memory: &[Words], sums: u64) -> Result<()> {
-        let kernel = self.loaded_checksums()?;
-        let stream = std::ptr::with_exposed_provenance_mut(stream.0 as usize);
+    fn prepare_checksums(&self) -> Result<()> {
+        if self.checksums.get().is_none() {
+            let _attached = Attached::to(self)?;
+            let loaded = Checksums::load()?;
+            // As of `prepare_channels`.
+            let _ = self.checksums.set(loaded);
+        }
+        Ok(())
+    }
+
+    unsafe fn checksums(&self, behind: Behind, memory: &[Piece], sums: u64) -> Result<()> {
+        let kernel = self.checksums.get().ok_or_else(|| {
+            Error::value("the device takes no checksums yet, expected it to be prepared for them")
+        })?;
+        let stream = match behind {
+            Behind::Stream(stream) => std::ptr::with_exposed_provenance_mut(stream.0 as usize),
+            Behind::Uploads => self.lane(Lane::Upload),
+        };
         // SAFETY: passed on from the caller, and the maker of the stream vouches that it is alive.
         unsafe { kernel.launch(memory, sums, stream) }
     }
@@ -289,7 +296,7 @@ impl Drop for CudaDevice {
         let events = self.events.drain(..).chain(marks.events.drain(..)).collect::<Vec<_>>();
         let lanes = std::mem::take(&mut self.lanes);
         let kernels = self.kernels.take().map(|kernels| kernels.module());
-        let checksums = self.checksums.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let checksums = self.checksums.take();
         let modules = kernels.into_iter().chain(checksums.map(|checksums| checksums.module()));
         if let Ok(_attached) = Attached::to(self) {
             // SAFETY: nothing else has them; each is destroyed once. Failures mean that the context

@@ -8,7 +8,7 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::{CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Stream, Words};
+use super::{Behind, CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Piece, Stream};
 use crate::{
     adam::{
         Step,
@@ -158,19 +158,22 @@ unsafe impl Device for HostDevice {
         Ok(())
     }
 
-    unsafe fn checksums(&self, _stream: Stream, memory: &[Words], sums: u64) -> Result<()> {
-        let sums: *mut [u64; CHECKSUM_SUMS] = std::ptr::with_exposed_provenance_mut(sums as usize);
-        // SAFETY: the caller vouches that it is alive, aligned, and not used otherwise.
-        let sums = unsafe { std::slice::from_raw_parts_mut(sums, memory.len()) };
-        for (memory, sums) in memory.iter().zip(sums) {
-            let begin: *const u64 = std::ptr::with_exposed_provenance(memory.address as usize);
-            let words: &[u64] = match memory.count as usize {
-                // Nothing may be there.
-                0 => &[],
-                // SAFETY: the caller vouches that it is alive, aligned, and not written.
-                count => unsafe { std::slice::from_raw_parts(begin, count) },
-            };
-            *sums = checksum(words);
+    fn prepare_checksums(&self) -> Result<()> {
+        Ok(())
+    }
+
+    unsafe fn checksums(&self, behind: Behind, memory: &[Piece], sums: u64) -> Result<()> {
+        match behind {
+            // The stream is the calling thread: what it holds is done.
+            // SAFETY: passed on from the caller.
+            Behind::Stream(_) => unsafe { write_checksums(memory, sums) },
+            Behind::Uploads => {
+                let each = (size_of::<u64>() * CHECKSUM_SUMS) as u64;
+                for (&piece, at) in memory.iter().zip(0..) {
+                    let sums = sums + at * each;
+                    self.enqueue(Lane::Upload, LaneWork::Checksum { piece, sums });
+                }
+            }
         }
         Ok(())
     }
@@ -182,17 +185,50 @@ unsafe impl Device for HostDevice {
     fn unpin(&self, _address: usize) {}
 }
 
-/// The checksum of words ([`Device::checksums`]).
-fn checksum(words: &[u64]) -> [u64; CHECKSUM_SUMS] {
+/// # Safety
+/// As [`Device::checksums`].
+unsafe fn write_checksums(memory: &[Piece], sums: u64) {
+    let sums: *mut [u64; CHECKSUM_SUMS] = std::ptr::with_exposed_provenance_mut(sums as usize);
+    // SAFETY: the caller vouches that it is alive, aligned, and not used otherwise.
+    let sums = unsafe { std::slice::from_raw_parts_mut(sums, memory.len()) };
+    for (piece, sums) in memory.iter().zip(sums) {
+        let begin: *const u8 = std::ptr::with_exposed_provenance(piece.address as usize);
+        let bytes: &[u8] = match piece.nbytes as usize {
+            // Nothing may be there.
+            0 => &[],
+            // SAFETY: the caller vouches that it is alive, and not written.
+            nbytes => unsafe { std::slice::from_raw_parts(begin, nbytes) },
+        };
+        *sums = checksum(bytes, piece.address as usize % WORD_BYTES);
+    }
+}
+
+const WORD_BYTES: usize = size_of::<u64>();
+
+/// The checksum of bytes of which the first is at place `lead` of its word
+/// ([`Device::checksums`]).
+fn checksum(bytes: &[u8], lead: usize) -> [u64; CHECKSUM_SUMS] {
     let mut sums = [0u64; CHECKSUM_SUMS];
-    for (run, words) in words.chunks(CHECKSUM_RUN).enumerate() {
-        let odd = (0..).map(|at: u64| 2 * ((run * CHECKSUM_RUN) as u64 + at) + 1);
-        let sum = words.iter().zip(odd).fold(0u64, |sum, (word, odd)| {
-            let product = word.wrapping_mul(odd);
-            sum.wrapping_add(product ^ (product >> 32))
-        });
-        let total = &mut sums[run % CHECKSUM_SUMS];
-        *total = total.wrapping_add(sum);
+    let mut add = |at: usize, word: [u8; WORD_BYTES]| {
+        let product = u64::from_le_bytes(word).wrapping_mul(2 * at as u64 + 1);
+        let sum = &mut sums[at / CHECKSUM_RUN % CHECKSUM_SUMS];
+        *sum = sum.wrapping_add(product ^ (product >> 32));
+    };
+    // A word of which only some bytes are there, from `begin` on.
+    let part = |begin: usize, bytes: &[u8]| {
+        let mut word = [0; WORD_BYTES];
+        word[begin..begin + bytes.len()].copy_from_slice(bytes);
+        word
+    };
+    let (first, rest) = bytes.split_at(((WORD_BYTES - lead) % WORD_BYTES).min(bytes.len()));
+    if !first.is_empty() {
+        add(0, part(lead, first));
+    }
+    let begin = usize::from(lead > 0);
+    let (words, last) = rest.as_chunks::<WORD_BYTES>();
+    words.iter().enumerate().for_each(|(at, &word)| add(begin + at, word));
+    if !last.is_empty() {
+        add(begin + words.len(), part(0, last));
     }
     sums
 }
@@ -226,11 +262,12 @@ unsafe fn indices_in(view: &View) -> Vec<u32> {
 enum LaneWork {
     Copy { from: usize, to: usize, nbytes: usize },
     Restore(Channels),
+    Checksum { piece: Piece, sums: u64 },
 }
 
 impl LaneWork {
     /// # Safety
-    /// As [`Device::copy`] or [`Device::restore_weights`] of what it is.
+    /// As [`Device::copy`], [`Device::restore_weights`] or [`Device::checksums`] of what it is.
     unsafe fn run(self) {
         match self {
             Self::Copy { from, to, nbytes } => {
@@ -239,6 +276,8 @@ impl LaneWork {
                 // SAFETY: passed on from the caller.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, nbytes) };
             }
+            // SAFETY: passed on from the caller.
+            Self::Checksum { piece, sums } => unsafe { write_checksums(&[piece], sums) },
             Self::Restore(channels) => {
                 // It was opened before it was enqueued.
                 let Ok(Opened { isa, state, indices, weight }) = Opened::new(&channels) else {

@@ -8,7 +8,7 @@ use std::ffi::{CStr, c_void};
 use cudarc::driver::{result, sys};
 
 use super::{
-    CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Words,
+    CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Piece,
     driver::{Handle, failed},
 };
 use crate::{
@@ -97,12 +97,12 @@ impl Checksums {
     /// As [`super::Device::checksums`]; the stream is alive.
     pub(super) unsafe fn launch(
         &self,
-        memory: &[Words],
+        memory: &[Piece],
         mut sums: u64,
         stream: sys::CUstream,
     ) -> Result<()> {
         for memory in memory.chunks(CHECKSUMS_PER_LAUNCH) {
-            let mut pieces = [Words::default(); CHECKSUMS_PER_LAUNCH];
+            let mut pieces = [Piece::default(); CHECKSUMS_PER_LAUNCH];
             pieces[..memory.len()].copy_from_slice(memory);
             let mut params = [param(&mut pieces), param(&mut sums)];
             let grid = (CHECKSUM_SUMS as u32, memory.len() as u32, 1);

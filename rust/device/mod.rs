@@ -72,14 +72,32 @@ impl Stream {
 #[derive(Debug)]
 pub struct Mark(usize);
 
-/// Memory of 64-bit words on a device.
+/// Memory on a device.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
-pub struct Words {
-    /// Where it begins, a multiple of 8; anything where it has no words.
+pub struct Piece {
+    /// Where it begins; 0 where it has no bytes.
     pub address: u64,
-    /// How many words it has.
-    pub count: u64,
+    /// How many bytes it has.
+    pub nbytes: u64,
+}
+
+impl Piece {
+    /// That many bytes from `address` on.
+    #[must_use]
+    pub fn new(address: u64, nbytes: usize) -> Self {
+        // Of no bytes no word is read, wherever they are.
+        if nbytes == 0 { Self::default() } else { Self { address, nbytes: nbytes as u64 } }
+    }
+}
+
+/// What a kernel comes behind.
+#[derive(Clone, Copy, Debug)]
+pub enum Behind {
+    /// What the stream holds.
+    Stream(Stream),
+    /// What is on the lane for uploads; its next event is behind the kernel.
+    Uploads,
 }
 
 /// Selected channels of a block, in device memory.
@@ -218,22 +236,27 @@ pub unsafe trait Device: Send + Sync {
         Err(no_channels())
     }
 
-    /// Writes the checksums of memory, in the order of `stream`: [`CHECKSUM_SUMS`] sums of 64 bits
-    /// each, one after the other at `sums`. Of the word at `i`, x = word * (2 i + 1), and
+    /// Makes ready for [`Device::checksums`].
+    ///
+    /// # Errors
+    /// [`Error::Os`] where the device cannot.
+    fn prepare_checksums(&self) -> Result<()>;
+
+    /// Writes the checksums of memory: [`CHECKSUM_SUMS`] sums of 64 bits each, one after the other
+    /// at `sums`. Words are those of 8 bytes that begin at multiples of 8; where memory begins or
+    /// ends within one, its other bytes count as 0. Of the word at `i`, x = word * (2 i + 1), and
     /// x ^ (x >> 32) is added to the sum `i / CHECKSUM_RUN % CHECKSUM_SUMS`; all modulo 2^64. A
     /// word that changes changes its sum. Words that change places nearly always do, and so do
     /// signs that change: without the shift an even number of uppermost bits would add up to
     /// nothing.
     ///
     /// # Safety
-    /// Until it is done, all memory is alive, aligned to 8 bytes, and of the device; nothing else
-    /// writes what it reads or uses what it writes.
+    /// Until it is done, all memory is alive and of the device, `sums` is aligned to 8 bytes, and
+    /// nothing else writes what it reads or uses what it writes.
     ///
     /// # Errors
     /// [`Error::Os`] where the device cannot.
-    unsafe fn checksums(&self, _stream: Stream, _memory: &[Words], _sums: u64) -> Result<()> {
-        Err(Error::os("no checksums", std::io::ErrorKind::Unsupported))
-    }
+    unsafe fn checksums(&self, behind: Behind, memory: &[Piece], sums: u64) -> Result<()>;
 
     /// Pins a range of host memory, so that copies from and to it need no detour.
     ///

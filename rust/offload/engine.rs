@@ -18,7 +18,7 @@ use super::{
     uploads::Uploads,
 };
 use crate::{
-    device::{Attached, Device, Stream, Words},
+    device::{Attached, Device, Stream},
     error::{Error, Result},
     host::{
         executor::{Executor, Role, Task},
@@ -150,41 +150,6 @@ impl Engine {
             pinned: Mutex::default(),
             process: process::id(),
         })
-    }
-
-    /// Writes the checksums of memory of the device, one after the other to `sums`, in the order of
-    /// `stream`; see [`Device::checksums`].
-    ///
-    /// # Safety
-    /// As [`Device::checksums`] asks.
-    ///
-    /// # Errors
-    /// [`Error::Value`] for memory that is not of whole words; [`Error::Os`] where the device
-    /// cannot, or has no kernel for it.
-    pub unsafe fn checksums(
-        &self,
-        sources: &[(u64, usize)],
-        sums: u64,
-        stream: Stream,
-    ) -> Result<()> {
-        self.check_process()?;
-        let word = size_of::<u64>() as u64;
-        let words = |&(address, nbytes): &(u64, usize)| {
-            let nbytes = nbytes as u64;
-            if address.is_multiple_of(word) && nbytes.is_multiple_of(word) {
-                return Ok(Words { address, count: nbytes / word });
-            }
-            Err(Error::value(format!(
-                "a checksum of `{nbytes}` bytes at `{address:#x}`, expected whole words of 8"
-            )))
-        };
-        let memory = sources.iter().map(words).collect::<Result<Vec<_>>>()?;
-        if memory.is_empty() {
-            return Ok(());
-        }
-        let _attached = Attached::to(&*self.shared.device)?;
-        // SAFETY: passed on from the caller.
-        unsafe { self.shared.device.checksums(stream, &memory, sums) }
     }
 
     /// Waits on this thread, no longer than `timeout`, until the uploads of these elements of a

@@ -30,6 +30,7 @@
 //! | `submit.rs` | what callers do with steps: submit, settle |
 //! | `next.rs` | the job that comes next, as callers fill it |
 //! | `checks.rs` | what can be wrong with a call |
+//! | `contents.rs` | whether a program has written weights on the device |
 //! | `downloads.rs` | the queue of copies to the host, and how they are handed over |
 //! | `step.rs` | what workers do with a chunk |
 //! | `handover.rs` | how what lands is handed to the device |
@@ -109,6 +110,7 @@
 //! as many calls as a step has had so far.
 
 mod checks;
+mod contents;
 mod downloads;
 mod engine;
 mod generation;
@@ -132,6 +134,7 @@ mod step;
 mod submit;
 mod uploads;
 
+pub use contents::Weight;
 pub use downloads::IN_FLIGHT;
 pub use engine::{Engine, Shape};
 pub use groups::INTERVAL_MAX;

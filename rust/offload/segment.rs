@@ -4,6 +4,7 @@
 use std::ops::Range;
 
 use crate::{
+    device::Piece,
     error::{Error, Result},
     state::chunk::{CHUNK_LEN, num_chunks},
 };
@@ -71,6 +72,11 @@ impl Segments {
         self.numels[tensor]
     }
 
+    /// For each tensor the number of its first segment, and one more for the end.
+    pub(super) fn first(&self) -> &[usize] {
+        &self.first
+    }
+
     /// How many segments all tensors have.
     pub(super) fn count(&self) -> usize {
         self.first[self.numels.len()]
@@ -95,6 +101,13 @@ impl Segments {
     pub(super) fn elements(&self, tensor: usize, segment: usize) -> Range<usize> {
         let begin = (segment - self.first[tensor]) * SEGMENT_LEN;
         begin..(begin + SEGMENT_LEN).min(self.numels[tensor])
+    }
+
+    /// The memory of segment number `segment` within `tensor`, which has it, where the tensor begins
+    /// at `address` and its elements have `size` bytes.
+    pub(super) fn piece(&self, tensor: usize, segment: usize, address: u64, size: usize) -> Piece {
+        let elements = self.elements(tensor, segment);
+        Piece::new(address + (elements.start * size) as u64, elements.len() * size)
     }
 
     /// The chunks of segment number `segment` within `tensor`.

@@ -275,7 +275,8 @@ impl Selected {
     }
 
     /// Steps what is selected of these updates, on `stream`, and takes the changes of the job,
-    /// which have been checked. Nothing is selected where it is whole.
+    /// which have been checked. Nothing is selected where it is whole. Returns which segments it
+    /// has stepped, and of which update each is.
     ///
     /// # Safety
     /// As [`Device::step_channels`].
@@ -289,16 +290,17 @@ impl Selected {
         updates: &[Update],
         work: OnDevice<'_>,
         stream: Stream,
-    ) -> Result<()> {
+    ) -> Result<Vec<(usize, usize)>> {
         let mut state = self.state();
-        let mut stepped = Vec::new();
-        for (update, &grad) in updates.iter().zip(work.grads) {
+        let (mut stepped, mut found) = (Vec::new(), Vec::new());
+        for (at, (update, &grad)) in updates.iter().zip(work.grads).enumerate() {
             let step = Step::new(&update.hyper, update.count);
             for segment in segments.of(update.index) {
                 let Some(channels) = self.channels(&state, update, segment)? else { continue };
                 let begin = self.plans.of_segments[segment].map_or(0, |one| one.first);
                 let block = (channels, grad + (begin * channels.kind.dtype().size()) as u64);
                 stepped.push((step, block));
+                found.push((segment, at));
             }
         }
         for (step, blocks) in &by_step(stepped.into_iter()) {
@@ -308,7 +310,7 @@ impl Selected {
             unsafe { device.step_channels(stream, blocks, step)? };
         }
         state.changes = work.changes;
-        Ok(())
+        Ok(found)
     }
 
     /// The changes of the job that was submitted last; there are none any more.

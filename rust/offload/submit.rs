@@ -13,7 +13,7 @@ use super::{
     shared::Shared,
 };
 use crate::{
-    device::{Attached, Stream},
+    device::{Attached, Behind, Stream},
     error::Result,
 };
 
@@ -144,8 +144,15 @@ impl Engine {
             uploads.order_stream_after_all(stream).inspect_err(|error| jobs.fail(error))?;
             // SAFETY: the caller vouches for weights, gradients and the stream, which comes after
             // the landings of the job before.
-            unsafe { selected.step(&**device, segments, updates, work, stream) }
-                .inspect_err(|error| jobs.fail(error))?;
+            unsafe {
+                selected.step(&**device, segments, updates, work, stream).and_then(|stepped| {
+                    stepped.into_iter().try_for_each(|(segment, at)| {
+                        let behind = Behind::Stream(stream);
+                        uploads.take_checksum(segments, &updates[at], segment, behind)
+                    })
+                })
+            }
+            .inspect_err(|error| jobs.fail(error))?;
         }
         uploads.order_after(stream).inspect_err(|error| {
             if selected.is_some() {

@@ -8,17 +8,21 @@
 //! - UP-3 A segment is *enqueued* once the device has its upload and its event is recorded. Only
 //!   from then on does the event stand for this upload. A thread that has a stream wait for a
 //!   weight waits for that first.
+//! - UP-4 Where checksums are kept, that of a segment is of what the device has of it since the
+//!   engine wrote it last: it is taken on the lane behind the upload, before the segment's event,
+//!   or behind the kernel that steps selected channels, on its stream. So a weight with another
+//!   checksum was written by something else.
 
 use std::ops::Range;
 
 use super::{job::Update, segment::Segments};
 use crate::{
-    device::{Channels, Device, Lane, Stream},
+    device::{Behind, CHECKSUM_SUMS, Channels, Device, Lane, Stream},
     error::Result,
     stream::view::View,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -29,18 +33,47 @@ pub(super) struct Uploads {
     first_event: usize,
     /// For each segment: its upload of the last step is enqueued, or it had no part in that step.
     enqueued: Box<[AtomicBool]>,
+    /// Where the device has a checksum of each segment; 0: none are kept.
+    checksums: AtomicU64,
 }
 
 impl Uploads {
     /// Nothing is under way. Events from `first_event` on are their own.
     pub(super) fn new(device: Arc<dyn Device>, segments: &Segments, first_event: usize) -> Self {
         let enqueued = (0..segments.count()).map(|_| AtomicBool::new(true)).collect();
-        Self { device, first_event, enqueued }
+        Self { device, first_event, enqueued, checksums: AtomicU64::new(0) }
     }
 
     /// How many events they have.
     pub(super) fn events(segments: &Segments) -> usize {
         segments.count() + 1
+    }
+
+    /// Keeps checksums of segments from now on, at this address of the device.
+    pub(super) fn keep_checksums(&self, address: u64) {
+        self.checksums.store(address, Ordering::Relaxed);
+    }
+
+    /// Takes the checksum of a segment's weight on the device, where checksums are kept.
+    ///
+    /// # Safety
+    /// As [`Device::checksums`] asks of the segment's weight.
+    ///
+    /// # Errors
+    /// [`crate::Error::Os`] where the device has failed.
+    pub(super) unsafe fn take_checksum(
+        &self,
+        segments: &Segments,
+        update: &Update,
+        segment: usize,
+        behind: Behind,
+    ) -> Result<()> {
+        let checksums = self.checksums.load(Ordering::Relaxed);
+        let Some(weight) = update.weight.filter(|_| checksums != 0) else { return Ok(()) };
+        let size = update.tensor.weight().dtype().size();
+        let piece = segments.piece(update.index, segment, weight, size);
+        // SAFETY: passed on from the caller, and the caller of `keep_checksums` vouches for those.
+        unsafe { self.device.checksums(behind, &[piece], checksums_of(checksums, segment)) }
     }
 
     /// What is uploaded from now on comes after what `stream` holds now.
@@ -95,6 +128,8 @@ impl Uploads {
             // SAFETY: passed on from the caller: they are a part of the segment.
             unsafe { self.device.restore_weights(&channels)? };
         }
+        // SAFETY: passed on from the caller.
+        unsafe { self.take_checksum(segments, update, segment, Behind::Uploads)? };
         self.device.record(Lane::Upload, self.first_event + segment)?;
         self.enqueued[segment].store(true, Ordering::Release);
         Ok(())
@@ -145,4 +180,9 @@ impl Uploads {
     fn whole_event(&self) -> usize {
         self.first_event + self.enqueued.len()
     }
+}
+
+/// Where the checksum of a segment is, of those at `checksums`.
+pub(super) fn checksums_of(checksums: u64, segment: usize) -> u64 {
+    checksums + (segment * CHECKSUM_SUMS * size_of::<u64>()) as u64
 }

@@ -19,11 +19,12 @@ use super::{
     tensor::{PyTensorView, dtypes_named},
 };
 use crate::{
-    device::{self, Stream},
+    device::{self, Piece, Stream},
     error::{Error, Result},
     host::pool::Pool,
     offload::{
-        Change, Deferral, Engine, Lent, OnDevice, Owners, Selection, Shape, Update, deferral_nbytes,
+        Change, Deferral, Engine, Lent, OnDevice, Owners, Selection, Shape, Update, Weight,
+        deferral_nbytes,
     },
     simd::isa::Isa,
     stream::{element::Dtype, view::View},
@@ -178,6 +179,20 @@ impl PyOffloadEngine {
         let mut owners = Some(owners_of(owners));
         // SAFETY: passed on from the caller.
         unsafe { self.engine.submit_with(predicted, updates, work, &mut owners, stream) }
+    }
+
+    /// As [`Engine::weight_checksums`].
+    ///
+    /// # Safety
+    /// Likewise.
+    pub(super) unsafe fn weight_checksums(
+        &self,
+        weights: &[Weight],
+        sums: u64,
+        stream: Stream,
+    ) -> Result<()> {
+        // SAFETY: passed on from the caller.
+        unsafe { self.engine.weight_checksums(weights, sums, stream) }
     }
 
     /// What a step was to do with it has failed: every call raises from now on.
@@ -629,12 +644,12 @@ impl PyOffloadEngine {
     /// Writes checksums of memory of the device, in the order of `stream`.
     ///
     /// Args:
-    ///     addresses: where each memory begins, a multiple of 8.
-    ///     nbytes: its size, a multiple of 8.
+    ///     addresses: where each memory begins.
+    ///     nbytes: its size.
     ///     sums: where `CHECKSUM_SUMS` int64 for each are written, one after the other.
     ///
     /// Raises:
-    ///     ValueError: for other addresses or sizes.
+    ///     ValueError: for other than as many sizes as addresses.
     ///     OSError: where the device has no kernel for it, or has failed.
     #[pyo3(signature = (addresses, nbytes, sums, *, stream=0))]
     fn checksums(
@@ -652,9 +667,29 @@ impl PyOffloadEngine {
                 nbytes.len()
             )));
         }
-        let sources = addresses.into_iter().zip(nbytes).collect::<Vec<_>>();
+        let pieces = addresses.into_iter().zip(nbytes);
+        let pieces: Vec<_> = pieces.map(|(address, nbytes)| Piece::new(address, nbytes)).collect();
         // SAFETY: Stepwell's Python holds the tensors of both until the stream has passed this.
-        py.detach(|| unsafe { self.engine.checksums(&sources, sums, stream_of(stream)) })
+        py.detach(|| unsafe { self.engine.checksums(&pieces, sums, stream_of(stream)) })
+    }
+
+    /// Keeps checksums of weights on the device: of what was uploaded last, and of what the device
+    /// has stepped since.
+    ///
+    /// Args:
+    ///     sums: where `CHECKSUM_SUMS` int64 for each segment are, one after the other, as long as
+    ///         the engine lives.
+    ///
+    /// Raises:
+    ///     OSError: where the device has no kernel for it.
+    fn keep_checksums(&self, sums: u64) -> Result<()> {
+        // SAFETY: Stepwell's Python holds the tensor as long as the engine.
+        unsafe { self.engine.keep_checksums(sums) }
+    }
+
+    /// For each tensor the number of its first segment, and one more for the end.
+    fn first_segments(&self) -> Vec<usize> {
+        self.engine.first_segments().to_vec()
     }
 
     /// `stream` waits for the uploads of the elements `begin` to `end` of a tensor; the thread only

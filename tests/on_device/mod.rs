@@ -25,7 +25,7 @@ use std::{
 use stepwell::{
     Error,
     adam::{Hyper, Step},
-    device::{Channels, Device, Lane, Mark, Stream, host::HostDevice},
+    device::{Behind, Channels, Device, Lane, Mark, Piece, Stream, host::HostDevice},
     host::pool::Pool,
     offload::{Engine, Lent, Owners, Shape, Update},
     stream::{element::Dtype, view::View},
@@ -414,6 +414,15 @@ unsafe impl Device for Gated {
     unsafe fn restore_weights(&self, channels: &Channels) -> Result<(), Error> {
         // SAFETY: passed on.
         unsafe { self.host.restore_weights(channels) }
+    }
+
+    fn prepare_checksums(&self) -> Result<(), Error> {
+        self.host.prepare_checksums()
+    }
+
+    unsafe fn checksums(&self, behind: Behind, memory: &[Piece], sums: u64) -> Result<(), Error> {
+        // SAFETY: passed on.
+        unsafe { self.host.checksums(behind, memory, sums) }
     }
 
     unsafe fn pin(&self, address: usize, nbytes: usize) -> Result<(), Error> {

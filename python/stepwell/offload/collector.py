@@ -105,8 +105,11 @@ class Collector(abc.ABC):
         """Where `gradients` are."""
 
     @abc.abstractmethod
-    def read(self, scalar: torch.Tensor) -> float:
-        """The value of `scalar`, which is where the gradients are. The thread waits for it."""
+    def read(self, scalar: torch.Tensor, flag: torch.Tensor | None) -> tuple[float, bool]:
+        """The values of `scalar`, which is where the gradients are, and of `flag`, on the device.
+
+        The thread waits for them. `flag`: None: False.
+        """
 
     def take_missing(  # noqa: B027
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], engine: Engine
@@ -300,8 +303,12 @@ class DeviceCollector(Collector):
         return self._host.device
 
     @override
-    def read(self, scalar: torch.Tensor) -> float:
-        return self.copies.read_with(scalar)
+    def read(self, scalar: torch.Tensor, flag: torch.Tensor | None) -> tuple[float, bool]:
+        numbers = scalar.view(1)
+        if flag is not None:
+            numbers = torch.cat([numbers, flag.view(1).to(numbers)])
+        value, *flags = self.copies.read_with(numbers)
+        return value, any(flags)
 
     @override
     def take_missing(
@@ -414,8 +421,8 @@ class HostCollector(Collector):
         return torch.device("cpu")
 
     @override
-    def read(self, scalar: torch.Tensor) -> float:
-        return float(scalar)
+    def read(self, scalar: torch.Tensor, flag: torch.Tensor | None) -> tuple[float, bool]:
+        return float(scalar), flag is not None and bool(flag)
 
     @property
     @override

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +23,8 @@ import torch
 from stepwell import _core
 from stepwell._sharding import is_dtensor, local
 from stepwell.offload.budget import note_pinned
-from stepwell.offload.checksums import checksum, sums_of
+from stepwell.offload.checksums import sums_of
+from stepwell.offload.contents import Contents
 from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
 from stepwell.offload.under_way import as_plain
@@ -161,9 +163,17 @@ class Engine:
                 self.selector = Selector(segments, self._params, deferred.reselect, device)
         self.store = _core.Store(is_beside=True, engine=self._core)
         """The parameters with their states. It has what deferred steps have left pending."""
-        self.store.add(self._params, [twins[param] for param in self._params])
+        self.store.add(self._params)
+        self.contents = Contents(
+            self._core,
+            self.store,
+            self._params,
+            twins,
+            device=device,
+            stream=partial(current_stream, device),
+        )
+        """Which weights the program has written."""
         self._is_settling = False
-        self._has_checksums = True
         self.lock = threading.RLock() if lock is None else lock
         """A thread that submits or settles has it: a look on another thread may settle."""
         # The last step when all was applied.
@@ -296,15 +306,11 @@ class Engine:
 
         In the order of the current stream. Those of tensors with equal sizes, and memory that
         begins at equal places of a word, can be compared.
+
+        Raises:
+            OSError: the device has failed.
         """
-        if self._has_checksums and tensors:
-            try:
-                return sums_of(self._core, tensors, self._stream())
-            except OSError as error:
-                # The driver has no compiler, say. A device that has failed says so again.
-                self._has_checksums = False
-                _LOGGER.warning("checksums of gradients take longer than they might: %s", error)
-        return [checksum(tensor) for tensor in tensors]
+        return sums_of(self._core, tensors, self._stream())
 
     def discard(self) -> None:
         """Forgets the gradients taken since the last step: of a step that is skipped or refused.
@@ -431,22 +437,14 @@ class Engine:
         self.finish()
         params = self.pending_params
         with as_plain(params), torch.no_grad():
-            written = self._twins.stale(params)
-            foreign = set(written)
-            ours = [param for param in params if param not in foreign]
-            try:
-                torch.autograd.graph.increment_version(params)
-                self._twins.note(ours)
-                self._core.settle(stream=self._stream())
-            except BaseException:
-                # Ctrl-C. What has another version now was not written by the program.
-                self._twins.note(ours)
-                raise
+            pending = set(map(id, params))
+            written = [param for param in self.contents.written() if id(param) in pending]
+            torch.autograd.graph.increment_version(params)
+            self._core.settle(stream=self._stream())
             self.finish()
             for param in written:
                 # Its memory may be another than the one that the weight went to.
                 local(param).copy_(local(self._twins.weight(param)))
-            self._twins.note(params)
         # What copies to the device need is held by their job.
         self.synchronize()
         self.note_settled()

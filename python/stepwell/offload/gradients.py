@@ -155,8 +155,8 @@ class Gradients:
         copied = self._copied.get(id(param))
         return copied is not None and copied.grad is grad and copied.is_current
 
-    def read_with(self, scalar: torch.Tensor) -> float:
-        """The value of `scalar`, which is on the device or in host memory.
+    def read_with(self, numbers: torch.Tensor) -> list[float]:
+        """The values of `numbers`, a vector on the device.
 
         On the way, in the same transfer, it looks whether gradients that were copied have changed.
         """
@@ -164,17 +164,18 @@ class Gradients:
         # `grad.data = ...` gives it other memory.
         changed = {key for key, each in copied.items() if not each.is_in_place}
         compared = [key for key in copied if key not in changed]
-        value = scalar.view(1)
+        count = len(numbers)
         if compared:
             assert self._checksums is not None
             now = self._checksums([copied[key].piece for key in compared])
             differ = differences([copied[key].checksum for key in compared], now)
-            value = torch.cat([value, differ.to(value)])
-        number, *found = value.tolist()
-        changed.update(key for key, differs in zip(compared, found, strict=True) if differs)
+            numbers = torch.cat([numbers, differ.to(numbers)])
+        found: list[float] = numbers.tolist()
+        pairs = zip(compared, found[count:], strict=True)
+        changed.update(key for key, differs in pairs if differs)
         for key in changed:
             self._copied[key] = copied[key]._replace(version=_CHANGED)
-        return float(number)
+        return found[:count]
 
     def is_outdated(self, param: torch.Tensor, grad: torch.Tensor) -> bool:
         """Whether a gradient of `param` was copied that `grad` is not any more."""

@@ -75,7 +75,6 @@ class HostSide:
         self.swapped = swapped
         # Where a volume has state, that is given a place when all parameters are known.
         self._is_open = swapped is None
-        self._has_warned_of_weights = False
 
     def awaited(self, params: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
         """A context in which `params`, which are new, are admitted.
@@ -356,15 +355,6 @@ class HostSide:
                 "next step on; a crash before that loses it",
                 len(in_memory),
             )
-        written = self.twins.written(others)
-        if written and not self._has_warned_of_weights:
-            self._has_warned_of_weights = True
-            _LOGGER.warning(
-                "%d parameters that are not stepped now were written by the program (said once); "
-                "their weights are on the volume from their next step on, so a run that is resumed "
-                "before has those of their last step",
-                len(written),
-            )
 
     def drop_fresh(self, params: Iterable[torch.Tensor]) -> None:
         """The optimizer has state of `params` now."""
@@ -384,26 +374,24 @@ class HostSide:
     # ---- weights ----
 
     def reread(
-        self, stale: Sequence[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
+        self, written: Sequence[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
     ) -> None:
-        """Copies parameters to the host that other code may have written on the device.
+        """Copies parameters to the host that the program has written on the device.
 
         Args:
-            stale: of those that are stepped, what `Twins.stale` has found.
+            written: of those that are stepped, what `Contents` has found.
             states: the states of parameters.
         """
-        if stale:
-            _LOGGER.debug(
-                "%d parameters may have been written since the last step, and are read again",
-                len(stale),
-            )
-            self.take_fingerprints(stale, states)
-            if self.swapped is not None:
-                # Whether or not a step follows.
-                self.swapped.keep_weights(stale, self.twins)
-            # First: Ctrl-C may come before the copies have ended.
-            self.fingerprints.mark_unverified(stale)
-            self.twins.refresh(stale)
+        _LOGGER.debug(
+            "%d parameters were written since the last step, and are read again", len(written)
+        )
+        self.take_fingerprints(written, states)
+        if self.swapped is not None:
+            # Whether or not a step follows.
+            self.swapped.keep_weights(written, self.twins.weight)
+        # First: Ctrl-C may come before the copies have ended.
+        self.fingerprints.mark_unverified(written)
+        self.twins.refresh(written)
 
     def take_fingerprints(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]

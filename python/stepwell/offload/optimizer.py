@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -61,12 +62,9 @@ class OffloadAdamW(OffloadStep):
     `gate="step"`. Of DTensor parameters (FSDP2) gathers and all other uses of a shard wait for it,
     each on its own rank.
 
-    What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
-    ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`,
-    `parameter.data += ...`) before the first step, and with `gate="module"` between a step, also a
-    skipped one, and the next forward; and to a parameter that the next step leaves out (it is
-    frozen, say), but while updates of it are deferred. At another time, and to a DTensor, it
-    changes no version and is not seen: call `reread_parameters()` after it.
+    What is written to a parameter between two steps is stepped from then on, however it was
+    written: a step compares the contents with what it has uploaded last. While updates of it are
+    deferred, a write that only the contents show is refused with an error: `drain()` before it.
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
@@ -357,12 +355,13 @@ class OffloadAdamW(OffloadStep):
         self._background.settle()
 
     def reread_parameters(self) -> None:
-        """Takes the parameters as they are on the device, however they were written.
-
-        The next step copies them to the host.
-        """
-        self.synchronize()
-        self._twins.forget(self._twins)
+        """Does nothing, and says so: a step sees what was written, however it was."""
+        warnings.warn(
+            "reread_parameters() is needless: a step sees what a program has written to weights, "
+            "however it did, and the name goes with the next release",
+            FutureWarning,
+            stacklevel=2,
+        )
 
     @property
     def committed_steps(self) -> int | None:

@@ -137,7 +137,6 @@ class OffloadStep(OffloadStateDicts):
             # No forward is ahead that lands weights, so no access would be seen.
             self._background.settle()
             self._excuse_next()
-            self._twins.mark_stale(self._twins)
 
     def _finish_last(self) -> None:
         """Waits until the last step is complete, and committed where steps are.
@@ -175,7 +174,6 @@ class OffloadStep(OffloadStateDicts):
                     if self._background.is_released:
                         self._background.discard()
                         self._background.settle()
-                        self._twins.mark_stale(self._twins)
                     else:
                         self._background.release()
                     self._background.wait_for_weights()
@@ -356,27 +354,32 @@ class OffloadStep(OffloadStateDicts):
         error: ValueError | None = None
         looked = _Looked([], [], [], [], [])
         inverse_scale, norm = 1.0, 0.0
+        # What the program has written since the last step.
+        written: list[torch.Tensor] = []
         with awaited(self._sharding):
             try:
                 inverse_scale = self._inverse_grad_scale()
                 looked = self._looked()
                 if self._sharding is not None:
                     self._sharding.check_batches()
+                    written = self._background.opened().contents.written()
             except ValueError as caught:
                 error = caught
             found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
-                found_inf=found_inf, has_error=error is not None, looked=looked
+                found_inf=found_inf,
+                has_error=error is not None,
+                looked=looked,
+                is_written=bool(written),
             )
         facts = Facts(found_inf=found_inf, has_error=has_error)
         is_first_at_lr_0 = self._is_first_at_lr_0()
         if not has_error and not found_inf:
             with awaited(self._sharding):
-                stale = self._stale_of(looked.params)
-                self._score(looked, stale)
-                self._host.reread(stale, self._states)
-                params, grads = self._in_norm(looked)
-                collector = self._collector
-                norm = gradient_norm(params, grads, collector.place, read=collector.read)
+                self._score(looked)
+                if self._sharding is None:
+                    norm, written = self._norm_and_written(looked)
+                else:
+                    norm = self._norm(looked, None)[0]
                 norm *= inverse_scale
                 if self._sharding is not None:
                     self._sharding.peers.check_norm(norm)
@@ -409,11 +412,60 @@ class OffloadStep(OffloadStateDicts):
         self._store.has_left = True
         has_engine = len(self._twins) > 0
         with self._background.opened().decided() if has_engine else contextlib.nullcontext():
+            if written:
+                self._take_up(written, looked)
             self._submit(looked, inverse_scale * self._clip_coefficient(norm))
         return True
 
+    def _norm(self, looked: _Looked, flag: torch.Tensor | None) -> tuple[float, bool]:
+        """The norm of the gradients, and the value of `flag`, for one wait of the thread."""
+        params, grads = self._in_norm(looked)
+        is_set = False
+
+        def read(scalar: torch.Tensor) -> float:
+            nonlocal is_set
+            value, is_set = self._collector.read(scalar, flag)
+            return value
+
+        return gradient_norm(params, grads, self._collector.place, read=read), is_set
+
+    def _norm_and_written(self, looked: _Looked) -> tuple[float, list[torch.Tensor]]:
+        """The norm of the gradients, and the parameters whose weights the program has written."""
+        if not len(self._twins):
+            return self._norm(looked, None)[0], []
+        contents = self._background.opened().contents
+        norm, is_written = self._norm(looked, contents.look())
+        return norm, contents.differing() if is_written else []
+
+    def _take_up(self, written: Sequence[torch.Tensor], looked: _Looked) -> None:
+        """Has the step go on from what the program has written.
+
+        Raises:
+            ValueError: a parameter that was written has updates that are deferred. They are
+                applied, and the write is lost.
+        """
+        engine = self._background.opened()
+        pending = set(map(id, engine.pending_params))
+        if any(id(param) in pending for param in written):
+            engine.settle()
+        if engine.selector is not None and engine.selector.holds(written):
+            # The device has copies of their channels, which an exact step drops.
+            engine.make_exact()
+            self._score(looked)
+            if self._host.device.type == "cuda":
+                torch.cuda.synchronize(self._host.device)
+        stepped = set(map(id, looked.params))
+        taken_up = [param for param in written if id(param) in stepped]
+        self._host.reread(taken_up, self._states)
+        engine.contents.accept(taken_up)
+
     def _agree_on_step(
-        self, *, found_inf: bool, has_error: bool, looked: _Looked | None = None
+        self,
+        *,
+        found_inf: bool,
+        has_error: bool,
+        looked: _Looked | None = None,
+        is_written: bool = False,
     ) -> Sequence[bool]:
         """What any of the ranks that step together knows before a step.
 
@@ -446,49 +498,20 @@ class OffloadStep(OffloadStateDicts):
             has_error=has_error,
             found_inf=found_inf,
             is_rounded=self._moments != "fp32",
-            is_written=not has_error and bool(self._twins.stale(params)),
+            is_written=is_written,
             checksums=lambda weights: self._background.opened().checksums(weights),
             label=self._label,
         )
         return [*found, False, False]
 
-    def _stale_of(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params`, which the host steps, that other code may have written.
-
-        Raises:
-            ValueError: one that was written has updates that are deferred, whether it is among
-                `params` or not.
-        """
-        stale, engine = self._twins.stale(), self._engine
-        if stale and engine is not None and engine.has_pending():
-            pending = set(map(id, engine.pending_params))
-            if any(id(param) in pending for param in stale):
-                engine.settle()
-        if not stale:
-            return []
-        known = set(map(id, params))
-        return [param for param in stale if id(param) in known]
-
-    def _score(self, looked: _Looked, stale: Sequence[torch.Tensor]) -> None:
-        """Scores channels of which some may be selected; the norm that comes next is waited for.
-
-        Called before `reread`, behind which weights that were written differ from none of the host.
-
-        Args:
-            looked: the gradients of the step.
-            stale: those of the parameters that may have been written.
-        """
+    def _score(self, looked: _Looked) -> None:
+        """Scores channels of which some may be selected; the norm that comes next is waited for."""
         steps, number = self._deferred_steps, looked.number
         engine = self._engine
         if steps is None or number == 0 or engine is None or engine.selector is None:
             return
         selector = engine.selector
         if selector.needs_exact:
-            engine.make_exact()
-        # Of channels of weights that were written the device has copies, which an exact step drops.
-        # By the bits: what is marked stale depends on what was seen, which a resumed run has not.
-        differs = self._twins.differs
-        if any(selector.holds([one]) and differs(one) for one in stale):
             engine.make_exact()
         if self._is_deferred(engine, number):
             selector.score(looked.params, looked.grads, engine.next_group())
@@ -549,11 +572,6 @@ class OffloadStep(OffloadStateDicts):
         self._note_submitted()
         fingerprints = self._host.fingerprints
         verified = [param for param in looked.params if fingerprints.is_unverified(param)]
-        # Ctrl-C may land in all that is Python. So this comes before the submit, and does no
-        # harm without it: host and device hold the same weights, and there is nothing to wait
-        # for.
-        self._twins.mark_stale(self._twins.left_out(landing))
-        self._twins.note_storages(landing)
         coming = engine.announce(self._swapping, looked.params, verified)
         options: dict[str, Any] = engine.options(looked.params)
         if gate is not None:
@@ -573,12 +591,6 @@ class OffloadStep(OffloadStateDicts):
         )
         if self._deferred_steps is not None and may_defer:
             self._deferred_steps.note(number, is_seen=is_seen, is_settled=is_settled)
-        if gate is not None and gate.uncovered:
-            # The step itself waits for them, so that the guard sees no access. Those of the first
-            # step of a new run: it has seen no forward. Not where memory is shared: writes to it
-            # are not seen anyway.
-            exposed = set(map(id, shared))
-            self._twins.mark_stale(each for each in gate.uncovered if id(each) not in exposed)
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None:

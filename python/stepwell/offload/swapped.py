@@ -444,30 +444,37 @@ class Swapped:
         """
         self._write_weights((param for param in self._indices if param not in stepped), weight)
 
-    def keep_weights(self, params: Iterable[torch.Tensor], twins: Twins) -> None:
+    def keep_weights(
+        self,
+        params: Iterable[torch.Tensor],
+        weight: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         """Writes the weights of `params` that a commit would lack, before their host side changes.
 
         Without that a commit would have a weight of the program's beside the state of the last
         step. Call it between steps, without grad mode.
 
+        Args:
+            params: the parameters.
+            weight: gives the host side of one.
+
         Raises:
             OSError: a drive cannot be written.
         """
         if self._core is not None and self.volume.steps_per_commit > 1:
-            self._write_weights(params, twins.weight, twins.differs)
+            self._write_weights(params, weight)
 
     def _write_weights(
         self,
         params: Iterable[torch.Tensor],
         weight: Callable[[torch.Tensor], torch.Tensor],
-        changes: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
-        """Writes those of `params` that are behind, and that `changes` is true of where given."""
+        """Writes those of `params` that are behind."""
         assert self._core is not None
         behind = set(self._core.weights_behind())
         for param in params:
             index = self._indices.get(param)
-            if index in behind and (changes is None or changes(param)):
+            if index in behind:
                 self._core.write_weights(index, view(local(weight(param))))
 
     def check(self) -> None:

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from stepwell import _core
-from stepwell._sharding import PLAIN, like, local
+from stepwell._sharding import like, local
 from stepwell._tensors import tensor_on, view
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from stepwell.offload.shares import Shares
 
@@ -27,12 +26,6 @@ __all__ = ["Twin", "Twins"]
 
 # Of every tensor in a buffer: what the widest vectors and the device's copies like.
 _ALIGN_BYTES = 64
-
-# What is compared at a time.
-_PART_BYTES = 16 << 20
-
-# Of no parameter.
-_NO_VERSION = (-1, -1, -1, -1)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,13 +49,9 @@ class Twin:
     """The memory of `weight` and `grad`, and of others that were added with them."""
     span: tuple[int, int]
     """Which bytes of each of them."""
-    version: tuple[int, int, int, int] | None
-    """Of the parameter, when its weight was the same on both sides last; None: it never was."""
-    is_marked_stale: bool
-    """Whether the parameter may have been written since without a change of its version."""
-    storage: StorageWeakRef | None
-    """What the parameter was in then. While this lives, no other storage has its identity, though
-    memory may come to where freed memory was (`model.half()` and back)."""
+    checksums: torch.Tensor | None
+    """Of the weight on the device when it was that of the host last (`contents`); None: it never
+    was."""
 
 
 class Twins:
@@ -139,9 +128,6 @@ class Twins:
     def add(self, params: Sequence[torch.Tensor]) -> None:
         """Makes the twins of `params`, and copies their weights.
 
-        They are stale nevertheless: a program may initialise or load them through `.data` before
-        the first step, which changes no version.
-
         Raises:
             OSError: there is no memory for them; nothing was changed.
         """
@@ -174,9 +160,7 @@ class Twins:
                 nbytes=local(param).nbytes,
                 buffers=buffers,
                 span=span,
-                version=None,
-                is_marked_stale=False,
-                storage=None,
+                checksums=None,
             )
         for param in params:
             local(self._twins[id(param)].weight).copy_(self.piece(param))
@@ -201,13 +185,6 @@ class Twins:
         """Has the ids of the parameters as keys."""
         return self._twins
 
-    def left_out(self, params: Collection[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that have a twin and are not among `params`, which all have one."""
-        if len(params) == len(self._twins):
-            return []
-        known = set(map(id, params))
-        return [twin.param for key, twin in self._twins.items() if key not in known]
-
     def __getitem__(self, param: torch.Tensor) -> Twin:
         return self._twins[id(param)]
 
@@ -227,94 +204,7 @@ class Twins:
         """Where the gradient of `param` comes to."""
         return self._twins[id(param)].grad
 
-    def written(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` that other code has written, or moved, since a step or a copy."""
-        twins = self._twins
-        return [
-            param for param in params if twins[id(param)].version not in (None, _version(param))
-        ]
-
-    def stale(self, params: Iterable[torch.Tensor] | None = None) -> list[torch.Tensor]:
-        """Those of `params` whose weights on the device may not be those of the host.
-
-        None: of all that have a twin.
-        """
-        twins = self._twins
-        looked_at = twins.values() if params is None else [twins[id(param)] for param in params]
-        return [
-            twin.param
-            for twin in looked_at
-            if twin.is_marked_stale or twin.version != _version(twin.param)
-        ]
-
-    def differs(self, param: torch.Tensor) -> bool:
-        """Whether the weight of `param` on the device has other bits than that of the host.
-
-        Takes 16 MiB, or a row of it.
-        """
-        ours, theirs = self.piece(param).detach(), local(self._twins[id(param)].weight)
-        if ours.dim() == 0:
-            ours, theirs = ours.view(1), theirs.view(1)
-        rows = max(_PART_BYTES // max(theirs[:1].nbytes, 1), 1)
-        ours, theirs = _integers(ours), _integers(theirs)
-        parts = (slice(begin, begin + rows) for begin in range(0, len(ours), rows))
-        return any(not torch.equal(ours[part].cpu(), theirs[part]) for part in parts)
-
     def refresh(self, params: Iterable[torch.Tensor]) -> None:
         """Copies the weights of `params` to the host."""
         for param in params:
-            version = _version(param)
             local(self._twins[id(param)].weight).copy_(self.piece(param))
-            # Of before the copy: what a signal's handler writes meanwhile stays stale.
-            self._note(param, version)
-
-    def forget(self, params: Iterable[torch.Tensor]) -> None:
-        """Other code has written `params`, however it did: they are stale."""
-        for param in params:
-            self._twins[id(param)].version = _NO_VERSION
-
-    def mark_stale(self, params: Iterable[torch.Tensor]) -> None:
-        """Other code may write `params`, and that will not be seen: they are stale.
-
-        A write through `.data` changes no version but while the weight is under way.
-        """
-        for param in params:
-            self._twins[id(param)].is_marked_stale = True
-
-    def note(self, params: Iterable[torch.Tensor]) -> None:
-        """Takes the weights of `params` on the device, as they are now, for those of the host.
-
-        The only one that says so: version and storage go together.
-        """
-        for param in params:
-            self._note(param, _version(param))
-
-    def note_storages(self, params: Iterable[torch.Tensor]) -> None:
-        """A step of `params` is about to begin, which notes their weights."""
-        for param in params:
-            self._note_storage(self._twins[id(param)], _version(param)[2])
-
-    def _note_storage(self, twin: Twin, cdata: int) -> None:
-        if twin.storage is None or twin.storage.cdata != cdata:
-            storage = local(twin.param).untyped_storage()
-            # torch has no types for it.
-            twin.storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-    def _note(self, param: torch.Tensor, version: tuple[int, int, int, int]) -> None:
-        twin = self._twins[id(param)]
-        self._note_storage(twin, version[2])
-        twin.version, twin.is_marked_stale = version, False
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    # The bits of 2 or 4 bytes, as numbers that are equal where these are.
-    return tensor.view(torch.int16 if tensor.itemsize == torch.int16.itemsize else torch.int32)
-
-
-def _version(param: torch.Tensor) -> tuple[int, int, int, int]:
-    if type(param) in PLAIN:
-        version = param._version
-        return version, version, param.untyped_storage()._cdata, param.data_ptr()
-    # A write to a DTensor does not count as one to its piece, nor the other way round.
-    piece = local(param)
-    return param._version, piece._version, piece.untyped_storage()._cdata, piece.data_ptr()

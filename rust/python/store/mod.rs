@@ -10,6 +10,7 @@
 //! | spans, and how they are seen to be as they were | `span.rs` |
 //! | what is read of a torch tensor | `torch.rs` |
 //! | gradients of the step that comes | `look.rs` |
+//! | weights that a program may have written | `contents.rs` |
 //! | a step in host memory | `step.rs` |
 //! | a step beside a device | `submit.rs` |
 //! | no Python within a call | `atomic.rs` |
@@ -25,6 +26,7 @@
 //! Cost: a microsecond per parameter and step.
 
 mod atomic;
+mod contents;
 mod look;
 mod span;
 mod step;
@@ -110,12 +112,9 @@ impl PyStore {
 
     /// Adds parameters that are stepped beside a device, in the order of the engine's tensors.
     /// (Those in host memory are added where `look` finds them.)
-    ///
-    /// `twins`: of each what has its `version` when the step that comes has begun.
-    fn add(&mut self, params: Vec<Bound<'_, PyAny>>, twins: Vec<Py<PyAny>>) -> PyResult<()> {
-        for (param, twin) in params.iter().zip(twins) {
-            let span = self.insert(param);
-            self.spans[span].twin = Some(twin);
+    fn add(&mut self, params: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
+        for param in &params {
+            self.insert(param);
         }
         if let (Some(beside), Some(param)) = (&mut self.beside, params.first()) {
             beside.is_on_cpu = param.getattr("is_cpu")?.is_truthy()?;
@@ -245,6 +244,21 @@ impl PyStore {
         Self::take_at(slf, positions, buffers, stream, is_deferred, order)
     }
 
+    /// Writes the checksums of the weights on the device that come with the step of the last look,
+    /// as `OffloadEngine.keep_checksums` has them, in the order of `stream`. Those of others are
+    /// left as they are.
+    ///
+    /// Args:
+    ///     sums: where `CHECKSUM_SUMS` int64 for each segment are, one after the other.
+    ///     stream: the stream that has waited for these weights.
+    ///
+    /// Raises:
+    ///     OSError: where the device has failed.
+    #[pyo3(signature = (sums, *, stream))]
+    fn take_checksums(slf: Bound<'_, Self>, sums: u64, stream: u64) -> PyResult<()> {
+        Self::take_checksums_at(slf, sums, stream)
+    }
+
     /// Starts the step of what the last look has found, in the background: all of it, or nothing.
     /// Gradients on the device may be written after `release`.
     ///
@@ -369,7 +383,7 @@ impl PyStore {
 impl PyStore {
     fn insert(&mut self, param: &Bound<'_, PyAny>) -> usize {
         *self.by_param.entry(param.as_ptr() as usize).or_insert_with(|| {
-            self.spans.push(Span { param: param.clone().unbind(), twin: None, binding: None });
+            self.spans.push(Span { param: param.clone().unbind(), binding: None });
             self.spans.len() - 1
         })
     }

@@ -137,8 +137,6 @@ impl Binding {
 /// A parameter, or what this rank has of it.
 pub(super) struct Span {
     pub(super) param: Py<PyAny>,
-    /// What notes the version of its weight: the attribute `version`; None: nothing does.
-    pub(super) twin: Option<Py<PyAny>>,
     pub(super) binding: Option<Binding>,
 }
 
@@ -146,7 +144,6 @@ impl Span {
     /// Shows the collector of garbage what it holds.
     pub(super) fn traverse(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         visit.call(&self.param)?;
-        visit.call(&self.twin)?;
         let Some(binding) = &self.binding else { return Ok(()) };
         visit.call(&binding.state)?;
         for part in &binding.parts {

@@ -15,7 +15,7 @@ use super::{
     atomic::Atomic,
     look::Looked,
     py_drop,
-    span::{Counter, Span},
+    span::Counter,
     step::moved,
     torch::{Torch, address, storage},
 };
@@ -169,8 +169,7 @@ impl PyStore {
                 gradients.push((one.span, one.grad_address as u64, target));
                 owners.push(storage(one.grad.bind(py))?);
             }
-            let engine = store.beside()?.engine.as_ref().ok_or_else(not_beside)?.clone_ref(py);
-            (engine, gradients, owners)
+            (store.engine(py)?, gradients, owners)
         };
         engine.get().take_all(py, &gradients, owners, buffers, stream, is_deferred)
     }
@@ -333,6 +332,11 @@ impl PyStore {
         self.spans[span].binding.as_ref().is_some_and(|binding| binding.tensor.is_some())
     }
 
+    pub(super) fn engine(&self, py: Python<'_>) -> Result<Py<PyOffloadEngine>> {
+        let engine = self.beside()?.engine.as_ref().ok_or_else(not_beside)?;
+        Ok(engine.clone_ref(py))
+    }
+
     fn beside(&self) -> Result<&Beside> {
         self.beside.as_ref().ok_or_else(not_beside)
     }
@@ -343,7 +347,7 @@ impl PyStore {
     }
 
     /// The spans whose weights come with the step, and where each stands in the last look.
-    fn landing(&self) -> Vec<(usize, Option<usize>)> {
+    pub(super) fn landing(&self) -> Vec<(usize, Option<usize>)> {
         let stepped: HashSet<_> = self.looked.iter().map(|one| one.span).collect();
         let own = self.looked.iter().enumerate().map(|(at, one)| (one.span, Some(at)));
         let others = self.spans_pending().filter(|span| !stepped.contains(span));
@@ -447,8 +451,7 @@ impl PyStore {
         Ok(())
     }
 
-    /// Counts the update of each parameter, tells autograd of all weights that are written, and
-    /// notes what their versions have come to.
+    /// Counts the update of each parameter, and tells autograd of all weights that are written.
     fn count_beside(
         &self,
         py: Python<'_>,
@@ -472,20 +475,6 @@ impl PyStore {
                 written.append(param)?;
             }
         }
-        self.torch.increment_version(&written)?;
-        for &(span, at) in landing {
-            let Span { param, twin, .. } = &self.spans[span];
-            let piece = at.and_then(|at| self.looked[at].piece.as_ref()).unwrap_or(param).bind(py);
-            let storage = storage(piece)?;
-            let storage = storage.bind(py).getattr(intern!(py, "_cdata"))?;
-            let version = intern!(py, "_version");
-            let versions = (param.bind(py).getattr(version)?, piece.getattr(version)?);
-            let noted = (versions.0, versions.1, storage, address(piece)?);
-            if let Some(twin) = twin {
-                twin.bind(py).setattr(intern!(py, "version"), noted)?;
-                twin.bind(py).setattr(intern!(py, "is_marked_stale"), false)?;
-            }
-        }
-        Ok(())
+        self.torch.increment_version(&written)
     }
 }

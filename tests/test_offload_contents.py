@@ -1,0 +1,153 @@
+"""What a program has written to a weight between two steps counts, however it was written.
+
+Beside `AdamW`, whose weights are the parameters themselves: to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from stepwell import AdamW, Deferred, OffloadAdamW
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# Odd numbers of elements: words of 8 bytes that are not whole, at their ends.
+SHAPES = [(5, 3), (7,), (1,), (64, 33)]
+
+
+def params_of(dtype: torch.dtype) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def by_data(param: nn.Parameter) -> None:
+    param.data.mul_(0.5)
+
+
+def by_an_array(param: nn.Parameter) -> None:
+    memory = param.detach().view(torch.uint8 if param.dim() > 1 else param.dtype)
+    memory.view(-1)[-1:].add_(1)
+
+
+def by_new_memory(param: nn.Parameter) -> None:
+    param.data = param.data + 0.25
+
+
+def by_an_operation(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.clamp_(-0.5, 0.5)
+
+
+def by_a_storage(param: nn.Parameter) -> None:
+    other = torch.empty(0, dtype=param.dtype)
+    other.set_(param.untyped_storage(), 0, (1,), (1,))
+    other.fill_(2.0)
+
+
+WAYS = [by_data, by_an_array, by_new_memory, by_an_operation, by_a_storage]
+
+
+def bits(params: list[nn.Parameter]) -> list[list[int]]:
+    return [param.detach().contiguous().view(-1).view(torch.uint8).tolist() for param in params]
+
+
+def run(
+    kind: type[AdamW | OffloadAdamW],
+    dtype: torch.dtype,
+    write: Callable[[nn.Parameter], None],
+    *,
+    when: str,
+) -> list[list[int]]:
+    """Four steps, of which some have a write before the gradient, or behind it.
+
+    The last parameter gets no gradient in the second step.
+    """
+    params = params_of(dtype)
+    optimizer = kind(params, lr=0.1)
+    for step in range(4):
+        for at, param in enumerate(params):
+            if when == "before" and step in (0, 2):
+                write(param)
+            torch.manual_seed(10 * step + at)
+            param.grad = torch.randn(param.shape).to(dtype)
+            if step == 1 and at == len(params) - 1:
+                param.grad = None
+            if when == "behind" and step == 1:
+                write(param)
+        optimizer.step()
+    if isinstance(optimizer, OffloadAdamW):
+        optimizer.synchronize()
+    return bits(params)
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("write", WAYS)
+def test_a_write_counts_however_it_was_made(
+    write: Callable[[nn.Parameter], None], dtype: torch.dtype, when: str
+) -> None:
+    expected = run(AdamW, dtype, write, when=when)
+    assert run(OffloadAdamW, dtype, write, when=when) == expected
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_a_write_before_a_step_that_is_not_taken_counts_in_the_next(nonfinite: str) -> None:
+    results = []
+    for kind in (AdamW, OffloadAdamW):
+        params = params_of(torch.bfloat16)
+        optimizer = kind(params, lr=0.1, nonfinite=nonfinite)
+        for step in range(3):
+            for param in params:
+                param.grad = torch.full_like(param, float("inf") if step == 1 else 0.5)
+                if step == 1:
+                    by_data(param)
+            if step == 1 and nonfinite == "raise":
+                with pytest.raises(ValueError, match="nothing was changed"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        if isinstance(optimizer, OffloadAdamW):
+            optimizer.synchronize()
+        results.append(bits(params))
+    assert results[0] == results[1]
+
+
+def test_the_same_bits_written_again_are_no_write() -> None:
+    # Trailing bits of the master stay.
+    results = []
+    for writes in (False, True):
+        params = params_of(torch.bfloat16)
+        optimizer = OffloadAdamW(params, lr=1e-3)
+        for _ in range(4):
+            for param in params:
+                param.grad = torch.full_like(param, 0.5)
+                if writes:
+                    param.data = param.data.clone()
+            optimizer.step()
+        optimizer.synchronize()
+        results.append(bits(params))
+    assert results[0] == results[1]
+
+
+def test_a_write_while_updates_are_deferred_is_refused() -> None:
+    model = nn.Linear(33, 5)
+    optimizer = OffloadAdamW(model.parameters(), lr=0.1, deferred=Deferred(interval=4))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 33)).sum().backward()
+        optimizer.step()
+    model(torch.ones(2, 33)).sum().backward()
+    # Memory that the program kept: nothing but the contents tells of this.
+    by_a_storage(model.weight)
+    with pytest.raises(ValueError, match="the writes are lost"):
+        optimizer.step()
+
+
+def test_rereading_parameters_is_needless_and_says_so() -> None:
+    optimizer = OffloadAdamW([nn.Parameter(torch.ones(3))])
+    with pytest.warns(FutureWarning, match="needless"):
+        optimizer.reread_parameters()
