@@ -163,11 +163,11 @@ demo: $(VENV)/.installed ## train a small Llama on DeepSpeed, with Stepwell and 
 
 bench: $(VENV)/.installed ## Criterion, then against DeepSpeedCPUAdam and torch, then imports
 	cargo bench --locked --features bench
-	$(BIN)/stepwell bench adam $(ARGS)
+	$(BIN)/python benches/adam.py $(ARGS)
 	$(BIN)/python benches/import_time.py
 
 bench-codec: $(VENV)/.installed ## what moments held as bf16 or q8 change in 500 steps of training
-	$(BIN)/stepwell bench codec $(ARGS)
+	$(BIN)/python benches/codec.py $(ARGS)
 
 # Without a GPU: ARGS='--size tiny --sequence-length 64'.
 bench-offload: $(VENV)/.installed ## training steps with the state in host memory, against DeepSpeed
