@@ -21,7 +21,7 @@ PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
   $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
 .PHONY: help dev test lint lint-rust lint-python test-rust test-python test-versions \
-  fingerprints shuttle asan-lib asan tsan mutants-rust mutants-python format demo bench \
+  fingerprints shuttle asan-lib asan tsan mutants-rust format demo bench \
   bench-codec bench-offload wheel stubs aarch64-toolchain aarch64-test
 
 help: ## list the targets
@@ -145,10 +145,6 @@ tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compil
 mutants-rust: $(VENV)/.tools ## mutants of the engine, tiers and views that no Rust test kills
 	command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
 	$(BIN)/python tests/mutants_rust.py $(ARGS)
-
-mutants-python: $(VENV)/.installed ## mutants of Python that no Python test kills (hours)
-	$(BIN)/python -m pip install -q --disable-pip-version-check --group mutants
-	$(BIN)/python tests/mutants.py $(ARGS)
 
 format: $(VENV)/.tools ## rewrite the sources as `make lint` wants them
 	cargo fmt

@@ -41,7 +41,6 @@ MODULES = (
     "deepspeed_nvme_programs",
     "deepspeed_nvme_export_programs",
     "deepspeed_async_io_programs",
-    "deepspeed_stage_programs",
 )
 
 
