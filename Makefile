@@ -21,7 +21,7 @@ PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
   $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
 .PHONY: help dev test lint lint-rust lint-python test-rust test-python test-versions \
-  fingerprints shuttle asan-lib asan tsan mutants-rust format demo bench \
+  fingerprints shuttle asan-lib asan tsan format demo bench \
   bench-codec bench-offload wheel stubs aarch64-toolchain aarch64-test
 
 help: ## list the targets
@@ -140,11 +140,6 @@ tsan: export TSAN_OPTIONS ?= suppressions=$(CURDIR)/tests/tsan-suppressions.txt
 tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compile)
 	$(call sanitize,thread) --features baseline-only \
 	  --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
-
-# All mutants are compiled into the library at once (tests/mutants_rust.py).
-mutants-rust: $(VENV)/.tools ## mutants of the engine, tiers and views that no Rust test kills
-	command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
-	$(BIN)/python tests/mutants_rust.py $(ARGS)
 
 format: $(VENV)/.tools ## rewrite the sources as `make lint` wants them
 	cargo fmt
