@@ -43,7 +43,7 @@ def main(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise _failed("matplotlib is not installed. hint: pip install 'stepwell[plot]'") from error
+        raise _failed("matplotlib is not installed. hint: pip install matplotlib") from error
     from stepwell.cli._step_times import (
         circumstances_line,
         draw_every_step,

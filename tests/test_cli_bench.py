@@ -31,7 +31,7 @@ def test_without_matplotlib_the_numbers_are_written_and_the_plot_is_missed(
     write(Console(), tmp_path / "new", "name", {"a": 1}, lambda figure: None)
     assert json.loads((tmp_path / "new" / "name.json").read_text()) == {"a": 1}
     assert not (tmp_path / "new" / "name.png").exists()
-    assert "hint: pip install 'stepwell[plot]'" in capsys.readouterr().out
+    assert "hint: pip install 'stepwell[demo]'" in capsys.readouterr().out
 
 
 def test_offload_is_held_against_the_bound(tmp_path):

@@ -95,7 +95,7 @@ def write(
         from matplotlib.figure import Figure
     except ImportError:
         console.print(
-            "no plot: matplotlib is not installed. hint: pip install 'stepwell\\[plot]'",
+            "no plot: matplotlib is not installed. hint: pip install 'stepwell\\[demo]'",
             style="yellow",
         )
         return
