@@ -21,7 +21,7 @@ PACKAGE := $(RUST) pyproject.toml README.md LICENSE \
   $(shell find python -name '*.py' -o -name '*.pyi' -o -name '*.json' -o -name py.typed)
 
 .PHONY: help dev test lint lint-rust lint-python test-rust test-python test-versions \
-  fingerprints shuttle asan-lib asan tsan mutants-rust format demo bench \
+  fingerprints shuttle asan-lib asan tsan format demo bench \
   bench-codec bench-offload wheel stubs aarch64-toolchain aarch64-test
 
 help: ## list the targets
@@ -141,11 +141,6 @@ tsan: ## the Rust tests of threads under the thread sanitizer (minutes to compil
 	$(call sanitize,thread) --features baseline-only \
 	  --lib $(addprefix --test ,$(TSAN_TESTS)) $(ARGS)
 
-# All mutants are compiled into the library at once (tests/mutants_rust.py).
-mutants-rust: $(VENV)/.tools ## mutants of the engine, tiers and views that no Rust test kills
-	command -v cargo-mutants >/dev/null || cargo install --locked cargo-mutants
-	$(BIN)/python tests/mutants_rust.py $(ARGS)
-
 format: $(VENV)/.tools ## rewrite the sources as `make lint` wants them
 	cargo fmt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --group lint
@@ -159,11 +154,11 @@ demo: $(VENV)/.installed ## train a small Llama on DeepSpeed, with Stepwell and 
 
 bench: $(VENV)/.installed ## Criterion, then against DeepSpeedCPUAdam and torch, then imports
 	cargo bench --locked --features bench
-	$(BIN)/stepwell bench adam $(ARGS)
+	$(BIN)/python benches/adam.py $(ARGS)
 	$(BIN)/python benches/import_time.py
 
 bench-codec: $(VENV)/.installed ## what moments held as bf16 or q8 change in 500 steps of training
-	$(BIN)/stepwell bench codec $(ARGS)
+	$(BIN)/python benches/codec.py $(ARGS)
 
 # Without a GPU: ARGS='--size tiny --sequence-length 64'.
 bench-offload: $(VENV)/.installed ## training steps with the state in host memory, against DeepSpeed

@@ -1,7 +1,7 @@
 //! One thread's time per kernel: in cache, where instructions count, and from DRAM, where bytes do.
 //!
 //! `cargo bench --features bench` measures; `cargo test --features bench --benches` runs each once.
-//! Against peers and on all cores: `stepwell bench adam`.
+//! Against peers and on all cores: `python benches/adam.py`.
 
 use std::hint::black_box;
 

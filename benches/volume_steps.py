@@ -5,7 +5,7 @@
 Parameters in bfloat16, with gradients that stay, are stepped one step after the other. So the
 drives never pause. All state that is stepped is on them: what memory is left beside the buffers has
 the state of a parameter without a gradient. What fio moves of the same kind, in the same run, is
-`stepwell bench volume FOLDER...` (`swap`).
+`volume.py FOLDER...` (`swap`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
+from drives import optimizer_on
 from stepwell import Volume
-from stepwell.cli._drive_rates import optimizer_on
 
 if TYPE_CHECKING:
     from stepwell.offload.volume import Durability

@@ -18,8 +18,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from drives import Fio
 from rich.console import Console
-from stepwell.cli._drive_rates import Fio, check_folders
+from stepwell.cli._drive_rates import check_folders
 from stepwell.cli._offload_cases import CASES, Workload
 from stepwell.cli.bench_offload import run_case
 

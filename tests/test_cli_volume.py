@@ -1,7 +1,6 @@
-"""`stepwell volume`, `bench volume` and `tune`: what is listed, checked, removed and measured."""
+"""`stepwell volume` and `tune`: what is listed, checked, removed and measured."""
 
 import gc
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,8 +9,7 @@ import pytest
 import stepwell
 import torch
 from stepwell.cli import app
-from stepwell.cli._drive_rates import Fio, optimizer_on
-from stepwell.offload.tuning import TUNING_FILE, DriveTuning, shape_of
+from stepwell.offload.tuning import DriveTuning, shape_of
 from typer.testing import CliRunner
 
 
@@ -143,10 +141,9 @@ def test_a_device_is_prepared_used_and_free_again(device, folders):
     gc.collect()
     assert run("rm", *drives, "--name", "run") == (0, "run: removed\n")
     assert f"{device}: a device without a volume" in run("ls", *drives)[1]
-    for command in (["tune"], ["bench", "volume"]):
-        code, text = invoke(*command, device)
-        assert code in (1, 2)
-        assert "expected a folder" in text.replace("\n", " ")
+    code, text = invoke("tune", device)
+    assert code == 1
+    assert "expected a folder" in text.replace("\n", " ")
 
 
 # ---- measurements: at sizes where nothing is learned about speed ----
@@ -156,55 +153,6 @@ def invoke(*words):
     result = CliRunner().invoke(app, [*map(str, words)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
-
-
-def test_drives_are_measured_side_by_side(folders, tmp_path, monkeypatch):
-    # Of so short a time it says that nothing moved.
-    monkeypatch.setattr(Fio, "absence", lambda: "fio is not tried")
-    DriveTuning(mb_per_second=3, stripe_bytes=65536, queue_depth=4, date="d").write(folders[0])
-    DriveTuning(mb_per_second=1, stripe_bytes=65536, queue_depth=8, date="d").write(folders[1])
-    tiny = ["--mib", 1, "--record-kib", 100, "--buffers", 2, "--seconds", 0.01, "--rounds", 2]
-    out = tmp_path / "out"
-    code, text = invoke("bench", "volume", *folders, *tiny, "--no-deepspeed", "--out", out)
-    assert code == 0, text
-    report = json.loads((out / "bench_volume.json").read_text())
-    assert (report["weights"], report["stripe_bytes"], report["queue_depth"]) == ([3, 1], 65536, 4)
-    assert report["absent"] == {"fio": "fio is not tried"}
-    steps = {"steps, fp32", "steps, q8"}
-    names = {"stepwell", *steps, "plain calls"}
-    assert report["mb_per_second"].keys() == names
-    for name, by_pattern in report["mb_per_second"].items():
-        assert by_pattern.keys() == ({"swap"} if name in steps else {"write", "read", "swap"})
-        assert all(len(rates) == 2 and min(rates) > 0 for rates in by_pattern.values())
-    assert report["ratio"].keys() == names - {"stepwell"}
-    # What was measured with is gone.
-    left = sorted(path.name for folder in folders for path in folder.iterdir())
-    assert left == [TUNING_FILE] * 2
-
-
-@pytest.mark.parametrize("moments", ["fp32", "q8"])
-def test_steps_that_are_measured_read_and_write_all_their_state(folders, moments):
-    nbytes = 8 << 20
-    optimizer = optimizer_on(stepwell.Volume(folders, durability="none"), moments, nbytes)
-    moved = []
-    for _ in range(2):
-        optimizer.step()
-        optimizer.synchronize()
-        moved.append((optimizer.timing["bytes_read"], optimizer.timing["bytes_written"]))
-    (_, written_first), (read, written) = moved
-    # Fingerprints stay in memory, and records are whole blocks.
-    for found in (written_first, read, written - written_first):
-        assert 0.999 * nbytes < found < 1.05 * nbytes
-
-
-def test_what_cannot_be_measured_is_refused(folders):
-    code, text = invoke("bench", "volume", *folders, "--weights", "1")
-    assert code == 2
-    assert "one for each folder" in text
-    (folders[1] / TUNING_FILE).write_text("{}")
-    code, text = invoke("bench", "volume", *folders, "--no-deepspeed")
-    assert code == 1
-    assert "is no measurement of a drive" in text.replace("\n", " ")
 
 
 def test_tune_writes_what_volumes_take(folders):

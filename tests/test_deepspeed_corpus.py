@@ -4,7 +4,6 @@
 index have a file at that path ("uses").
 """
 
-import re
 from pathlib import Path
 
 import deepspeed_run
@@ -53,23 +52,11 @@ def test_most_of_the_corpus_is_on_the_engine():
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="the page is not beside the tests")
-def test_the_page_has_the_numbers_and_the_rest():
-    page = PAGE.read_text()
-    text = " ".join(page.split())
-    uses = sum(entry["uses"] for entry in CORPUS)
-    rest = [entry for entry in CORPUS if "off the engine" in entry]
-    on, share = len(CORPUS) - len(rest), 1 - sum(entry["uses"] for entry in rest) / uses
+def test_the_page_has_the_numbers():
+    text = " ".join(PAGE.read_text().split())
+    on = sum("off the engine" not in entry for entry in CORPUS)
     assert f"has {len(CORPUS)} published configurations with offload" in text
-    assert f": {uses} in all" in text
-    # The second is rounded down.
-    shares = f"{100 * on / len(CORPUS):.0f} %, and {int(100 * share)} % of uses"
-    assert f"{on} of the {len(CORPUS)} run on the engine: {shares}" in text
-    readme = PAGE.parents[1].joinpath("README.md").read_text()
-    assert f"{on} of {len(CORPUS)} published configurations" in " ".join(readme.split())
-    table = page.partition("| off the engine |")[2].partition("\n\n")[0]
-    percents = [float(percent) for percent in re.findall(r"\| (\S+) % \|", table)]
-    assert len(percents) == len({entry["off the engine"] for entry in rest})
-    assert sum(percents) == pytest.approx(100 * (1 - share), abs=0.05 * len(percents))
+    assert f". {on} of them run on the engine" in text
 
 
 @pytest.mark.parametrize("entry", RUN, ids=lambda entry: entry["origin"])

@@ -160,7 +160,7 @@ def test_wheel_metadata_is_complete(unpacked):
     assert metadata["Version"] == VERSION
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert metadata.get_all("Provides-Extra") == ["deepspeed", "demo", "plot"]
+    assert metadata.get_all("Provides-Extra") == ["deepspeed", "demo"]
     required = {line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line}
     assert {line.split(">")[0] for line in required} == {"torch", "rich", "typer"}
 

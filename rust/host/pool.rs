@@ -76,7 +76,7 @@ fn beside_launches(threads: usize, num_ranks: usize) -> usize {
 
 /// How many of `beside` workers step while a process launches all the time. They have all of a
 /// model's step for it, and the launches take longer beside them. Measured on 16 cores: 12 take as
-/// long as 15, and the model's step .87 to 1.0 of the time (benches/README.md).
+/// long as 15, and the model's step .87 to 1.0 of the time.
 fn behind_launches(beside: usize) -> usize {
     (4 * beside).div_ceil(5)
 }

@@ -12,11 +12,7 @@ import typer
 
 from stepwell import _core
 from stepwell.cli import (
-    bench_adam,
-    bench_codec,
     bench_offload,
-    bench_plot,
-    bench_volume,
     demo,
     doctor,
     run,
@@ -34,9 +30,7 @@ app = typer.Typer(
     # Keeps paragraphs, refills their lines, and leaves what is in brackets alone.
     rich_markup_mode="markdown",
 )
-bench = typer.Typer(
-    name="bench", no_args_is_help=True, help="Measure speed and accuracy on this machine."
-)
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed on this machine.")
 
 volumes = typer.Typer(
     name="volume", no_args_is_help=True, help="Look after optimizer state on drives."
@@ -47,11 +41,7 @@ app.command()(doctor.doctor)
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(demo.demo)
 app.add_typer(bench)
-bench.command(name="adam")(bench_adam.bench_adam)
-bench.command(name="codec")(bench_codec.bench_codec)
 bench.command(name="offload")(bench_offload.bench_offload)
-bench.command(name="plot")(bench_plot.bench_plot)
-bench.command(name="volume")(bench_volume.bench_volume)
 app.command()(tune.tune)
 app.add_typer(volumes)
 volumes.command()(volume.ls)

@@ -1,4 +1,4 @@
-"""The small model that `demo` and `bench codec` train: a byte-level Llama, and its text."""
+"""The small model that `demo` trains: a byte-level Llama, and its text."""
 
 from __future__ import annotations
 

@@ -24,8 +24,12 @@ if TYPE_CHECKING:
 __all__ = ["case_table", "circumstances", "failed_case", "write", "write_json"]
 
 
-def circumstances() -> dict[str, Any]:
-    """Machine, versions, date and command, as plain values."""
+def circumstances(program: str = "stepwell") -> dict[str, Any]:
+    """Machine, versions, date and command, as plain values.
+
+    Args:
+        program: what comes before the arguments of the command.
+    """
     import torch
 
     system: dict[str, Any] = _core.system_info()
@@ -46,7 +50,7 @@ def circumstances() -> dict[str, Any]:
             **_versions("torch", "deepspeed"),
         },
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["stepwell", *sys.argv[1:]]),
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
     }
 
 
@@ -91,7 +95,7 @@ def write(
         from matplotlib.figure import Figure
     except ImportError:
         console.print(
-            "no plot: matplotlib is not installed. hint: pip install 'stepwell\\[plot]'",
+            "no plot: matplotlib is not installed. hint: pip install 'stepwell\\[demo]'",
             style="yellow",
         )
         return

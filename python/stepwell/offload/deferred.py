@@ -87,7 +87,7 @@ class Deferred:
             self.interval,
             1,
             INTERVAL_MAX,
-            ". hint: a fixed one; begin with interval=4 (moments='q8': 2), and take more where "
+            ". hint: begin with interval=4 (moments='q8': 2), and take more where "
             "optimizer.deferral.waited_seconds is above a fiftieth of a step",
         )
         _check_count("warmup_steps", self.warmup_steps, 0)

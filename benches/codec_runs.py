@@ -1,4 +1,4 @@
-"""The runs of `stepwell bench codec`."""
+"""The runs of `codec.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from stepwell import AdamW, _core, _state
 from stepwell._tensors import view
 

@@ -1,4 +1,7 @@
-"""`stepwell bench plot`: the pictures of step times, from what `stepwell bench offload` wrote."""
+"""The pictures of step times, from what `stepwell bench offload` wrote.
+
+python benches/plot.py JSON... [--out step_time.svg] [--every-step]
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-__all__ = ["bench_plot"]
-
 _PANEL_INCHES = (9.0, 3.0)
 
 
-def bench_plot(
+def main(
     reports: Annotated[
         list[Path],
         typer.Argument(
@@ -33,7 +34,7 @@ def bench_plot(
 ) -> None:
     """Draw the step times of one or more runs of `stepwell bench offload`.
 
-    The README's picture is drawn by `stepwell bench plot docs/step_time.json --out
+    The README's picture is drawn by `python benches/plot.py docs/step_time.json --out
     docs/step_time.svg`.
     """
     try:
@@ -42,7 +43,7 @@ def bench_plot(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise _failed("matplotlib is not installed. hint: pip install 'stepwell[plot]'") from error
+        raise _failed("matplotlib is not installed. hint: pip install matplotlib") from error
     from stepwell.cli._step_times import (
         circumstances_line,
         draw_every_step,
@@ -82,3 +83,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _failed(message: str) -> typer.Exit:
     typer.echo(f"error: {message}", err=True)
     return typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,7 @@
-"""`stepwell bench volume`: what drives move through a volume, beside what they move without one."""
+"""What drives move through a volume, beside what they move without one.
+
+python benches/volume.py FOLDER... [--mib 256] [--rounds 5] [--no-deepspeed] [--out FOLDER]
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from drives import Contender
     from matplotlib.figure import Figure
     from rich.console import Console
-
-    from stepwell.cli._drive_rates import Contender
-
-__all__ = ["bench_volume"]
 
 _MIB = 1 << 20
 _MB = 1e6
 
 
-def bench_volume(
+def main(
     folders: Annotated[
         list[Path],
         typer.Argument(
@@ -71,16 +71,9 @@ def bench_volume(
     volume, without a model around them. DeepSpeed's async_io is compiled first, which takes
     minutes.
     """
+    from drives import DeepSpeedAio, Fio, OptimizerSteps, PlainCalls
     from rich.console import Console
-
-    from stepwell.cli._drive_rates import (
-        DeepSpeedAio,
-        Fio,
-        OptimizerSteps,
-        PlainCalls,
-        ThroughVolume,
-        check_folders,
-    )
+    from stepwell.cli._drive_rates import ThroughVolume, check_folders
     from stepwell.cli._report import circumstances, write
     from stepwell.offload.tuning import shape_of
     from stepwell.offload.volume import Volume
@@ -147,7 +140,7 @@ def bench_volume(
         for contender in contenders:
             contender.close()
     report: dict[str, Any] = {
-        **circumstances(),
+        **circumstances("python benches/volume.py"),
         "folders": [str(folder) for folder in folders],
         "weights": shape.weights,
         "stripe_bytes": shape.stripe_bytes,
@@ -182,7 +175,6 @@ def _measure(
 ) -> dict[str, dict[str, list[float]]]:
     """MB per second by contender and pattern, in each round; the first to go changes."""
     from rich.progress import Progress
-
     from stepwell.cli._drive_rates import PATTERNS
 
     rates: dict[str, dict[str, list[float]]] = {
@@ -205,7 +197,7 @@ def _ratios(rates: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, Any
     """How many times faster the volume is than each other one, with the 95 % interval."""
     from dataclasses import asdict
 
-    from stepwell.cli._pairs import ratio
+    from pairs import ratio
 
     ours, *peers = rates
     return {
@@ -271,3 +263,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
     axes.set_ylabel("MB/s")
     axes.set_title(f"{len(report['folders'])} drives, {report['date']}", fontsize=9)
     axes.legend()
+
+
+if __name__ == "__main__":
+    typer.run(main)

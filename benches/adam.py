@@ -1,4 +1,7 @@
-"""`stepwell bench adam`: one optimizer step against the peers', and what memory allows."""
+"""One optimizer step against the peers', and what memory allows.
+
+python benches/adam.py [--numel 67108864] [--threads N] [--case fp32] [--out FOLDER]
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
+from pairs import EQUAL_WITHIN, interleave, ratio
 from stepwell import _core
-from stepwell.cli._pairs import EQUAL_WITHIN, interleave, ratio
 from stepwell.cli._quiet import quiet_deepspeed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from adam_cases import Case, Memory, Streams
     from matplotlib.figure import Figure
     from rich.console import Console
-
-    from stepwell.cli._adam_cases import Case, Memory, Streams
-
-__all__ = ["bench_adam"]
 
 _CHECK_NUMEL_MAX = 1 << 20
 _CHECK_STEPS = 3
@@ -35,10 +34,10 @@ _BYTES_FORMULA = (
 )
 
 CASES = ("fp32", "bf16", "fused", "fused_bf16", "fused_q8", "optimizer", "optimizer_propagate")
-"""The cases' names. Here, and not where they are made, so that `--help` does not import torch."""
+"""The cases' names. Here, and not where they are made: torch is imported behind `_bind`."""
 
 
-def bench_adam(
+def main(
     numel: Annotated[int, typer.Option(min=1 << 12, help="Parameters.")] = 64 << 20,
     threads: Annotated[
         int | None,
@@ -69,16 +68,15 @@ def bench_adam(
     if unknown := [name for name in only or () if name not in CASES]:
         raise typer.BadParameter(f"--case is `{unknown[0]}`, expected one of {', '.join(CASES)}")
     _bind(threads)
+    from adam_cases import Memory, cases
     from rich.console import Console
-
-    from stepwell.cli._adam_cases import Memory, cases
     from stepwell.cli._report import circumstances, write
 
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_PIPED)
     native, absence = _load_deepspeed(console)
     chosen = [case for case in cases(native) if not only or case.name in only]
     report: dict[str, Any] = {
-        **circumstances(),
+        **circumstances("python benches/adam.py"),
         "numel": numel,
         "threads": _core.Pool.default().threads,
         "repeats": repeats,
@@ -125,7 +123,7 @@ def _bind(threads: int | None) -> None:
             # interpreter.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
-        os.execv(sys.executable, [sys.executable, "-m", "stepwell", *sys.argv[1:]])
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     import torch
 
     cpus = [int(cpu) for cpu in os.environ[variable].split(",")]
@@ -224,8 +222,7 @@ def _check(case: Case, numel: int) -> dict[str, float]:
         ValueError: farther than the case tolerates.
     """
     import torch
-
-    from stepwell.cli._adam_cases import Memory
+    from adam_cases import Memory
 
     changes: dict[str, torch.Tensor] = {}
     for contender in (case.ours, *case.peers):
@@ -337,3 +334,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
         f"{report['machine']['cpu']}, {report['date']}",
         fontsize=9,
     )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,7 @@
-"""`stepwell bench codec`: what moments of 2 or 4 bytes instead of 8 do to a training run."""
+"""What moments of 2 or 4 bytes instead of 8 do to a training run.
+
+python benches/codec.py [--steps 500] [--at 100 --at 500] [--text FILE] [--out FOLDER]
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.console import Console
 
-__all__ = ["bench_codec"]
-
 _SEEDS = (0, 1, 2)
 _UPDATE_ERROR_MAX = {"bf16": 0.01, "q8": 0.015}  # L2, relative
 _WORST_ERROR_MAX = 0.1  # of the largest update
 
 
-def bench_codec(
+def main(
     steps: Annotated[
         int, typer.Option(min=1, help="Optimizer steps of each of the five runs.")
     ] = 500,
@@ -57,10 +58,9 @@ def bench_codec(
         raise typer.BadParameter(f"--hidden-size is `{hidden_size}`, expected a multiple of 64")
     if max(at) > steps:
         raise typer.BadParameter(f"--at is `{max(at)}`, expected at most --steps {steps}")
+    from codec_runs import CODECS, compare, final_loss, train
     from rich.console import Console
     from rich.progress import Progress
-
-    from stepwell.cli._codec_runs import CODECS, compare, final_loss, train
     from stepwell.cli._llama import LlamaShape, read_text
     from stepwell.cli._report import circumstances, write
 
@@ -98,7 +98,7 @@ def bench_codec(
     final = {name: final_loss(each) for name, each in runs.items()}
     seeds = [loss for name, loss in final.items() if name.startswith("fp32")]
     report = {
-        **circumstances(),
+        **circumstances("python benches/codec.py"),
         "steps": steps,
         "text": data.source,
         "num_params": sum(param.numel() for param in shape.build(seed=0).parameters()),
@@ -179,3 +179,7 @@ def _draw(figure: Figure, report: dict[str, Any]) -> None:
         fontsize=9,
     )
     axes.legend()
+
+
+if __name__ == "__main__":
+    typer.run(main)

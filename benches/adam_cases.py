@@ -1,4 +1,4 @@
-"""What `stepwell bench adam` compares.
+"""What `adam.py` compares.
 
 For each layout: our one pass, and what DeepSpeed and torch do for the same result.
 """
@@ -12,15 +12,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-
 from stepwell import AdamW, _core
 from stepwell._tensors import view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pairs import Passes
     from stepwell._decision import Nonfinite
-    from stepwell.cli._pairs import Passes
 
 __all__ = ["OURS", "Case", "Contender", "Memory", "Run", "Streams", "cases"]
 
