@@ -23,7 +23,7 @@ def test_options(result):
         "gate": "`stepwell.gate` is `layer`",
         "accumulate": "`stepwell.accumulate` is `gpu`",
         "threads": "`stepwell.threads` is `0`",
-        "host_bytes_max": "`stepwell.host_bytes_max` is `1 GB`",
+        "host_bytes_max": "`stepwell.host_bytes_max` is `'1 GB'`",
         "too little": "`1000` are left of `host_bytes_max`",
         "twice": "`moments` is `bf16` in the params of optimizer `StepwellAdamW`, but `q8`",
         "client": "`stepwell.moments` is `q8`, but the optimizer is `AdamW`",

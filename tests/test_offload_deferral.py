@@ -100,7 +100,7 @@ def test_steps_behind_those_that_were_left_or_skipped_are_no_looks(
 
 @pytest.mark.parametrize("interval", [0, 9, 2.0, True, "auto"])
 def test_other_intervals_are_refused(interval: int) -> None:
-    wanted = f"`interval` is `{interval}`, expected an integer, 1 to 8. hint: .* interval=4"
+    wanted = f"`interval` is `{interval!r}`, expected an integer, 1 to 8. hint: .* interval=4"
     with pytest.raises(ValueError, match=wanted):
         stepwell.Deferred(interval=interval)
 

@@ -388,7 +388,7 @@ def test_a_gradient_may_lie_in_a_weight_that_lands_with_the_step(
 
 @pytest.mark.parametrize("nbytes", [-1, 1.5, True, "1"])
 def test_a_number_of_bytes_is_expected(nbytes: Any) -> None:
-    with pytest.raises(ValueError, match=r"`device_bytes_max` is .* expected bytes, 0 or more"):
+    with pytest.raises(ValueError, match=r"`device_bytes_max` is .* expected bytes"):
         made(model_of(), nbytes)
 
 

@@ -1343,7 +1343,7 @@ def choose_channels(norms: TensorView, extents: Sequence[tuple[int, int, int, in
 
 def connect() -> None:
     """
-    Sends the core's log records to Python's `logging`, under "stepwell", and remembers this
+    Has the core's log records come to Python's `logging`, under "stepwell", and remembers this
     process's affinity mask. Called once, by the package, before it imports torch.
     """
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import torch
-
 from stepwell import _core
+from stepwell._checks import integer, number
 
 __all__ = ["Hyper", "hyper_of"]
 
@@ -41,26 +40,6 @@ class Hyper(NamedTuple):
         return _core.Hyper(**self._asdict(), grad_scale=grad_scale)
 
 
-def _number(value: object, key: str, where: str) -> float:
-    """`value` as a float; of a tensor its one element.
-
-    Raises:
-        ValueError: it is no number.
-    """
-    if type(value) is float:
-        return value
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(
-            f"`{key}` of {where} has the shape `{tuple(value.shape)}`, expected one number"
-        )
-    # Not what `float` would parse: schedulers calculate with it.
-    if not hasattr(value, "__float__") or (isinstance(value, torch.Tensor) and value.is_complex()):
-        raise ValueError(
-            f"`{key}` of {where} is `{value!r}` (`{type(value).__name__}`), expected a number"
-        )
-    return float(value)
-
-
 def hyper_of(group: dict[str, Any], where: str) -> Hyper:
     """The hyper-parameters of `group`, checked.
 
@@ -72,7 +51,7 @@ def hyper_of(group: dict[str, Any], where: str) -> Hyper:
             f"`{missing[0]}` of {where} is missing. hint: add groups by optimizer.add_param_group()"
         )
     lr, eps, weight_decay = (
-        _number(group[key], key, where) for key in ("lr", "eps", "weight_decay")
+        number(group[key], f"`{key}` of {where}") for key in ("lr", "eps", "weight_decay")
     )
     for key, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
         if not 0.0 <= value < math.inf:
@@ -85,7 +64,7 @@ def hyper_of(group: dict[str, Any], where: str) -> Hyper:
             f"`betas` of {where} is `{betas!r}`, expected two numbers from 0 to below 1. "
             "hint: betas=(0.9, 0.999)"
         )
-    betas = tuple(_number(beta, "betas", where) for beta in betas)
+    betas = tuple(number(beta, f"`betas` of {where}") for beta in betas)
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ValueError(
             f"`betas` of {where} is `{group['betas']}`, expected two numbers from 0 to below 1"
@@ -95,8 +74,7 @@ def hyper_of(group: dict[str, Any], where: str) -> Hyper:
             f"`amsgrad` of {where} is set, which is not supported. hint: use "
             "torch.optim.AdamW(amsgrad=True)"
         )
-    if not isinstance(group.get("seed", 0), int):
-        raise ValueError(f"`seed` of {where} is `{group['seed']!r}`, expected an integer")  # noqa: TRY004
+    integer(group.get("seed", 0), f"`seed` of {where}")
     for key in ("capturable", "differentiable"):
         if group[key]:
             raise ValueError(

@@ -97,7 +97,7 @@ Below, torch's allocator does as well.
 
 def key_of(seed: int, index: int, param: torch.Tensor) -> int:
     """The number that decorrelates the stochastic rounding of different parameters and pieces."""
-    packed = struct.pack("<QQQ", seed % 2**64, index, piece_index(param))
+    packed = struct.pack("<QQQ", int(seed) % 2**64, index, piece_index(param))
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 

@@ -130,15 +130,23 @@ class StateDicts(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # torch calls this on an empty object to unpickle it, and on a living one at the end of
-        # `load_state_dict`.
+        # `load_state_dict`; programs call it on a living one, with what they replace.
         if self.__dict__:
-            self._complete(state["param_groups"])
-            state = {**state, "state": self._convert(state["state"], state["param_groups"])}
+            groups = state.get("param_groups", self.param_groups)
+            if groups is not self.param_groups:
+                self._complete(groups)
+            if "state" in state:
+                state = {**state, "state": self._convert(state["state"], groups)}
         super().__setstate__(state)
         self._look_anew()
 
     def _complete(self, groups: list[dict[str, Any]]) -> None:
         """Gives loaded groups what another optimizer's do not say, and checks them."""
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"`param_groups` has `{len(groups)}` groups, expected {len(self.param_groups)}, as "
+                "the optimizer has. hint: add_param_group()"
+            )
         for index, (group, live) in enumerate(zip(groups, self.param_groups, strict=True)):
             if group.get("state_format", _core.STATE_FORMAT) != _core.STATE_FORMAT:
                 raise ValueError(
@@ -166,7 +174,8 @@ class StateDicts(Optimizer):
             source = _unshielded(loaded.get(param, {}))
             if source:
                 key = _state.key_of(seed, index, param)
-                converted[param] = self._converted(param, source, key, labels[param])
+                label = labels.get(param, "a parameter")
+                converted[param] = self._converted(param, source, key, label)
         return converted
 
     def _converted(

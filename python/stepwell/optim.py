@@ -12,6 +12,7 @@ from torch._compile import _disable_dynamo
 
 from stepwell import _core, _state
 from stepwell._binding import Rounding, bind, checked_grad
+from stepwell._checks import choice
 from stepwell._decision import NONFINITE, Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import Hyper, hyper_of
 from stepwell._sharding import PLAIN, agree, local, meshes
@@ -109,14 +110,8 @@ class Adam(StateDicts):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        if moments not in _state.MOMENTS:
-            raise ValueError(
-                f"`moments` is `{moments}`, expected one of {', '.join(_state.MOMENTS)}"
-            )
-        if nonfinite not in NONFINITE:
-            raise ValueError(
-                f"`nonfinite` is `{nonfinite}`, expected one of {', '.join(NONFINITE)}"
-            )
+        choice(moments, "`moments`", _state.MOMENTS)
+        choice(nonfinite, "`nonfinite`", NONFINITE)
         self._moments: Moments = moments
         self._nonfinite: Nonfinite = nonfinite
         self._look_anew()

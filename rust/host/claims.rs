@@ -104,8 +104,6 @@ struct Claims {
     counts: Counts,
     num_announcements: usize,
     has_warned_of_cpus: bool,
-    /// Why there is no table, until that is said.
-    failure: Option<String>,
 }
 
 static CLAIMS: Mutex<Option<Claims>> = Mutex::new(None);
@@ -125,33 +123,25 @@ fn with_claims<R>(act: impl FnOnce(&mut Claims) -> R) -> R {
     act(claims)
 }
 
-/// As `with_claims`, and says what has failed: not from a task of a pool.
-fn with_claims_aloud<R>(act: impl FnOnce(&mut Claims) -> R) -> R {
-    let (result, failure) = with_claims(|claims| (act(claims), claims.failure.take()));
-    if let Some(failure) = failure {
-        let has_others = environment::rank_share().is_ok_and(|share| share.is_some())
-            || std::env::var_os(FOLDER_VARIABLE).is_some();
-        let level = if has_others { log::Level::Warn } else { log::Level::Info };
-        log::log!(target: "stepwell", level, "{failure}");
-    }
-    result
-}
-
-/// The table with this entry; or why there is none.
-fn open_table(entry: &Entry) -> (Option<Table>, Option<String>) {
+/// The table with this entry; where there is none, the log says why.
+fn open_table(entry: &Entry) -> Option<Table> {
     let folder = std::env::var_os(FOLDER_VARIABLE).filter(|folder| !folder.is_empty());
     let folder = PathBuf::from(folder.unwrap_or_else(|| FOLDER.into()));
     match Table::open(&folder, entry) {
-        Ok(table) => (Some(table), None),
-        Err(error) => (
-            None,
-            Some(format!(
+        Ok(table) => Some(table),
+        Err(error) => {
+            let has_others = environment::rank_share().is_ok_and(|share| share.is_some())
+                || std::env::var_os(FOLDER_VARIABLE).is_some();
+            log::log!(
+                target: "stepwell",
+                if has_others { log::Level::Warn } else { log::Level::Info },
                 "the ranks of this host do not see what memory and CPUs the others have claimed, \
                  since `{}` cannot be used: {error}\nhint: {FOLDER_VARIABLE}, a folder that all \
                  of them can write",
                 folder.display()
-            )),
-        ),
+            );
+            None
+        }
     }
 }
 
@@ -163,7 +153,7 @@ impl Claims {
             groups: free_memory::groups(),
             ..Entry::default()
         };
-        let (table, failure) = open_table(&entry);
+        let table = open_table(&entry);
         Self {
             generation: fork::generation(),
             table,
@@ -171,7 +161,6 @@ impl Claims {
             counts: Counts::default(),
             num_announcements: 0,
             has_warned_of_cpus: false,
-            failure,
         }
     }
 
@@ -180,7 +169,7 @@ impl Claims {
     fn follow_table(&mut self) {
         if self.table.as_ref().is_some_and(Table::is_removed) {
             self.entry.memory_bytes = self.counts.sum();
-            (self.table, self.failure) = open_table(&self.entry);
+            self.table = open_table(&self.entry);
         }
     }
 
@@ -225,7 +214,7 @@ impl Claims {
 
 /// What this process can still take.
 pub fn room() -> Room {
-    with_claims_aloud(|claims| claims.room_beside(claims.counts.sum()))
+    with_claims(|claims| claims.room_beside(claims.counts.sum()))
 }
 
 /// Memory that was announced. The claim of what no buffer has taken ends with it, or with the last
@@ -240,7 +229,7 @@ pub struct Announcement {
 /// Nothing is claimed, and the announcement is `None`, where `is_checked` and they are more than
 /// the room and `held_bytes`, which are taken already and given back meanwhile.
 pub fn announce(nbytes: u64, held_bytes: u64, is_checked: bool) -> (Option<Announcement>, Room) {
-    with_claims_aloud(|claims| {
+    with_claims(|claims| {
         let more = nbytes.saturating_sub(held_bytes);
         let (is_claimed, room) = claims.claim(
             |counts| counts.announced = counts.announced.saturating_add(more),
@@ -277,7 +266,7 @@ pub(super) struct Taking {
 /// # Errors
 /// [`Error::Os`] where that is more than the room.
 pub(super) fn take(nbytes: u64) -> Result<Taking> {
-    with_claims_aloud(|claims| {
+    with_claims(|claims| {
         let announced = nbytes.min(claims.counts.announced);
         let (is_claimed, room) = claims.claim(
             |counts| {
@@ -337,23 +326,24 @@ impl Drop for Taking {
     }
 }
 
-/// Tells other processes that this one steps on `cpus`. Returns a warning, once in this process,
-/// where another one does so too.
-pub(super) fn claim_cpus(cpus: &[usize]) -> Option<String> {
-    with_claims_aloud(|claims| {
+/// Tells other processes that this one steps on `cpus`, and warns, once in this process, where
+/// another one does so too.
+pub(super) fn claim_cpus(cpus: &[usize]) {
+    with_claims(|claims| {
         let all: BTreeSet<usize> = claims.entry.cpus.iter().chain(cpus).copied().collect();
         claims.entry.cpus = all.into_iter().collect();
         claims.entry.memory_bytes = claims.counts.sum();
-        let table = claims.table.as_ref()?;
+        let Some(table) = &claims.table else { return };
         let _turn = table.turn();
         let _ = table.write(&claims.entry);
         if claims.has_warned_of_cpus {
-            return None;
+            return;
         }
-        let warning = warning_of_cpus(cpus, &claims.entry, &claims.others())?;
-        claims.has_warned_of_cpus = true;
-        Some(warning)
-    })
+        if let Some(warning) = warning_of_cpus(cpus, &claims.entry, &claims.others()) {
+            claims.has_warned_of_cpus = true;
+            log::warn!(target: "stepwell", "{warning}");
+        }
+    });
 }
 
 fn warning_of_cpus(cpus: &[usize], own: &Entry, others: &[Entry]) -> Option<String> {
@@ -381,7 +371,7 @@ fn warning_of_cpus(cpus: &[usize], own: &Entry, others: &[Entry]) -> Option<Stri
 
 /// Other processes that step on some of `cpus`, by number.
 pub fn others_on(cpus: &[usize]) -> Vec<u32> {
-    with_claims_aloud(|claims| {
+    with_claims(|claims| {
         let others = claims.others().into_iter();
         let is_there = |other: &Entry| other.cpus.iter().any(|cpu| cpus.contains(cpu));
         others.filter(is_there).map(|other| other.pid).collect()

@@ -100,11 +100,8 @@ impl Pool {
     /// or a variable of a launcher that is not a count; [`Error::Os`] where threads cannot
     /// be started, or cannot be pinned to CPUs that were named.
     pub fn new(config: &PoolConfig) -> Result<Self> {
-        let entered = fork::enter();
-        let built = Self::build(config);
-        // Logging may wait for a lock that a forking thread holds.
-        drop(entered);
-        built.map(Built::log)
+        let _entered = fork::enter();
+        Self::build(config)
     }
 
     /// The pool of this process, made on first use as [`PoolConfig::default`] says. A forked child
@@ -129,24 +126,16 @@ impl Pool {
             let (mut workers, _) = Workers::start(global.cpus.clone(), BACKGROUND_NICE)?;
             workers.num_ranks = global.num_ranks;
             workers.has_more_ranks_than_cores = global.has_more_ranks_than_cores;
-            Ok(Built { pool: Self::all_of(workers), warnings: Vec::new() })
+            Ok(Self::all_of(workers))
         })
     }
 
     fn of_process(
         made: &PerProcess<Self>,
-        build: impl FnOnce() -> Result<Built>,
+        build: impl FnOnce() -> Result<Self>,
     ) -> Result<&'static Self> {
-        let entered = fork::enter();
-        let mut warnings = Vec::new();
-        let pool = made.get_or_make(|| {
-            let built = build()?;
-            warnings = built.warnings;
-            Ok(Box::leak(Box::new(built.pool)))
-        });
-        drop(entered);
-        log_all(&warnings);
-        pool
+        let _entered = fork::enter();
+        made.get_or_make(|| Ok(Box::leak(Box::new(build()?))))
     }
 
     fn all_of(workers: Workers) -> Self {
@@ -168,7 +157,7 @@ impl Pool {
         Ok(Self { workers: Arc::clone(&self.workers), threads: threads.min(self.threads) })
     }
 
-    fn build(config: &PoolConfig) -> Result<Built> {
+    fn build(config: &PoolConfig) -> Result<Self> {
         fork::register()?;
         let topology = Topology::host();
         let now =
@@ -188,15 +177,18 @@ impl Pool {
         };
         let cpus = choose_cpus(&topology, &allowed, &config, share, &gpu_nodes)?;
 
-        let mut warnings = Vec::from_iter(narrowed);
+        if let Some(warning) = narrowed {
+            log::warn!(target: "stepwell", "{warning}");
+        }
         let distinct = cpus.iter().collect::<HashSet<_>>().len();
         if distinct < cpus.len() {
-            warnings.push(format!(
+            log::warn!(
+                target: "stepwell",
                 "`{}` workers share the `{distinct}` CPUs `{}`; hint: {THREADS_VARIABLE} and \
                  `threads` above the number of CPUs only cost time",
                 cpus.len(),
                 format_cpu_list(&cpus)
-            ));
+            );
         }
         let (mut workers, unpinned) = Workers::start(cpus, 0)?;
         workers.num_ranks = num_ranks;
@@ -205,9 +197,9 @@ impl Pool {
             if config.cpus.is_some() {
                 return Err(Error::os(format!("cannot pin a worker to CPU `{cpu}`"), error));
             }
-            warnings.push(workers::unpinned_warning(cpu, &error));
+            log::warn!(target: "stepwell", "{}", workers::unpinned_warning(cpu, &error));
         }
-        Ok(Built { pool: Self::all_of(workers), warnings })
+        Ok(Self::all_of(workers))
     }
 
     /// Number of workers.
@@ -242,9 +234,7 @@ impl Pool {
         {
             return;
         }
-        if let Some(warning) = claims::claim_cpus(self.cpus()) {
-            log_all(&[warning]);
-        }
+        claims::claim_cpus(self.cpus());
     }
 
     /// Calls `task(i)` once for every `i` in `0..tasks`, on the workers, and returns when all are
@@ -302,30 +292,11 @@ impl Pool {
         if let Some(warning) = warning
             && !self.workers.has_warned.swap(true, Ordering::Relaxed)
         {
-            log_all(&[warning]);
+            log::warn!(target: "stepwell", "{warning}");
         }
         if let Some(payload) = payload {
             resume_unwind(payload);
         }
-    }
-}
-
-/// A pool and what is to be logged about it outside the gate.
-struct Built {
-    pool: Pool,
-    warnings: Vec<String>,
-}
-
-impl Built {
-    fn log(self) -> Pool {
-        log_all(&self.warnings);
-        self.pool
-    }
-}
-
-fn log_all(warnings: &[String]) {
-    for warning in warnings {
-        log::warn!(target: "stepwell", "{warning}");
     }
 }
 

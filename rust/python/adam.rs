@@ -6,6 +6,7 @@ use pyo3::prelude::*;
 
 use super::{
     host::PyPool,
+    logging::run,
     tensor::{PyTensorView, dtype_named},
 };
 use crate::{
@@ -252,11 +253,11 @@ pub(super) fn grad_stats(
     grads: Vec<PyRef<'_, PyTensorView>>,
     norm: bool,
     pool: Option<&PyPool>,
-) -> Result<PyGradStats> {
+) -> PyResult<PyGradStats> {
     let grads: Vec<_> = grads.iter().map(|grad| grad.0).collect();
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.
-    py.detach(|| unsafe { stats::grad_stats(pool.get()?, Isa::detect()?, &grads, norm) })
+    run(py, || unsafe { stats::grad_stats(pool.get()?, Isa::detect()?, &grads, norm) })
         .map(PyGradStats)
 }
 
@@ -293,11 +294,11 @@ pub(super) fn read_state(
     exp_avg: Option<&PyTensorView>,
     exp_avg_sq: Option<&PyTensorView>,
     pool: Option<&PyPool>,
-) -> Result<()> {
+) -> PyResult<()> {
     let (tensor, to) = (tensor.0, state_views(master, exp_avg, exp_avg_sq)?);
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.
-    py.detach(|| unsafe { exchange::read_state(pool.get()?, Isa::detect()?, &tensor, to) })
+    run(py, || unsafe { exchange::read_state(pool.get()?, Isa::detect()?, &tensor, to) })
 }
 
 /// Encodes float32 views of `numel` elements into a tensor's state; a master also writes the
@@ -318,11 +319,11 @@ pub(super) fn write_state(
     exp_avg: Option<&PyTensorView>,
     exp_avg_sq: Option<&PyTensorView>,
     pool: Option<&PyPool>,
-) -> Result<()> {
+) -> PyResult<()> {
     let (tensor, from) = (tensor.0, state_views(master, exp_avg, exp_avg_sq)?);
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.
-    py.detach(|| unsafe { exchange::write_state(pool.get()?, Isa::detect()?, &tensor, step, from) })
+    run(py, || unsafe { exchange::write_state(pool.get()?, Isa::detect()?, &tensor, step, from) })
 }
 
 /// Takes the fingerprints of a bfloat16 parameter whose trailing bits belong to it: after steps
@@ -336,11 +337,11 @@ pub(super) fn take_fingerprints(
     py: Python<'_>,
     tensor: &PyAdamTensor,
     pool: Option<&PyPool>,
-) -> Result<()> {
+) -> PyResult<()> {
     let tensor = tensor.0;
     let pool = PyPool::pool(pool);
     // SAFETY: as in `adam_step`.
-    py.detach(|| unsafe { exchange::take_fingerprints(pool.get()?, Isa::detect()?, &tensor) })
+    run(py, || unsafe { exchange::take_fingerprints(pool.get()?, Isa::detect()?, &tensor) })
 }
 
 /// One array of a parameter's state.

@@ -11,7 +11,7 @@ use std::{
 use pyo3::prelude::*;
 use rustix::io::Errno;
 
-use super::swap::engine_named;
+use super::{logging::run, swap::engine_named};
 use crate::{
     error::{Error, Result},
     tier::{
@@ -123,11 +123,11 @@ impl PyFiles {
         queue_depth: usize,
         io_engine: &str,
         io_timeout: f64,
-    ) -> Result<Self> {
+    ) -> PyResult<Self> {
         let io_timeout = super::swap::seconds("io_timeout", io_timeout)?;
         let options =
             Options { engine: engine_named(io_engine)?, block_bytes, queue_depth, between: None };
-        let files = py.detach(|| Files::new(&options))?;
+        let files = run(py, || Files::new(&options))?;
         Ok(Self { files, pending: Mutex::default(), ended: Mutex::default(), io_timeout })
     }
 

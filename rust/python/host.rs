@@ -10,9 +10,10 @@ use pyo3::{
     types::{PyDict, PyTuple},
 };
 
+use super::logging::{self, answer, run};
 use crate::{
     adam::ceiling::{self, Streams},
-    error::Result,
+    error::{Error, Result},
     host::{
         claims::{self, Announcement, Room},
         environment, gpus, io_uring,
@@ -63,8 +64,8 @@ impl PyPool {
 impl PyPool {
     #[new]
     #[pyo3(signature = (*, threads=None, cpus=None))]
-    fn new(py: Python<'_>, threads: Option<usize>, cpus: Option<Vec<usize>>) -> Result<Self> {
-        let pool = py.detach(|| Pool::new(&PoolConfig { threads, cpus }))?;
+    fn new(py: Python<'_>, threads: Option<usize>, cpus: Option<Vec<usize>>) -> PyResult<Self> {
+        let pool = run(py, || Pool::new(&PoolConfig { threads, cpus }))?;
         Ok(Self(Handle::Own(Arc::new(pool))))
     }
 
@@ -72,8 +73,8 @@ impl PyPool {
     /// rank's share of the host.
     #[staticmethod]
     #[pyo3(name = "default")]
-    fn process_default(py: Python<'_>) -> Result<Self> {
-        py.detach(Pool::global)?;
+    fn process_default(py: Python<'_>) -> PyResult<Self> {
+        run(py, Pool::global)?;
         Ok(Self(Handle::Global))
     }
 
@@ -107,9 +108,9 @@ pub(super) struct PyBuffer(Buffer);
 impl PyBuffer {
     #[new]
     #[pyo3(signature = (nbytes, *, pool=None, lock=false))]
-    fn new(py: Python<'_>, nbytes: usize, pool: Option<&PyPool>, lock: bool) -> Result<Self> {
+    fn new(py: Python<'_>, nbytes: usize, pool: Option<&PyPool>, lock: bool) -> PyResult<Self> {
         let pool = PyPool::pool(pool);
-        py.detach(|| Buffer::new(nbytes, &BufferConfig { lock }, pool.get()?)).map(Self)
+        run(py, || Buffer::new(nbytes, &BufferConfig { lock }, pool.get()?)).map(Self)
     }
 
     /// Address of the first byte.
@@ -192,10 +193,10 @@ pub(super) fn stream_ceiling(
     write_bytes: Vec<usize>,
     passes: usize,
     pool: Option<&PyPool>,
-) -> Result<f64> {
+) -> PyResult<f64> {
     let streams = Streams { read_write: read_write_bytes, read: read_bytes, write: write_bytes };
     let pool = PyPool::pool(pool);
-    py.detach(|| ceiling::measure(pool.get()?, Isa::detect()?, numel, &streams, 1, passes))
+    run(py, || ceiling::measure(pool.get()?, Isa::detect()?, numel, &streams, 1, passes))
         .map(|time| time.as_secs_f64())
 }
 
@@ -203,8 +204,8 @@ pub(super) fn stream_ceiling(
 /// control groups leave; less what processes have claimed of that. None where the system does not
 /// say.
 #[pyfunction]
-pub(super) fn free_memory_bytes(py: Python<'_>) -> Option<u64> {
-    py.detach(claims::room).bytes()
+pub(super) fn free_memory_bytes(py: Python<'_>) -> PyResult<Option<u64>> {
+    run(py, || Ok::<_, Error>(claims::room().bytes()))
 }
 
 /// Host memory that buffers will take: other processes of this host count it as used until then.
@@ -226,10 +227,11 @@ pub(super) struct PyMemoryClaim {
 impl PyMemoryClaim {
     #[new]
     #[pyo3(signature = (nbytes, *, held_nbytes=0, is_checked=true))]
-    fn new(py: Python<'_>, nbytes: u64, held_nbytes: u64, is_checked: bool) -> Self {
-        let (announcement, room) = py.detach(|| claims::announce(nbytes, held_nbytes, is_checked));
+    fn new(py: Python<'_>, nbytes: u64, held_nbytes: u64, is_checked: bool) -> PyResult<Self> {
+        let announce = || Ok::<_, Error>(claims::announce(nbytes, held_nbytes, is_checked));
+        let (announcement, room) = run(py, announce)?;
         let is_refused = announcement.is_none();
-        Self { announcement: Mutex::new(announcement), is_refused, room }
+        Ok(Self { announcement: Mutex::new(announcement), is_refused, room })
     }
 
     /// Whether nothing was claimed, since there is less.
@@ -284,8 +286,8 @@ impl PyMemoryClaim {
 pub(super) fn places_of_ranks(
     py: Python<'_>,
     num_ranks: usize,
-) -> Result<Vec<(Vec<usize>, Option<String>)>> {
-    let places = py.detach(|| pool::places_of_ranks(num_ranks))?;
+) -> PyResult<Vec<(Vec<usize>, Option<String>)>> {
+    let places = run(py, || pool::places_of_ranks(num_ranks))?;
     Ok(places.into_iter().map(|place| (place.cpus, place.gpu)).collect())
 }
 
@@ -346,16 +348,15 @@ pub(super) fn system_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         "io_uring",
         io_uring::probe().map_or_else(|error| error.to_string(), |()| "available".to_owned()),
     )?;
-    Ok(info)
+    answer(py, Ok::<_, PyErr>(info))
 }
 
-/// Sends the core's log records to Python's `logging`, under "stepwell", and remembers this
+/// Has the core's log records come to Python's `logging`, under "stepwell", and remembers this
 /// process's affinity mask. Called once, by the package, before it imports torch.
 #[pyfunction]
-pub(super) fn connect() {
+pub(super) fn connect(py: Python<'_>) -> PyResult<()> {
     pool::remember_affinity();
-    // Fails only where another logger of this process is installed already: then that one is used.
-    let _ = pyo3_log::try_init();
+    logging::connect(py)
 }
 
 /// How this module was built: a dict of plain values, for bug reports.

@@ -7,6 +7,7 @@ use std::{
 
 use pyo3::prelude::*;
 
+use super::logging::answer;
 use crate::error::{Error, Result};
 
 /// How often signals are looked for.
@@ -29,7 +30,7 @@ pub(super) fn interruptible<T: Send>(
             }
         }
         match running.join() {
-            Ok(outcome) => Ok(outcome?),
+            Ok(outcome) => answer(py, outcome),
             Err(_) => Err(Error::value("a thread of the core has panicked").into()),
         }
     })

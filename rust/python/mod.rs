@@ -6,6 +6,7 @@ mod errors;
 mod files;
 mod host;
 mod interrupt;
+mod logging;
 mod objects;
 mod offload;
 mod select;

@@ -14,6 +14,7 @@ use pyo3::{prelude::*, types::PyDict};
 use super::{
     adam::{PyAdamTensor, PyHyper},
     host::PyBuffer,
+    logging::{answer, run},
     select::PySelectable,
     swap::PySwap,
     tensor::{PyTensorView, dtypes_named},
@@ -102,15 +103,18 @@ pub(super) fn py_deferral_nbytes(
     deferral_nbytes(&numels, &dtypes_named(dtypes)?, interval)
 }
 
-/// Calls `wait` until it says that the end was reached; signal handlers run in between.
+/// Calls `wait` until it says that the end was reached; handlers of signals run in between, and those
+/// of the log behind.
 fn wait_interruptibly(
     py: Python<'_>,
     mut wait: impl FnMut() -> Result<bool> + Send,
 ) -> PyResult<()> {
-    while !py.detach(&mut wait)? {
-        py.check_signals()?;
+    loop {
+        match py.detach(&mut wait) {
+            Ok(false) => py.check_signals()?,
+            ended => return answer(py, ended.map(|_| ())),
+        }
     }
-    Ok(())
 }
 
 /// The stream with this handle.
@@ -202,8 +206,8 @@ impl PyOffloadEngine {
 }
 
 impl Drop for PyOffloadEngine {
-    /// Waits for the engine's threads without the GIL: one of them may log, which takes it. The
-    /// Python objects that the engine holds are dropped after that, with the GIL.
+    /// Waits for the engine's threads without the GIL, and drops the Python objects that the engine
+    /// holds after that, with the GIL.
     fn drop(&mut self) {
         // Without an interpreter nothing can be detached: the engine's own drop waits.
         let _ = Python::try_attach(|py| py.detach(|| self.engine.end()));
@@ -236,7 +240,7 @@ impl PyOffloadEngine {
         staging: Option<Py<PyBuffer>>,
         swap: Option<Py<PySwap>>,
         swapped: Option<Vec<Option<usize>>>,
-    ) -> Result<Self> {
+    ) -> PyResult<Self> {
         let dtypes = dtypes_named(dtypes.unwrap_or_default())?;
         let whole = |buffer: &Py<PyBuffer>| {
             View::new(buffer.get().address(), Dtype::Uint8, buffer.get().nbytes())
@@ -249,7 +253,8 @@ impl PyOffloadEngine {
             _ => {
                 return Err(Error::value(
                     "only some of row_lens, selection and staging are given, expected all or none",
-                ));
+                )
+                .into());
             }
         };
         let deferral = match (interval, &gradients) {
@@ -261,7 +266,7 @@ impl PyOffloadEngine {
                 selection: selected,
             }),
             (None, None) => None,
-            _ => return Err(Error::value("only one of interval and gradients is given")),
+            _ => return Err(Error::value("only one of interval and gradients is given").into()),
         };
         let tier: Arc<dyn Tier> = match &swap {
             None => Arc::new(Ram),
@@ -271,7 +276,7 @@ impl PyOffloadEngine {
                 Arc::new(Placed::new(swap.get().swap()?, &swapped)?)
             }
         };
-        let engine = py.detach(|| {
+        let engine = run(py, || {
             let (pool, all) = match deferral {
                 // In the background of a whole step workers meet the threads that launch it.
                 Some(_) => {

@@ -10,7 +10,11 @@ use std::{
 use pyo3::prelude::*;
 
 use super::{
-    adam::PyAdamTensor, host::PyAddressSpace, interrupt::interruptible, tensor::PyTensorView,
+    adam::PyAdamTensor,
+    host::PyAddressSpace,
+    interrupt::interruptible,
+    logging::{answer, run},
+    tensor::PyTensorView,
 };
 use crate::{
     error::{Error, Result},
@@ -170,17 +174,22 @@ impl PySwap {
             false => Swap::create(&config, &places, pool).map(|swap| (swap, None)),
         };
         let mut waited = Duration::ZERO;
-        let (swap, resumed) = loop {
+        let made = loop {
             match py.detach(make) {
-                Ok(made) => break made,
                 // What a killed process had submitted is still landing.
                 Err(Error::Os { source, .. }) if waited < io_timeout && is_locked(&source) => {
                     waited += SIGNAL_INTERVAL;
                     py.check_signals()?;
                 }
-                Err(error) => return Err(error.into()),
+                ended => break ended,
             }
         };
+        let (swap, resumed) = match made {
+            Ok(made) => made,
+            Err(error) => return answer(py, Err(error)),
+        };
+        answer(py, Ok::<_, Error>(()))
+            .inspect_err(|_| swap.volume().set_keep(resumed.is_some()))?;
         Ok(Self { swap: Mutex::new(Some(Arc::new(swap))), resumed, _addresses: addresses })
     }
 
@@ -365,9 +374,9 @@ impl PySwap {
     /// Args:
     ///     keep: whether they are kept; None: as the volume was made.
     #[pyo3(signature = (*, keep=None))]
-    fn close(&self, py: Python<'_>, keep: Option<bool>) {
+    fn close(&self, py: Python<'_>, keep: Option<bool>) -> PyResult<()> {
         let swap = self.swap.lock().unwrap_or_else(PoisonError::into_inner).take();
-        py.detach(|| {
+        run(py, || {
             if let Some(swap) = swap {
                 swap.tell_of_uncommitted();
                 if let Some(keep) = keep {
@@ -375,7 +384,8 @@ impl PySwap {
                 }
                 swap.volume().remove_files();
             }
-        });
+            Ok::<_, Error>(())
+        })
     }
 }
 
@@ -479,8 +489,8 @@ impl PyMemberFile {
 ///     OSError: where the drive cannot be read.
 #[pyfunction]
 #[pyo3(signature = (drive))]
-pub(super) fn list_members(py: Python<'_>, drive: PathBuf) -> Result<Vec<PyMemberFile>> {
-    py.detach(|| found::list(&drive)).map(|all| all.into_iter().map(PyMemberFile).collect())
+pub(super) fn list_members(py: Python<'_>, drive: PathBuf) -> PyResult<Vec<PyMemberFile>> {
+    run(py, || found::list(&drive)).map(|all| all.into_iter().map(PyMemberFile).collect())
 }
 
 /// Prepares a block device for volumes. Everything on it is lost.
@@ -494,8 +504,8 @@ pub(super) fn list_members(py: Python<'_>, drive: PathBuf) -> Result<Vec<PyMembe
 ///     OSError: where something uses it, or it cannot be written.
 #[pyfunction]
 #[pyo3(signature = (device, *, overwrite=false))]
-pub(super) fn format_device(py: Python<'_>, device: PathBuf, overwrite: bool) -> Result<()> {
-    py.detach(|| block_device::format(&device, overwrite))
+pub(super) fn format_device(py: Python<'_>, device: PathBuf, overwrite: bool) -> PyResult<()> {
+    run(py, || block_device::format(&device, overwrite))
 }
 
 /// Removes the files of a volume that no process uses, and makes its devices free.
@@ -505,8 +515,8 @@ pub(super) fn format_device(py: Python<'_>, device: PathBuf, overwrite: bool) ->
 ///     OSError: where a process uses it, or none of its files is there.
 #[pyfunction]
 #[pyo3(signature = (name, drives))]
-pub(super) fn remove_volume(py: Python<'_>, name: String, drives: Vec<PathBuf>) -> Result<()> {
-    py.detach(|| found::remove(&Location { name, drives }, SIGNAL_INTERVAL))
+pub(super) fn remove_volume(py: Python<'_>, name: String, drives: Vec<PathBuf>) -> PyResult<()> {
+    run(py, || found::remove(&Location { name, drives }, SIGNAL_INTERVAL))
 }
 
 /// Reads every record of a volume that no process uses.
@@ -525,13 +535,12 @@ pub(super) fn check_volume(
     drives: Vec<PathBuf>,
 ) -> PyResult<(Option<u64>, usize, Vec<String>)> {
     let options = Options { keep: true, lock_timeout: SIGNAL_INTERVAL, ..Options::default() };
-    let volume =
-        py.detach(|| Volume::open(&Location { name, drives }, &options, Pool::global()?))?;
+    let volume = run(py, || Volume::open(&Location { name, drives }, &options, Pool::global()?))?;
     let mut wrong = Vec::new();
     let records = volume.num_records();
     for begin in (0..records).step_by(RECORDS_BETWEEN_LOOKS) {
         let end = (begin + RECORDS_BETWEEN_LOOKS).min(records);
-        let found = py.detach(|| volume.check(begin..end))?;
+        let found = run(py, || volume.check(begin..end))?;
         wrong.extend(found.iter().map(ToString::to_string));
         py.check_signals()?;
     }

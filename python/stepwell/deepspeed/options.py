@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from stepwell import _state
+from stepwell._checks import choice, count, flag, nbytes, optional
+from stepwell.offload.options import Accumulate, GateMode
 from stepwell.offload.volume import Volume
 
 __all__ = ["Options", "options_of", "said", "with_unpinned_weights", "written"]
 
-_GATES = ("module", "step")
-_ACCUMULATE = ("device", "host")
 _FETCH = ("stepwell", "deepspeed")
 
 
@@ -69,43 +69,13 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("engine", "zenflow"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f"`stepwell.{name}` is `{value}`, expected true or false")  # noqa: TRY004
-        if self.moments is not None and self.moments not in _state.MOMENTS:
-            raise ValueError(
-                f"`stepwell.moments` is `{self.moments}`, expected one of "
-                f"{', '.join(_state.MOMENTS)}"
-            )
-        if self.gate not in _GATES:
-            raise ValueError(
-                f"`stepwell.gate` is `{self.gate}`, expected one of {', '.join(_GATES)}"
-            )
-        if self.accumulate not in _ACCUMULATE:
-            raise ValueError(
-                f"`stepwell.accumulate` is `{self.accumulate}`, expected one of "
-                f"{', '.join(_ACCUMULATE)}"
-            )
-        if self.fetch not in _FETCH:
-            raise ValueError(
-                f"`stepwell.fetch` is `{self.fetch}`, expected one of {', '.join(_FETCH)}"
-            )
-        is_count = (
-            isinstance(self.threads, int)
-            and not isinstance(self.threads, bool)
-            and self.threads > 0
-        )
-        if self.threads is not None and not is_count:
-            raise ValueError(
-                f"`stepwell.threads` is `{self.threads}`, expected a number of threads, 1 or more"
-            )
-        is_bytes = isinstance(self.host_bytes_max, int) and not isinstance(
-            self.host_bytes_max, bool
-        )
-        if self.host_bytes_max is not None and not is_bytes:
-            raise ValueError(
-                f"`stepwell.host_bytes_max` is `{self.host_bytes_max}`, expected a number of bytes"
-            )
+            flag(getattr(self, name), f"`stepwell.{name}`", expected="true or false")
+        optional(choice, self.moments, "`stepwell.moments`", _state.MOMENTS)
+        choice(self.gate, "`stepwell.gate`", get_args(GateMode))
+        choice(self.accumulate, "`stepwell.accumulate`", get_args(Accumulate))
+        choice(self.fetch, "`stepwell.fetch`", _FETCH)
+        optional(count, self.threads, "`stepwell.threads`")
+        optional(nbytes, self.host_bytes_max, "`stepwell.host_bytes_max`")
         is_list = isinstance(self.nvme_paths, list) and all(
             isinstance(path, str) for path in self.nvme_paths
         )

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from stepwell import _core
+from stepwell._checks import count, flag, fraction
 from stepwell._sharding import local
 from stepwell._tensors import name_of
 
@@ -37,9 +38,6 @@ __all__ = [
 
 INTERVAL_MAX = 8
 """The most steps between two turns: the core's `INTERVAL_MAX`, as a test compares."""
-
-_COUNT_MAX = (1 << 63) - 1
-"""Of counts that only have to fit into the core's integers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,18 +80,19 @@ class Deferred:
     """After how many steps the channels of a segment are chosen anew, in its next turn."""
 
     def __post_init__(self) -> None:
-        _check_count(
-            "interval",
-            self.interval,
-            1,
-            INTERVAL_MAX,
-            ". hint: begin with interval=4 (moments='q8': 2), and take more where "
-            "optimizer.deferral.waited_seconds is above a fiftieth of a step",
+        hint = (
+            "begin with interval=4 (moments='q8': 2), and take more where "
+            "optimizer.deferral.waited_seconds is above a fiftieth of a step"
         )
-        _check_count("warmup_steps", self.warmup_steps, 0)
-        if not 0 <= self.fraction <= 1:
-            raise ValueError(f"`fraction` is `{self.fraction}`, expected 0 to 1")
-        _check_count("reselect", self.reselect, 1)
+        checked = {
+            "interval": count(self.interval, "`interval`", most=INTERVAL_MAX, hint=hint),
+            "predict": flag(self.predict, "`predict`"),
+            "warmup_steps": count(self.warmup_steps, "`warmup_steps`", least=0),
+            "fraction": fraction(self.fraction, "`fraction`"),
+            "reselect": count(self.reselect, "`reselect`"),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def selects(self) -> bool:
@@ -104,15 +103,6 @@ class Deferred:
     def predicted_updates(self) -> float:
         """By how many updates the weights of a turn run ahead."""
         return (self.interval + 1) / 2 if self.predict else 0.0
-
-
-def _check_count(
-    name: str, value: object, least: int, most: int = _COUNT_MAX, hint: str = ""
-) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
-        return
-    wanted = f"{least} or more" if most == _COUNT_MAX else f"{least} to {most}"
-    raise ValueError(f"`{name}` is `{value}`, expected an integer, {wanted}{hint}")
 
 
 class Extents(NamedTuple):

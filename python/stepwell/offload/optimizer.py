@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import _state
+from stepwell._checks import count, nbytes, optional
 from stepwell._decision import Nonfinite
 from stepwell._sharding import is_dtensor, local
 from stepwell.offload.background import Background
@@ -174,10 +175,15 @@ class OffloadAdamW(OffloadStep):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
+        threads = optional(count, threads, "`threads`")
+        accumulation_steps = optional(count, accumulation_steps, "`accumulation_steps`")
+        hint = "host_bytes_max=16 << 30"
+        host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`", hint=hint)
+        hint = "device_bytes_max=16 << 30"
+        device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`", hint=hint)
         check_options(
             gate=gate,
             accumulate=accumulate,
-            accumulation_steps=accumulation_steps,
             deferred=deferred,
             tier=tier,
             device_bytes_max=device_bytes_max,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from stepwell._checks import choice
 from stepwell.offload.deferred import Deferred
 from stepwell.offload.volume import Volume
 
@@ -17,7 +18,6 @@ def check_options(
     *,
     gate: GateMode,
     accumulate: Accumulate,
-    accumulation_steps: int | None,
     deferred: Deferred | None,
     tier: Volume | None,
     device_bytes_max: int,
@@ -27,12 +27,8 @@ def check_options(
 
     With what `shard` goes is checked where it is opened (`open_sharding`).
     """
-    if gate not in ("module", "step"):
-        raise ValueError(f"`gate` is `{gate}`, expected module or step")
-    if accumulate not in ("device", "host"):
-        raise ValueError(f"`accumulate` is `{accumulate}`, expected device or host")
-    if accumulation_steps is not None and accumulation_steps < 1:
-        raise ValueError(f"`accumulation_steps` is `{accumulation_steps}`, expected 1 or more")
+    choice(gate, "`gate`", get_args(GateMode))
+    choice(accumulate, "`accumulate`", get_args(Accumulate))
     if deferred is not None and not isinstance(deferred, Deferred):
         raise ValueError(
             f"`deferred` is `{deferred!r}`, expected a stepwell.Deferred or None. "
@@ -61,11 +57,6 @@ def _check_device_bytes(
     device_bytes_max: int, *, accumulate: Accumulate, tier: Volume | None, is_sharded: bool
 ) -> None:
     """Raises ValueError where so much state cannot stay on the device."""
-    if type(device_bytes_max) is not int or device_bytes_max < 0:
-        raise ValueError(
-            f"`device_bytes_max` is `{device_bytes_max!r}`, expected bytes, 0 or more. "
-            "hint: device_bytes_max=16 << 30"
-        )
     if device_bytes_max == 0:
         return
     what = f"`device_bytes_max` is `{device_bytes_max}` and "

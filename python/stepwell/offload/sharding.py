@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 import torch
 import torch.distributed as dist
 
+from stepwell._checks import flag
 from stepwell._sharding import is_dtensor
 from stepwell._tensors import contiguous_hint
 from stepwell.offload.module_tree import modules_alive
@@ -238,6 +239,8 @@ def open_sharding(
             their volumes do not.
         OSError: another rank is gone.
     """
+    if not (dist.is_available() and isinstance(shard, dist.ProcessGroup)):
+        shard = flag(shard, "`shard`", expected="True, False or a process group")
     if shard is False:
         _tell_of_copies()
         return None

@@ -221,7 +221,12 @@ class OffloadState(AdamW):
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
         self._is_state_seen = True
-        self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
+        state = state.copy() if isinstance(state, StateInMemory) else state
+        with self._background.lock():
+            if "state" in self.__dict__:
+                # What is deferred is applied to that before it.
+                _ = self._states
+            self.__dict__["state"] = state
 
     @contextlib.contextmanager
     def _states_in_memory(self) -> Iterator[defaultdict[torch.Tensor, _state.State]]:

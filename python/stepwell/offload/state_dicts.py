@@ -144,16 +144,16 @@ class OffloadStateDicts(OffloadState):
             _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
         return super().decoded_state_dict()
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """As `stepwell.AdamW.load_state_dict`, after the last step is complete."""
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # After the last step is complete, whether by `load_state_dict` or by a program.
         self.synchronize()
         self._follow_groups()
         self._host.take_fingerprints(self._twins, self._states)
-        self._host.note_load(has_state=bool(state_dict["state"]))
+        self._host.note_load(has_state=bool(state.get("state")))
         shares = None if self._sharding is None else self._sharding.shares
         dealt_out = [] if shares is None else list(shares)
         try:
-            super().load_state_dict(state_dict)
+            super().__setstate__(state)
         except BaseException:
             if shares is not None:
                 # Other ranks, whose load may have failed earlier, deal out the same from here on.

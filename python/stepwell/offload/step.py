@@ -24,6 +24,7 @@ import torch
 
 from stepwell import _core, _state
 from stepwell._binding import bind
+from stepwell._checks import optional, positive
 from stepwell._decision import Facts, Outcome, decide
 from stepwell._hyper import hyper_of
 from stepwell._sharding import PLAIN, greatest, is_dtensor
@@ -95,12 +96,8 @@ class OffloadStep(OffloadStateDicts):
 
     @clip_norm.setter
     def clip_norm(self, clip_norm: float | None) -> None:
-        if clip_norm is not None and not clip_norm > 0:
-            raise ValueError(
-                f"`clip_norm` is `{clip_norm}`, expected a positive number. "
-                "hint: None for no clipping"
-            )
-        self._clip_norm = clip_norm
+        hint = "None for no clipping"
+        self._clip_norm = optional(positive, clip_norm, "`clip_norm`", hint=hint)
 
     # ---- from the call to its end ----
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepwell import _core
+from stepwell._checks import count
 
 if TYPE_CHECKING:
     import os
@@ -46,9 +47,7 @@ class DriveTuning:
             ("stripe_bytes", _core.STRIPE_BYTES_MAX),
             ("queue_depth", _core.QUEUE_DEPTH_MAX),
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= largest:
-                raise ValueError(f"`{name}` is `{value}`, expected 1 to {largest}")
+            count(getattr(self, name), f"`{name}`", most=largest)
 
     @staticmethod
     def read(folder: str | os.PathLike[str]) -> DriveTuning | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from numbers import Integral
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
+
+from stepwell import _core
+from stepwell._checks import choice, count, counts, flag, optional, positive
 
 __all__ = ["Durability", "Volume"]
 
 Durability: TypeAlias = Literal["commit", "none"]
+IoEngine: TypeAlias = Literal["auto", "io_uring", "positional"]
 
 # With q8 moments a commit takes a quarter of a step longer: every eighth step, that is 3 % of the
 # run, and a crash costs seven steps at most. The interval that loses least time, sqrt(2 * cost *
@@ -19,8 +22,7 @@ Durability: TypeAlias = Literal["commit", "none"]
 # interval"), is longer: 90 steps of 5 s where a machine fails once a day.
 _COMMIT_INTERVAL = 8
 
-# What the core counts steps in.
-_COMMIT_INTERVAL_MAX = (1 << 63) - 1
+_SECONDS_MAX = 1e9
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Volume:
     """Reads and writes that each drive is given at once. None: as `stepwell tune` has measured,
     else 32."""
 
-    io_engine: Literal["auto", "io_uring", "positional"] = "auto"
+    io_engine: IoEngine = "auto"
     """What moves the bytes. "auto": io_uring where the kernel offers it, else positional calls,
     with a warning."""
 
@@ -86,21 +88,21 @@ class Volume:
     """Seconds that a drive may take to answer."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.paths, (str, os.PathLike)):
+        paths: object = self.paths
+        if not isinstance(paths, Sequence) or isinstance(paths, (str, bytes)):
             raise ValueError(  # noqa: TRY004
-                f"`paths` is `{os.fspath(self.paths)}`, expected a list of folders or devices. "
-                f"hint: Volume([{os.fspath(self.paths)!r}])"
+                f"`paths` is `{paths!r}`, expected a list of folders or devices. "
+                "hint: Volume([FOLDER, ...])"
             )
         if not self.paths:
             raise ValueError("`paths` is empty, expected a folder on each drive, or its device")
         for path in self.paths:
-            if not Path(path).is_dir() and not Path(path).is_block_device():
+            is_path = isinstance(path, (str, os.PathLike))
+            if not is_path or not (Path(path).is_dir() or Path(path).is_block_device()):
                 raise ValueError(
-                    f"`paths` has `{os.fspath(path)}`, expected a folder or a block device that "
-                    "exists"
+                    f"`paths` has `{path}`, expected a folder or a block device that exists"
                 )
-        if self.durability not in ("commit", "none"):
-            raise ValueError(f"`durability` is `{self.durability}`, expected commit or none")
+        self._check_each()
         if self.durability == "none" and (self.keep or self.resume):
             option = "keep" if self.keep else "resume"
             raise ValueError(
@@ -109,32 +111,46 @@ class Volume:
             )
         if self.resume and self.name is None:
             raise ValueError("`resume` is given and `name` is not, expected which volume it is")
-        for name in ("commit_interval", "stripe_bytes", "queue_depth"):
-            value = getattr(self, name)
-            if value is not None and not _is_count(value):
-                raise ValueError(f"`{name}` is `{value}`, expected an integer of at least 1")
-        if self.steps_per_commit > _COMMIT_INTERVAL_MAX:
-            raise ValueError(
-                f"`commit_interval` is `{self.commit_interval}`, expected "
-                f"{_COMMIT_INTERVAL_MAX} steps at most"
-            )
         if self.durability == "none" and self.commit_interval is not None:
             raise ValueError(
                 f"`commit_interval` is `{self.commit_interval}` and `durability` is `none`, which "
                 "commits no step, expected commit"
             )
-        if not self.io_timeout > 0:
-            raise ValueError(f"`io_timeout` is `{self.io_timeout}`, expected seconds above 0")
         if self.weights and len(self.weights) != len(self.paths):
             raise ValueError(
                 f"`weights` has `{len(self.weights)}` entries, expected one for each of "
                 f"{len(self.paths)} paths"
             )
-        if not all(_is_count(weight) for weight in self.weights or ()):
-            raise ValueError(
-                f"`weights` is `{list(self.weights or ())}`, expected integers of at least 1. "
-                "hint: the MB/s of each drive"
-            )
+
+    def _check_each(self) -> None:
+        """Raises ValueError for an option that cannot work whatever the others are."""
+        choice(self.durability, "`durability`", get_args(Durability))
+        choice(self.io_engine, "`io_engine`", get_args(IoEngine))
+        if self.name is not None and not isinstance(self.name, str):
+            raise ValueError(f"`name` is `{self.name!r}`, expected a text or None")
+        checked: dict[str, Any] = {
+            "commit_interval": optional(count, self.commit_interval, "`commit_interval`"),
+            "keep": optional(flag, self.keep, "`keep`"),
+            "resume": flag(self.resume, "`resume`"),
+            "weights": optional(
+                counts,
+                self.weights,
+                "`weights`",
+                most=_core.DRIVE_WEIGHT_MAX,
+                hint="the MB/s of each drive",
+            ),
+            "stripe_bytes": optional(
+                count, self.stripe_bytes, "`stripe_bytes`", most=_core.STRIPE_BYTES_MAX
+            ),
+            "queue_depth": optional(
+                count, self.queue_depth, "`queue_depth`", most=_core.QUEUE_DEPTH_MAX
+            ),
+            "io_timeout": positive(
+                self.io_timeout, "`io_timeout`", unit="seconds", most=_SECONDS_MAX
+            ),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     @property
     def steps_per_commit(self) -> int:
@@ -147,7 +163,3 @@ class Volume:
         if self.durability == "none":
             return False
         return self.name is not None if self.keep is None else self.keep
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and int(value) >= 1

@@ -22,6 +22,7 @@ use crate::{
     python::{
         adam::{PyAdamTensor, PyGradStats},
         host::PyPool,
+        logging::run,
     },
     simd::isa::Isa,
     stream::view::View,
@@ -233,7 +234,7 @@ impl PyStore {
         let pool = PyPool::pool(None);
         // SAFETY: the storages are held; the program vouches that it writes no gradient meanwhile.
         let stats =
-            py.detach(|| unsafe { stats::grad_stats(pool.get()?, Isa::detect()?, &views, false) })?;
+            run(py, || unsafe { stats::grad_stats(pool.get()?, Isa::detect()?, &views, false) })?;
         Ok(PyGradStats(stats))
     }
 }
