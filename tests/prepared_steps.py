@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from resident_models import FIRST, made
 from selected_models import loss_of, model_of, train
 from stepwell import Deferred
-from stepwell.offload.gradients import Gradients
-from stepwell.offload.step import OffloadStep
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    import pytest
     from stepwell import OffloadAdamW
     from torch import nn
 
@@ -46,29 +40,3 @@ def begun(kind: str) -> tuple[nn.Module, OffloadAdamW]:
     optimizer.zero_grad()
     loss_of(model, BEFORE).backward()
     return run
-
-
-@contextlib.contextmanager
-def preparing(monkeypatch: pytest.MonkeyPatch, *, is_early: bool) -> Iterator[pytest.MonkeyPatch]:
-    """Steps are prepared while the norm is computed, or once it is known, as those of ranks are."""
-    with monkeypatch.context() as patched:
-        if not is_early:
-            norm_of = OffloadStep._norm_of
-            patched.setattr(
-                OffloadStep,
-                "_norm_of",
-                lambda self, params, grads, _: norm_of(self, params, grads, None),
-            )
-        yield patched
-
-
-def call_behind_the_wait(patched: pytest.MonkeyPatch, handler: Callable[[], object]) -> None:
-    """A signal's handler: it runs when the norm has come, before the step is submitted."""
-    read_with = Gradients.read_with
-
-    def read(self: Gradients, *args: Any) -> float:
-        found = read_with(self, *args)
-        handler()
-        return found
-
-    patched.setattr(Gradients, "read_with", read)

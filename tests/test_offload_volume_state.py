@@ -15,7 +15,7 @@ from offload_cases import assert_equal, train
 from optim_cases import bits
 from stepwell import _core, _state
 from stepwell.offload.places import Place
-from stepwell.offload.state import StateInMemory
+from stepwell.offload.state_in_memory import StateInMemory
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from volume_models import net_of, on_volume, pair
 

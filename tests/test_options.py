@@ -90,7 +90,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("make", "option", "value"), REFUSED, ids=lambda value: re.sub(r"\W+", "-", str(value))[:40]
+    ("make", "option", "value"),
+    REFUSED,
+    ids=lambda value: re.sub(r"\W+", "-", getattr(value, "__name__", str(value)))[:40],
 )
 def test_what_no_step_could_work_with_is_refused(make, option, value):
     with pytest.raises(

@@ -122,6 +122,12 @@ class Background:
         return self.gate if self.gate is not None and self.gate.is_open else None
 
     @property
+    def sees_forwards(self) -> bool:
+        """Whether forwards are seen, and so every other look at a weight."""
+        gate = self.open_gate
+        return gate is not None and not gate.guard.was_compiled
+
+    @property
     def _is_gated(self) -> bool:
         """Whether forwards wait, where they can be seen."""
         # What is deferred is applied by each rank for itself; its forwards are collective.

@@ -1,45 +1,87 @@
-"""AdamW for parameters on an accelerator, with master and moments in host memory."""
+"""AdamW for parameters on an accelerator, with master and moments in host memory.
+
+Read from top to bottom: options, parameters, state and state dicts, what is called between steps,
+gradients as autograd has them, and the step: looked at, decided on, begun by one call.
+
+- Everything that may fail comes before the first change. One norm of all gradients decides
+  (`_begin_step`). What a program does to weights in the wait for it may be lost.
+- However a step ends, what it would have waited for is waited for: after it gradients may be
+  written, and weights that no forward waits for are there (`_locked_step`, `_leave_step`).
+- A step that is skipped or left by an error has the next one be exact, where updates are deferred.
+
+Cost of a step: the thread waits for the norm, and for copies of gradients that the device does not
+have yet.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import math
+import time
 import warnings
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stepwell import _state
-from stepwell._checks import count, nbytes, optional
-from stepwell._decision import Nonfinite
-from stepwell._sharding import is_dtensor, local
+from stepwell import _core, _state
+from stepwell._binding import bind
+from stepwell._checks import count, nbytes, optional, positive
+from stepwell._decision import Facts, Nonfinite, Outcome, decide
+from stepwell._hyper import hyper_of
+from stepwell._sharding import PLAIN, greatest, is_dtensor, local
+from stepwell.offload import sharded_state
 from stepwell.offload.background import Background
+from stepwell.offload.budget import GIB
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
-from stepwell.offload.deferred_steps import DeferredSteps
-from stepwell.offload.gradients import OnGrad
+from stepwell.offload.gradients import (
+    OnGrad,
+    apart_from,
+    check_in_place,
+    memories_of,
+    piece_of,
+)
 from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.module_tree import remove
+from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.options import Accumulate, GateMode, check_options
 from stepwell.offload.residents import Residents
-from stepwell.offload.sharding import Shard, Sharding, awaited, open_sharding
-from stepwell.offload.step import OffloadStep
+from stepwell.offload.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
+from stepwell.offload.states import States
+from stepwell.offload.steps import Looked, Steps
 from stepwell.offload.swapped import Swapped
-from stepwell.optim import Moments
+from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
+    from collections import defaultdict
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch.optim.optimizer import ParamsT
+    from torch.optim.optimizer import ParamsT, StateDict
 
+    from stepwell.offload.deferral import DeferralMetrics
     from stepwell.offload.deferred import Deferred
+    from stepwell.offload.engine import Engine
+    from stepwell.offload.gate import Gate
+    from stepwell.offload.residents import ResidentUpdate
     from stepwell.offload.volume import Volume
 
 __all__ = ["OffloadAdamW"]
 
+_LOGGER = logging.getLogger(__name__)
 
-class OffloadAdamW(OffloadStep):
+# Of clip coefficients, relative: devices of several kinds may round one norm differently.
+_CLIP_TOLERANCE = 1e-5
+
+# Of the groups of state dicts from before the first release, without effect.
+_OLD_KEY = "deferred_interval"
+
+
+class OffloadAdamW(AdamW):
     """AdamW over parameters on an accelerator.
 
     Gradients come to host memory, new weights go back, the rest stays there.
@@ -150,6 +192,8 @@ class OffloadAdamW(OffloadStep):
         OSError: the device or the memory cannot be had.
     """
 
+    _has_warned_of_clipping = False
+
     def __init__(
         self,
         params: ParamsT,
@@ -197,10 +241,6 @@ class OffloadAdamW(OffloadStep):
         )
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
-        self._deferred_steps: DeferredSteps | None = None
-        if deferred is not None:
-            self._deferred_steps = DeferredSteps(deferred.warmup_steps)
-        self._stepping_on = None
         swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
         shares = None if self._sharding is None else self._sharding.shares
         self._residents = Residents(device_bytes_max)
@@ -220,7 +260,12 @@ class OffloadAdamW(OffloadStep):
             gate_mode=gate,
             threads=threads,
         )
+        self._steps = Steps(self._host, self._collector, self._background)
+        self._keeper = States(self._host, self._residents, self._background)
+        # What the last step took, as far as the engine does not know it.
         self._seconds: dict[str, float] = {}
+        # Of the look under way: what the state of a parameter on a volume becomes.
+        self._swapping: list[tuple[torch.Tensor, _state.State, _state.State]] = []
         # Ranks with volumes make them together.
         with contextlib.nullcontext() if tier is None else awaited(self._sharding):
             super().__init__(
@@ -251,13 +296,17 @@ class OffloadAdamW(OffloadStep):
 
     def _admit(self, params: list[torch.Tensor]) -> None:
         # An engine that ends takes with it what it knows of its last step.
-        self._note_submitted()
+        self._keeper.note_submitted()
         self._let_go()
         new = [param for param in params if param.requires_grad and not self._is_known(param)]
         if new:
             with self._host.awaited(new):
                 self._admit_new(new)
         self._hook()
+
+    def _in_order(self) -> list[torch.Tensor]:
+        """All parameters, as a state dict counts them."""
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _is_known(self, param: torch.Tensor) -> bool:
         """Whether it was admitted."""
@@ -335,6 +384,176 @@ class OffloadAdamW(OffloadStep):
         params = (param for group in self.param_groups for param in group["params"])
         self._admit(list(dict.fromkeys(params)))
         self._meshes = None
+
+    # ---- state ----
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, _state.State]:
+        """State by parameter, as torch's optimizers have it, after the last step is complete."""
+        return self._keeper.as_seen()
+
+    @state.setter
+    def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
+        self.__dict__["state"] = self._keeper.replace(state)
+
+    @property
+    def _states(self) -> defaultdict[torch.Tensor, _state.State]:
+        return self._keeper.settled()
+
+    @property
+    def _engine(self) -> Engine | None:
+        """None: it was not needed yet."""
+        return self._background.engine
+
+    @property
+    def _gate(self) -> Gate | None:
+        """None: there is no engine, or forwards do not wait."""
+        return self._background.gate
+
+    @property
+    def _store(self) -> _core.Store:
+        return self._background.opened().store if len(self._twins) else self._bare_store
+
+    def _look_anew(self) -> None:
+        self._seeds: list[int] = []
+        self._new_states = {}
+        self._meshes = None
+        # For an optimizer whose state is all on the device.
+        self._bare_store = _core.Store(is_beside=True)
+        if self._engine is not None:
+            self._engine.store.unbind()
+            self._engine.store.has_left = False
+
+    def _host_side(self, param: torch.Tensor) -> torch.Tensor:
+        if param in self._twins:
+            return self._twins.weight(param)
+        if self._sharding is None or param not in self._sharding.shares:
+            return param
+        return self._sharding.shares.piece(param, param.detach())
+
+    # ---- state dicts ----
+
+    def _first_element(self, param: torch.Tensor) -> int:
+        if self._sharding is None or param not in self._sharding.shares:
+            return 0
+        return self._sharding.shares.elements(param)[0]
+
+    def _own_state(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
+        if self._sharding is None:
+            return state
+        # Also the rows of a frozen one: the rank that has their state steps them once it thaws.
+        self._sharding.admit([param], {param: label})
+        return sharded_state.own(self._sharding, param, state, label)
+
+    def _converted(
+        self, param: torch.Tensor, loaded: _state.State, key: int, label: str
+    ) -> _state.State:
+        if param in self._residents:
+            return self._residents.converted(param, loaded, label)
+        return super()._converted(param, loaded, key, label)
+
+    def state_dict(self) -> StateDict:
+        """As `stepwell.AdamW.state_dict`, after the last step is complete.
+
+        Its tensors are in host memory. With `shard` they are the rows of this rank, which
+        torch.distributed.checkpoint saves and loads at any number of ranks, and torch.save refuses.
+        """
+        found = self._own_state_dict()
+        if self._sharding is not None:
+            for index, param in enumerate(self._in_order()):
+                if state := found["state"].get(index):
+                    found["state"][index] = sharded_state.of_rank(self._sharding, param, state)
+        return found
+
+    def full_state_dict(self, rank: int | None = 0) -> StateDict:
+        """The state dict of all ranks together, as without `shard`. All ranks have to call it.
+
+        It is gathered through host memory, and takes what the state of one rank takes without
+        `shard`, which is announced in the log.
+
+        Args:
+            rank: the rank of the group that gets it; None: every rank. The others get {}.
+
+        Raises:
+            ValueError: the ranks have state of different parameters; this one has no memory for
+                what it reads from its volume.
+            OSError: another rank is gone, or has failed; a drive of this one has.
+        """
+        if self._sharding is None:
+            return self._own_state_dict()
+        failure: Exception | None = None
+        found: StateDict = {}
+        try:
+            found = self._own_state_dict()
+        except (ValueError, OSError) as error:
+            failure = error
+        # The others wait for this rank.
+        self._sharding.peers.tell_failure(failure)
+        state = sharded_state.whole(self._sharding, self._in_order(), found["state"], rank)
+        return {} if state is None else {**found, "state": state}
+
+    def _own_state_dict(self) -> StateDict:
+        """The state dict of what this rank steps."""
+        self.synchronize()
+        self._host.take_fingerprints(self._twins, self._states)
+        state_dict = super().state_dict()
+        if self._keeper.is_stepping:
+            # A signal's handler. The step goes on with what is on the device.
+            for index, param in enumerate(self._in_order()):
+                if param in self._residents and (state := state_dict["state"].get(index)):
+                    state_dict["state"][index] = self._residents.as_read(param, state)
+        swapped = self._host.swapped
+        if swapped is not None and swapped.commits:
+            # All else is read from the volume, and not written by later steps: so are counts of
+            # parameters without elements here.
+            for index, param in enumerate(self._in_order()):
+                if param not in swapped and (state := state_dict["state"].get(index)):
+                    state_dict["state"][index] = {
+                        name: each.clone() for name, each in state.items()
+                    }
+        return state_dict
+
+    def decoded_state_dict(self) -> StateDict:
+        """As `stepwell.AdamW.decoded_state_dict`: plain fp32 moments.
+
+        Takes 8 bytes per parameter unless `moments` is "fp32".
+        """
+        if self._sharding is not None:
+            raise ValueError(
+                "decoded_state_dict() is called and `shard` is given, expected one rank with all "
+                "state. hint: full_state_dict(), which an optimizer without `shard` loads"
+            )
+        if self._moments != "fp32":
+            numel = sum(local(param).numel() for param in self._twins)
+            _LOGGER.info("%.2f GiB of host memory for decoded moments", 8 * numel / GIB)
+        return super().decoded_state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # After the last step is complete, whether by `load_state_dict` or by a program.
+        self.synchronize()
+        self._follow_groups()
+        self._host.take_fingerprints(self._twins, self._states)
+        self._host.note_load(has_state=bool(state.get("state")))
+        shares = None if self._sharding is None else self._sharding.shares
+        dealt_out = [] if shares is None else list(shares)
+        try:
+            super().__setstate__(state)
+        except BaseException:
+            if shares is not None:
+                # Other ranks, whose load may have failed earlier, deal out the same from here on.
+                shares.remove(set(shares).difference(dealt_out))
+            raise
+        # torch has set it past the property.
+        self._keeper.own = self.__dict__["state"]
+        for group in self.param_groups:
+            group.pop(_OLD_KEY, None)
+        self._background.note_forwards()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an OffloadAdamW holds a device and cannot be copied or pickled. "
+            "hint: use its state_dict()"
+        )
 
     # ---- between steps ----
 
@@ -461,6 +680,467 @@ class OffloadAdamW(OffloadStep):
         if self._collector.reset():
             self._background.discard()
 
+    # ---- the step ----
+
+    @property
+    def clip_norm(self) -> float | None:
+        """What the norm of all gradients is clipped to; None: no clipping.
+
+        May be changed between steps.
+        """
+        return self._clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, clip_norm: float | None) -> None:
+        hint = "None for no clipping"
+        self._clip_norm = optional(positive, clip_norm, "`clip_norm`", hint=hint)
+
+    def _step(self) -> None:
+        # A look at a weight on another thread may settle what is deferred.
+        with self._background.lock():
+            self._locked_step()
+
+    def _locked_step(self) -> None:
+        begin = time.perf_counter()
+        self._finish_last()
+        background = time.perf_counter() - begin
+        self._background.release()
+        begin = time.perf_counter()
+        try:
+            with self._keeper.stepping():
+                is_begun = self._begin_step()
+                if is_begun:
+                    self._seconds["prepare"] = time.perf_counter() - begin - self._seconds["norm"]
+                    begin = time.perf_counter()
+                    self._background.release()
+                    self._seconds["release"] = time.perf_counter() - begin
+                    self._background.wait_for_weights()
+        except BaseException:
+            # Ctrl-C may have landed behind the submit, and nothing else waits for this.
+            self._leave_step()
+            raise
+        finally:
+            self._collector.reset()
+        self._seconds["background"] = background
+        if not is_begun:
+            self._background.discard()
+            # No forward is ahead that lands weights, so no access would be seen.
+            self._background.settle()
+            self._steps.excuse_next()
+
+    def _finish_last(self) -> None:
+        """Waits until the last step is complete, and committed where steps are.
+
+        Ranks that share parameters begin the next one together. So they hear of a drive that has
+        failed here, and their volumes are one step apart at most.
+        """
+        try:
+            self._background.finish()
+            if self._host.swapped is not None:
+                self._host.swapped.check()
+        except OSError:
+            if self._host.swapped is not None and self._sharding is None:
+                self._agree_on_step(found_inf=False, has_error=True)
+            raise
+
+    def _leave_step(self) -> None:
+        """After an error or Ctrl-C in a step: waits for what the step would have waited for.
+
+        Another failure meanwhile is not raised here. The next call meets it again; the program
+        hears of the error that ended the step. Ctrl-C is raised when the waits have ended. They
+        cannot be left out: the program may write gradients that are still being copied.
+        """
+        self._steps.excuse_next()
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with contextlib.suppress(OSError, ValueError):
+                    self._background.withdraw()
+                    if self._background.is_released:
+                        self._background.discard()
+                        self._background.settle()
+                    else:
+                        self._background.release()
+                    self._background.wait_for_weights()
+                break
+            except KeyboardInterrupt as caught:
+                interrupt = caught
+        if interrupt is not None:
+            raise interrupt
+
+    # ---- what is looked at ----
+
+    def _looked(self) -> Looked:
+        """The gradients of the coming step, and all that it works with, checked in full.
+
+        Raises:
+            ValueError: the step cannot be done.
+        """
+        groups = self.param_groups
+        self._hypers = [hyper_of(group, f"group {at}") for at, group in enumerate(groups)]
+        self._swapping, self._new_states = [], {}
+        store, look = self._look_at_groups()
+        if not self._is_every_known(look):
+            # Groups were edited.
+            self._follow_groups()
+            store, look = self._look_at_groups()
+        if look.has_unknown:
+            frozen = next(p for p in self._in_order() if not self._is_known(p) and _has_grad(p))
+            check_in_place(frozen, None, self._host.device, self._label)
+        on_device = self._on_device()
+        grads = list(look.grads)
+        moved: Sequence[int] = look.moved
+        if self._collector.sums_on_host:
+            moved = range(len(grads))
+        if moved:
+            params = look.params
+            found = self._collector.gradients(
+                [params[at] for at in moved], self._background.idle, self._label
+            )
+            self._bind_each(store, look, grads, dict(zip(moved, found, strict=True)))
+        weights = [(each.param.data_ptr(), each.param.nbytes) for each in on_device]
+        if overlapping := store.overlapping(weights):
+            # The step reads some gradients when other weights are there already.
+            self._bind_each(store, look, grads, {at: grads[at].clone() for at in overlapping})
+        numbers = store.numbers()
+        return Looked(look.groups, look.params, grads, numbers, on_device, self._swapping)
+
+    def _look_at_groups(self) -> tuple[_core.Store, _core.Look]:
+        """The store with its look at the parameters of the groups.
+
+        Raises:
+            ValueError: one that has a gradient was never admitted: it is frozen.
+        """
+        groups, store = self.param_groups, self._store
+        seeds = [group["seed"] for group in groups]
+        if seeds != self._seeds:
+            store.unbind()
+            self._seeds = seeds
+        store.set_apart(list(self._residents))
+        states = self.__dict__["state"] if self._keeper.is_seen else None
+        look = store.look([group["params"] for group in groups], states)
+        return store, look
+
+    def _is_every_known(self, look: _core.Look) -> bool:
+        """Whether the groups have the parameters that were admitted, and no others."""
+        return look.num_seen == len(self._twins) + len(self._residents) and not look.has_unknown
+
+    def _bind_each(
+        self,
+        store: _core.Store,
+        look: _core.Look,
+        grads: list[torch.Tensor],
+        found: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Gives the store what it has to know anew of the coming step.
+
+        Args:
+            store: the store.
+            look: its last look.
+            grads: the look's gradients; what is stepped instead of one takes its place.
+            found: by the position in these lists the gradient that is stepped.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+        labels = dict(self._labelled())
+        ordinals = {id(param): at for at, param in enumerate(labels)}
+        params, own, groups = look.params, look.grads, look.groups
+        for at, grad in found.items():
+            param = params[at]
+            twin = self._twins[param]
+            state, is_kept = self._kept_state_to_step(param, labels[param])
+            is_own = grad is own[at]
+            grads[at] = grad
+            bind(
+                store,
+                at,
+                weight=twin.weight,
+                grad=piece_of(grad),
+                grad_view=twin.grad_view,
+                piece=None if type(param) in PLAIN else piece_of(param),
+                state=state,
+                moments=self._moments,
+                rounding=self._rounding(ordinals[id(param)], self.param_groups[groups[at]], param),
+                label=partial(labels.__getitem__, param),
+                is_kept=is_kept and is_own,
+            )
+
+    def _kept_state_to_step(self, param: torch.Tensor, label: str) -> tuple[_state.State, bool]:
+        """The state that a step of `param` works with, and whether the next one may go on with it.
+
+        It is put where programs find it when the step is taken.
+
+        Raises:
+            ValueError: what the optimizer has does not fit the parameter.
+        """
+        states, swapped, weight = self._states, self._host.swapped, self._twins.weight(param)
+        known = states.get(param) or self._host.fresh_state(param)
+        state = _state.new(weight, self._moments) if known is None else known
+        state = _state.refreshed(weight, state, self._moments, label)
+        is_kept = True
+        if swapped is not None and param in swapped:
+            swapped.note_places()
+            if not swapped.is_place(param, state):
+                # What is stepped has copies of them.
+                self._host.take_fingerprints([param], {param: state})
+                state, placed = self._host.write_through(param, state, label)
+                self._swapping.append((param, state, placed))
+                is_kept = False
+        else:
+            # The step goes on in the background, and works on the state itself.
+            _state.make_dense(weight, state, self._moments)
+        if states.get(param) is not state:
+            self._new_states[param] = state
+        return state, is_kept
+
+    def _on_device(self) -> list[ResidentUpdate]:
+        """What the device steps of the parameters that have a gradient.
+
+        Raises:
+            ValueError: one of them cannot be stepped.
+        """
+        residents = self._residents
+        if not len(residents):
+            return []
+        stepped = [p for p in self._in_order() if id(p) in residents.ids and _has_grad(p)]
+        grads = residents.gradients(stepped, self._label)
+        grads = apart_from(memories_of([*self._twins, *residents]), grads)
+        by_id = {id(param): grad for param, grad in zip(stepped, grads, strict=True)}
+        return residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
+
+    def _in_norm(self, looked: Looked) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """All parameters and their gradients, in the order of the groups.
+
+        A norm is summed in that order, so its bits do not depend on which are stepped where.
+        """
+        if not looked.on_device:
+            return looked.params, looked.grads
+        by_id = {id(p): grad for p, grad in zip(looked.params, looked.grads, strict=True)}
+        by_id.update((id(each.param), each.grad) for each in looked.on_device)
+        params = [param for param in self._in_order() if id(param) in by_id]
+        return params, [by_id[id(param)] for param in params]
+
+    # ---- what is decided, and what is begun ----
+
+    def _begin_step(self) -> bool:
+        """Decides on the step and has it begin; whether there is one."""
+        begin = time.perf_counter()
+        if self._collector.sums_on_host and getattr(self, "found_inf", None) is not None:
+            raise ValueError(
+                "GradScaler cannot see gradients under accumulate='host'. hint: accumulate='device'"
+            )
+        found_inf = self._scaler_found_inf()
+        if found_inf and self._sharding is None and not self._agreeing_meshes():
+            return self._is_taken(Facts(found_inf=True), None, "", has_updates=False)
+        error: ValueError | None = None
+        looked = Looked([], [], [], [], [], [])
+        inverse_scale, norm = 1.0, 0.0
+        # What the program has written since the last step.
+        written: list[torch.Tensor] = []
+        with awaited(self._sharding):
+            try:
+                inverse_scale = self._inverse_grad_scale()
+                looked = self._looked()
+                if self._sharding is not None:
+                    self._sharding.check_batches()
+                    written = self._background.opened().contents.written()
+            except ValueError as caught:
+                error = caught
+            found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
+                found_inf=found_inf,
+                has_error=error is not None,
+                looked=looked,
+                is_written=bool(written),
+            )
+        facts = Facts(found_inf=found_inf, has_error=has_error)
+        is_first_at_lr_0 = self._is_first_at_lr_0()
+        if not has_error and not found_inf:
+            with awaited(self._sharding):
+                self._steps.score(looked)
+                if self._sharding is None:
+                    norm, written = self._norm_and_written(looked)
+                else:
+                    norm = self._norm(looked, None)[0]
+                norm *= inverse_scale
+                if self._sharding is not None:
+                    self._sharding.peers.check_norm(norm)
+            self.grad_norm = norm
+            self._seconds = {"norm": time.perf_counter() - begin}
+            is_nonfinite, is_nonzero = not math.isfinite(norm), norm != 0
+            if is_apart:
+                is_nonfinite, is_nonzero = self._agree(is_nonfinite, is_nonzero)
+                self._compare_clipping(norm)
+            facts = Facts(
+                is_nonfinite=is_nonfinite,
+                is_nonzero=is_nonzero,
+                is_first_at_lr_0=is_first_at_lr_0,
+            )
+        what = f"the norm of the gradients is `{norm}`"
+        if math.isnan(norm):
+            what += self._collector.explain_nan()
+        elif facts.is_nonfinite and math.isfinite(norm):
+            what = "a gradient of another rank is not finite"
+        if decide(facts, self._nonfinite) is Outcome.MAKE_STATE:
+            self._new_states.update((each.param, each.stand_in) for each in looked.on_device)
+        has_updates = is_awaited or bool(looked.params) or bool(looked.on_device)
+        try:
+            is_taken = self._is_taken(facts, error, what, has_updates=has_updates)
+        finally:
+            # Or it would refer to itself by this frame, and hold gradients.
+            del error
+        if not is_taken:
+            return False
+        self._store.has_left = True
+        has_engine = len(self._twins) > 0
+        with self._background.opened().decided() if has_engine else contextlib.nullcontext():
+            if written:
+                self._steps.take_up(written, looked, self._states)
+            self._submit(looked, inverse_scale * self._clip_coefficient(norm))
+        return True
+
+    def _norm(self, looked: Looked, flag: torch.Tensor | None) -> tuple[float, bool]:
+        """The norm of the gradients, and the value of `flag`, for one wait of the thread."""
+        params, grads = self._in_norm(looked)
+        is_set = False
+
+        def read(scalar: torch.Tensor) -> float:
+            nonlocal is_set
+            value, is_set = self._collector.read(scalar, flag)
+            return value
+
+        return gradient_norm(params, grads, self._collector.place, read=read), is_set
+
+    def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
+        """The norm of the gradients, and the parameters whose weights the program has written."""
+        if not len(self._twins):
+            return self._norm(looked, None)[0], []
+        contents = self._background.opened().contents
+        norm, is_written = self._norm(looked, contents.look())
+        return norm, contents.differing() if is_written else []
+
+    def _agree_on_step(
+        self,
+        *,
+        found_inf: bool,
+        has_error: bool,
+        looked: Looked | None = None,
+        is_written: bool = False,
+    ) -> Sequence[bool]:
+        """What any of the ranks that step together knows before a step.
+
+        Returns:
+            `found_inf`; `has_error`; whether ranks may have different norms, since some have
+            parameters of their own; whether one steps what others may not have, and all commit.
+
+        Raises:
+            ValueError: on all ranks: they step different parameters or differently, or weights
+                differ.
+            OSError: another rank is gone, or has left a step that others have taken.
+        """
+        params = [] if looked is None else looked.params
+        if self._sharding is None:
+            places = {param.device_mesh if is_dtensor(param) else None for param in params}
+            swapped = self._host.swapped
+            commits = swapped is not None and swapped.commits
+            return self._agree(found_inf, has_error, len(places) > 1, commits and bool(params))
+        updates = []
+        if looked is not None and not has_error:
+            updates = [
+                UpdateFacts(self._hypers[group], number, self._seeds[group])
+                for group, number in zip(looked.groups, looked.numbers, strict=True)
+            ]
+        found = self._sharding.agree(
+            params,
+            updates,
+            clip_norm=self.clip_norm,
+            nonfinite=self._nonfinite,
+            has_error=has_error,
+            found_inf=found_inf,
+            is_rounded=self._moments != "fp32",
+            is_written=is_written,
+            checksums=lambda weights: self._background.opened().checksums(weights),
+            label=self._label,
+        )
+        return [*found, False, False]
+
+    def _submit(self, looked: Looked, grad_scale: float) -> None:
+        """Has a step begin that was decided on."""
+        hypers = [hyper.core(grad_scale) for hyper in self._hypers]
+        residents = self._residents.launch(looked.on_device, grad_scale)
+        # State with no update counted is as none.
+        states = self._keeper.own
+        states.update(self._new_states)
+        states.update((each.param, each.stand_in) for each in looked.on_device)
+        self._host.drop_fresh(self._new_states)
+        self._new_states = {}
+        if len(self._twins):
+            self._keeper.note_submitted()
+            self._steps.submit(looked, hypers, states, residents)
+            return
+        stream = self._residents.stream
+        self._store.submit(hypers, buffers=[], stream=stream, record=None, residents=residents)
+
+    def _clip_coefficient(self, norm: float) -> float:
+        if self.clip_norm is None:
+            return 1.0
+        # In this order NaN gives 1: the core takes no scale that is not finite.
+        return min(1.0, self.clip_norm / (norm + CLIP_EPS))
+
+    def _compare_clipping(self, norm: float) -> None:
+        """Warns once where ranks clip pieces of one parameter differently.
+
+        All ranks that hold pieces have to call it.
+        """
+        coefficient = self._clip_coefficient(norm)
+        most, minus_least = greatest(self._agreeing_meshes(), [coefficient, -coefficient])
+        if most + minus_least <= _CLIP_TOLERANCE * most or self._has_warned_of_clipping:
+            return
+        self._has_warned_of_clipping = True
+        _LOGGER.warning(
+            "clip_norm scales gradients by %g on one rank and by %g on another, also those of "
+            "pieces of one parameter: parameters that are no DTensors have gradients of each "
+            "rank's own. hint: reduce these gradients over the ranks before step(); or shard the "
+            "parameters as well; or clip_norm=None",
+            -minus_least,
+            most,
+        )
+
+    # ---- what it took ----
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """What the last step took, in seconds, and the bytes that crossed the bus.
+
+        - `norm`: waiting for the backward, and the norm of its gradients. A step in which no other
+          rank and no volume has a part is made ready within this time.
+        - `prepare`: from there until the background had the step.
+        - `release`: until the device had all copies of gradients, which may be written from then
+          on.
+        - `step`: its first chunk to its last; within it `gradients`: waiting for them.
+        - `gate`: forwards that have waited for its weights.
+        - `background`: waiting for the step before, which is to be over.
+        - `bytes_downloaded`, `bytes_uploaded`.
+        - `oldest_age`: how many steps ago the oldest gradient was computed that is deferred.
+        - `bytes_read`, `bytes_written`: with a volume, what its drives have moved since it was
+          made.
+        - `bytes_gathered`: with `shard`, of weights that came from other ranks.
+        - `selected_share`: with `deferred.fraction`, which share of the squared norms the selected
+          channels had when they were chosen.
+        - `selected_bytes`: likewise, device memory for their state.
+        - `resident_bytes`: with `device_bytes_max`, device memory for the state of the parameters
+          that are stepped there.
+        """
+        timing = self._steps.timing()
+        if len(self._residents):
+            timing["resident_bytes"] = self._residents.state_nbytes
+        return {**self._seconds, **timing} if timing else {}
+
+    @property
+    def deferral(self) -> DeferralMetrics | None:
+        """Deferred updates in the last step; None without `deferred`, and before the first step."""
+        return self._steps.deferral(self.timing)
+
 
 def _calls_hooks(param: torch.Tensor) -> bool:
     """Whether hooks of `param` may be of use.
@@ -468,3 +1148,7 @@ def _calls_hooks(param: torch.Tensor) -> bool:
     Not where its shards are offloaded by FSDP2, which waits for the gradients that have a hook.
     """
     return not is_dtensor(param) or param.device.type == param.device_mesh.device_type
+
+
+def _has_grad(param: torch.Tensor) -> bool:
+    return param.grad is not None

@@ -1,0 +1,129 @@
+"""The states of an optimizer's parameters, wherever they are, after the last step.
+
+`own` is what torch's optimizer has as `state`. What is on a volume or on the device is a place in
+it, until a program asks: then it is read into host memory, and the next step takes it up again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from stepwell.offload.state_in_memory import StateInMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from stepwell import _state
+    from stepwell.offload.background import Background
+    from stepwell.offload.engine import Submitted
+    from stepwell.offload.host_side import HostSide
+    from stepwell.offload.residents import Residents
+
+__all__ = ["States"]
+
+
+class States:
+    """The states of one optimizer.
+
+    Args:
+        host: the host side of its parameters.
+        residents: those whose state is on the device.
+        background: what steps.
+    """
+
+    def __init__(self, host: HostSide, residents: Residents, background: Background) -> None:
+        self._host, self._residents, self._background = host, residents, background
+        self.own: defaultdict[torch.Tensor, _state.State] = defaultdict(dict)
+        """As it is in memory now: a step may be under way, and some of it is elsewhere."""
+        self.is_seen = False
+        """Whether a program may have tensors of the state, or have changed it."""
+        # The thread that decides on a step and submits it: what is deferred is not settled there.
+        self._stepping_on: int | None = None
+        # The last step that `note_submitted` has noted.
+        self._noted: Submitted | None = None
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context in which this thread decides on a step, and has it begin."""
+        self._stepping_on = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._stepping_on = None
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether this thread is in a step."""
+        return self._stepping_on == threading.get_ident()
+
+    def as_seen(self) -> defaultdict[torch.Tensor, _state.State]:
+        """What a program sees."""
+        self.is_seen = True
+        states = self._read()
+        if self.is_stepping or (self._host.swapped is None and not len(self._residents)):
+            return states
+        return StateInMemory(self._in_memory)
+
+    def replace(
+        self, states: defaultdict[torch.Tensor, _state.State]
+    ) -> defaultdict[torch.Tensor, _state.State]:
+        """A program has other states from now on. Returns them."""
+        self.is_seen = True
+        with self._background.lock():
+            # What is deferred is applied to that before it.
+            self.settled()
+            self.own = states.copy() if isinstance(states, StateInMemory) else states
+        return self.own
+
+    def settled(self) -> defaultdict[torch.Tensor, _state.State]:
+        """After the last step, with all updates. What is elsewhere is not read."""
+        engine = self._background.engine
+        if engine is not None and not self.is_stepping:
+            with engine.lock:
+                engine.settle()
+                if engine.busy:
+                    self._background.finish()
+        self.note_submitted()
+        return self.own
+
+    @contextlib.contextmanager
+    def _in_memory(self) -> Iterator[defaultdict[torch.Tensor, _state.State]]:
+        """As `_read`, with no step while it is entered."""
+        with self._background.lock():
+            yield self._read()
+
+    def _read(self) -> defaultdict[torch.Tensor, _state.State]:
+        """As `settled`. What is elsewhere is read into host memory, but for the step's own thread.
+
+        That is state on a volume, and on the device.
+        """
+        with self._background.lock():
+            states = self.settled()
+            if len(self._residents) and not self.is_stepping:
+                self._residents.read(states)
+            swapped = self._host.swapped
+            if swapped is not None and not self.is_stepping:
+                # In this order: a first step, without an engine yet, may begin on another thread.
+                num_noted = swapped.num_noted
+                swapped.read(states, num_noted if self._stepping_on is None else None)
+            return states
+
+    def note_submitted(self) -> None:
+        """Has states and fingerprints be those behind the last step that has begun."""
+        engine = self._background.engine
+        submitted = None if engine is None else engine.submitted
+        if submitted is None or submitted is self._noted:
+            return
+        for param, before, state in submitted.swapping:
+            if self.own.get(param) is before:
+                self.own[param] = state
+        fingerprints = self._host.fingerprints
+        fingerprints.mark_verified(submitted.verified)
+        verified = set(map(id, submitted.verified))
+        fingerprints.mark_outdated(p for p in submitted.params if id(p) not in verified)
+        self._noted = submitted

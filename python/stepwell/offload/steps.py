@@ -1,0 +1,209 @@
+"""How a step begins that was decided on: what of it is deferred, and what goes with it.
+
+Where updates are deferred, which steps are so is one decision for each step (`deferred_steps`).
+Channels are scored before the norm, whose wait they share, and chosen when the step begins.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from stepwell.offload.deferral import DeferralMetrics
+from stepwell.offload.deferred_steps import DeferredSteps
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from stepwell import _core, _state
+    from stepwell.offload.background import Background
+    from stepwell.offload.collector import Collector
+    from stepwell.offload.engine import Engine
+    from stepwell.offload.host_side import HostSide
+    from stepwell.offload.residents import ResidentUpdate
+
+__all__ = ["Looked", "Steps"]
+
+
+class Looked(NamedTuple):
+    """The gradients of a step, all of them checked."""
+
+    groups: list[int]
+    """Of each parameter that the host steps its group."""
+    params: list[torch.Tensor]
+    """These parameters."""
+    grads: list[torch.Tensor]
+    """Of each the gradient, as it is stepped."""
+    numbers: list[int]
+    """Of each which update it is, from 1."""
+    on_device: list[ResidentUpdate]
+    """What the device steps."""
+    swapping: list[tuple[torch.Tensor, _state.State, _state.State]]
+    """State that the step writes to the volume: of each parameter as it is, and as it is then."""
+
+    @property
+    def number(self) -> int:
+        """Which update it is of the parameter that has seen most; 0: there is none."""
+        return max([*self.numbers, *(each.step for each in self.on_device)], default=0)
+
+
+class Steps:
+    """Begins the steps of one optimizer beside the engine of `background`.
+
+    Args:
+        host: the host side of the parameters; it knows which updates are deferred.
+        collector: brings gradients there.
+        background: the engine, and the gate in front of forwards.
+    """
+
+    def __init__(self, host: HostSide, collector: Collector, background: Background) -> None:
+        self._host, self._collector, self._background = host, collector, background
+        deferred = host.deferred
+        self._deferred = None if deferred is None else DeferredSteps(deferred.warmup_steps)
+
+    def excuse_next(self) -> None:
+        """The next step is exact for what this one was, not for a look at a weight."""
+        if self._deferred is not None:
+            self._deferred.excuse()
+
+    def score(self, looked: Looked) -> None:
+        """Scores channels of which some may be selected; the norm that comes next is waited for."""
+        steps, number, engine = self._deferred, looked.number, self._background.engine
+        if steps is None or number == 0 or engine is None or engine.selector is None:
+            return
+        selector = engine.selector
+        if selector.needs_exact:
+            engine.make_exact()
+        if self._is_deferred(engine, number):
+            selector.score(looked.params, looked.grads, engine.next_group())
+        elif steps.is_followed_by_deferred(number, is_seen=self._background.sees_forwards):
+            selector.score(looked.params, looked.grads, None)
+        else:
+            selector.score([], [], None)
+
+    def take_up(
+        self,
+        written: Sequence[torch.Tensor],
+        looked: Looked,
+        states: Mapping[torch.Tensor, _state.State],
+    ) -> None:
+        """Has the step go on from what the program has written.
+
+        Args:
+            written: what `Contents` has found.
+            looked: the gradients of the step.
+            states: the states of parameters.
+
+        Raises:
+            ValueError: a parameter that was written has updates that are deferred. They are
+                applied, and the write is lost.
+        """
+        engine = self._background.opened()
+        pending = set(map(id, engine.pending_params))
+        if any(id(param) in pending for param in written):
+            engine.settle()
+        if engine.selector is not None and engine.selector.holds(written):
+            # The device has copies of their channels, which an exact step drops.
+            engine.make_exact()
+            self.score(looked)
+            if self._host.device.type == "cuda":
+                torch.cuda.synchronize(self._host.device)
+        stepped = set(map(id, looked.params))
+        taken_up = [param for param in written if id(param) in stepped]
+        self._host.reread(taken_up, states)
+        engine.contents.accept(taken_up)
+
+    def submit(
+        self,
+        looked: Looked,
+        hypers: Sequence[_core.Hyper],
+        states: Mapping[torch.Tensor, _state.State],
+        residents: dict[str, Any] | None,
+    ) -> None:
+        """Has a step begin: all of it, by one call of the core.
+
+        Args:
+            looked: its gradients.
+            hypers: of each group.
+            states: those that the optimizer has.
+            residents: what the device steps, as `Store.submit` has it.
+
+        Raises:
+            ValueError: what was looked at has moved, or cannot be stepped; nothing was changed.
+            OSError: the device has failed.
+        """
+        engine, gate = self._background.opened(), self._background.open_gate
+        # After the norm, which would come down behind them; the step begins with the first that
+        # is there.
+        self._collector.take_missing(looked.params, looked.grads, engine)
+        self._host.prepare_commit(looked.params, states)
+        # Weights of deferred updates land with this step, also those of parameters without
+        # update.
+        landing = engine.store.landing
+        shared = [] if gate is None else self._background.exposed(landing)
+        at_once, number = None, looked.number
+        is_seen, is_settled = self._background.sees_forwards, engine.is_settled
+        others = landing[len(looked.params) :]
+        num_settled, closed = engine.store.num_settled, self._background.gate
+        is_deferred = self._is_deferred(engine, number)
+        may_defer = closed is not None and not {*map(id, shared)} & {*map(id, others)}
+        if may_defer and closed is not None and is_deferred:
+            # The step waits for the weights of these, since no forward is known to. And what
+            # they name in memory is on the volume after this step, and so is what comes next.
+            at_once = set(closed.not_covered(looked.params, shared))
+            at_once.update(param for param, _, _ in looked.swapping)
+        fingerprints = self._host.fingerprints
+        verified = [param for param in looked.params if fingerprints.is_unverified(param)]
+        coming = engine.announce(looked.swapping, looked.params, verified)
+        options: dict[str, Any] = engine.options(looked.params)
+        if gate is not None:
+            options["under_way"] = gate.opening(landing, shared)
+        selected = []
+        if engine.selector is not None:
+            selected = engine.selector.choose(at_once)
+            engine.selector.drop(at_once or ())
+        engine.submit(
+            coming,
+            hypers,
+            at_once=at_once,
+            selected=selected,
+            num_settled=num_settled,
+            residents=residents,
+            **options,
+        )
+        if self._deferred is not None and may_defer:
+            self._deferred.note(number, is_seen=is_seen, is_settled=is_settled)
+
+    def _is_deferred(self, engine: Engine, number: int) -> bool:
+        """Whether a step is deferred; `number`: which update it is of the most stepped one."""
+        return self._deferred is not None and self._deferred.is_deferred(
+            number, is_seen=self._background.sees_forwards, is_settled=engine.is_settled
+        )
+
+    def timing(self) -> dict[str, float]:
+        """What the engine and the bus took for the last step, as `OffloadAdamW.timing` has it.
+
+        Empty before the first one.
+        """
+        engine, swapped = self._background.engine, self._host.swapped
+        if engine is None:
+            return {}
+        timing = {"gate": engine.seconds_waited, **engine.timing()}
+        if engine.selector is not None:
+            timing["selected_share"] = engine.selector.share
+            timing["selected_bytes"] = engine.selected_bytes
+        if (bytes_downloaded := self._collector.bytes_downloaded) is not None:
+            timing["bytes_downloaded"] = bytes_downloaded
+        if swapped is not None and swapped.core is not None:
+            timing["bytes_read"], timing["bytes_written"] = swapped.core.bytes_moved
+        return timing
+
+    def deferral(self, timing: Mapping[str, float]) -> DeferralMetrics | None:
+        """Deferred updates in the last step; None where none are, and before the first step.
+
+        `timing`: what the step took, as `OffloadAdamW.timing` has it.
+        """
+        if self._host.deferred is None or self._background.engine is None:
+            return None
+        return DeferralMetrics.of(self._host.deferred.interval, timing)
