@@ -152,3 +152,85 @@ fn volumes_are_found_in_folders_and_removed_when_nobody_uses_them() {
     assert_says(&remove().expect_err("gone"), &["volume `v`", "none of its members"]);
     found::list(&place.root.path().join("none")).expect_err("no such folder");
 }
+
+/// What a volume of three members is before its first commit.
+fn left_without_a_step(place: &Place) {
+    place.create(&SIZES, &kept()).expect("made").close().expect("closed");
+}
+
+fn zero(place: &Place, member: usize, nbytes: usize) {
+    let file = File::options().write(true).open(place.member(member)).expect("a file");
+    file.write_all_at(&vec![0; nbytes], 0).expect("written");
+}
+
+const HEADERS_BYTES: usize = 128 << 10;
+
+/// As its maker leaves it that is killed: files, their space, indices, headers, in this order; or
+/// who removes it, the last member first.
+#[test]
+fn what_is_left_of_a_volume_without_a_commit_makes_room() {
+    let left: [&dyn Fn(&Place); 9] = [
+        &|_| {},
+        &|place| zero(place, 2, HEADERS_BYTES),
+        &|place| (1..3).for_each(|member| zero(place, member, HEADERS_BYTES)),
+        &|place| (0..3).for_each(|member| zero(place, member, HEADERS_BYTES)),
+        &|place| (0..3).for_each(|member| zero(place, member, HEADERS_BYTES + 4 * 4096)),
+        &|place| (0..3).for_each(|member| drop(File::create(place.member(member)).expect("cut"))),
+        &|place| fs::remove_file(place.member(2)).expect("removed"),
+        &|place| (1..3).for_each(|it| fs::remove_file(place.member(it)).expect("removed")),
+        &|place| (0..3).for_each(|it| fs::remove_file(place.member(it)).expect("removed")),
+    ];
+    for change in left {
+        let place = Place::new(3);
+        left_without_a_step(&place);
+        change(&place);
+        assert_begins(&place);
+    }
+    // Not while its maker is alive.
+    let place = Place::new(3);
+    let _used = place.create(&SIZES, &kept()).expect("made");
+    fs::remove_file(place.member(2)).expect("removed");
+    let error = found::is_absent(&place.location, SOON).expect_err("it is used");
+    assert_says(&error, &["member `0`", "is used by"]);
+}
+
+#[test]
+fn a_volume_with_a_commit_makes_no_room_whatever_is_wrong_with_it() {
+    let of_another = |place: &Place| {
+        let other = Place::new(3);
+        left_at_step_1(&other);
+        (0..3).for_each(|it| fs::remove_file(place.member(it)).expect("removed"));
+        left_without_a_step(place);
+        fs::remove_file(place.member(2)).expect("removed");
+        fs::copy(other.member(1), place.member(1)).expect("copied");
+    };
+    let changes: [&dyn Fn(&Place); 10] = [
+        &|_| {},
+        &|place| zero(place, 0, HEADERS_BYTES),
+        &|place| zero(place, 0, HEADERS_BYTES + 4096),
+        &|place| (0..3).for_each(|member| zero(place, member, HEADERS_BYTES)),
+        &|place| fs::remove_file(place.member(0)).expect("removed"),
+        &|place| fs::remove_file(place.member(2)).expect("removed"),
+        &|place| (0..2).for_each(|it| fs::remove_file(place.member(it)).expect("removed")),
+        &|place| drop(File::create(place.member(0)).expect("cut")),
+        &|place| fs::write(place.member(0), "none of ours").expect("written"),
+        &of_another,
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let place = Place::new(3);
+        left_at_step_1(&place);
+        change(&place);
+        let bytes = || -> Vec<Option<Vec<u8>>> {
+            (0..3).map(|member| fs::read(place.member(member)).ok()).collect()
+        };
+        let before = bytes();
+        assert!(!found::is_absent(&place.location, SOON).expect("read"), "change {number}");
+        assert!(bytes() == before, "change {number}");
+    }
+    // Its drives in another order.
+    let place = Place::new(2);
+    left_at_step_1(&place);
+    let drives = place.location.drives.iter().rev().cloned().collect();
+    let location = Location { drives, ..place.location };
+    assert!(!found::is_absent(&location, SOON).expect("read"));
+}

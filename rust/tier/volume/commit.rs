@@ -34,7 +34,7 @@
 use std::io;
 
 use super::{
-    format::{Entry, Extents, Head, VolumeId, decode_entries, decode_head, encode_index},
+    format::{Entry, Extents, Head, VolumeId, decode_entries, decode_index, encode_index},
     member::Member,
 };
 use crate::{
@@ -164,7 +164,7 @@ impl Image<'_> {
         read_all(&**disk, self.bytes, offset).map_err(|error| {
             self.error("read", Head { volume, generation, step: None }, copy, error)
         })?;
-        Ok(decode_head(self.bytes, volume, num_records)
+        Ok(decode_index(self.bytes, volume, num_records)
             .filter(|head| head.generation % 2 == generation % 2))
     }
 }

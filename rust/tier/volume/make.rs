@@ -17,6 +17,7 @@ use super::{
     flushes::Flushes,
     format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NAME_BYTES_MAX, NoHeader},
     geometry::{Geometry, MEMBERS_MAX, STRIPE_BYTES_MAX},
+    headers,
     ledger::Ledger,
     member::Member,
     ticket::About,
@@ -39,7 +40,7 @@ struct Made(Vec<Member>);
 
 impl Drop for Made {
     fn drop(&mut self) {
-        self.0.iter().for_each(Member::remove);
+        self.0.iter().rev().for_each(Member::remove);
     }
 }
 
@@ -394,41 +395,43 @@ fn read_headers(name: &str, members: &[Member], pool: &Pool) -> Result<Vec<Heade
 /// One of its two copies that is whole.
 fn read_header(name: &str, number: usize, member: &Member, space: &mut [u8]) -> Result<Header> {
     let named = named(name, number, member);
-    let mut read = |copy: usize| {
-        let offset = Extents::header_offset(copy);
-        let done = read_all(&*member.disk, space, offset);
-        done.map(|()| Header::decode(space)).map_err(|error| {
-            Error::os(format!("cannot read the header of {named}, offset `{offset}`"), error)
-        })
+    let read = |memory: &mut [u8], offset| read_all(&*member.disk, memory, offset);
+    let copies = headers::copies(space, read);
+    let is_degraded = match &copies {
+        [Ok(Ok(header)), Ok(Ok(other))] if header != other => {
+            return Err(Error::os(
+                format!("{named} has two headers that differ, expected two copies of one"),
+                Errno::BADMSG,
+            ));
+        }
+        copies => copies.iter().any(|copy| !matches!(copy, Ok(Ok(_)))),
     };
-    match (read(0)?, read(1)) {
-        (Ok(header), Ok(Ok(other))) if header == other => Ok(header),
-        (Ok(_), Ok(Ok(_))) => Err(Error::os(
-            format!("{named} has two headers that differ, expected two copies of one"),
-            Errno::BADMSG,
-        )),
-        (Ok(header), _) | (Err(_), Ok(Ok(header))) => {
-            log::warn!(
-                target: "stepwell",
-                "{named}: one of the two copies of its header is damaged, the other one is used"
-            );
-            Ok(header)
+    let why = match headers::best(copies) {
+        Ok(Ok(header)) => {
+            if is_degraded {
+                log::warn!(
+                    target: "stepwell",
+                    "{named}: one of the two copies of its header is damaged, the other one is used"
+                );
+            }
+            return Ok(header);
         }
-        (Err(why), _) => {
-            let what = match why {
-                NoHeader::Foreign => {
-                    "is no member of a volume, or of one that was never completely made".to_owned()
-                }
-                NoHeader::Damaged => "has a damaged header, in both copies".to_owned(),
-                NoHeader::Version(version) => format!(
-                    "has the format `{version}`, expected {}; hint: open it with the release that \
-                     made it",
-                    format::VERSION
-                ),
-            };
-            Err(Error::os(format!("{named} {what}"), Errno::BADMSG))
+        Err(error) => {
+            return Err(Error::os(format!("cannot read the header of {named}"), error));
         }
-    }
+        Ok(Err(why)) => why,
+    };
+    let what = match why {
+        NoHeader::Foreign | NoHeader::Blank | NoHeader::Label => {
+            "is no member of a volume, or of one that was never completely made".to_owned()
+        }
+        NoHeader::Damaged => "has a damaged header, in both copies".to_owned(),
+        NoHeader::Version(version) => format!(
+            "has the format `{version}`, expected {}; hint: open it with the release that made it",
+            format::VERSION
+        ),
+    };
+    Err(Error::os(format!("{named} {what}"), Errno::BADMSG))
 }
 
 /// What is wrong with the header of member `number`, beside that of the first one.

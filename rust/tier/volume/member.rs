@@ -193,6 +193,10 @@ impl Member {
         self.is_device.then(|| block_device::contents(&self.file)).transpose()
     }
 
+    pub(super) fn is_device(&self) -> bool {
+        self.is_device
+    }
+
     /// Whether a header names another volume than the one whose member this is. The volume of a
     /// file is the one that the file's name says.
     pub(super) fn is_of_another(&self, header: &Header, volume: &str) -> bool {
