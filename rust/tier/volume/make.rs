@@ -411,7 +411,7 @@ fn read_header(name: &str, number: usize, member: &Member, space: &mut [u8]) -> 
             if is_degraded {
                 log::warn!(
                     target: "stepwell",
-                    "{named}: one of the two copies of its header is damaged, the other one is used"
+                    "{named}: a copy of its header is damaged or cannot be read, the other one is used"
                 );
             }
             return Ok(header);
