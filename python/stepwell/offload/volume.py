@@ -9,6 +9,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from stepwell import _core
+
 __all__ = ["Durability", "Volume"]
 
 Durability: TypeAlias = Literal["commit", "none"]
@@ -60,7 +62,8 @@ class Volume:
 
     resume: bool = False
     """Whether to go on from the volume of that name: the optimizer begins with its state, and
-    writes its weights to the parameters."""
+    writes its weights to the parameters. One without a committed step, or that is not there, is a
+    new one, and a warning says so: a job can be started with it each time."""
 
     name: str | None = None
     """The name of the volume, and of its files. None: one that no other job has. Of several ranks
@@ -109,15 +112,14 @@ class Volume:
             )
         if self.resume and self.name is None:
             raise ValueError("`resume` is given and `name` is not, expected which volume it is")
-        for name in ("commit_interval", "stripe_bytes", "queue_depth"):
+        for name, largest in (
+            ("commit_interval", _COMMIT_INTERVAL_MAX),
+            ("stripe_bytes", _core.STRIPE_BYTES_MAX),
+            ("queue_depth", _core.QUEUE_DEPTH_MAX),
+        ):
             value = getattr(self, name)
-            if value is not None and not _is_count(value):
-                raise ValueError(f"`{name}` is `{value}`, expected an integer of at least 1")
-        if self.steps_per_commit > _COMMIT_INTERVAL_MAX:
-            raise ValueError(
-                f"`commit_interval` is `{self.commit_interval}`, expected "
-                f"{_COMMIT_INTERVAL_MAX} steps at most"
-            )
+            if value is not None and not _is_count(value, largest):
+                raise ValueError(f"`{name}` is `{value}`, expected an integer of 1 to {largest}")
         if self.durability == "none" and self.commit_interval is not None:
             raise ValueError(
                 f"`commit_interval` is `{self.commit_interval}` and `durability` is `none`, which "
@@ -130,10 +132,10 @@ class Volume:
                 f"`weights` has `{len(self.weights)}` entries, expected one for each of "
                 f"{len(self.paths)} paths"
             )
-        if not all(_is_count(weight) for weight in self.weights or ()):
+        if not all(_is_count(weight, _core.DRIVE_WEIGHT_MAX) for weight in self.weights or ()):
             raise ValueError(
-                f"`weights` is `{list(self.weights or ())}`, expected integers of at least 1. "
-                "hint: the MB/s of each drive"
+                f"`weights` is `{list(self.weights or ())}`, expected integers of 1 to "
+                f"{_core.DRIVE_WEIGHT_MAX}. hint: the MB/s of each drive"
             )
 
     @property
@@ -149,5 +151,5 @@ class Volume:
         return self.name is not None if self.keep is None else self.keep
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, Integral) and int(value) >= 1
+def _is_count(value: object, largest: int) -> bool:
+    return isinstance(value, Integral) and 1 <= int(value) <= largest

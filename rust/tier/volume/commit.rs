@@ -34,7 +34,9 @@
 use std::io;
 
 use super::{
-    format::{Entry, Extents, Head, VolumeId, decode_entries, decode_index, encode_index},
+    format::{
+        Entry, Extents, Head, VolumeId, decode_entries, decode_head, decode_index, encode_index,
+    },
     member::Member,
 };
 use crate::{
@@ -151,6 +153,18 @@ impl Image<'_> {
              the one before, `{before}`",
             self.volume_name
         ))
+    }
+
+    /// Checks that each place has a head of an index of so many entries: with room for a block
+    /// alone, before there is memory for as many as a header says.
+    pub(super) fn check_heads(&mut self, volume: VolumeId, num_records: usize) -> Result<()> {
+        let is_ours =
+            |&(head, num, _): &(Head, usize, u64)| head.volume == volume && num == num_records;
+        let block_bytes = self.bytes.len().min(self.extents[0].index_bytes as usize);
+        let Self { bytes, volume_name, members, extents } = self;
+        Image { bytes: &mut bytes[..block_bytes], volume_name, members, extents }
+            .copies(|bytes| decode_head(bytes).filter(is_ours).map(|(head, ..)| head))
+            .map(drop)
     }
 
     /// Of both places the copies that `decode` finds the head of, and which of the two each is. One

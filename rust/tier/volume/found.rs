@@ -1,7 +1,7 @@
 //! Volumes that lie on drives: what is there, and how it is removed.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, OpenOptions},
     io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -17,7 +17,10 @@ use super::{
     headers,
     member::{self, Member},
 };
-use crate::{Error, Result, tier::io::disk::read_all};
+use crate::{
+    Error, Result,
+    tier::io::disk::{open_regular, read_all},
+};
 
 /// The file or the device of a member, as it was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,7 +96,7 @@ pub fn list(drive: &Path) -> Result<Vec<Found>> {
         let Some((name, member)) = member::parse(&path) else { continue };
         // Gone meanwhile.
         let Ok(metadata) = fs::metadata(&path) else { continue };
-        let file = File::open(&path).ok();
+        let file = open_regular(&path, OpenOptions::new().read(true)).ok();
         found.push(Found {
             nbytes: metadata.len(),
             holder: file.as_ref().and_then(member::holder),

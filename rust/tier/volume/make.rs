@@ -16,7 +16,7 @@ use super::{
     config::random,
     flushes::Flushes,
     format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NAME_BYTES_MAX, NoHeader},
-    geometry::{Geometry, MEMBERS_MAX, STRIPE_BYTES_MAX},
+    geometry::{Geometry, MEMBERS_MAX, Piece, STRIPE_BYTES_MAX},
     headers,
     ledger::Ledger,
     member::Member,
@@ -25,7 +25,7 @@ use super::{
 use crate::{
     Error, Result,
     host::{
-        memory::{Buffer, BufferConfig},
+        memory::{Buffer, BufferConfig, check_free},
         pool::Pool,
     },
     tier::io::{
@@ -34,6 +34,9 @@ use crate::{
         engine::{Engine, QUEUE_DEPTH_MAX},
     },
 };
+
+/// What lists in memory have of a record, but for its stripes.
+const RECORD_BYTES: u64 = 128;
 
 /// The members, which are removed, and devices free, again unless the volume comes to be.
 struct Made(Vec<Member>);
@@ -113,9 +116,12 @@ impl Volume {
         }
         let headers = read_headers(name, &members, pool)?;
         let num_records = headers[0].num_records as usize;
-        let mut image = image_for(&headers[0], pool)?;
         // The places of records follow from their sizes, which are in the index.
         let about = About::new(name, &headers, &members, Geometry::empty());
+        let mut block = header_space(pool)?;
+        index_of(&about, &members, &mut block).check_heads(about.id, num_records)?;
+        check_records(num_records)?;
+        let mut image = image_for(&headers[0], pool)?;
         let mut index = index_of(&about, &members, &mut image);
         let (head, step_before, entries) = index.find(about.id, num_records, options.step)?;
         let Header { weights, stripe_bytes, block_bytes, slots, .. } = &headers[0];
@@ -263,6 +269,17 @@ pub(super) fn check_location(Location { name, drives }: &Location) -> Result<()>
     Ok(())
 }
 
+/// Checks that a volume may have so many records, and that there is memory for its lists of them.
+///
+/// # Errors
+/// [`Error::Value`] for more than are counted; [`Error::Os`] where the memory is not free.
+pub fn check_records(num: usize) -> Result<()> {
+    match u32::try_from(num) {
+        Ok(num) => check_free(u64::from(num) * RECORD_BYTES),
+        Err(_) => Err(Error::value(format!("`{num}` records, expected at most {}", u32::MAX))),
+    }
+}
+
 /// The entries of a new volume of this shape.
 fn check_shape(shape: &Shape, num_members: usize, options: &Options) -> Result<Box<[Entry]>> {
     if !shape.weights.is_empty() && shape.weights.len() != num_members {
@@ -283,13 +300,7 @@ fn check_shape(shape: &Shape, num_members: usize, options: &Options) -> Result<B
              commit",
         ));
     }
-    if u32::try_from(shape.record_nbytes.len()).is_err() {
-        return Err(Error::value(format!(
-            "`{}` records, expected at most {}",
-            shape.record_nbytes.len(),
-            u32::MAX
-        )));
-    }
+    check_records(shape.record_nbytes.len())?;
     let sizes = shape.record_nbytes.iter().enumerate();
     sizes
         .map(|(record, &nbytes)| Ok(Entry::unwritten(format::record_nbytes(record, nbytes)?)))
@@ -333,6 +344,9 @@ fn geometry_of(
     block_bytes: u64,
 ) -> Result<Geometry> {
     let stored = entries.iter().map(|entry| Entry::stored_nbytes(entry.nbytes, block_bytes));
+    let pieces: u64 = stored.clone().map(|nbytes| nbytes.div_ceil(stripe_bytes as u64)).sum();
+    // Twice: the list grows by doubling.
+    check_free(2 * pieces * size_of::<Piece>() as u64)?;
     Geometry::new(stored, weights, stripe_bytes)
 }
 
@@ -389,6 +403,15 @@ fn read_headers(name: &str, members: &[Member], pool: &Pool) -> Result<Vec<Heade
         check_file(name, number, member, &header)?;
         headers.push(header);
     }
+    // A record takes a block at least. The files have as much as headers say.
+    let blocks = headers.iter().map(|header| header.slot_bytes / header.block_bytes);
+    let Header { num_records, .. } = headers[0];
+    if blocks.sum::<u64>() < num_records {
+        return Err(Error::os(
+            format!("volume `{name}` has no room for the `{num_records}` records of its headers"),
+            Errno::BADMSG,
+        ));
+    }
     Ok(headers)
 }
 
@@ -411,7 +434,7 @@ fn read_header(name: &str, number: usize, member: &Member, space: &mut [u8]) -> 
             if is_degraded {
                 log::warn!(
                     target: "stepwell",
-                    "{named}: a copy of its header is damaged or cannot be read, the other one is used"
+                    "{named}: a copy of its header is damaged or cannot be read, the other is used"
                 );
             }
             return Ok(header);

@@ -33,7 +33,7 @@ use crate::{
     Error, Result,
     tier::io::{
         direct::{self, Alignment},
-        disk::{Between, Disk},
+        disk::{Between, Disk, open_regular},
         queue::Target,
     },
 };
@@ -175,7 +175,8 @@ impl Member {
             };
             Error::os(format!("cannot open {named}; hint: {hint}"), error)
         };
-        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(refused)?;
+        let mut how = OpenOptions::new();
+        let file = open_regular(&path, how.read(true).write(true)).map_err(refused)?;
         let member = Self::new(number, path, file, false, between);
         lock_within(&named, timeout, || try_lock(&member.file), || holder(&member.file))?
             .map_err(refused)?;

@@ -85,6 +85,7 @@ use self::{
 pub use self::{
     buffers::RecordBuffer,
     config::{Durability, Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Shape, unique_name},
+    make::check_records,
     ticket::Ticket,
 };
 pub use crate::tier::io::EngineKind;
