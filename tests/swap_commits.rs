@@ -18,7 +18,7 @@ use stepwell::{
     device::Device,
     stream::element::Dtype,
     tier::{
-        swap::{Catalog, Config},
+        swap::{Catalog, Config, Swap},
         volume::{Durability, Location, Options, Shape, Volume, found},
     },
 };
@@ -272,24 +272,21 @@ fn weights_that_follow_from_masters_are_not_written() {
 
 #[test]
 fn another_volume_is_refused_and_stays() {
-    let mut rig = Rig::of_split(Durability::Commit);
-    rig.config.options.keep = true;
-    let swap = rig.create().expect("a swap");
-    drop(swap);
-    rig.config.options.keep = false;
-    let error = rig.open().expect_err("no step");
-    assert!(error.to_string().contains("has no committed step"), "{error}");
-    rig.config.options.keep = true;
-    std::fs::remove_dir_all(rig.folders.path().join("0")).expect("removed");
-    std::fs::remove_dir_all(rig.folders.path().join("1")).expect("removed");
-    for member in 0..2 {
-        std::fs::create_dir(rig.folders.path().join(member.to_string())).expect("a folder");
-    }
-    let (swap, engine) = rig.begin();
+    let mut rig = kept(ParamKind::Split, false, 0);
+    let mut other = Rig::new(vec![split(5, 1)], Durability::Commit);
+    drop(rig.create().expect("a swap"));
+    other.config = rig.config.clone();
+    let error = other.open().expect_err("of others, before its first commit");
+    assert!(error.to_string().contains("no committed step, and was made for other"), "{error}");
+    let places = rig.places();
+    let (swap, found) = Swap::open(&rig.config, &places, &pool_of(2)).expect("a swap");
+    assert_eq!((found, swap.volume().step()), (None, None));
+    let swap = Arc::new(swap);
+    let engine = rig.engine(host_device(&rig.all), &swap);
     rig.step(&engine);
+    rig.assert_as_expected(&swap, "a step of one that was left");
     drop((engine, swap));
     rig.config.options.keep = false;
-    let mut other = Rig::new(vec![split(5, 1)], Durability::Commit);
     other.config = rig.config.clone();
     let error = other.open().expect_err("of others");
     assert!(error.to_string().contains("other parameters"), "{error}");

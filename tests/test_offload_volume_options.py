@@ -1,10 +1,12 @@
 """The options of a volume: what is taken, what is refused, and what was measured of its drives."""
 
+import os
 from pathlib import Path
 
 import pytest
 import stepwell
 from offload_cases import train
+from stepwell import _core
 from stepwell.offload.tuning import TUNING_FILE, DriveTuning, VolumeShape, shape_of
 from volume_models import files, folders, net_of, on_volume
 
@@ -27,8 +29,7 @@ from volume_models import files, folders, net_of, on_volume
             {"paths": ["/tmp"], "weights": [-1]},
             "an entry of `weights` is `-1`, expected",
         ),
-        ({"paths": ["/tmp"], "queue_depth": 1.5}, "`queue_depth` is `1.5`, expected an integer"),
-        ({"paths": ["/tmp"], "io_timeout": 0}, "`io_timeout` is `0`, expected seconds above 0"),
+        ({"paths": ["/tmp"], "io_timeout": 0}, "`io_timeout` is `0`"),
         ({"paths": ["/tmp"], "io_timeout": float("nan")}, "`io_timeout` is `nan`"),
     ],
 )
@@ -76,6 +77,21 @@ def test_what_does_not_go_with_a_volume_is_refused(tmp_path):
     assert not files(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"num_records": 1 << 33}, ValueError, "`8589934592` records, expected at most"),
+        # In stripes of a block each, 16 TiB of lists.
+        ({"num_records": 1 << 20, "record_nbytes": 1 << 31}, OSError, "cannot take"),
+    ],
+)
+def test_what_takes_more_memory_than_there_is_is_an_error(tmp_path, sizes, error, message):
+    made = {"record_nbytes": 4000, "num_buffers": 2, "stripe_bytes": 1, **sizes}
+    with pytest.raises(error, match=message):
+        _core.VolumePasses(folders(tmp_path), **made)
+    assert not files(tmp_path)
+
+
 # ---- what `stepwell tune` has measured ----
 
 
@@ -112,6 +128,7 @@ def test_a_volume_is_laid_out_as_its_drives_were_measured(tmp_path, caplog):
     assert 2 * sizes[1] < sizes[0]
 
 
+@pytest.mark.timeout(60)
 def test_a_measurement_that_is_none_is_refused(tmp_path):
     first, second = folders(tmp_path)
     tuned(first, 1)
@@ -122,6 +139,11 @@ def test_a_measurement_that_is_none_is_refused(tmp_path):
         (second / TUNING_FILE).write_text(text)
         with pytest.raises(ValueError, match="is no measurement of a drive"):
             shape_of(stepwell.Volume([first, second]))
+    # Nobody writes to it.
+    (second / TUNING_FILE).unlink()
+    os.mkfifo(second / TUNING_FILE)
+    with pytest.raises(ValueError, match="is no measurement of a drive"):
+        shape_of(stepwell.Volume([first, second]))
     with pytest.raises(ValueError, match="`queue_depth` is `0`"):
         tuned(first, 1, queue_depth=0)
     with pytest.raises(ValueError, match="`stripe_bytes` is `0`"):

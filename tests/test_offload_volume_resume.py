@@ -77,28 +77,34 @@ KILLED = """
     from offload_cases import train
     net = net_of(torch.bfloat16)
     optimizer = on_volume(
-        net, pathlib.Path({path!r}), name="run", num=2, commit_interval={interval}
+        net, pathlib.Path({path!r}), name="run", num=2, commit_interval={interval}, resume=True
     )
-    for step in range(1000):
+    print("made", flush=True)
+    for step in range(optimizer.committed_steps, 1000):
         train(net, optimizer, 1, first=step)
         print(step, flush=True)
 """
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("steps", "interval"), [(2, 1), (5, 1), (7, 3)])
-def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, steps, interval):
+def kill_after(steps, path, interval=1):
+    """Begins or goes on with a job, which is killed after so many steps: 0, once it could step."""
     program = textwrap.dedent(KILLED).format(
-        tests=str(Path(__file__).parent), path=str(tmp_path), interval=interval
+        tests=str(Path(__file__).parent), path=str(path), interval=interval
     )
     job = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
-        for _ in range(steps):
+        for _ in range(steps + 1):
             assert job.stdout.readline()
     finally:
         job.send_signal(signal.SIGKILL)
         job.wait(60)
         job.stdout.close()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("steps", "interval"), [(2, 1), (5, 1), (7, 3)])
+def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, steps, interval):
+    kill_after(steps, tmp_path, interval)
     net = net_of(torch.bfloat16, seed=9)
     optimizer = on_volume(net, tmp_path, name="run", resume=True)
     twin = net_of(torch.bfloat16)
@@ -109,6 +115,50 @@ def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, s
     train(twin, reference, done)
     assert_equal((net, optimizer), (twin, reference))
     assert train(net, optimizer, 2, first=done) == train(twin, reference, 2, first=done)
+
+
+@pytest.mark.timeout(180)
+def test_a_job_that_is_killed_before_its_first_commit_is_started_again_alike(tmp_path, caplog):
+    kill_after(0, tmp_path)
+    assert len(files(tmp_path)) == 2
+    kill_after(0, tmp_path)
+    (net, optimizer), theirs = pair(tmp_path, torch.bfloat16, name="run", resume=True)
+    assert "volume `run` has no committed step to go on from, and begins" in caplog.text
+    assert optimizer.committed_steps == 0
+    assert train(net, optimizer, 2) == train(*theirs, 2)
+    assert_equal((net, optimizer), theirs)
+    del optimizer
+    gc.collect()
+    kill_after(1, tmp_path)
+    assert on_volume(net, tmp_path, name="run", resume=True).committed_steps == 3
+
+
+@pytest.mark.parametrize("left", ["nothing", "one of two", "no header", "no bytes"])
+def test_what_is_left_of_a_volume_that_was_never_completely_made_is_no_obstacle(tmp_path, left):
+    if left != "nothing":
+        kill_after(0, tmp_path)
+    paths = sorted(tmp_path.glob("drive*/*"))
+    if left == "one of two":
+        paths[1].unlink()
+    for path in paths:
+        if left == "no header":
+            with path.open("r+b") as file:
+                file.write(bytes(256 << 10))
+        elif left == "no bytes":
+            path.write_bytes(b"")
+    net = net_of(torch.bfloat16)
+    optimizer = on_volume(net, tmp_path, name="run", resume=True)
+    train(net, optimizer, 1)
+    optimizer.synchronize()
+    assert optimizer.committed_steps == 1
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_volume_without_a_step_that_was_made_for_another_model_is_refused(tmp_path):
+    kill_after(0, tmp_path)
+    with pytest.raises(ValueError, match=r"no committed step, and was made for other(.|\n)*rm"):
+        on_volume(net_of(torch.float16), tmp_path, name="run", resume=True)
+    assert len(files(tmp_path)) == 2
 
 
 # ---- volumes that do not go with the program ----
@@ -127,8 +177,14 @@ def test_the_volume_of_another_model_is_refused(tmp_path):
         on_volume(net_of(torch.bfloat16), tmp_path, name="run", resume=True)
     with pytest.raises(ValueError, match="other parameters"):
         on_volume(net_of(), tmp_path, name="run", resume=True, moments="q8")
-    with pytest.raises(OSError, match="missing"):
-        on_volume(net_of(), tmp_path, name="walk", resume=True)
+    for path in (tmp_path / "drive1").iterdir():
+        path.rename(tmp_path / path.name)
+    with pytest.raises(OSError, match=r"member `1`.*missing"):
+        on_volume(net_of(), tmp_path, name="run", resume=True)
+    for path in tmp_path.glob("*.stepwell"):
+        path.rename(tmp_path / "drive1" / path.name)
+    with pytest.raises(OSError, match="kept: open it, remove it"):
+        on_volume(net_of(), tmp_path, name="run")
     assert len(files(tmp_path)) == 2
 
 

@@ -1032,7 +1032,7 @@ class Swap:
         stripe_bytes: the most bytes of a record that lie together on one member.
         durability: "commit", a crash leaves the last committed step whole; or "none".
         keep: whether the files stay.
-        resume: whether the volume is there already.
+        resume: whether to go on from the volume, where it has a committed step.
         step: of a volume that is resumed, the committed step to go on from: the last one, or the
             one before it, if nothing was written since; None: the last one.
         counts_each_step: whether a step counts that changes nothing here.

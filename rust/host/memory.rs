@@ -46,6 +46,18 @@ pub struct BufferConfig {
     pub lock: bool,
 }
 
+/// Checks that so much memory is free, before lists of so many bytes are made: an allocation that
+/// fails ends the process.
+///
+/// # Errors
+/// [`Error::Os`] where it is not, or others have claimed it.
+pub fn check_free(nbytes: u64) -> Result<()> {
+    if nbytes >= CHECKED_BYTES_MIN as u64 {
+        drop(claims::take(nbytes)?);
+    }
+    Ok(())
+}
+
 /// Host memory of its own. See the [module](self).
 #[derive(Debug)]
 pub struct Buffer {

@@ -44,7 +44,7 @@ const SIGNAL_INTERVAL: Duration = Duration::from_millis(500);
 ///     stripe_bytes: the most bytes of a record that lie together on one member.
 ///     durability: "commit", a crash leaves the last committed step whole; or "none".
 ///     keep: whether the files stay.
-///     resume: whether the volume is there already.
+///     resume: whether to go on from the volume, where it has a committed step.
 ///     step: of a volume that is resumed, the committed step to go on from: the last one, or the
 ///         one before it, if nothing was written since; None: the last one.
 ///     counts_each_step: whether a step counts that changes nothing here.
@@ -170,7 +170,7 @@ impl PySwap {
             options,
         };
         let make = || match resume {
-            true => Swap::open(&config, &places, pool).map(|(swap, found)| (swap, Some(found))),
+            true => Swap::open(&config, &places, pool),
             false => Swap::create(&config, &places, pool).map(|swap| (swap, None)),
         };
         let mut waited = Duration::ZERO;

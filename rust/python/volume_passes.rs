@@ -15,7 +15,7 @@ use crate::{
     error::Error,
     host::pool::Pool,
     tier::volume::{
-        Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Shape, Volume,
+        Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Shape, Volume, check_records,
         passes::{Passes, Pattern},
         unique_name,
     },
@@ -66,6 +66,7 @@ impl PyVolumePasses {
         let io_timeout = seconds("io_timeout", io_timeout)?;
         let location = Location { name: unique_name()?, drives };
         let durability = durability_named(durability)?;
+        check_records(num_records)?;
         let record_nbytes = vec![record_nbytes; num_records];
         let shape = Shape { record_nbytes, weights, stripe_bytes, durability };
         let options = Options {

@@ -71,6 +71,8 @@ pub(crate) struct Drives {
 struct State {
     /// Member, call, how many such calls are let through before, what then happens each time.
     faults: Vec<(usize, Call, usize, Effect)>,
+    /// Member and offset of what cannot be read before it is written again.
+    bad_blocks: Vec<(usize, u64)>,
     hanging: usize,
     failed_flushes: usize,
     is_released: bool,
@@ -92,6 +94,16 @@ impl Drives {
     /// From the call after the next `after` on.
     pub(crate) fn fault(&self, member: usize, call: Call, after: usize, effect: Effect) {
         lock(&self.state).faults.push((member, call, after, effect));
+    }
+
+    /// The block at this offset cannot be read before it is written again.
+    pub(crate) fn lose_block(&self, member: usize, offset: u64) {
+        lock(&self.state).bad_blocks.push((member, offset));
+    }
+
+    fn has_lost(&self, member: usize, offset: u64, nbytes: usize) -> bool {
+        let is_there = |at: u64| (offset..offset + nbytes as u64).contains(&at);
+        lock(&self.state).bad_blocks.iter().any(|&(of, at)| of == member && is_there(at))
     }
 
     pub(crate) fn repair(&self) {
@@ -152,6 +164,9 @@ struct Faulty {
 
 impl Disk for Faulty {
     fn read_at(&self, memory: &mut [u8], offset: u64) -> io::Result<usize> {
+        if self.drives.has_lost(self.member, offset, memory.len()) {
+            return Err(Errno::IO.into());
+        }
         let effect = self.drives.effect(self.member, Call::Read);
         match effect {
             Some(Effect::Fails(errno)) => return Err(errno.into()),
@@ -193,6 +208,10 @@ impl Disk for Faulty {
             }
             None => {}
         }
+        let is_written = |at: u64| (offset..offset + memory.len() as u64).contains(&at);
+        lock(&self.drives.state)
+            .bad_blocks
+            .retain(|&(member, at)| member != self.member || !is_written(at));
         Disk::write_at(&*self.file, memory, offset)
     }
 

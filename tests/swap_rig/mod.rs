@@ -124,7 +124,7 @@ impl Rig {
     pub(crate) fn open(&mut self) -> Result<(Arc<Swap>, Catalog)> {
         let places = self.places();
         let (swap, found) = Swap::open(&self.config, &places, &pool_of(2))?;
-        Ok((Arc::new(swap), found))
+        Ok((Arc::new(swap), found.expect("a committed step")))
     }
 
     /// A new swap, and an engine of it on a device that is the host.

@@ -194,6 +194,28 @@ fn what_is_on_a_device_is_left_alone() {
     block_device::format(&device.image, true).expect_err("a file");
 }
 
+/// As who makes or removes a volume leaves them that is killed.
+#[test]
+fn devices_without_a_commit_make_room_and_others_do_not() {
+    let Some(devices) = Devices::new(2) else { return };
+    let is_absent = |location| found::is_absent(location, SOON).expect("nobody uses it");
+    let other = Location { name: "w".to_owned(), ..devices.location.clone() };
+    assert!(is_absent(&devices.location), "free");
+    for has_commit in [false, true] {
+        match has_commit {
+            true => devices.left_at_step_1(),
+            false => devices.create().expect("made").close().expect("closed"),
+        }
+        assert!(!is_absent(&devices.location), "all members are there");
+        block_device::format(&devices.loops[1].path, true).expect("nobody uses it");
+        let before = devices.loops[0].bytes();
+        assert!(!is_absent(&other));
+        assert_eq!(is_absent(&devices.location), !has_commit);
+        assert_eq!(devices.loops[0].bytes() == before, has_commit);
+        block_device::format(&devices.loops[0].path, true).expect("nobody uses it");
+    }
+}
+
 /// A device that nothing else has as long as this is open. The kernel may have it for a moment
 /// longer than what has let go of it, or made it.
 fn claim(path: &Path) -> File {

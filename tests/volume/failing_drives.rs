@@ -226,3 +226,39 @@ fn a_buffer_is_nobody_elses_until_its_read_has_ended() {
     buffer(&volume);
     drop(free);
 }
+
+/// Of a volume of two members at step 1, generation 2: the header's copies on each, and those of
+/// the indices, copy 0 on the first member and copy 1 on the last.
+const COPIES: [[(usize, u64); 2]; 4] = [
+    [(0, 0), (0, 64 << 10)],
+    [(1, 0), (1, 64 << 10)],
+    [(0, 128 << 10), (1, (128 << 10) + 4096)],
+    [(0, (128 << 10) + 2 * 4096), (1, (128 << 10) + 3 * 4096)],
+];
+
+#[test]
+fn a_copy_that_cannot_be_read_takes_nothing_from_the_other() {
+    for pair in COPIES {
+        for lost in [&pair[..1], &pair[1..], &pair] {
+            let place = Place::new(2);
+            left_at_step_1(&place);
+            let drives = Drives::new();
+            lost.iter().for_each(|&(member, offset)| drives.lose_block(member, offset));
+            let options = Options { between: drives.between(), ..kept() };
+            let opened = Volume::open(&place.location, &options, &pool());
+            if lost.len() == 2 {
+                let error = opened.expect_err("both are lost");
+                assert_says(&error, &["cannot read the", "volume `v`", "member `"]);
+                assert_eq!(errno(&error), Some(Errno::IO), "{error}");
+                continue;
+            }
+            let volume = opened.expect("the other copy");
+            assert_is_step(&volume, 1);
+            write_all(&volume, 2).expect("written");
+            volume.commit(2).expect("committed");
+            drop(volume);
+            let volume = Volume::open(&place.location, &options, &pool()).expect("again");
+            assert_is_step(&volume, 2);
+        }
+    }
+}

@@ -164,6 +164,18 @@ fn assert_is_step(volume: &Volume, step: u64) {
     }
 }
 
+/// What is left of a volume without a commit is one to begin with, or makes room for one.
+fn assert_begins(place: &Place) {
+    let is_absent = found::is_absent(&place.location, SOON).expect("nobody uses it");
+    assert!(!is_absent || place.files().is_empty());
+    let made = if is_absent { place.create(&SIZES, &kept()) } else { place.open() };
+    let volume = made.expect("made, or whole");
+    assert_eq!(volume.step(), None);
+    assert_says(&read(&volume, 0).expect_err("nothing"), &["never written"]);
+    write_all(&volume, 1).expect("written");
+    volume.commit(1).expect("committed");
+}
+
 /// A volume at committed step 1, closed and kept.
 fn left_at_step_1(place: &Place) {
     let volume = place.create(&SIZES, &kept()).expect("made");

@@ -152,3 +152,143 @@ fn volumes_are_found_in_folders_and_removed_when_nobody_uses_them() {
     assert_says(&remove().expect_err("gone"), &["volume `v`", "none of its members"]);
     found::list(&place.root.path().join("none")).expect_err("no such folder");
 }
+
+/// What a volume of three members is before its first commit.
+fn left_without_a_step(place: &Place) {
+    place.create(&SIZES, &kept()).expect("made").close().expect("closed");
+}
+
+fn zero(place: &Place, member: usize, nbytes: usize) {
+    let file = File::options().write(true).open(place.member(member)).expect("a file");
+    file.write_all_at(&vec![0; nbytes], 0).expect("written");
+}
+
+const HEADERS_BYTES: usize = 128 << 10;
+
+/// As its maker leaves it that is killed: files, their space, indices, headers, in this order; or
+/// who removes it, the last member first.
+#[test]
+fn what_is_left_of_a_volume_without_a_commit_makes_room() {
+    let left: [&dyn Fn(&Place); 9] = [
+        &|_| {},
+        &|place| zero(place, 2, HEADERS_BYTES),
+        &|place| (1..3).for_each(|member| zero(place, member, HEADERS_BYTES)),
+        &|place| (0..3).for_each(|member| zero(place, member, HEADERS_BYTES)),
+        &|place| (0..3).for_each(|member| zero(place, member, HEADERS_BYTES + 4 * 4096)),
+        &|place| (0..3).for_each(|member| drop(File::create(place.member(member)).expect("cut"))),
+        &|place| fs::remove_file(place.member(2)).expect("removed"),
+        &|place| (1..3).for_each(|it| fs::remove_file(place.member(it)).expect("removed")),
+        &|place| (0..3).for_each(|it| fs::remove_file(place.member(it)).expect("removed")),
+    ];
+    for change in left {
+        let place = Place::new(3);
+        left_without_a_step(&place);
+        change(&place);
+        assert_begins(&place);
+    }
+    // Not while its maker is alive.
+    let place = Place::new(3);
+    let _used = place.create(&SIZES, &kept()).expect("made");
+    fs::remove_file(place.member(2)).expect("removed");
+    let error = found::is_absent(&place.location, SOON).expect_err("it is used");
+    assert_says(&error, &["member `0`", "is used by"]);
+}
+
+#[test]
+fn a_volume_with_a_commit_makes_no_room_whatever_is_wrong_with_it() {
+    let of_another = |place: &Place| {
+        let other = Place::new(3);
+        left_at_step_1(&other);
+        (0..3).for_each(|it| fs::remove_file(place.member(it)).expect("removed"));
+        left_without_a_step(place);
+        fs::remove_file(place.member(2)).expect("removed");
+        fs::copy(other.member(1), place.member(1)).expect("copied");
+    };
+    let changes: [&dyn Fn(&Place); 10] = [
+        &|_| {},
+        &|place| zero(place, 0, HEADERS_BYTES),
+        &|place| zero(place, 0, HEADERS_BYTES + 4096),
+        &|place| (0..3).for_each(|member| zero(place, member, HEADERS_BYTES)),
+        &|place| fs::remove_file(place.member(0)).expect("removed"),
+        &|place| fs::remove_file(place.member(2)).expect("removed"),
+        &|place| (0..2).for_each(|it| fs::remove_file(place.member(it)).expect("removed")),
+        &|place| drop(File::create(place.member(0)).expect("cut")),
+        &|place| fs::write(place.member(0), "none of ours").expect("written"),
+        &of_another,
+    ];
+    for (number, change) in changes.into_iter().enumerate() {
+        let place = Place::new(3);
+        left_at_step_1(&place);
+        change(&place);
+        let bytes = || -> Vec<Option<Vec<u8>>> {
+            (0..3).map(|member| fs::read(place.member(member)).ok()).collect()
+        };
+        let before = bytes();
+        assert!(!found::is_absent(&place.location, SOON).expect("read"), "change {number}");
+        assert!(bytes() == before, "change {number}");
+    }
+    // Its drives in another order.
+    let place = Place::new(2);
+    left_at_step_1(&place);
+    let drives = place.location.drives.iter().rev().cloned().collect();
+    let location = Location { drives, ..place.location };
+    assert!(!found::is_absent(&location, SOON).expect("read"));
+}
+
+#[test]
+fn a_fifo_in_the_place_of_a_member_is_refused_and_not_waited_for() {
+    let place = Place::new(2);
+    left_at_step_1(&place);
+    fs::remove_file(place.member(1)).expect("removed");
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        place.member(1),
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::RWXU,
+        0,
+    )
+    .expect("a fifo");
+    let found = found::list(&place.location.drives[1]).expect("read");
+    assert_eq!((found.len(), &found[0].contents), (1, &None));
+    assert_says(&place.open().expect_err("a fifo"), &["member `1`", "no regular file"]);
+    found::remove(&place.location, SOON).expect_err("a fifo");
+    found::is_absent(&place.location, SOON).expect_err("a fifo");
+}
+
+/// Both copies of a member's header say something else at this offset, and are whole.
+fn forge(place: &Place, member: usize, offset: usize, value: u64) {
+    let file = File::options().read(true).write(true).open(place.member(member)).expect("a file");
+    let mut header = vec![0; 4096];
+    file.read_exact_at(&mut header, 0).expect("a header");
+    header[offset..offset + 8].copy_from_slice(&value.to_le_bytes());
+    let sum = crc_fast::crc64_nvme(&header[..4088]);
+    header[4088..].copy_from_slice(&sum.to_le_bytes());
+    for copy in [0, 64 << 10] {
+        file.write_all_at(&header, copy).expect("written");
+    }
+}
+
+/// More than there is memory for: it would be another error.
+#[test]
+fn what_a_header_says_takes_no_memory_before_it_is_known_to_be_true() {
+    const NUM_RECORDS: u64 = 1 << 31;
+    const SLOT_BYTES: u64 = NUM_RECORDS * 4096;
+    for has_room in [false, true] {
+        let place = Place::in_memory(1);
+        left_at_step_1(&place);
+        forge(&place, 0, 48, NUM_RECORDS);
+        if has_room {
+            forge(&place, 0, 56, SLOT_BYTES);
+        }
+        let file = File::options().write(true).open(place.member(0)).expect("a file");
+        // Holes.
+        if let Err(error) = file.set_len((NUM_RECORDS * 32 + 4096) * 4 + 2 * SLOT_BYTES + (1 << 20))
+        {
+            eprintln!("skipped: no file has so many bytes here ({error})");
+            return;
+        }
+        let error = place.open().expect_err("forged");
+        assert_says(&error, &["volume `v`", if has_room { "the index" } else { "no room" }]);
+        assert_eq!(errno(&error), Some(Errno::BADMSG), "{error}");
+    }
+}

@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether weights and state come from a volume that is there."""
+        """Whether weights and state come from a volume, where it has a committed step."""
         return self.volume is not None and self.volume.resume
 
 

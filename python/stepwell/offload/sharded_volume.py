@@ -16,7 +16,7 @@ DTensors (FSDP2), or its partitions under ZeRO (`deepspeed/zero/swapped.py`).
   or at two that follow one another. A program that ends commits the last step of each rank
   (`volume_end.py`), which may be another one. Those that are ahead, by either, still have the
   commit before, whole (`rust/tier/volume/commit.rs`, CMT-5): all go back to the last one that all
-  have.
+  have. Before the commit of the first step is the beginning: there they make their volumes anew.
 - SHV-4 Where volumes have no commit in common, or have other numbers of updates of the same
   parameter, or the commits that they go on from are those of several runs, all ranks refuse them. A
   run is a number that the ranks draw when they open volumes, and that all commits from then on
@@ -61,6 +61,9 @@ _LOGGER = logging.getLogger(__name__)
 
 RUN_OF_ONE = 0
 """The run of a volume that steps with no other."""
+
+# Where a volume without a committed step is; the first step is always committed.
+_BEGINNING, _FIRST_STEP = 0, 1
 
 # So many that no two runs draw the same.
 _RUN_BITS = 64
@@ -168,8 +171,10 @@ def open_together(
     """
     run, *_ = ranks.objects(secrets.randbits(_RUN_BITS), Call.VOLUME)
     core = _on_all(ranks, lambda: make(None, run), None)
-    step = None if core is None else core.step
+    step = _BEGINNING if core is None else core.step or _BEGINNING
     before = None if core is None else core.step_before
+    if step == _FIRST_STEP:
+        before = _BEGINNING
     try:
         _check_intervals(ranks.objects(commit_interval, Call.VOLUME))
         found = ranks.objects((step, before), Call.VOLUME)
@@ -182,8 +187,8 @@ def open_together(
         if core is None or step == common:
             return core
         name = core.name
-        core.close(keep=True)
-        made = make(common, run)
+        core.close(keep=common != _BEGINNING)
+        made = make(common or None, run)
         _LOGGER.warning(
             "volume `%s` goes back from step %s to %s: the run has ended before all ranks had "
             "committed that step",
@@ -195,7 +200,7 @@ def open_together(
 
     if len({last for last, _ in found}) > 1:
         core = _on_all(ranks, go_back, core)
-    if common is not None:
+    if common != _BEGINNING:
         try:
             _check_runs(ranks.objects(None if core is None else core.resumed_run, Call.VOLUME))
         except BaseException:
@@ -223,26 +228,23 @@ def _check_intervals(intervals: Sequence[int]) -> None:
         )
 
 
-def _common_step(found: Sequence[tuple[int | None, int | None]]) -> int | None:
-    """The last step that all volumes have; None: they are new.
+def _common_step(found: Sequence[tuple[int, int | None]]) -> int:
+    """The last step that all volumes have.
 
     Args:
-        found: of each volume its last committed step, and the one before.
+        found: of each volume its last committed step, and the one before; None: there is none.
 
     Raises:
         ValueError: there is none.
     """
-    steps = [last for last, _ in found]
-    if all(last is None for last in steps):
-        return None
-    common = set[int | None](found[0]).intersection(*found[1:]) - {None}
-    if None not in steps and common:
+    if common := set[int | None](found[0]).intersection(*found[1:]) - {None}:
         return max(step for step in common if step is not None)
+    steps = [last for last, _ in found]
     raise ValueError(
         f"the volumes of the ranks are at the steps `{steps}`, expected one step on all, or two "
-        "commits that follow one another: they are not of one run. hint: the same `resume` on all "
-        "ranks; else `stepwell volume rm` what is there, and go on from a checkpoint, or begin "
-        "anew, without `resume`"
+        "commits that follow one another: they are not of one run. hint: the same `resume`, and "
+        "the drives of that run, on all ranks; else `stepwell volume rm` what is there, and go on "
+        "from a checkpoint, or begin anew"
     )
 
 

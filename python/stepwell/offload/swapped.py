@@ -287,7 +287,7 @@ class Swapped:
                 run=run,
                 counts_each_step=self._ranks is not None and self.commits,
             )
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             self._explain(error)
             raise
 
@@ -320,7 +320,7 @@ class Swapped:
                 found.append(param)
         return found
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: ValueError) -> None:
         """Raises an error that says more, where other ranks may have made what cannot be resumed.
 
         Only what lies in this rank's folders is known: others may be those of another host, and a
@@ -331,18 +331,16 @@ class Swapped:
             return
         made = _ranks_of(self._folders(), f"{self.volume.name}-")
         mine = ranks.ranks[ranks.rank]
-        is_on_drive = isinstance(error, OSError)
-        if not made or made == sorted(ranks.ranks) or (mine in made and is_on_drive):
+        if mine not in made or made == sorted(ranks.ranks):
             # The error says what is wrong.
             return
-        kind = OSError if is_on_drive else ValueError
         # Fingerprints and codes are of a shard.
         way = (
             "state of float32 parameters gets to another number by torch.distributed.checkpoint"
             if self.sharding is None
             else "state gets to another number by torch.distributed.checkpoint or full_state_dict()"
         )
-        raise kind(
+        raise ValueError(
             f"{error}; `{self.volume.name}` is there for the ranks `{made}` in the folders of rank "
             f"`{mine}`, and `{ranks.ranks}` step together. hint: as many ranks go on from a "
             f"volume as have made it, each with its own drives; {way}"

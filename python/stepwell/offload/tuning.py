@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +18,6 @@ from stepwell import _core
 from stepwell._checks import count
 
 if TYPE_CHECKING:
-    import os
-
     from stepwell.offload.volume import Volume
 
 __all__ = ["TUNING_FILE", "DriveTuning", "VolumeShape", "shape_of"]
@@ -59,7 +59,9 @@ class DriveTuning:
         """
         path = Path(folder) / TUNING_FILE
         try:
-            text = path.read_text()
+            with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:
+                # A FIFO or a device has no end, or is waited for.
+                text = file.read() if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else ""
         except (FileNotFoundError, NotADirectoryError):
             return None  # nothing has a place on a block device
         try:

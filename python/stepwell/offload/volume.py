@@ -62,7 +62,8 @@ class Volume:
 
     resume: bool = False
     """Whether to go on from the volume of that name: the optimizer begins with its state, and
-    writes its weights to the parameters."""
+    writes its weights to the parameters. One without a committed step, or that is not there, is a
+    new one, and a warning says so: a job can be started with it each time."""
 
     name: str | None = None
     """The name of the volume, and of its files. None: one that no other job has. Of several ranks

@@ -1,6 +1,12 @@
 //! What an engine asks of a file.
 
-use std::{fs::File, io, os::unix::fs::FileExt, sync::Arc};
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::unix::fs::{FileExt, OpenOptionsExt},
+    path::Path,
+    sync::Arc,
+};
 
 use rustix::{
     fs::{FallocateFlags, OFlags},
@@ -74,6 +80,20 @@ fn write_zeros(file: &File, nbytes: u64) -> io::Result<()> {
     }
     file.sync_data()?;
     Ok(rustix::fs::fcntl_setfl(file, flags)?)
+}
+
+/// Opens a file whose bytes have offsets. Anything else is refused, and never waited for, as the
+/// other end of a FIFO would be.
+pub(in crate::tier) fn open_regular(path: &Path, how: &mut OpenOptions) -> io::Result<File> {
+    let file = how.custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(path)?;
+    if !file.metadata()?.is_file() {
+        let what = "it is no regular file, but a FIFO, a device or the like";
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
+    }
+    // A ring would give up reads that have to wait for the drive.
+    let flags = rustix::fs::fcntl_getfl(&file)?;
+    rustix::fs::fcntl_setfl(&file, flags - OFlags::NONBLOCK)?;
+    Ok(file)
 }
 
 /// What stands between an engine and a file, such as one that injects faults. It is given the

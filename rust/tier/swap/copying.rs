@@ -179,13 +179,25 @@ impl Swap {
     // ---- what is found when it is opened again ----
 
     /// Reads the catalog of the committed step.
-    pub(super) fn read_catalog(&self) -> Result<Catalog> {
+    pub(super) fn read_catalog(&self) -> Result<Option<Catalog>> {
         let name = self.volume.name();
+        let expected = self.chunks.record_nbytes();
+        let is_same = || {
+            self.volume.num_records() == expected.len()
+                && expected.iter().enumerate().all(|(record, &nbytes)| {
+                    self.volume.record_nbytes(record).is_ok_and(|found| found == nbytes)
+                })
+        };
         let Some(step) = self.volume.step() else {
-            return Err(Error::value(format!(
-                "volume `{name}` has no committed step, expected one to go on from\nhint: \
-                 `stepwell volume rm DRIVE... --name {name}`, and begin anew, without resume"
-            )));
+            return if is_same() {
+                Ok(None)
+            } else {
+                Err(Error::value(format!(
+                    "volume `{name}` has no committed step, and was made for other parameters, or \
+                     other moments, expected those of this optimizer\nhint: `stepwell volume rm \
+                     DRIVE... --name {name}`"
+                )))
+            };
         };
         let other = || {
             Error::value(format!(
@@ -213,16 +225,11 @@ impl Swap {
                 )),
             },
         )?;
-        let expected = self.chunks.record_nbytes();
-        let is_same = self.volume.num_records() == expected.len()
-            && expected.iter().enumerate().all(|(record, &nbytes)| {
-                self.volume.record_nbytes(record).is_ok_and(|found| found == nbytes)
-            });
-        if !is_same {
+        if !is_same() {
             return Err(other());
         }
         self.pipeline().resume(step, &catalog.counts);
-        Ok(catalog)
+        Ok(Some(catalog))
     }
 
     pub(super) fn buffer(&self) -> Result<RecordBuffer> {

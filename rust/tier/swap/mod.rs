@@ -73,7 +73,7 @@ use self::{
 };
 use super::{
     Planned, Stored, Tier,
-    volume::{Durability, Options, RecordBuffer, Shape, Ticket, Volume},
+    volume::{Durability, Options, RecordBuffer, Shape, Ticket, Volume, found},
 };
 use crate::{
     adam::{batch::in_place, tensor::AdamTensor},
@@ -140,12 +140,23 @@ impl Swap {
 
     /// Opens one that was kept, or left by a process that has ended, at its last committed step, or
     /// at that of the options; and what that says of the run that made it. What is in host memory
-    /// is read.
+    /// is read. Where there is none, or none with a committed step, it is a new one, and no
+    /// catalog.
     ///
     /// # Errors
-    /// As [`Volume::open`]; [`Error::Value`] where it was made for other tensors, or by a release
-    /// whose catalog or state has another version, or has no committed step.
-    pub fn open(config: &Config, places: &[AdamTensor], pool: &Pool) -> Result<(Self, Catalog)> {
+    /// As [`Volume::open`] and [`Swap::create`]; [`Error::Value`] where it was made for other
+    /// tensors, or by a release whose catalog or state has another version.
+    pub fn open(
+        config: &Config,
+        places: &[AdamTensor],
+        pool: &Pool,
+    ) -> Result<(Self, Option<Catalog>)> {
+        let Options { step, lock_timeout, .. } = config.options;
+        if step.is_none() && found::is_absent(&config.location, lock_timeout)? {
+            let swap = Self::create(config, places, pool)?;
+            swap.tell_of_beginning();
+            return Ok((swap, None));
+        }
         config.check_packed(places)?;
         let chunks = config.chunks(places, Durability::Commit);
         // Whatever is wrong with it, it is not removed.
@@ -153,9 +164,21 @@ impl Swap {
         let volume = Volume::open(&config.location, &options, pool)?;
         let swap = Self::of(volume, config, chunks, pool)?;
         let catalog = swap.read_catalog()?;
-        swap.find_state()?;
+        match catalog {
+            Some(_) => swap.find_state()?,
+            None => swap.tell_of_beginning(),
+        }
         swap.volume.set_keep(config.options.keep);
         Ok((swap, catalog))
+    }
+
+    fn tell_of_beginning(&self) {
+        log::warn!(
+            target: "stepwell",
+            "volume `{}` has no committed step to go on from, and begins; hint: where it has, its \
+             drives, their order and its name are those that it was made with",
+            self.volume.name()
+        );
     }
 
     fn of(volume: Volume, config: &Config, chunks: Chunks, pool: &Pool) -> Result<Self> {

@@ -25,7 +25,10 @@ use rustix::{
     io::Errno,
 };
 
-use super::format::{self, Extents, HEADER_SPACE_BYTES, Header, NoHeader};
+use super::{
+    format::{self, Extents, HEADER_SPACE_BYTES, Header, NoHeader},
+    headers,
+};
 use crate::{Error, Result};
 
 /// What [`format()`] looks at, and clears, at either end of a device: where file systems, partition
@@ -40,10 +43,10 @@ const CLAIM_RETRY: Duration = Duration::from_millis(5);
 
 /// Room for a header, at an address that direct I/O takes.
 #[repr(C, align(65536))]
-struct Space([u8; HEADER_SPACE_BYTES]);
+pub(super) struct Space(pub(super) [u8; HEADER_SPACE_BYTES]);
 
 impl Space {
-    fn new() -> Box<Self> {
+    pub(super) fn new() -> Box<Self> {
         Box::new(Self([0; HEADER_SPACE_BYTES]))
     }
 }
@@ -122,22 +125,17 @@ pub(super) fn block_bytes(file: &File) -> io::Result<usize> {
 /// What is on it.
 pub(super) fn contents(file: &File) -> io::Result<Contents> {
     let mut space = Space::new();
-    let mut found = Contents::Other;
-    for copy in 0..2 {
-        match file.read_exact_at(&mut space.0, Extents::header_offset(copy)) {
-            // Of a device that is smaller than that.
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => break,
-            done => done?,
-        }
-        match Header::decode(&space.0) {
-            Ok(header) => return Ok(Contents::Member(Box::new(header))),
-            Err(NoHeader::Damaged | NoHeader::Version(_)) => found = Contents::Unknown,
-            Err(NoHeader::Foreign) if !format::is_label(&space.0) => {}
-            Err(NoHeader::Foreign) if matches!(found, Contents::Other) => found = Contents::Free,
-            Err(NoHeader::Foreign) => {}
-        }
+    let read = |memory: &mut [u8], offset| file.read_exact_at(memory, offset);
+    match headers::best(headers::copies(&mut space.0, read)) {
+        // Of a device that is smaller than that.
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(Contents::Other),
+        copy => Ok(match copy? {
+            Ok(header) => Contents::Member(Box::new(header)),
+            Err(NoHeader::Damaged | NoHeader::Version(_)) => Contents::Unknown,
+            Err(NoHeader::Label) => Contents::Free,
+            Err(NoHeader::Foreign | NoHeader::Blank) => Contents::Other,
+        }),
     }
-    Ok(found)
 }
 
 /// Makes it free: whatever volume it had is gone.

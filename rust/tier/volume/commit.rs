@@ -17,7 +17,7 @@
 //! - CMT-2 A crash later leaves copy 0 at `g`.
 //! - CMT-3 No crash leaves both copies of one place damaged: one is only written once the other is
 //!   durable. So where both are, something else has damaged them, and the volume is refused: the
-//!   generation before is not taken for the newest.
+//!   generation before is not taken for the newest. A copy that cannot be read is a damaged one.
 //! - CMT-4 What is found is written again to both copies before the volume is used. So what was
 //!   read is durable, and the next commit begins with both copies whole.
 //! - CMT-5 Until the first write behind the commit of `g`, no one has written to the records of
@@ -34,7 +34,9 @@
 use std::io;
 
 use super::{
-    format::{Entry, Extents, Head, VolumeId, decode_entries, decode_head, encode_index},
+    format::{
+        Entry, Extents, Head, VolumeId, decode_entries, decode_head, decode_index, encode_index,
+    },
     member::Member,
 };
 use crate::{
@@ -62,9 +64,16 @@ pub(super) fn places(extents: &[Extents], generation: u64) -> [(usize, u64); 2] 
 }
 
 impl Image<'_> {
-    fn error(&self, what: &str, head: Head, copy: usize, error: io::Error) -> Error {
-        let (number, offset) = places(self.extents, head.generation)[copy];
-        let step = head.step.map_or("none".to_owned(), |step| step.to_string());
+    fn error(
+        &self,
+        what: &str,
+        generation: u64,
+        step: Option<u64>,
+        copy: usize,
+        error: io::Error,
+    ) -> Error {
+        let (number, offset) = places(self.extents, generation)[copy];
+        let step = step.map_or("none".to_owned(), |step| step.to_string());
         Error::os(
             format!(
                 "cannot {what} the index of volume `{}`: member `{number}` ({}), offset \
@@ -89,7 +98,7 @@ impl Image<'_> {
             let disk = &self.members[number].disk;
             write_all(&**disk, self.bytes, offset)
                 .and_then(|()| disk.sync())
-                .map_err(|error| self.error("write", head, copy, error))?;
+                .map_err(|error| self.error("write", head.generation, head.step, copy, error))?;
         }
         Ok(())
     }
@@ -102,18 +111,8 @@ impl Image<'_> {
         num_records: usize,
         step: Option<u64>,
     ) -> Result<(Head, Option<u64>, Box<[Entry]>)> {
-        let mut whole: Vec<(Head, usize)> = Vec::with_capacity(4);
-        for place in 0..2 {
-            let num = whole.len();
-            for copy in 0..2 {
-                let head = self.read(place, copy, volume, num_records)?;
-                whole.extend(head.map(|head| (head, copy)));
-            }
-            if whole.len() == num {
-                let damaged = Head { volume, generation: place, step: None };
-                return Err(self.error("use", damaged, 0, damaged_index()));
-            }
-        }
+        let decode = |bytes: &[u8]| decode_index(bytes, volume, num_records);
+        let whole = self.copies(decode)?;
         let newest = whole.iter().map(|(head, _)| head.generation).max().unwrap_or_default();
         let of = |generation| whole.iter().find(|(head, _)| head.generation == generation);
         let is_wanted = |(head, _): &&(Head, usize)| step.is_none() || head.step == step;
@@ -123,12 +122,17 @@ impl Image<'_> {
         else {
             return Err(self.not_at(step, [of(newest), before]));
         };
-        self.read(found.generation, copy, volume, num_records)?;
+        let again = self.read(found.generation, copy).and_then(|()| match decode(self.bytes) {
+            Some(head) if head == found => Ok(()),
+            _ => Err(damaged_index()),
+        });
+        again.map_err(|error| self.error("read", found.generation, found.step, copy, error))?;
         let entries: Box<[Entry]> = decode_entries(self.bytes, num_records).collect();
         let is_newest = found.generation == newest;
         let head = if is_newest { found } else { Head { generation: newest + 1, ..found } };
         for member in self.members {
-            member.disk.sync().map_err(|error| self.error("sync", head, 0, error))?;
+            let failed = |error| self.error("sync", head.generation, head.step, 0, error);
+            member.disk.sync().map_err(failed)?;
         }
         // To go back is a commit: the one that was left then is of the generation before, and is
         // none to go back to, though its step is a later one.
@@ -151,21 +155,45 @@ impl Image<'_> {
         ))
     }
 
-    /// The head of the copy, if it is whole and of that place.
-    fn read(
-        &mut self,
-        generation: u64,
-        copy: usize,
-        volume: VolumeId,
-        num_records: usize,
-    ) -> Result<Option<Head>> {
+    /// Checks that each place has a head of an index of so many entries: with room for a block
+    /// alone, before there is memory for as many as a header says.
+    pub(super) fn check_heads(&mut self, volume: VolumeId, num_records: usize) -> Result<()> {
+        let is_ours =
+            |&(head, num, _): &(Head, usize, u64)| head.volume == volume && num == num_records;
+        let block_bytes = self.bytes.len().min(self.extents[0].index_bytes as usize);
+        let Self { bytes, volume_name, members, extents } = self;
+        Image { bytes: &mut bytes[..block_bytes], volume_name, members, extents }
+            .copies(|bytes| decode_head(bytes).filter(is_ours).map(|(head, ..)| head))
+            .map(drop)
+    }
+
+    /// Of both places the copies that `decode` finds the head of, and which of the two each is. One
+    /// that cannot be read is as one that is damaged.
+    fn copies(&mut self, decode: impl Fn(&[u8]) -> Option<Head>) -> Result<Vec<(Head, usize)>> {
+        let mut whole = Vec::with_capacity(4);
+        for place in 0..2 {
+            let num = whole.len();
+            let mut failure = ("use", 0, damaged_index());
+            for copy in 0..2 {
+                match self.read(place, copy) {
+                    Ok(()) => {
+                        let head = decode(self.bytes).filter(|head| head.generation % 2 == place);
+                        whole.extend(head.map(|head| (head, copy)));
+                    }
+                    Err(error) => failure = ("read", copy, error),
+                }
+            }
+            if whole.len() == num {
+                let (what, copy, error) = failure;
+                return Err(self.error(what, place, None, copy, error));
+            }
+        }
+        Ok(whole)
+    }
+
+    fn read(&mut self, generation: u64, copy: usize) -> io::Result<()> {
         let (number, offset) = places(self.extents, generation)[copy];
-        let disk = &self.members[number].disk;
-        read_all(&**disk, self.bytes, offset).map_err(|error| {
-            self.error("read", Head { volume, generation, step: None }, copy, error)
-        })?;
-        Ok(decode_head(self.bytes, volume, num_records)
-            .filter(|head| head.generation % 2 == generation % 2))
+        read_all(&*self.members[number].disk, self.bytes, offset)
     }
 }
 

@@ -135,7 +135,11 @@ pub(super) struct Header {
 /// Why bytes are no header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum NoHeader {
-    /// Of something else, or of a volume that was never completely made.
+    /// Nothing but zeros: nothing was written yet.
+    Blank,
+    /// The label of a device without a volume.
+    Label,
+    /// Of something else.
     Foreign,
     /// Of a version that this program does not know.
     Version(u32),
@@ -172,8 +176,11 @@ impl Header {
     pub(super) fn decode(bytes: &[u8]) -> std::result::Result<Self, NoHeader> {
         let bytes = &bytes[..Self::BYTES];
         let mut from = Reader { bytes, at: 0 };
-        if from.u64() != HEADER_MAGIC {
-            return Err(NoHeader::Foreign);
+        match from.u64() {
+            HEADER_MAGIC => {}
+            LABEL_MAGIC if is_sealed(bytes) => return Err(NoHeader::Label),
+            _ if bytes.iter().all(|&byte| byte == 0) => return Err(NoHeader::Blank),
+            _ => return Err(NoHeader::Foreign),
         }
         if !is_sealed(bytes) {
             return Err(NoHeader::Damaged);
@@ -240,12 +247,6 @@ pub(super) fn encode_label(bytes: &mut [u8]) {
     seal(bytes);
 }
 
-/// Whether the bytes begin with the label of a device without a volume, of any version.
-pub(super) fn is_label(bytes: &[u8]) -> bool {
-    let bytes = &bytes[..Header::BYTES];
-    Reader { bytes, at: 0 }.u64() == LABEL_MAGIC && is_sealed(bytes)
-}
-
 /// Bytes of one copy of the index, to a multiple of the block.
 pub(super) fn index_bytes(num_records: usize, block_bytes: u64) -> u64 {
     ((HEAD_BYTES + num_records * ENTRY_BYTES) as u64).next_multiple_of(block_bytes)
@@ -260,18 +261,21 @@ pub(super) struct Extents {
 }
 
 impl Extents {
+    /// Of any volume: the first place of an index, copy 0.
+    pub(super) const FIRST_INDEX_OFFSET: u64 = 2 * HEADER_SPACE_BYTES as u64;
+
     pub(super) fn header_offset(copy: usize) -> u64 {
         (copy * HEADER_SPACE_BYTES) as u64
     }
 
     /// Of generation `generation`: the places take turns.
     pub(super) fn index_offset(&self, generation: u64, copy: usize) -> u64 {
-        Self::header_offset(2) + (2 * (generation % 2) + copy as u64) * self.index_bytes
+        Self::FIRST_INDEX_OFFSET + (2 * (generation % 2) + copy as u64) * self.index_bytes
     }
 
     /// Where the records of a slot begin.
     pub(super) fn slot_offset(&self, slot: u32) -> u64 {
-        Self::header_offset(2) + 4 * self.index_bytes + u64::from(slot) * self.slot_bytes
+        Self::FIRST_INDEX_OFFSET + 4 * self.index_bytes + u64::from(slot) * self.slot_bytes
     }
 
     /// Bytes of the file.
@@ -354,20 +358,27 @@ pub(super) fn encode_index(
     seal(&mut bytes[..HEAD_BYTES]);
 }
 
-/// The head of an index of this volume, if the bytes are one and whole.
-pub(super) fn decode_head(bytes: &[u8], volume: VolumeId, num_records: usize) -> Option<Head> {
-    let head = &bytes[..HEAD_BYTES];
-    let mut from = Reader { bytes: head, at: 0 };
-    if from.u64() != INDEX_MAGIC || !is_sealed(head) {
+/// The head of an index that the bytes begin with, if it is whole; how many entries follow, and
+/// their checksum.
+pub(super) fn decode_head(bytes: &[u8]) -> Option<(Head, usize, u64)> {
+    let bytes = &bytes[..HEAD_BYTES];
+    let mut from = Reader { bytes, at: 0 };
+    if from.u64() != INDEX_MAGIC || !is_sealed(bytes) {
         return None;
     }
-    let of_volume = VolumeId::from_le_bytes(from.take());
+    let volume = VolumeId::from_le_bytes(from.take());
     let generation = from.u64();
-    let [has_step, of_records] = std::array::from_fn(|_| from.u32());
+    let [has_step, num_records] = std::array::from_fn(|_| from.u32());
     let [step, sum] = std::array::from_fn(|_| from.u64());
+    let head = Head { volume, generation, step: (has_step != 0).then_some(step) };
+    Some((head, num_records as usize, sum))
+}
+
+/// The head of an index of this volume, if the bytes are one and whole.
+pub(super) fn decode_index(bytes: &[u8], volume: VolumeId, num_records: usize) -> Option<Head> {
+    let (head, of_records, sum) = decode_head(bytes)?;
     let entries = &bytes[HEAD_BYTES..HEAD_BYTES + num_records * ENTRY_BYTES];
-    (of_volume == volume && of_records as usize == num_records && sum == checksum(entries))
-        .then(|| Head { volume, generation, step: (has_step != 0).then_some(step) })
+    (head.volume == volume && of_records == num_records && sum == checksum(entries)).then_some(head)
 }
 
 /// The entries of an index whose head was decoded.
@@ -495,7 +506,7 @@ mod tests {
             let expected = if bit < 64 { NoHeader::Foreign } else { NoHeader::Damaged };
             assert_eq!(Header::decode(&bytes), Err(expected), "bit {bit}");
         }
-        assert_eq!(Header::decode(&[0; Header::BYTES]), Err(NoHeader::Foreign));
+        assert_eq!(Header::decode(&[0; Header::BYTES]), Err(NoHeader::Blank));
     }
 
     #[test]
@@ -552,13 +563,13 @@ mod tests {
             let head = Head { volume: VOLUME, generation: 5, step };
             let mut bytes = vec![0xaa; index_bytes(num, 4096) as usize];
             encode_index(&head, entries(num).into_iter(), &mut bytes);
-            assert_eq!(decode_head(&bytes, VOLUME, num), Some(head));
+            assert_eq!(decode_index(&bytes, VOLUME, num), Some(head));
             assert!(decode_entries(&bytes, num).eq(entries(num)));
-            assert_eq!(decode_head(&bytes, VOLUME + 1, num), None);
-            assert_eq!(decode_head(&bytes, VOLUME, num + 1), None);
+            assert_eq!(decode_index(&bytes, VOLUME + 1, num), None);
+            assert_eq!(decode_index(&bytes, VOLUME, num + 1), None);
             for bit in (0..8 * (HEAD_BYTES + num * ENTRY_BYTES)).step_by(7) {
                 bytes[bit / 8] ^= 1 << (bit % 8);
-                assert_eq!(decode_head(&bytes, VOLUME, num), None, "bit {bit}");
+                assert_eq!(decode_index(&bytes, VOLUME, num), None, "bit {bit}");
                 bytes[bit / 8] ^= 1 << (bit % 8);
             }
         }

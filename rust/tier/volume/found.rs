@@ -1,7 +1,7 @@
 //! Volumes that lie on drives: what is there, and how it is removed.
 
 use std::{
-    fs::{self, File},
+    fs::{self, File, OpenOptions},
     io,
     os::unix::fs::FileExt,
     path::{Path, PathBuf},
@@ -12,11 +12,15 @@ use rustix::io::Errno;
 
 use super::{
     Location,
-    block_device::{self, Contents as OnDevice},
-    format::{Extents, Header, NoHeader},
+    block_device::{self, Contents as OnDevice, Space},
+    format::{self, Extents, Header, NoHeader, VolumeId},
+    headers,
     member::{self, Member},
 };
-use crate::{Error, Result};
+use crate::{
+    Error, Result,
+    tier::io::disk::{open_regular, read_all},
+};
 
 /// The file or the device of a member, as it was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,11 +96,11 @@ pub fn list(drive: &Path) -> Result<Vec<Found>> {
         let Some((name, member)) = member::parse(&path) else { continue };
         // Gone meanwhile.
         let Ok(metadata) = fs::metadata(&path) else { continue };
-        let file = File::open(&path).ok();
+        let file = open_regular(&path, OpenOptions::new().read(true)).ok();
         found.push(Found {
             nbytes: metadata.len(),
             holder: file.as_ref().and_then(member::holder),
-            contents: file.and_then(|file| contents(&file).ok().flatten()),
+            contents: file.as_ref().and_then(contents),
             drive: drive.to_owned(),
             path,
             name,
@@ -107,17 +111,12 @@ pub fn list(drive: &Path) -> Result<Vec<Found>> {
     Ok(found)
 }
 
-/// Of the copy of the header that is whole.
-fn contents(file: &File) -> io::Result<Option<Contents>> {
-    for copy in 0..2 {
-        let mut bytes = [0; Header::BYTES];
-        file.read_exact_at(&mut bytes, Extents::header_offset(copy))?;
-        match Header::decode(&bytes) {
-            Err(NoHeader::Foreign | NoHeader::Damaged | NoHeader::Version(_)) => {}
-            Ok(header) => return Ok(Some(Contents::of(&header))),
-        }
-    }
-    Ok(None)
+/// Of a copy of the header that is whole.
+fn contents(file: &File) -> Option<Contents> {
+    let mut space = [0; Header::BYTES];
+    let read = |memory: &mut [u8], offset| file.read_exact_at(memory, offset);
+    let header = headers::best(headers::copies(&mut space, read)).ok()?.ok()?;
+    Some(Contents::of(&header))
 }
 
 /// Removes the members' files of a volume that nobody uses, whole or not, and makes its devices
@@ -127,15 +126,11 @@ fn contents(file: &File) -> io::Result<Option<Contents>> {
 /// [`Error::Os`] where one is used, a device has something else, or none is there; nothing is
 /// removed then.
 pub fn remove(location: &Location, lock_timeout: Duration) -> Result<()> {
-    super::make::check_location(location)?;
-    let Location { name, drives } = location;
-    let mut members = Vec::with_capacity(drives.len());
-    for (number, drive) in drives.iter().enumerate() {
-        match Member::open(name, number, drive, lock_timeout, None) {
-            Ok(member) if is_member(&member, name, number)? => members.push(member),
-            Ok(_) => {}
-            Err(Error::Os { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(error),
+    let name = &location.name;
+    let mut members = Vec::new();
+    for (number, member) in open_all(location, lock_timeout)? {
+        if is_member(&member, name, number)? {
+            members.push(member);
         }
     }
     if members.is_empty() {
@@ -144,8 +139,109 @@ pub fn remove(location: &Location, lock_timeout: Duration) -> Result<()> {
             Errno::NOENT,
         ));
     }
-    members.iter().for_each(Member::remove);
+    members.iter().rev().for_each(Member::remove);
     Ok(())
+}
+
+/// The members that are there, by number, locked: files, and devices whatever they have.
+fn open_all(location: &Location, lock_timeout: Duration) -> Result<Vec<(usize, Member)>> {
+    super::make::check_location(location)?;
+    let Location { name, drives } = location;
+    let mut members = Vec::with_capacity(drives.len());
+    for (number, drive) in drives.iter().enumerate() {
+        match Member::open(name, number, drive, lock_timeout, None) {
+            Ok(member) => members.push((number, member)),
+            Err(Error::Os { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(members)
+}
+
+/// Whether nothing of a volume is there, so that one can be made. What is left of one that was
+/// never completely made, or not completely removed before its first commit, is removed first.
+///
+/// The first copy of the index proves that there was no commit. It is on member 0, which is the
+/// first to be made and the last to be removed.
+///
+/// # Errors
+/// [`Error::Os`] where a member is used, or a folder cannot be read; nothing is removed then.
+pub fn is_absent(location: &Location, lock_timeout: Duration) -> Result<bool> {
+    let Location { name, drives } = location;
+    let mut space = Space::new();
+    let (mut left, mut volumes) = (Vec::new(), Vec::new());
+    for (number, member) in open_all(location, lock_timeout)? {
+        match header_says(&member, name, &mut space) {
+            Says::Nothing if member.is_device() => continue,
+            Says::Nothing => {}
+            Says::Volume(volume) => volumes.push(volume),
+            Says::Other => return Ok(false),
+        }
+        left.push((number, member));
+    }
+    let index = match left.first() {
+        Some((0, first)) => first_index_says(first, &mut space),
+        _ => Says::Nothing,
+    };
+    let has_no_commit = match index {
+        Says::Nothing => volumes.is_empty(),
+        Says::Volume(new) => volumes.len() < drives.len() && volumes.iter().all(|&it| it == new),
+        Says::Other => false,
+    };
+    if left.is_empty() {
+        // Drives in another order have other members.
+        for drive in drives {
+            if list(drive)?.iter().any(|found| found.name == *name) {
+                return Ok(false);
+            }
+        }
+    }
+    if has_no_commit {
+        left.iter().rev().for_each(|(_, member)| member.remove());
+    }
+    Ok(has_no_commit)
+}
+
+/// What the beginning of a member says.
+enum Says {
+    /// It was never written.
+    Nothing,
+    /// It is of this volume; an index says so before the first commit only.
+    Volume(VolumeId),
+    /// Anything else, or it cannot be read.
+    Other,
+}
+
+fn header_says(member: &Member, volume: &str, space: &mut Space) -> Says {
+    if member.nbytes().is_ok_and(|nbytes| nbytes == 0) {
+        return Says::Nothing;
+    }
+    let read = |memory: &mut [u8], offset| read_all(&*member.disk, memory, offset);
+    match headers::copies(&mut space.0, read) {
+        [Ok(Err(NoHeader::Blank)), Ok(Err(NoHeader::Blank))] => Says::Nothing,
+        copies => match headers::best(copies) {
+            Ok(Ok(header)) if !member.is_of_another(&header, volume) => Says::Volume(header.volume),
+            // Who takes the device says what is wrong with one that has no label.
+            Ok(Err(NoHeader::Label | NoHeader::Foreign)) if member.is_device() => Says::Nothing,
+            _ => Says::Other,
+        },
+    }
+}
+
+fn first_index_says(first: &Member, space: &mut Space) -> Says {
+    if first.nbytes().is_ok_and(|nbytes| nbytes == 0) {
+        return Says::Nothing;
+    }
+    let block = &mut space.0[..first.block_bytes()];
+    match read_all(&*first.disk, block, Extents::FIRST_INDEX_OFFSET) {
+        Ok(()) if block.iter().all(|&byte| byte == 0) => Says::Nothing,
+        Ok(()) => match format::decode_head(block) {
+            // The first commit is of generation 2, and written there.
+            Some((head, ..)) if head.generation == 0 => Says::Volume(head.volume),
+            _ => Says::Other,
+        },
+        Err(_) => Says::Other,
+    }
 }
 
 /// Whether it is this member: a device may also be free.

@@ -16,7 +16,8 @@ use super::{
     config::random,
     flushes::Flushes,
     format::{self, Entry, Extents, HEADER_SPACE_BYTES, Head, Header, NAME_BYTES_MAX, NoHeader},
-    geometry::{Geometry, MEMBERS_MAX, STRIPE_BYTES_MAX},
+    geometry::{Geometry, MEMBERS_MAX, Piece, STRIPE_BYTES_MAX},
+    headers,
     ledger::Ledger,
     member::Member,
     ticket::About,
@@ -24,7 +25,7 @@ use super::{
 use crate::{
     Error, Result,
     host::{
-        memory::{Buffer, BufferConfig},
+        memory::{Buffer, BufferConfig, check_free},
         pool::Pool,
     },
     tier::io::{
@@ -34,12 +35,15 @@ use crate::{
     },
 };
 
+/// What lists in memory have of a record, but for its stripes.
+const RECORD_BYTES: u64 = 128;
+
 /// The members, which are removed, and devices free, again unless the volume comes to be.
 struct Made(Vec<Member>);
 
 impl Drop for Made {
     fn drop(&mut self) {
-        self.0.iter().for_each(Member::remove);
+        self.0.iter().rev().for_each(Member::remove);
     }
 }
 
@@ -112,9 +116,12 @@ impl Volume {
         }
         let headers = read_headers(name, &members, pool)?;
         let num_records = headers[0].num_records as usize;
-        let mut image = image_for(&headers[0], pool)?;
         // The places of records follow from their sizes, which are in the index.
         let about = About::new(name, &headers, &members, Geometry::empty());
+        let mut block = header_space(pool)?;
+        index_of(&about, &members, &mut block).check_heads(about.id, num_records)?;
+        check_records(num_records)?;
+        let mut image = image_for(&headers[0], pool)?;
         let mut index = index_of(&about, &members, &mut image);
         let (head, step_before, entries) = index.find(about.id, num_records, options.step)?;
         let Header { weights, stripe_bytes, block_bytes, slots, .. } = &headers[0];
@@ -262,6 +269,17 @@ pub(super) fn check_location(Location { name, drives }: &Location) -> Result<()>
     Ok(())
 }
 
+/// Checks that a volume may have so many records, and that there is memory for its lists of them.
+///
+/// # Errors
+/// [`Error::Value`] for more than are counted; [`Error::Os`] where the memory is not free.
+pub fn check_records(num: usize) -> Result<()> {
+    match u32::try_from(num) {
+        Ok(num) => check_free(u64::from(num) * RECORD_BYTES),
+        Err(_) => Err(Error::value(format!("`{num}` records, expected at most {}", u32::MAX))),
+    }
+}
+
 /// The entries of a new volume of this shape.
 fn check_shape(shape: &Shape, num_members: usize, options: &Options) -> Result<Box<[Entry]>> {
     if !shape.weights.is_empty() && shape.weights.len() != num_members {
@@ -282,13 +300,7 @@ fn check_shape(shape: &Shape, num_members: usize, options: &Options) -> Result<B
              commit",
         ));
     }
-    if u32::try_from(shape.record_nbytes.len()).is_err() {
-        return Err(Error::value(format!(
-            "`{}` records, expected at most {}",
-            shape.record_nbytes.len(),
-            u32::MAX
-        )));
-    }
+    check_records(shape.record_nbytes.len())?;
     let sizes = shape.record_nbytes.iter().enumerate();
     sizes
         .map(|(record, &nbytes)| Ok(Entry::unwritten(format::record_nbytes(record, nbytes)?)))
@@ -332,6 +344,9 @@ fn geometry_of(
     block_bytes: u64,
 ) -> Result<Geometry> {
     let stored = entries.iter().map(|entry| Entry::stored_nbytes(entry.nbytes, block_bytes));
+    let pieces: u64 = stored.clone().map(|nbytes| nbytes.div_ceil(stripe_bytes as u64)).sum();
+    // Twice: the list grows by doubling.
+    check_free(2 * pieces * size_of::<Piece>() as u64)?;
     Geometry::new(stored, weights, stripe_bytes)
 }
 
@@ -388,47 +403,58 @@ fn read_headers(name: &str, members: &[Member], pool: &Pool) -> Result<Vec<Heade
         check_file(name, number, member, &header)?;
         headers.push(header);
     }
+    // A record takes a block at least. The files have as much as headers say.
+    let blocks = headers.iter().map(|header| header.slot_bytes / header.block_bytes);
+    let Header { num_records, .. } = headers[0];
+    if blocks.sum::<u64>() < num_records {
+        return Err(Error::os(
+            format!("volume `{name}` has no room for the `{num_records}` records of its headers"),
+            Errno::BADMSG,
+        ));
+    }
     Ok(headers)
 }
 
 /// One of its two copies that is whole.
 fn read_header(name: &str, number: usize, member: &Member, space: &mut [u8]) -> Result<Header> {
     let named = named(name, number, member);
-    let mut read = |copy: usize| {
-        let offset = Extents::header_offset(copy);
-        let done = read_all(&*member.disk, space, offset);
-        done.map(|()| Header::decode(space)).map_err(|error| {
-            Error::os(format!("cannot read the header of {named}, offset `{offset}`"), error)
-        })
+    let read = |memory: &mut [u8], offset| read_all(&*member.disk, memory, offset);
+    let copies = headers::copies(space, read);
+    let is_degraded = match &copies {
+        [Ok(Ok(header)), Ok(Ok(other))] if header != other => {
+            return Err(Error::os(
+                format!("{named} has two headers that differ, expected two copies of one"),
+                Errno::BADMSG,
+            ));
+        }
+        copies => copies.iter().any(|copy| !matches!(copy, Ok(Ok(_)))),
     };
-    match (read(0)?, read(1)) {
-        (Ok(header), Ok(Ok(other))) if header == other => Ok(header),
-        (Ok(_), Ok(Ok(_))) => Err(Error::os(
-            format!("{named} has two headers that differ, expected two copies of one"),
-            Errno::BADMSG,
-        )),
-        (Ok(header), _) | (Err(_), Ok(Ok(header))) => {
-            log::warn!(
-                target: "stepwell",
-                "{named}: one of the two copies of its header is damaged, the other one is used"
-            );
-            Ok(header)
+    let why = match headers::best(copies) {
+        Ok(Ok(header)) => {
+            if is_degraded {
+                log::warn!(
+                    target: "stepwell",
+                    "{named}: a copy of its header is damaged or cannot be read, the other is used"
+                );
+            }
+            return Ok(header);
         }
-        (Err(why), _) => {
-            let what = match why {
-                NoHeader::Foreign => {
-                    "is no member of a volume, or of one that was never completely made".to_owned()
-                }
-                NoHeader::Damaged => "has a damaged header, in both copies".to_owned(),
-                NoHeader::Version(version) => format!(
-                    "has the format `{version}`, expected {}; hint: open it with the release that \
-                     made it",
-                    format::VERSION
-                ),
-            };
-            Err(Error::os(format!("{named} {what}"), Errno::BADMSG))
+        Err(error) => {
+            return Err(Error::os(format!("cannot read the header of {named}"), error));
         }
-    }
+        Ok(Err(why)) => why,
+    };
+    let what = match why {
+        NoHeader::Foreign | NoHeader::Blank | NoHeader::Label => {
+            "is no member of a volume, or of one that was never completely made".to_owned()
+        }
+        NoHeader::Damaged => "has a damaged header, in both copies".to_owned(),
+        NoHeader::Version(version) => format!(
+            "has the format `{version}`, expected {}; hint: open it with the release that made it",
+            format::VERSION
+        ),
+    };
+    Err(Error::os(format!("{named} {what}"), Errno::BADMSG))
 }
 
 /// What is wrong with the header of member `number`, beside that of the first one.

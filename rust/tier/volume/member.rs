@@ -33,7 +33,7 @@ use crate::{
     Error, Result,
     tier::io::{
         direct::{self, Alignment},
-        disk::{Between, Disk},
+        disk::{Between, Disk, open_regular},
         queue::Target,
     },
 };
@@ -175,7 +175,8 @@ impl Member {
             };
             Error::os(format!("cannot open {named}; hint: {hint}"), error)
         };
-        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(refused)?;
+        let mut how = OpenOptions::new();
+        let file = open_regular(&path, how.read(true).write(true)).map_err(refused)?;
         let member = Self::new(number, path, file, false, between);
         lock_within(&named, timeout, || try_lock(&member.file), || holder(&member.file))?
             .map_err(refused)?;
@@ -191,6 +192,10 @@ impl Member {
     /// What a device has, if it is one.
     pub(super) fn device_contents(&self) -> io::Result<Option<Contents>> {
         self.is_device.then(|| block_device::contents(&self.file)).transpose()
+    }
+
+    pub(super) fn is_device(&self) -> bool {
+        self.is_device
     }
 
     /// Whether a header names another volume than the one whose member this is. The volume of a

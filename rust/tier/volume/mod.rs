@@ -49,6 +49,7 @@ mod flushes;
 mod format;
 pub mod found;
 pub mod geometry;
+mod headers;
 mod ledger;
 mod make;
 mod member;
@@ -84,6 +85,7 @@ use self::{
 pub use self::{
     buffers::RecordBuffer,
     config::{Durability, Location, Options, QUEUE_DEPTH, STRIPE_BYTES, Shape, unique_name},
+    make::check_records,
     ticket::Ticket,
 };
 pub use crate::tier::io::EngineKind;
@@ -207,7 +209,7 @@ impl Volume {
     /// Removes the files now, unless they are kept: for a process that ends without dropping it.
     pub fn remove_files(&self) {
         if !self.keep.load(Relaxed) && self.pid == std::process::id() {
-            self.members.iter().for_each(Member::remove);
+            self.members.iter().rev().for_each(Member::remove);
         }
     }
 
@@ -445,7 +447,7 @@ impl Volume {
             Err(mpsc::RecvTimeoutError::Disconnected)
         );
         if !self.keep.load(Relaxed) {
-            self.members.iter().for_each(Member::remove);
+            self.members.iter().rev().for_each(Member::remove);
         }
         if !have_ended {
             return Err(self.no_answer());
