@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from stepwell.offload.guard import WeightGuard, clear_grads, exposed
+from stepwell.access.guard import WeightGuard, clear_grads, exposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -108,7 +108,7 @@ def read(result, name, config, **options):
 
 def stale(result, name, config):
     """The same where nothing waits."""
-    from stepwell.offload.writes import Writes
+    from stepwell.access.writes import Writes
 
     protect, Writes.protect = Writes.protect, lambda self, parts: None
     read(result, name, config)

@@ -14,7 +14,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 import torch
 from offload_landing import SIZE, Landing, Later, flat, old_and_new, parameters_under_way
-from stepwell.offload.guard import WeightGuard
+from stepwell.access.guard import WeightGuard
 from torch.nn import Parameter
 
 # Of what torch calls old: scripts are a DeprecationWarning in some of its versions.

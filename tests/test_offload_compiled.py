@@ -16,9 +16,9 @@ import torch
 from offload_cases import WIDTH, Net, batch, reversed_params, train_step
 from offload_landing import Landing
 from optim_cases import bits
-from stepwell.offload.compiled_calls import CompiledCall
+from stepwell.access.compiled_calls import CompiledCall
+from stepwell.access.gate import Gate
 from stepwell.offload.forwards import Forwards
-from stepwell.offload.gate import Gate
 from torch import nn
 
 STEPS = 6
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"
 
 @pytest.fixture
 def without_guard(monkeypatch):
-    monkeypatch.setattr("stepwell.offload.under_way.UnderWay", nn.Parameter)
+    monkeypatch.setattr("stepwell.access.under_way.UnderWay", nn.Parameter)
 
 
 def nothing_is_compiled():

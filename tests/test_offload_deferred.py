@@ -11,10 +11,10 @@ import pytest
 import stepwell
 import torch
 from stepwell import Deferred, OffloadAdamW, _core
+from stepwell.access.under_way import as_plain
 from stepwell.offload import gradients
 from stepwell.offload.deferred import INTERVAL_MAX, Extents, memory_of
 from stepwell.offload.twins import Twins
-from stepwell.offload.under_way import as_plain
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 

@@ -26,8 +26,8 @@ from offload_cases import (
     train,
 )
 from optim_cases import bits
+from stepwell.access.under_way import as_plain
 from stepwell.offload import gradients
-from stepwell.offload.under_way import as_plain
 from torch.multiprocessing.reductions import StorageWeakRef
 
 SECONDS_MAX = 60

@@ -17,14 +17,14 @@ import torch
 from offload_cases import WIDTH, Net, batch, reversed_params, train_step
 from offload_landing import Landing
 from optim_cases import bits
+from stepwell.access.gate import Gate
 from stepwell.offload import gate as gate_module
 from stepwell.offload import module_tree
-from stepwell.offload.gate import Gate
 
 
 @pytest.fixture(autouse=True)
 def _without_guard(monkeypatch):
-    monkeypatch.setattr("stepwell.offload.under_way.UnderWay", torch.nn.Parameter)
+    monkeypatch.setattr("stepwell.access.under_way.UnderWay", torch.nn.Parameter)
 
 
 class Tied(Net):

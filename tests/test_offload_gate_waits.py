@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 from offload_landing import Landing
+from stepwell.access.gate import Gate
 from stepwell.offload import forwards as forwards_module
 from stepwell.offload.forwards import Forwards
-from stepwell.offload.gate import Gate
 from torch import nn
 
 SETTLE_AND_WAIT = ["settle", "confirm", ("wait", 2)]

@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 from offload_landing import SIZE, Landing, old_and_new, parameters_under_way
-from stepwell.offload.guard import WeightGuard, clear_grads, exposed
-from stepwell.offload.under_way import UnderWay, as_plain, begin, end
+from stepwell.access.guard import WeightGuard, clear_grads, exposed
+from stepwell.access.under_way import UnderWay, as_plain, begin, end
 from torch.nn import Parameter
 
 

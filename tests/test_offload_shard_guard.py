@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from stepwell.access.shard_guard import ShardGuard
 from stepwell.offload import shard_guard
-from stepwell.offload.shard_guard import ShardGuard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter

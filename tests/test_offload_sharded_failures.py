@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from optim_ranks import Net
 from sharded_models import batch, make, train_alike, wrap_core
+from stepwell.access.guard import WeightGuard
 from stepwell.offload import gathering
 from stepwell.offload import peers as peers_module
-from stepwell.offload.guard import WeightGuard
 from stepwell.offload.peers import Peers, StepFacts
 from stepwell.offload.ranks import Call, WholeWorld
 from torch.nn.parallel import DistributedDataParallel

@@ -1365,18 +1365,6 @@ def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | N
         ValueError: for a dtype that gradients do not have.
     """
 
-def instances_alive(classes: Sequence[type]) -> list[Any]:
-    """
-    The objects whose classes these are, as far as the collector knows them.
-
-    A class is told by its identity: an object is not asked for it, and a class needs no hash.
-    `gc.get_objects` in a program would hold tuples that other threads are making, which Python
-    then cannot end. Here no other thread runs while they are held.
-
-    Args:
-        classes: the classes. Those beneath them are others.
-    """
-
 def list_members(drive: str | PathLike[str]) -> list[MemberFile]:
     """
     The files of volumes' members in a folder, by name; of a block device the member that it is, if

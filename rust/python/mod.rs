@@ -6,7 +6,6 @@ mod errors;
 mod files;
 mod host;
 mod interrupt;
-mod objects;
 mod offload;
 mod select;
 mod store;
@@ -33,8 +32,6 @@ mod _core {
         PyAddressSpace, PyBuffer, PyMemoryClaim, PyPool, build_info, connect, free_memory_bytes,
         num_chunks, places_of_ranks, stream_ceiling, system_info,
     };
-    #[pymodule_export]
-    use super::objects::instances_alive;
     #[pymodule_export]
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]

@@ -21,11 +21,12 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, local
+from stepwell.access.guard import Uploads
+from stepwell.access.under_way import without_waiting
 from stepwell.offload.budget import note_pinned
 from stepwell.offload.checksums import checksum, sums_of
 from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
-from stepwell.offload.under_way import as_plain
 from stepwell.offload.wait_order import WaitOrder
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class Submitted(NamedTuple):
     """Of these the ones whose fingerprints it verifies, and takes."""
 
 
-class Engine:
+class Engine(Uploads):
     """Steps `params`, whose host sides are `twins`, beside `device`.
 
     Args:
@@ -430,7 +431,7 @@ class Engine:
         self._wait_for_submit_stream()
         self.finish()
         params = self.pending_params
-        with as_plain(params), torch.no_grad():
+        with without_waiting(), torch.no_grad():
             written = self._twins.stale(params)
             foreign = set(written)
             ours = [param for param in params if param not in foreign]
@@ -498,6 +499,11 @@ class Engine:
     def is_last_step(self) -> bool:
         """Whether no step is about to begin, so that weights which are waited for are the last."""
         return self._coming is self.submitted or self._coming is None
+
+    def note_look(self) -> None:
+        """A program may write to weights by `.data` from now on, which changes no version."""
+        # Until contents tell: the next step copies all weights to the host.
+        self._twins.mark_stale(self._twins)
 
     def withdraw(self) -> None:
         """A step that was announced has not begun, and will not."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,14 @@ import torch
 from stepwell import _state
 from stepwell._decision import Nonfinite
 from stepwell._sharding import is_dtensor, local
+from stepwell.access.gate import remove
+from stepwell.access.guard import clear_grads
 from stepwell.offload.background import Background
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.deferred_steps import DeferredSteps
 from stepwell.offload.gradients import OnGrad
-from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
-from stepwell.offload.module_tree import remove
-from stepwell.offload.options import Accumulate, GateMode, check_options
+from stepwell.offload.options import Accumulate, check_options
 from stepwell.offload.residents import Residents
 from stepwell.offload.sharding import Shard, Sharding, awaited, open_sharding
 from stepwell.offload.step import OffloadStep
@@ -46,36 +47,38 @@ class OffloadAdamW(OffloadStep):
     coefficient, finite check), and leaves the rest to the background: gradients are copied to the
     host, stepped chunk by chunk in the order of the parameters, and every new weight is on its way
     back as soon as it is ready. It returns when the device has been given all copies, so that
-    gradients may be written again. The next forward waits module by module for its own weights
-    (`gate="module"`), with the same result, bit for bit, as if `step()` had waited for all.
+    gradients may be written again. The next forward of the model waits module by module for its own
+    weights, with the same result, bit for bit, as if `step()` had waited for all. So it does where
+    no model is given.
 
-    Every other access to a parameter waits for it as well (`parameter.norm()`, an average of
-    weights, `copy.deepcopy(model)`, another optimizer, a write), and so does `state`.
-    While its weight is under way, the class of a parameter is a subclass of torch.nn.Parameter.
-    Not seen, so that `synchronize()` has to come before it, or `gate="step"`: raw pointers; code in
-    C++ that kept a parameter from before the step; CUDA graphs that were captured without their
-    module; tensors of `state` that were taken before the step; other processes.
-    A module that torch.compile has compiled before the first step waits for all weights within it.
-    Under torch.jit, where other code is compiled (docs/plain_pytorch.md), and for a parameter whose
-    memory others hold too (a view, `.data` or an array that is kept), `step()` waits as with
-    `gate="step"`. Of DTensor parameters (FSDP2) gathers and all other uses of a shard wait for it,
-    each on its own rank.
+    Within such a forward any other use of a parameter waits for it. Outside of forwards the first
+    use of one waits for all (`parameter.norm()`, an average of weights, `copy.deepcopy(model)`,
+    another optimizer, a write), and so does `state`. While its weight is under way, the class of a
+    parameter is a subclass of torch.nn.Parameter. Not seen, so that `synchronize()` has to come
+    before it: raw pointers; code in C++ that takes a parameter past torch's functions
+    (`torch.tensor(parameter)`, TorchScript, torch.func); CUDA graphs that were captured without
+    their module; tensors of `state` that were taken before the step; other processes.
+    A module that torch.compile has compiled waits for all weights within it. Where other code is
+    compiled (docs/plain_pytorch.md), under torch.jit, and for a parameter whose memory others hold
+    too (a view, `.data` or an array that is kept), `step()` waits. Of DTensor parameters (FSDP2)
+    gathers and all other uses of a shard wait for it, each on its own rank.
 
     What is written to a parameter between two steps (`load_state_dict`, `copy_`, `parameter.data =
     ...`) is stepped from then on. So is a write through `parameter.data` (`parameter.data.clamp_`,
-    `parameter.data += ...`) before the first step, and with `gate="module"` between a step, also a
-    skipped one, and the next forward; and to a parameter that the next step leaves out (it is
-    frozen, say), but while updates of it are deferred. At another time, and to a DTensor, it
-    changes no version and is not seen: call `reread_parameters()` after it.
+    `parameter.data += ...`) before the first step, and between a step, also a skipped one, and the
+    next forward; and to a parameter that the next step leaves out (it is frozen, say), but while
+    updates of it are deferred. At another time, and to a DTensor, it changes no version and is not
+    seen: call `reread_parameters()` after it.
 
     Host memory beside the parameters, in bytes each: for bfloat16 parameters 14 with fp32 moments,
     8.1 with q8; for float32 parameters 16 and 10.1. It is announced in the log of `stepwell` before
     it is taken.
 
     Args:
-        params: parameters on one accelerator, (name, parameter) pairs (`model.named_parameters()`)
-            or parameter groups, in the order in which the forward uses them. Frozen parameters take
-            no memory. On the CPU everything works as well.
+        params: the model, of which the parameters that require a gradient are stepped, all on one
+            accelerator; or such parameters, (name, parameter) pairs (`model.named_parameters()`) or
+            parameter groups, in the order in which the forward uses them. Frozen parameters take no
+            memory. On the CPU everything works as well.
         lr: learning rate; a number or a tensor of one element.
         betas: decay of the moments per step.
         eps: added to the root of the second moment.
@@ -84,8 +87,9 @@ class OffloadAdamW(OffloadStep):
             but without a pass over the gradients. A norm of NaN clips nothing. None: no clipping.
         moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4)
             or "q8" (2.1).
-        gate: what waits for the new weights: "module", the forward of each module for its own;
-            "step", `step()` for all.
+        model: beside parameters, the model whose forwards use them, and wait for their new weights;
+            of several, the one that is called (that of DistributedDataParallel). None: `step()`
+            waits for all new weights itself.
         accumulate: where the gradients of several backwards are summed. "device": in
             `parameter.grad`, which crosses the bus once. "host": in host memory; in every backward
             the sums come up and go down again, and the gradients are freed on the device. The sums
@@ -120,8 +124,8 @@ class OffloadAdamW(OffloadStep):
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
             between a step and the next forward do not: what is deferred is applied first. It needs
-            forwards that can be seen (`gate="module"`, no DTensor, nothing but modules compiled by
-            torch.compile): without, a warning says so and steps are exact.
+            forwards that can be seen (the model is given, no DTensor, nothing but modules compiled
+            by torch.compile): without, a warning says so and steps are exact.
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
             memory. With `deferred` it has durability "none", and no channels are selected. With
             `shard`, and with DTensor parameters, making the optimizer is a call of all ranks that
@@ -140,6 +144,7 @@ class OffloadAdamW(OffloadStep):
             `deferred`, `accumulate="host"` or DTensor parameters.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
+        gate: of earlier releases; warns, without effect.
 
     Attributes:
         grad_norm: the norm of all gradients of the last step before clipping; None before the
@@ -153,15 +158,15 @@ class OffloadAdamW(OffloadStep):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: torch.nn.Module | ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        model: torch.nn.Module | None = None,
         clip_norm: float | None = None,
         moments: Moments = "fp32",
-        gate: GateMode = "module",
         accumulate: Accumulate = "device",
         accumulation_steps: int | None = None,
         nonfinite: Nonfinite = "skip",
@@ -175,9 +180,24 @@ class OffloadAdamW(OffloadStep):
         shard: Shard = False,
         foreach: bool | None = None,
         fused: bool | None = None,
+        gate: str | None = None,
     ) -> None:
+        if gate is not None:
+            warnings.warn(
+                f"`gate` is `{gate}`, and has no effect any more: forwards of the model that is "
+                "given wait, and step() where none is. hint: OffloadAdamW(model, ...)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        if isinstance(params, torch.nn.Module):
+            if model is not None:
+                raise ValueError(
+                    f"`params` is a `{type(params).__name__}` and `model` is given, expected one "
+                    "of the two. hint: OffloadAdamW(model, ...)"
+                )
+            model = params
+            params = [each for each in model.named_parameters() if each[1].requires_grad]
         check_options(
-            gate=gate,
             accumulate=accumulate,
             accumulation_steps=accumulation_steps,
             deferred=deferred,
@@ -213,7 +233,6 @@ class OffloadAdamW(OffloadStep):
             self._host,
             self._collector,
             self._sharding,
-            gate_mode=gate,
             threads=threads,
         )
         self._seconds: dict[str, float] = {}
@@ -235,6 +254,10 @@ class OffloadAdamW(OffloadStep):
             with torch.no_grad():
                 between_steps = self._background.between_steps
                 self._host.open(self, self._states, self._names(), between_steps)
+        if model is not None:
+            self._background.watch(model)
+            if self._sharding is not None:
+                self._sharding.watch(model)
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [
@@ -443,7 +466,8 @@ class OffloadAdamW(OffloadStep):
         #
         # Not before the first step: an engine is not made in a backward, where modules have
         # unsharded parameters, so that none would be found that holds a sharded one.
-        if is_dtensor(param) and (self._gate is None or not self._gate.guard.is_reduced(param)):
+        guard = None if self._gate is None else self._gate.guard
+        if is_dtensor(param) and (guard is None or not guard.is_reduced(param)):
             return
         if self._collector.is_replaced(param):
             # The model has cleared the gradients.

@@ -7,15 +7,13 @@ from typing import Literal, TypeAlias
 from stepwell.offload.deferred import Deferred
 from stepwell.offload.volume import Volume
 
-__all__ = ["Accumulate", "GateMode", "check_options"]
+__all__ = ["Accumulate", "check_options"]
 
-GateMode: TypeAlias = Literal["module", "step"]
 Accumulate: TypeAlias = Literal["device", "host"]
 
 
 def check_options(
     *,
-    gate: GateMode,
     accumulate: Accumulate,
     accumulation_steps: int | None,
     deferred: Deferred | None,
@@ -27,8 +25,6 @@ def check_options(
 
     With what `shard` goes is checked where it is opened (`open_sharding`).
     """
-    if gate not in ("module", "step"):
-        raise ValueError(f"`gate` is `{gate}`, expected module or step")
     if accumulate not in ("device", "host"):
         raise ValueError(f"`accumulate` is `{accumulate}`, expected device or host")
     if accumulation_steps is not None and accumulation_steps < 1:
@@ -37,10 +33,6 @@ def check_options(
         raise ValueError(
             f"`deferred` is `{deferred!r}`, expected a stepwell.Deferred or None. "
             "hint: deferred=stepwell.Deferred(interval=4)"
-        )
-    if deferred is not None and gate == "step":
-        raise ValueError(
-            "`deferred` is given and `gate` is `step`, expected module: evaluation has to be seen"
         )
     if deferred is not None and accumulate == "host":
         raise ValueError(

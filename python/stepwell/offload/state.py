@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
+    from stepwell.access.gate import Gate
     from stepwell.offload.background import Background
     from stepwell.offload.engine import Engine, Submitted
-    from stepwell.offload.gate import Gate
     from stepwell.offload.host_side import HostSide
     from stepwell.offload.residents import Residents
     from stepwell.offload.twins import Twins
@@ -202,7 +202,7 @@ class OffloadState(AdamW):
 
     @property
     def _gate(self) -> Gate | None:
-        """None: there is no engine, or forwards do not wait."""
+        """None: no model is given, or there is no engine."""
         return self._background.gate
 
     @property

@@ -161,7 +161,6 @@ class OffloadStateDicts(OffloadState):
             raise
         for group in self.param_groups:
             group.pop(_OLD_KEY, None)
-        self._background.note_forwards()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

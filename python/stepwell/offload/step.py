@@ -499,8 +499,7 @@ class OffloadStep(OffloadStateDicts):
 
     def _is_seen(self) -> bool:
         """Whether forwards are seen, and so every other look at a weight."""
-        gate = self._background.open_gate
-        return gate is not None and not gate.guard.was_compiled
+        return self._background.open_gate is not None
 
     def _is_deferred(self, engine: Engine, number: int) -> bool:
         """Whether a step is deferred; `number`: which update it is of the most stepped one."""
@@ -573,12 +572,11 @@ class OffloadStep(OffloadStateDicts):
         )
         if self._deferred_steps is not None and may_defer:
             self._deferred_steps.note(number, is_seen=is_seen, is_settled=is_settled)
-        if gate is not None and gate.uncovered:
-            # The step itself waits for them, so that the guard sees no access. Those of the first
-            # step of a new run: it has seen no forward. Not where memory is shared: writes to it
-            # are not seen anyway.
-            exposed = set(map(id, shared))
-            self._twins.mark_stale(each for each in gate.uncovered if id(each) not in exposed)
+        # The step itself waits for these, so that no look is seen, and no write by `.data`. Not
+        # where memory is shared: writes to it are not seen anyway.
+        exposed = set(map(id, shared))
+        waited = landing if gate is None else gate.uncovered
+        self._twins.mark_stale(each for each in waited if id(each) not in exposed)
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None:
