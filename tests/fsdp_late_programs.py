@@ -105,7 +105,9 @@ def make_late(optimizer):
 def started(make, gate, **options):
     """A model after its first step, and what makes the following ones late: all but the first."""
     net = make()
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=0.1, gate=gate, **options)
+    optimizer = stepwell.OffloadAdamW(
+        net.named_parameters(), lr=0.1, model=net if gate == "module" else None, **options
+    )
     backward(net, 0)
     optimizer.step()
     optimizer.zero_grad()

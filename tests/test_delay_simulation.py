@@ -43,7 +43,7 @@ def lrs() -> list[float]:
 
 
 def engine_losses(model: nn.Module, deferred: Deferred | None) -> list[float]:
-    optimizer = OffloadAdamW(model.parameters(), clip_norm=1.0, deferred=deferred)
+    optimizer = OffloadAdamW(model, clip_norm=1.0, deferred=deferred)
     losses = []
     for step, lr in enumerate(lrs()):
         optimizer.param_groups[0]["lr"] = lr

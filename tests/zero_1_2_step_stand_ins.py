@@ -372,40 +372,38 @@ def test_gathers_follow_the_submit():
 
 @pytest.mark.parametrize("is_gathered", [False, True])
 def test_a_gate_waits_for_what_lands(monkeypatch, is_gathered):
-    gates = []
-
     class Gate:
         is_open = True
 
-        def __init__(self, params, uploads, *, confirm):
-            gates.append((params, uploads, confirm))
-            self.opened = []
+        def __init__(self, *arguments):
+            self.arguments, self.opened = arguments, []
+
+        def attach(self, *attached):
+            self.attached = attached
 
         def open(self, *arguments):
             self.opened.append(arguments)
 
     monkeypatch.setattr(stage_1_2, "Gate", Gate)
-    gathers = SimpleNamespace(confirm="confirm")
     optimizer = made(
         _plan=SimpleNamespace(gate="module"),
         _gate=None,
-        _gathers=gathers if is_gathered else None,
+        _gathers="gathers" if is_gathered else None,
         bit16_groups=[["a"], ["b", "c"]],
         _fragment_uploads=lambda params: ("uploads", params),
         _exposed=lambda: ["b"],
     )
     params = ["a", "b", "c"]
+    optimizer.watch("module")
+    gate = optimizer._gate
+    assert gate.arguments == ("module", params)
+    assert gate.attached == (params, "gathers" if is_gathered else ("uploads", params))
     assert optimizer._open_gate() is True
-    expected = (gathers, "confirm") if is_gathered else (("uploads", params), None)
-    assert gates == [(params, *expected)]
-    assert optimizer._gate.opened == [(params, ["b"])]
-    assert optimizer._open_gate() is True
-    assert len(gates) == 1
+    assert gate.opened == [(params, ["b"])]
     # It closes where a compiled module is found.
-    optimizer._gate.open = lambda *_: setattr(optimizer._gate, "is_open", False)
+    gate.is_open = False
     assert optimizer._open_gate() is False
-    optimizer._gate.open = None
-    assert optimizer._open_gate() is False
+    assert len(gate.opened) == 1
 
 
 def test_a_gate_waits_for_the_fragments_of_parameters():
@@ -425,6 +423,7 @@ def test_a_gate_waits_for_the_fragments_of_parameters():
 
 def test_without_a_gate_a_step_is_waited_for():
     optimizer = made(_plan=SimpleNamespace(gate="step"), _gate=None, bit16_groups=[])
+    optimizer.watch("module")
     assert optimizer._open_gate() is False
     assert optimizer._gate is None
 

@@ -139,24 +139,21 @@ def test_each_partition_waits_for_its_own_part():
 class Gate:
     """Is open, unless the test says otherwise."""
 
-    def __init__(self, params, uploads, *, confirm=None):
-        self.params, self.uploads, self.confirm = params, uploads, confirm
-        self.is_open, self.guard = True, SimpleNamespace(was_compiled=False)
-        self.calls = []
+    def __init__(self, module, params):
+        self.module, self.is_open, self.calls = module, True, []
+
+    def attach(self, params, uploads):
+        self.params, self.uploads = params, uploads
 
     def finish(self):
         self.calls.append("finished")
-
-    def close(self):
-        self.calls.append("closed")
-        self.is_open = False
 
 
 class Gathered:
     """Notes what it is made of, and gathers nothing."""
 
     def __init__(self, *arguments):
-        self.arguments, self.confirm = arguments, "confirm"
+        self.arguments = arguments
 
     def submission(self, uploads):
         return [uploads]
@@ -177,6 +174,7 @@ def going_up(monkeypatch, *, world_size=1, are_copied_late=False):
     peers = None if world_size == 1 else SimpleNamespace(world_size=world_size)
     param = parameter(0)
     gate = PersistentGate({param: Fragment(0, 2, 3)}, partitions, peers)
+    gate.watch("module")
     return gate, lambda: gate.uploads([FLAT], [FLAT + 10]), param
 
 
@@ -188,6 +186,7 @@ def test_persistent_weights_go_up_by_themselves(monkeypatch, world_size):
     ((known, upload),) = found.items()
     gate, partitions = persistent._gate, persistent._partitions
     assert known is param
+    assert gate.module == "module"
     assert upload.fragment == Fragment(0, 2, 3)
     assert upload.source.tolist() == [2, 3, 4]
     # Each rank's piece has its place.
@@ -195,10 +194,9 @@ def test_persistent_weights_go_up_by_themselves(monkeypatch, world_size):
     assert list(map(id, gate.params)) == [id(param)]
     if world_size == 1:
         assert gate.uploads is persistent._uploads
-        assert (*gate.uploads, gate.confirm) == (partitions, partitions.device, None)
+        assert gate.uploads == (partitions, partitions.device)
     else:
         assert gate.uploads.arguments[0] is partitions
-        assert gate.confirm == "confirm"
         assert persistent.submission(found) == [found]
         assert persistent.decided() == "decided"
     # The last step's are waited for before these.
@@ -219,9 +217,9 @@ def test_what_goes_up_is_what_a_step_writes_first(monkeypatch):
 def test_where_code_was_compiled_deepspeed_gathers_on_one_rank(monkeypatch, world_size):
     persistent, uploads, _ = going_up(monkeypatch, world_size=world_size)
     uploads()
-    persistent._gate.guard.was_compiled = True
+    persistent._gate.is_open = False
     assert len(uploads()) == (world_size > 1)
-    assert persistent._gate.calls == ["finished", "finished", "closed"]
+    assert persistent._gate.calls == ["finished", "finished"]
 
 
 def test_what_is_in_host_memory_stays_there(monkeypatch):

@@ -151,9 +151,8 @@ def test_gradients_are_scored_once_all_are_there(monkeypatch):
             is_followed_by_deferred=lambda step, *, is_seen: (step, is_seen),
         ),
     )
-    optimizer._make_gate = noted(calls, "gated")
     optimizer._check_used()
-    assert calls == ["theirs", "gated", {"is_deferred": "deferred", "is_selected": (5, "seen")}]
+    assert calls == ["theirs", {"is_deferred": "deferred", "is_selected": (5, "seen")}]
 
 
 def test_the_next_step_is_the_first_that_no_partition_has_seen():
@@ -169,10 +168,9 @@ def test_the_next_step_is_the_first_that_no_partition_has_seen():
     assert optimizer._next_step() == 1
 
 
-def gate_of(*, is_open=True, was_compiled=False, calls=(), uncovered=()):
+def gate_of(*, is_open=True, calls=(), uncovered=()):
     return SimpleNamespace(
         is_open=is_open,
-        guard=SimpleNamespace(was_compiled=was_compiled),
         open=lambda *arguments: calls.append(arguments),
         uncovered=list(uncovered),
     )
@@ -185,7 +183,6 @@ def gate_of(*, is_open=True, was_compiled=False, calls=(), uncovered=()):
         (True, None, False),
         (True, gate_of(), True),
         (True, gate_of(is_open=False), False),
-        (True, gate_of(was_compiled=True), False),
     ],
 )
 def test_looks_at_weights_are_seen_by_an_open_gate(is_alone, gate, is_seen):
@@ -273,70 +270,48 @@ def test_without_an_open_gate_weights_land_within_the_step(gate):
 def test_accesses_are_guarded_on_one_rank(monkeypatch):
     opened = []
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    attached = []
     monkeypatch.setattr(
         deferred,
         "Gate",
         lambda *arguments, **named: SimpleNamespace(
-            **vars(gate_of(calls=opened, uncovered=params[:1])), arguments=arguments, named=named
+            **vars(gate_of(calls=opened, uncovered=params[:1])),
+            arguments=arguments,
+            named=named,
+            attach=lambda *arguments: attached.append(arguments),
         ),
     )
-    partitions = SimpleNamespace(finish="finish", has_pending="pending", finish_job=None)
+    partitions = SimpleNamespace(
+        finish=noted(opened, "settled"), has_pending=lambda: "pending", finish_job=None
+    )
     optimizer = made(
-        _is_alone=False,
+        _is_alone=True,
         bit16_groups=[params[:2], params[2:]],
         _gate=None,
-        _forwards=SimpleNamespace(end=lambda: "called"),
         _partitions=partitions,
         _fragment=lambda param: "fragment",
         _exposed=lambda: "exposed",
     )
-    optimizer._make_gate()
-    assert optimizer._gate is None
     assert optimizer._guard_weights() == []
-    optimizer._is_alone = True
-    optimizer._make_gate()
+    optimizer.watch("module")
 
     def guarded():
         return list(map(id, optimizer._guard_weights()))
 
     assert guarded() == [id(params[0])]
     gate = optimizer._gate
-    assert list(map(id, gate.arguments[0])) == list(map(id, params))
-    assert (gate.arguments[1]._partitions, len(gate.arguments[1]._fragments)) == (partitions, 3)
-    assert gate.named == {
-        "settle": "finish",
-        "has_pending": "pending",
-        "wait_bytes_max": deferred.LANDING_BYTES_MAX,
-        "called": "called",
-    }
-    assert optimizer._forwards is None
+    assert gate.arguments[0] == "module"
+    assert gate.named == {"wait_bytes_max": deferred.LANDING_BYTES_MAX}
+    ((known, uploads),) = attached
+    assert list(map(id, known)) == list(map(id, params))
+    assert (uploads._partitions, len(uploads._fragments)) == (partitions, 3)
     assert [exposed for _, exposed in opened] == ["exposed"]
+    uploads.settle()
+    assert opened[1:] == ["settled"]
+    assert uploads.has_pending() == "pending"
     # A step waits for all where looks at weights are not seen.
-    gate.guard.was_compiled = True
-    assert guarded() == list(map(id, params))
     gate.is_open = False
     assert guarded() == list(map(id, params))
-    assert len(opened) == 2
-    optimizer._make_gate()
-    assert optimizer._gate is gate
-
-
-@pytest.mark.parametrize(
-    ("is_alone", "gate", "is_noted"),
-    [(True, None, True), (True, "gate", False), (False, None, False)],
-)
-def test_a_load_notes_forwards_until_there_is_a_gate(monkeypatch, is_alone, gate, is_noted):
-    calls = []
-    monkeypatch.setattr(
-        OffloadZeroOptimizer,
-        "load_state_dict",
-        lambda _, *args, **named: calls.append((args, named)),
-    )
-    monkeypatch.setattr(deferred, "Forwards", list)
-    optimizer = made(_is_alone=is_alone, _gate=gate, _forwards=None, bit16_groups=[[1, 2], [3]])
-    optimizer.load_state_dict("states", load_optimizer_states=True)
-    assert calls == [(("states",), {"load_optimizer_states": True})]
-    assert optimizer._forwards == ([1, 2, 3] if is_noted else None)
 
 
 # ---- waiting ----
@@ -386,11 +361,11 @@ def test_a_gate_waits_for_landings_and_leaves_what_is_deferred():
 # ---- late weights of several ranks ----
 
 
-def watching(monkeypatch, *, is_alone=False):
+def watching(monkeypatch):
     said = []
     monkeypatch.setattr(deferred, "warn", said.append)
     optimizer = made(
-        _is_alone=is_alone,
+        _is_alone=False,
         _has_warned=set(),
         _deferred=SimpleNamespace(interval=4),
         _partitions=SimpleNamespace(is_landed=False),
@@ -416,13 +391,6 @@ def test_evaluation_with_late_weights_is_warned_of_once(monkeypatch):
         model.state_dict()
     assert "a state dict of the module has weights that lack up to 4 updates" in said[1]
     assert len(said) == 2
-
-
-def test_one_rank_applies_updates_there(monkeypatch):
-    _, model, said = watching(monkeypatch, is_alone=True)
-    model.eval()(torch.zeros(2))
-    model.state_dict()
-    assert said == []
 
 
 def test_a_module_outlives_its_optimizer(monkeypatch):

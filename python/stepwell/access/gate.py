@@ -275,6 +275,10 @@ class Gate:
             self._called.update(id(module) for module in compiled if module.training)
             self._forwards.ids += map(id, compiled)
             self.finish()
+            if self.guard is not None:
+                # What is compiled now may have seen parameters that were under way. The next calls
+                # see none.
+                self.guard.was_compiled = False
         else:
             self.close("a module is traced as a part of other code")
 
@@ -398,7 +402,7 @@ class Gate:
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""
         guard = self.guard
-        if guard is None:
+        if guard is None or not self.is_open:
             return
         self._end_interrupted_step()
         # Not where a forward in training uses a part in evaluation mode: its other parts have read
@@ -406,7 +410,7 @@ class Gate:
         is_part = self._is_entered and torch.is_grad_enabled() and self._is_part(module)
         if not is_part:
             guard.uploads.settle()
-        if self.is_open and guard.any_under_way:
+        if guard.any_under_way:
             if not is_part:
                 guard.confirm()
             guard.enter(self._beneath(id(module)))
@@ -500,5 +504,7 @@ class _StateHook(_Hook):
 
     def __call__(self, module: torch.nn.Module, *_: Any) -> None:
         gate = _GATES.get(self.key)
-        if gate is not None:
+        if gate is not None and gate.guard is not None:
+            # Also in the middle of a forward, and where the gate is closed.
+            gate.guard.uploads.settle()
             gate.enter_all(module)

@@ -111,12 +111,6 @@ class Background:
                 gate = None
             if gate is not None:
                 gate.attach(twins, engine)
-            elif self._gate is None and not self._has_told:
-                self._has_told = True
-                _LOGGER.warning(
-                    "step() waits for all new weights, since no model is given whose forwards "
-                    "could. hint: OffloadAdamW(model, ...), or model=model beside parameters"
-                )
             self.engine, self.gate = engine, gate
         return self.engine
 
@@ -240,8 +234,14 @@ class Background:
         """Once a step was submitted: waits for the weights that no forward waits for."""
         if (gate := self.open_gate) is not None:
             gate.wait_for_uncovered()
-        else:
-            self.finish()
+            return
+        if self._gate is None and self.engine is not None and not self._has_told:
+            self._has_told = True
+            _LOGGER.warning(
+                "step() waits for all new weights, since no model is given whose forwards could. "
+                "hint: OffloadAdamW(model, ...), or model=model beside parameters"
+            )
+        self.finish()
 
     def discard(self) -> None:
         """Once a step was skipped or refused: forgets what was copied for it.

@@ -539,8 +539,9 @@ class OffloadStep(OffloadStateDicts):
         is_seen, is_settled = self._is_seen(), engine.is_settled
         others = landing[len(looked.params) :]
         num_settled, closed = engine.store.num_settled, self._background.gate
+        is_deferred = self._is_deferred(engine, number)
         may_defer = closed is not None and not {*map(id, shared)} & {*map(id, others)}
-        if may_defer and closed is not None and self._is_deferred(engine, number):
+        if may_defer and closed is not None and is_deferred:
             # The step waits for the weights of these, since no forward is known to. And what
             # they name in memory is on the volume after this step, and so is what comes next.
             at_once = set(closed.not_covered(looked.params, shared))
