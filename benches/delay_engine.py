@@ -97,7 +97,7 @@ class EngineTrainer:
         self._rates = iter(case.lrs())
         hyper = case.hyper
         self.optimizer = OffloadAdamW(
-            self.model.named_parameters(),
+            self.model,
             betas=hyper.betas,
             eps=hyper.eps,
             weight_decay=hyper.weight_decay,

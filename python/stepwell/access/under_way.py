@@ -88,14 +88,14 @@ def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None])
     _, (_, waiting) = under_way_of(guard, finish)
     for param in params:
         GUARDS[id(param)] = waiting  # type: ignore[assignment]
-        param.__class__ = UnderWay  # type: ignore[assignment]
+        param.__class__ = UnderWay
 
 
 def end(param: torch.Tensor) -> None:
     """`param` is a plain parameter again, or what a program has made it meanwhile."""
     GUARDS.pop(id(param), None)
     if type(param) is UnderWay:
-        param.__class__ = Parameter
+        param.__class__ = Parameter  # type: ignore[assignment]
 
 
 # ---- what does not wait ----
