@@ -497,7 +497,7 @@ def left(name):
     """What a run says in which ranks raise before they submit a step: all, twice, and then one."""
     import pytest
     from stepwell.deepspeed.zero.operands import Operands
-    from stepwell.offload import writes
+    from stepwell.access import writes
 
     engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
     bias, begin = engine.module[2][0].bias, writes._begin
@@ -602,7 +602,7 @@ def left_alone(name, gate):
 def unguarded():
     """Losses of late runs in which partitions, or what is gathered, are not waited for."""
     import pytest
-    from stepwell.offload import writes
+    from stepwell.access import writes
     from stepwell.offload.gathering import Gatherer
 
     found = {}

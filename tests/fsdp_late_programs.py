@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from late_engine import LateEngine
 from optim_cases import bits
-from stepwell.offload import writes
+from stepwell.access import writes
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

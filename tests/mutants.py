@@ -50,7 +50,7 @@ PACKAGE = ROOT / "python" / "stepwell"
 # What decides, and the tests that are about it.
 SUITES = {
     "optim": (["optim.py", "_[a-z]*.py"], ["test_optim*.py"]),
-    "offload": (["offload/[a-z]*.py"], ["test_offload*.py"]),
+    "offload": (["offload/[a-z]*.py", "access/[a-z]*.py"], ["test_offload*.py", "test_access.py"]),
     "deepspeed": (
         [
             "deepspeed/case.py",

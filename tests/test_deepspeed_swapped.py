@@ -9,7 +9,7 @@ import pytest
 import stepwell
 import torch
 from stepwell.access.writes import Written
-from stepwell.offload import writes
+from stepwell.access import writes
 from stepwell.offload.volume import Volume
 from swapped_partitions import (
     BF16,
