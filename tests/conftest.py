@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects():
-    """What was imported is left out where garbage is collected, which would take most of the time."""
+    """What was imported is left out where garbage is collected: it would take most of the time."""
     gc.collect()
     gc.freeze()
 

@@ -496,8 +496,8 @@ class LeftError(Exception):
 def left(name):
     """What a run says in which ranks raise before they submit a step: all, twice, and then one."""
     import pytest
-    from stepwell.deepspeed.zero.operands import Operands
     from stepwell.access import writes
+    from stepwell.deepspeed.zero.operands import Operands
 
     engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
     bias, begin = engine.module[2][0].bias, writes._begin

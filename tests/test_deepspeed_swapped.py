@@ -8,8 +8,8 @@ import os
 import pytest
 import stepwell
 import torch
-from stepwell.access.writes import Written
 from stepwell.access import writes
+from stepwell.access.writes import Written
 from stepwell.offload.volume import Volume
 from swapped_partitions import (
     BF16,

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from stepwell.access.shard_guard import ShardGuard
 from stepwell.access import guard, shard_guard
 from stepwell.access.guard import Forwards
+from stepwell.access.shard_guard import ShardGuard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter

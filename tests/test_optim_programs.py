@@ -75,7 +75,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 OFFLOAD_OPTIONS = st.fixed_dictionaries(
     {
-        "waits": st.sampled_from(["forwards", "forwards", "step"]),
+        "gate": st.sampled_from(["module", "module", "step"]),
         "accumulate": st.sampled_from(["device", "host"]),
         "accumulation_steps": st.sampled_from([None, None, 1, 2, 3]),
         "clip_norm": st.sampled_from([None, None, 0.5]),
@@ -168,7 +168,7 @@ class Programs(RuleBasedStateMachine):
         if kind is stepwell.AdamW:
             return kind(groups, **self.options)
         offload = {**self.offload_options, "threads": 1}
-        model = net if offload.pop("waits") == "forwards" else None
+        model = net if offload.pop("gate") == "module" else None
         return kind(groups, model=model, **self.options, **offload)
 
     def both(self, act):

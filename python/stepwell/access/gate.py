@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +87,6 @@ class Gate:
         self._covered: set[int] = set()
         self._num_called = -1
         self._uncovered: list[torch.Tensor] = []
-        # The thread whose step has not waited for what it has to, after `open`.
-        self._unfinished_on: int | None = None
         # Whether a forward in training has begun since the last step.
         self._is_entered = False
         self._follow(params)
@@ -183,7 +180,7 @@ class Gate:
 
     def detach(self) -> None:
         """No step comes until weights are attached again. All of the last one are there."""
-        self.guard, self._uncovered, self._unfinished_on = None, [], None
+        self.guard, self._uncovered = None, []
 
     def open(self, params: Iterable[torch.Tensor], exposed: Iterable[torch.Tensor] = ()) -> None:
         """From now on uses of `params` wait. Call it before the step is submitted.
@@ -214,7 +211,6 @@ class Gate:
             return None
         params = list(params)
         self._uncovered = self.not_covered(params, exposed)
-        self._unfinished_on = threading.get_ident()
         self._is_entered = False
         return self.guard.protection(params)
 
@@ -255,7 +251,6 @@ class Gate:
             self.guard.confirm()
             self.guard.wait_for(self._uncovered)
         self._uncovered = []
-        self._unfinished_on = None
 
     def close(self, why: str) -> None:
         """No forward waits any more: compiled code does not call the hooks."""
@@ -270,7 +265,8 @@ class Gate:
         if not self._compiled.isdisjoint(self._forwards.ids):
             # Its own code, before which it has waited.
             return
-        if compiled := self._follow(self._params):
+        has_shards = any(map(is_dtensor, self._params))
+        if compiled := [] if has_shards else self._follow(self._params):
             # It was compiled since, and this is its first call: the next ones wait.
             self._called.update(id(module) for module in compiled if module.training)
             self._forwards.ids += map(id, compiled)
@@ -313,7 +309,6 @@ class Gate:
             self.guard.clear(step)
             if step == self.guard.num_steps:
                 self._uncovered = []
-                self._unfinished_on = None
 
     # ---- which module waits for what ----
 
@@ -384,14 +379,15 @@ class Gate:
         if module.training and id(module) not in self._within:
             self._called.add(id(module))
         guard = self.guard
-        if guard is None or not self.is_open:
+        if guard is None or self._is_closed:
             return
         if self.is_look(module):
             self.enter_all(module)
             return
         self._is_entered = True
-        if self._unfinished_on is not None or self._uncovered:
-            self._end_interrupted_step()
+        if self._uncovered:
+            # Ctrl-C has ended the step's own wait, or this is another thread.
+            self.wait_for_uncovered()
         if guard.any_under_way:
             guard.enter(self._waits.get(id(module), ()))
 
@@ -402,9 +398,9 @@ class Gate:
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""
         guard = self.guard
-        if guard is None or not self.is_open:
+        if guard is None or self._is_closed:
             return
-        self._end_interrupted_step()
+        self.wait_for_uncovered()
         # Not where a forward in training uses a part in evaluation mode: its other parts have read
         # their weights, which backward needs as they are.
         is_part = self._is_entered and torch.is_grad_enabled() and self._is_part(module)
@@ -419,16 +415,6 @@ class Gate:
         """Whether `module` is within one that is in training mode."""
         above = map(self._by_id.get, _reached([id(module)], self._parents))
         return any(one is not None and one.training for one in above)
-
-    def _end_interrupted_step(self) -> None:
-        """Waits for what the last step would have waited for, had Ctrl-C not ended it."""
-        if self._unfinished_on == threading.get_ident():
-            if self.guard is not None:
-                self.guard.uploads.release()
-            self.wait_for_uncovered()
-        elif self._uncovered:
-            # On another thread, while the step goes on.
-            self.wait_for_uncovered()
 
 
 def remove(handles: Iterable[torch.utils.hooks.RemovableHandle | CompiledCall]) -> None:

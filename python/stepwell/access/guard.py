@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from stepwell._tensors import COUNT_ALONE, COUNT_ALONE_IN_PYTHON, references
 from stepwell.access.finalizers import finalize
-from stepwell.access.under_way import begin, end, set_grad, under_way_of, without_waiting
+from stepwell.access.under_way import end, set_grad, under_way_of, without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -64,9 +64,6 @@ class Uploads(abc.ABC):
     def has_pending(self) -> bool:
         """Whether `settle` would apply any."""
         return False
-
-    def release(self) -> None:  # noqa: B027
-        """Waits until the gradients of the last step may be written."""
 
     def note_look(self) -> None:  # noqa: B027
         """A program has looked at weights, and may write to them past the guard from now on."""
@@ -110,12 +107,14 @@ class WeightGuard:
 
         Parameters that are not exactly a `torch.nn.Parameter` are left out, see `exposed`.
         """
-        plain = [param for param in params if type(param) is Parameter]
-        with self._lock:
-            self.num_steps += 1
-            # First: so Ctrl-C in `begin` leaves no parameter whose class stays changed.
-            self._under_way.update((id(param), param) for param in plain)
-            begin(plain, self, self.uploads.finish)
+        params = list(params)
+        kind, registries = self.protection(params)
+        for param in params:
+            if type(param) is Parameter:
+                # First: so Ctrl-C leaves no parameter whose class stays changed.
+                for registry, value in registries:
+                    registry[id(param)] = value or param
+                param.__class__ = kind  # type: ignore[assignment]
 
     def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
         """What the call that begins a step does to `params`, for uses to wait from then on."""

@@ -114,23 +114,14 @@ class ShardGuard(WeightGuard):
         return found if is_plain and is_one and is_exactly_dtensor(shard) else []
 
     @override
-    def protect(self, params: Iterable[torch.Tensor]) -> None:
-        params = list(params)
-        super().protect(param for param in params if param not in self._shards)
-        self._protect_shards(params)
-
-    @override
     def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
         # Of each shard other tensors have the memory, whose classes change too.
-        self._protect_shards(params)
-        return super().protection(params)
-
-    def _protect_shards(self, params: Iterable[torch.Tensor]) -> None:
         parts: dict[torch.Tensor, torch.Tensor] = {}
         for shard in [param for param in params if param in self._shards]:
             if memories := self._memories(shard):
                 parts.update(dict.fromkeys([shard, *memories], shard))
         self._writes.protect(parts)
+        return super().protection(params)
 
     @override
     def enter(self, params: Iterable[torch.Tensor]) -> None:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DESCRIPTIVE",
     "Guard",
-    "begin",
     "end",
     "is_compiling",
     "set_grad",
@@ -72,23 +71,11 @@ def under_way_of(
 ) -> tuple[type[Parameter], tuple[dict[int, Any], object]]:
     """The class of a parameter of `guard` that is under way; and a registry with what it has of it.
 
-    `finish`: as `begin` has it.
+    Args:
+        guard: what waits for it.
+        finish: waits for all parameters of the guard, without it.
     """
     return UnderWay, (GUARDS, _Waiting(weakref.ref(guard), finish))
-
-
-def begin(params: Iterable[Parameter], guard: Guard, finish: Callable[[], None]) -> None:
-    """From now on uses of `params`, whose class is exactly `torch.nn.Parameter`, wait.
-
-    Args:
-        params: of one guard.
-        guard: what waits for them.
-        finish: waits for all of them, without the guard.
-    """
-    _, (_, waiting) = under_way_of(guard, finish)
-    for param in params:
-        GUARDS[id(param)] = waiting  # type: ignore[assignment]
-        param.__class__ = UnderWay
 
 
 def end(param: torch.Tensor) -> None:
