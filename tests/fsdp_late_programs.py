@@ -294,6 +294,7 @@ def late_on_one_rank():
 
     def train(gate):
         net, optimizer, _ = started(deep, gate)
+        optimizer.synchronize()
         engine = optimizer._engine
         found = []
         if gate == "module":

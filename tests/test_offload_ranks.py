@@ -208,7 +208,7 @@ def shards_step_as_the_whole(dtype, moments):
 def fsdp_mixed_precision():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     nets = [sharded_net(mp_policy=policy) for _ in range(2)]
-    ours = stepwell.OffloadAdamW(nets[0].parameters(), lr=1e-2)
+    ours = stepwell.OffloadAdamW(nets[0], lr=1e-2)
     theirs = torch.optim.AdamW(nets[1].parameters(), lr=1e-2)
     assert train(nets[0], ours, 4) == pytest.approx(train(nets[1], theirs, 4), rel=1e-2)
 

@@ -28,8 +28,8 @@ def same_as_unsharded(dtype, moments):
     nets = [make(dtype), make(dtype)]
     ddps = [DistributedDataParallel(net) for net in nets]
     options = {"lr": 1e-2, "clip_norm": 0.5, "moments": moments}
-    ours = stepwell.OffloadAdamW(nets[0].named_parameters(), shard=True, **options)
-    theirs = stepwell.OffloadAdamW(nets[1].named_parameters(), **options)
+    ours = stepwell.OffloadAdamW(nets[0], shard=True, **options)
+    theirs = stepwell.OffloadAdamW(nets[1], **options)
     assert train(ddps[0], ours, 4) == train(ddps[1], theirs, 4)
     assert ours._gate.is_open
     ours.synchronize()
@@ -55,8 +55,8 @@ def even_rows():
     """What all ranks have in one piece each, of one size, comes by one collective."""
     nets = [make(kind=partial(torch.nn.Linear, 96, 4096, bias=False)) for _ in range(2)]
     ddps = [DistributedDataParallel(net) for net in nets]
-    ours = stepwell.OffloadAdamW(nets[0].parameters(), lr=1e-2, shard=True)
-    theirs = stepwell.OffloadAdamW(nets[1].parameters(), lr=1e-2)
+    ours = stepwell.OffloadAdamW(nets[0], lr=1e-2, shard=True)
+    theirs = stepwell.OffloadAdamW(nets[1], lr=1e-2)
     assert train(ddps[0], ours, 2) == train(ddps[1], theirs, 2)
     assert torch.equal(nets[0].weight, nets[1].weight)
     timing = ours.timing
@@ -71,7 +71,7 @@ def test_rows_may_be_dealt_out_evenly(two):
 
 def rows_are_dealt_out():
     net = make(torch.bfloat16)
-    optimizer = stepwell.OffloadAdamW(DistributedDataParallel(net).parameters(), shard=True)
+    optimizer = stepwell.OffloadAdamW(DistributedDataParallel(net), shard=True)
     net(batch(0, 0, torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.synchronize()
@@ -224,7 +224,7 @@ def gradient_of_a_frozen_parameter():
     rank = dist.get_rank()
     net = make()
     net.up.bias.requires_grad_(False)
-    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), model=net, lr=1e-2, shard=True)
     for param in net.parameters():
         param.grad = torch.ones_like(param) if rank or param.requires_grad else None
     told = r"`up.bias`.*frozen" if rank else "another rank could not step"
@@ -332,7 +332,9 @@ def test_resumes_at_another_number_of_ranks(two, tmp_path, moments):
 def frozen_at_first(shard, whole, moments):
     net = make(torch.bfloat16, seed=3)
     net.up.requires_grad_(False)
-    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, moments=moments, shard=shard)
+    optimizer = stepwell.OffloadAdamW(
+        net.named_parameters(), model=net, lr=1e-2, moments=moments, shard=shard
+    )
     optimizer.load_state_dict(whole)
     return net, optimizer
 
@@ -382,7 +384,7 @@ def rows_of_a_frozen_layer():
     trained = stepwell.OffloadAdamW(net, lr=1e-2)
     train(DistributedDataParallel(net), trained, 1)
     net.up.requires_grad_(False)
-    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), model=net, lr=1e-2, shard=True)
     shares = optimizer._sharding.shares
     dealt_out = list(shares)
     whole = trained.state_dict()

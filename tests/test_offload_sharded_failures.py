@@ -193,7 +193,7 @@ def test_the_whole_state_is_a_call_of_all_ranks(two):
 def uneven_batches(*, throws):
     net = make(kind=Net)
     ddp = DistributedDataParallel(net)
-    optimizer = stepwell.OffloadAdamW(net, shard=True)
+    optimizer = stepwell.OffloadAdamW(ddp, shard=True)
     steps = 0
     with ddp.join(throw_on_early_termination=throws):
         for _ in range(2 + dist.get_rank()):
