@@ -357,6 +357,7 @@ class Failing(LateEngine):
 def fails_on_one_rank():
     """The rank whose step has failed raises, and ends; the other is told by its collective."""
     net, optimizer, _ = started(deep, "module")
+    optimizer.synchronize()
     if dist.get_rank():
         optimizer._engine._core = Failing(optimizer._engine._core._engine)
     backward(net, 1)
