@@ -31,7 +31,7 @@ def test_what_is_deferred_is_known_before_deepspeed_makes_the_rest(monkeypatch):
     plan = SimpleNamespace(zenflow=SimpleNamespace(deferred=Deferred(interval=4)))
     optimizer = DeferredZeroOptimizer("base", "names", plan=plan, clip_grad=1.0)
     assert given == [(("base", "names"), {"plan": plan, "clip_grad": 1.0})]
-    assert optimizer._steps.deferred is plan.zenflow.deferred
+    assert optimizer._deferred is plan.zenflow.deferred
     assert optimizer._is_skipped is False
 
 
@@ -72,7 +72,7 @@ def test_metrics_are_of_the_last_step(monkeypatch):
     metrics = SimpleNamespace(of=lambda interval, timing: (interval, timing))
     monkeypatch.setattr(deferred, "DeferralMetrics", metrics)
     optimizer = made(
-        _deferred=SimpleNamespace(turns=4), _partitions=SimpleNamespace(timing=lambda: "timing")
+        _deferred=SimpleNamespace(interval=4), _partitions=SimpleNamespace(timing=lambda: "timing")
     )
     assert optimizer.deferral == (4, "timing")
 
