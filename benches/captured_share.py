@@ -27,7 +27,7 @@ def shares_of(deferred: Deferred, args: argparse.Namespace) -> tuple[list[float]
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = shape.build(seed=0).to(device, dtype)
-    optimizer = OffloadAdamW(model.parameters(), lr=3e-4, clip_norm=1.0, deferred=deferred)
+    optimizer = OffloadAdamW(model, lr=3e-4, clip_norm=1.0, deferred=deferred)
     shares, losses = [], []
     for batch in islice(text.batches(shape, seed=0), args.steps):
         loss = model(input_ids=batch.to(device), labels=batch.to(device)).loss

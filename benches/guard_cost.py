@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from stepwell.offload.guard import WeightGuard, clear_grads, exposed
+from stepwell.access.guard import Uploads, WeightGuard, clear_grads, exposed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROUNDS = 7
 
 
-class Landed:
+class Landed(Uploads):
     """Uploads that have arrived."""
 
     def wait(self, _: Iterable[torch.Tensor], /) -> bool:
@@ -69,7 +69,7 @@ def main() -> None:
 
     def wait() -> None:
         for layer in layers:
-            guard.wait(layer)
+            guard.enter(layer)
 
     def grads() -> None:
         for param in params:

@@ -58,7 +58,7 @@ def differences(
     models = [model, copy.deepcopy(model)]
     deferred = Deferred(interval=2, fraction=fraction, reselect=2)
     optimizers = [
-        OffloadAdamW(each.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-8, deferred=how)
+        OffloadAdamW(each, lr=1e-2, weight_decay=0.1, eps=1e-8, deferred=how)
         for each, how in zip(models, (deferred, None), strict=True)
     ]
     for step in range(7):
@@ -111,7 +111,7 @@ def measure(
 ) -> None:
     """Prints a line of the table."""
     model = stack(args.width, args.layers, device, torch.bfloat16)
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-5, clip_norm=1.0, deferred=deferred)
+    optimizer = OffloadAdamW(model, lr=1e-5, clip_norm=1.0, deferred=deferred)
     optimizer.no_sync()
     x = torch.randn(args.tokens, args.width, device=device, dtype=torch.bfloat16)
     seconds = []

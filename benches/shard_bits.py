@@ -41,7 +41,7 @@ def trained(
     rank = dist.get_rank()
     net = stack(args.width, args.depth, device)
     model = DistributedDataParallel(net)
-    optimizer = OffloadAdamW(net.named_parameters(), lr=1e-3, clip_norm=1.0, shard=shard)
+    optimizer = OffloadAdamW(model, lr=1e-3, clip_norm=1.0, shard=shard)
     begin = time.perf_counter()
     for step in range(args.steps):
         torch.manual_seed(1000 * step + rank)

@@ -66,10 +66,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects():
-    """What was imported is left out where all objects are looked through.
-
-    Gates do that for modules, and tests that collect garbage. It would take most of their time.
-    """
+    """What was imported is left out where garbage is collected: it would take most of the time."""
     gc.collect()
     gc.freeze()
 
@@ -79,13 +76,6 @@ def seeded():
     """Each test draws the same numbers, alone or after others."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    """Each test finds torch.compile unused: after a use of it, forwards cannot wait by hooks."""
-    if "torch._dynamo.utils" in sys.modules:
-        sys.modules["torch._dynamo.utils"].counters.clear()
 
 
 @pytest.fixture

@@ -108,7 +108,7 @@ def read(result, name, config, **options):
 
 def stale(result, name, config):
     """The same where nothing waits."""
-    from stepwell.offload.writes import Writes
+    from stepwell.access.writes import Writes
 
     protect, Writes.protect = Writes.protect, lambda self, parts: None
     read(result, name, config)
@@ -496,8 +496,8 @@ class LeftError(Exception):
 def left(name):
     """What a run says in which ranks raise before they submit a step: all, twice, and then one."""
     import pytest
+    from stepwell.access import writes
     from stepwell.deepspeed.zero.operands import Operands
-    from stepwell.offload import writes
 
     engine, rank = initialize(deep(), RANKS[name]("module")), torch.distributed.get_rank()
     bias, begin = engine.module[2][0].bias, writes._begin
@@ -602,7 +602,7 @@ def left_alone(name, gate):
 def unguarded():
     """Losses of late runs in which partitions, or what is gathered, are not waited for."""
     import pytest
-    from stepwell.offload import writes
+    from stepwell.access import writes
     from stepwell.offload.gathering import Gatherer
 
     found = {}

@@ -141,9 +141,7 @@ def program_zenflow_on_engine(result):
     result["oldest"] = engine.optimizer.timing["oldest_age"]
     model = perceptron()
     deferred = stepwell.Deferred(interval=3, fraction=0.1, reselect=3, warmup_steps=2)
-    optimizer = stepwell.OffloadAdamW(
-        model.parameters(), lr=LR, weight_decay=0.01, deferred=deferred
-    )
+    optimizer = stepwell.OffloadAdamW(model, lr=LR, weight_decay=0.01, deferred=deferred)
     expected = []
     for batch in vectors(STEPS):
         optimizer.zero_grad()

@@ -59,7 +59,7 @@ def main(folder: Path, last: int, lines: TextIO, deferred: dict[str, Any], **opt
     torch.set_num_threads(1)
     model = model_of()
     optimizer = OffloadAdamW(
-        model.named_parameters(), lr=1e-2, clip_norm=1.0, deferred=Deferred(**deferred), **options
+        model, lr=1e-2, clip_norm=1.0, deferred=Deferred(**deferred), **options
     )
     saved, step = folder / "saved", 0
     losses: list[float] = []

@@ -34,7 +34,7 @@ class Run:
     def __init__(self, make=deep, **options):
         self.net = make()
         options = {"lr": 0.1, "clip_norm": 0.05, "threads": 1, **options}
-        self.optimizer = stepwell.OffloadAdamW(self.net.named_parameters(), **options)
+        self.optimizer = stepwell.OffloadAdamW(self.net, **options)
         self.names = {param: name for name, param in self.net.named_parameters()}
         self.copied, self.norms, self.bytes = [], [], []
 

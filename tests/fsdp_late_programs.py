@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from late_engine import LateEngine
 from optim_cases import bits
-from stepwell.offload import writes
+from stepwell.access import writes
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -105,7 +105,9 @@ def make_late(optimizer):
 def started(make, gate, **options):
     """A model after its first step, and what makes the following ones late: all but the first."""
     net = make()
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=0.1, gate=gate, **options)
+    optimizer = stepwell.OffloadAdamW(
+        net.named_parameters(), lr=0.1, model=net if gate == "module" else None, **options
+    )
     backward(net, 0)
     optimizer.step()
     optimizer.zero_grad()
@@ -292,6 +294,7 @@ def late_on_one_rank():
 
     def train(gate):
         net, optimizer, _ = started(deep, gate)
+        optimizer.synchronize()
         engine = optimizer._engine
         found = []
         if gate == "module":
@@ -354,6 +357,7 @@ class Failing(LateEngine):
 def fails_on_one_rank():
     """The rank whose step has failed raises, and ends; the other is told by its collective."""
     net, optimizer, _ = started(deep, "module")
+    optimizer.synchronize()
     if dist.get_rank():
         optimizer._engine._core = Failing(optimizer._engine._core._engine)
     backward(net, 1)

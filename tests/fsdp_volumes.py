@@ -56,9 +56,7 @@ def sharded(dtype=DTYPE, seed=0, mesh=None):
 
 
 def in_memory(net, **options):
-    return stepwell.OffloadAdamW(
-        net.named_parameters(), lr=LR, clip_norm=CLIP_NORM, threads=1, **options
-    )
+    return stepwell.OffloadAdamW(net, lr=LR, clip_norm=CLIP_NORM, threads=1, **options)
 
 
 def on_volume(

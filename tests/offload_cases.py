@@ -14,8 +14,8 @@ WIDTH = 96
 # microseconds after the step.
 BALLAST = 6 << 20
 # Where forwards wait for a step, and a step whose last backward is told: it copies in it.
-MODES = [{"gate": "module"}, {"gate": "step"}, {"accumulation_steps": 1}]
-MODE_IDS = ["module", "step", "told"]
+MODES = [{}, {"gives_model": False}, {"accumulation_steps": 1}]
+MODE_IDS = ["forwards", "step", "told"]
 
 
 class Net(torch.nn.Module):
@@ -75,17 +75,19 @@ def train_step(call, optimizer, step):
     return loss.item()
 
 
-def pair(net=None, dtype=torch.float32, **options):
+def pair(net=None, dtype=torch.float32, *, gives_model=True, **options):
     """A model under OffloadAdamW, and the same under AdamW.
 
     Returns ((model, optimizer), (model, optimizer)).
     """
     net = small(dtype) if net is None else net
     twin = copy.deepcopy(net)
-    ours = {"gate", "accumulation_steps", "clip_norm", "threads", "host_bytes_max", "accumulate"}
+    ours = {"accumulation_steps", "clip_norm", "threads", "host_bytes_max", "accumulate"}
     plain = {name: value for name, value in options.items() if name not in ours}
+    options = {"lr": 1e-2, **options}
+    model = net if gives_model else None
     return (
-        (net, stepwell.OffloadAdamW(net.named_parameters(), **{"lr": 1e-2, **options})),
+        (net, stepwell.OffloadAdamW(net.named_parameters(), model=model, **options)),
         (
             twin,
             stepwell.AdamW(twin.named_parameters(), **{"lr": 1e-2, "nonfinite": "skip", **plain}),

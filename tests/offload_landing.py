@@ -3,7 +3,7 @@
 import ctypes
 
 import torch
-from stepwell.offload.guard import WeightGuard
+from stepwell.access.guard import WeightGuard
 from torch.nn import Parameter
 
 SIZE = 4

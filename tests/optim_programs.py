@@ -89,21 +89,6 @@ def state_of(run, param):
     return {name: value for name, value in state.items() if name != "fingerprints"}
 
 
-def _data_of(param):
-    other = torch.zeros((), dtype=param.dtype)
-    other.data = param
-    return other.clone()
-
-
-def _sum_of_squares(weight):
-    return weight.float().square().sum()
-
-
-def _without_torch_function(run):
-    with torch._C.DisableTorchFunctionSubclass():
-        return [param.clone() for param in run.params]
-
-
 READS = {
     "clone": lambda run: [param.clone() for param in run.params],
     "data": lambda run: [param.data.clone() for param in run.params],
@@ -115,10 +100,6 @@ READS = {
     "vector": lambda run: torch.nn.utils.parameters_to_vector(run.params).clone(),
     "average": average,
     "item": lambda run: [param.view(-1)[0].item() for param in run.params if param.numel()],
-    "as_tensor": lambda run: [torch.as_tensor(p, dtype=torch.float64) for p in run.params],
-    "data of another": lambda run: [_data_of(param) for param in run.params],
-    "torch.func": lambda run: [torch.func.grad(_sum_of_squares)(param) for param in run.params],
-    "no torch function": _without_torch_function,
     "state": lambda run: [state_of(run, param) for param in run.params],
 }
 
@@ -148,14 +129,8 @@ def _swap(param, new):
     param.data = new.clone()
 
 
-@torch.no_grad()
-def _asarray(param, _):
-    torch.asarray(param, requires_grad=False).mul_(0.5)
-
-
 WRITES = {
     "copy_": _copy,
-    "asarray": _asarray,
     "mul_": _halve,
     "view": _first,
     "same": _same,

@@ -25,9 +25,7 @@ def made(
     """A copy of the model, and its optimizer."""
     model = copy.deepcopy(model)
     options = {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 1.0, **options}
-    return model, OffloadAdamW(
-        model.named_parameters(), device_bytes_max=device_bytes_max, **options
-    )
+    return model, OffloadAdamW(model, device_bytes_max=device_bytes_max, **options)
 
 
 def assert_alike(

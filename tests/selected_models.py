@@ -108,5 +108,5 @@ def pair(
     options = {"lr": 1e-2, "weight_decay": 0.1, "clip_norm": 1.0, **options}
     found = []
     for each, how in ((model, deferred), (copy.deepcopy(model), None)):
-        found.append((each, OffloadAdamW(each.parameters(), deferred=how, **options)))
+        found.append((each, OffloadAdamW(each.parameters(), model=each, deferred=how, **options)))
     return found

@@ -38,7 +38,7 @@ def drives_in(folder):
 def on_volume(net, drives, *, shard=True, host_bytes_max=3 << 20, moments="fp32", **volume):
     """A sharded optimizer whose state is on a volume, but for what fits beside it."""
     return stepwell.OffloadAdamW(
-        net.named_parameters(),
+        net,
         lr=1e-2,
         clip_norm=0.5,
         moments=moments,
@@ -50,9 +50,7 @@ def on_volume(net, drives, *, shard=True, host_bytes_max=3 << 20, moments="fp32"
 
 
 def in_memory(net, **options):
-    return stepwell.OffloadAdamW(
-        net.named_parameters(), lr=1e-2, clip_norm=0.5, threads=1, **options
-    )
+    return stepwell.OffloadAdamW(net, lr=1e-2, clip_norm=0.5, threads=1, **options)
 
 
 def members(drives, rank):

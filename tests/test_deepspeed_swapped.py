@@ -8,9 +8,9 @@ import os
 import pytest
 import stepwell
 import torch
-from stepwell.offload import writes
+from stepwell.access import writes
+from stepwell.access.writes import Written
 from stepwell.offload.volume import Volume
-from stepwell.offload.writes import Written
 from swapped_partitions import (
     BF16,
     BUFFERS_BYTES,

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import stepwell
 import torch
+from stepwell.access import writes
 from stepwell.deepspeed.zero import swapped as swapped_module
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
-from stepwell.offload import writes
 from stepwell.offload.ranks import Call, Ranks
 from stepwell.offload.sharded_volume import RUN_OF_ONE
 from stepwell.offload.volume import Volume

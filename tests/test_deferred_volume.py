@@ -24,7 +24,7 @@ def on_volume(net, tmp_path, deferred, *, host_bytes=2 << 20, **options):
     """An optimizer whose state is on a volume, but for `host_bytes`, buffers included."""
     waiting = memory_of(Extents.of(net.parameters()), deferred).pinned
     optimizer = stepwell.OffloadAdamW(
-        net.named_parameters(),
+        net,
         threads=2,
         deferred=deferred,
         # Half of what is pinned without deferral: gradients have memory of their own.
@@ -41,9 +41,7 @@ def pair(tmp_path, deferred, *, host_bytes=2 << 20, **options):
     net = net_of(torch.bfloat16)
     twin = copy.deepcopy(net)
     optimizer = on_volume(net, tmp_path, deferred, host_bytes=host_bytes, lr=1e-2, **options)
-    reference = stepwell.OffloadAdamW(
-        twin.named_parameters(), lr=1e-2, threads=2, deferred=deferred, **options
-    )
+    reference = stepwell.OffloadAdamW(twin, lr=1e-2, threads=2, deferred=deferred, **options)
     return (net, optimizer), (twin, reference)
 
 

@@ -16,7 +16,7 @@ from test_offload_deferred import loss_of, model_of, train
 def test_a_state_dict_of_a_chosen_interval_loads() -> None:
     """Those of `interval="auto"`, which was in no release, had it in their groups."""
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=2))
     saved = optimizer.state_dict()
     for group in saved["param_groups"]:
         group["deferred_interval"] = 5
@@ -33,7 +33,7 @@ def test_a_state_dict_of_a_chosen_interval_loads() -> None:
 def test_metrics_of_a_step() -> None:
     model = model_of()
     deferred = Deferred(interval=3, fraction=0.25, reselect=4)
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred)
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=deferred)
     assert optimizer.deferral is None
     train(model, optimizer, range(6))
     loss_of(model, 6)
@@ -46,14 +46,14 @@ def test_metrics_of_a_step() -> None:
     assert metrics.selected_bytes == optimizer.timing["selected_bytes"] > 0
     assert metrics.background_seconds > 0 and metrics.waited_seconds >= 0
     model = model_of()
-    exact = OffloadAdamW(model.parameters(), lr=1e-2)
+    exact = OffloadAdamW(model, lr=1e-2)
     train(model, exact, range(1))
     assert exact.deferral is None
 
 
 def test_looks_in_every_step_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     for step in range(18):
         train(model, optimizer, range(step, step + 1))
         # An average of weights, say.
@@ -80,7 +80,7 @@ def test_steps_behind_those_that_were_left_or_skipped_are_no_looks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     for step in range(36):
         if step % 2 == 0:
             train(model, optimizer, range(step, step + 1))

@@ -10,9 +10,9 @@ import pytest
 import stepwell
 import torch
 from stepwell import Deferred, OffloadAdamW, _core
+from stepwell.access.under_way import without_waiting
 from stepwell.offload import gradients
 from stepwell.offload.deferred import INTERVAL_MAX, Extents, memory_of
-from stepwell.offload.under_way import as_plain
 from torch import nn
 from torch.utils import checkpoint as checkpointing
 
@@ -60,8 +60,8 @@ def test_gradients_that_do_not_depend_on_weights_are_all_applied(
     exact_model = copy.deepcopy(model)
     deferred = Deferred(interval=interval, warmup_steps=1)
     options: dict[str, Any] = {"lr": 1e-2, "moments": moments}
-    optimizer = OffloadAdamW(model.parameters(), deferred=deferred, **options)
-    exact = OffloadAdamW(exact_model.parameters(), **options)
+    optimizer = OffloadAdamW(model, deferred=deferred, **options)
+    exact = OffloadAdamW(exact_model, **options)
     for step in range(1, 8):
         generator = torch.Generator().manual_seed(step)
         # A forward and a backward, whose gradients are replaced.
@@ -83,7 +83,7 @@ def test_gradients_that_do_not_depend_on_weights_are_all_applied(
 
 def test_forwards_in_training_do_not_wait_for_what_is_deferred() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(4))
     assert optimizer._engine is not None and optimizer._engine.pending_params
     loss_of(model, 4)
@@ -106,7 +106,7 @@ LOOKS = [
 @pytest.mark.parametrize("how", LOOKS)
 def test_every_look_sees_all_updates(how: str) -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     engine = optimizer._engine
     assert engine is not None and engine.pending_params
@@ -140,7 +140,7 @@ def test_every_look_sees_all_updates(how: str) -> None:
 def test_a_forward_without_gradients_behind_one_with_them_reads_the_same_weights() -> None:
     """It may be a part of it, and the backward needs its weights as they are."""
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     loss = loss_of(model, 6)
     with torch.no_grad():
@@ -158,7 +158,7 @@ class Checkpointed(nn.Sequential):
 
 def test_a_reentrant_checkpoint_is_no_look() -> None:
     model = Checkpointed(*model_of().children())
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     loss_of(model, 6)
     assert optimizer._engine is not None and optimizer._engine.pending_params
@@ -166,7 +166,7 @@ def test_a_reentrant_checkpoint_is_no_look() -> None:
 
 def test_autograd_sees_that_a_drain_has_written_weights() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     loss = loss_of(model, 6)
     optimizer.drain()
@@ -176,7 +176,7 @@ def test_autograd_sees_that_a_drain_has_written_weights() -> None:
 
 def test_every_drain_applies_all_and_holds_nothing() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     for step in range(0, 12, 4):
         train(model, optimizer, range(step, step + 4))
         engine = optimizer._engine
@@ -187,7 +187,7 @@ def test_every_drain_applies_all_and_holds_nothing() -> None:
 
 def test_a_capture_does_not_begin_with_late_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(4))
     # It waits for all that has landed.
     loss_of(model, 4)
@@ -202,7 +202,7 @@ def test_a_capture_does_not_begin_with_late_weights(monkeypatch: pytest.MonkeyPa
 
 def test_a_parameter_that_was_swapped_sees_all_updates() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     optimizer.zero_grad()
     under_way = next(iter(optimizer._gate.guard._under_way.values()))  # type: ignore[union-attr]
@@ -215,7 +215,7 @@ def test_a_parameter_that_was_swapped_sees_all_updates() -> None:
 
 def test_a_state_dict_in_the_middle_of_a_step_sees_all_updates() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     loss_of(model, 6)
     assert optimizer._engine is not None and optimizer._engine.pending_params
@@ -227,7 +227,7 @@ def test_resuming_has_the_bits_of_going_on_with_a_drain() -> None:
     def fresh() -> tuple[nn.Module, OffloadAdamW]:
         model = model_of()
         deferred = Deferred(interval=3, warmup_steps=2)
-        return model, OffloadAdamW(model.parameters(), lr=1e-2, clip_norm=1.0, deferred=deferred)
+        return model, OffloadAdamW(model, lr=1e-2, clip_norm=1.0, deferred=deferred)
 
     model, optimizer = fresh()
     train(model, optimizer, range(8))
@@ -254,7 +254,7 @@ def test_a_run_resumed_anew_sees_the_looks_of_the_one_that_went_on(
         model = model_of()
         model[1].requires_grad_(not thaws)
         deferred = Deferred(interval=3, warmup_steps=2, fraction=fraction)
-        return model, OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred)
+        return model, OffloadAdamW(model, lr=1e-2, deferred=deferred)
 
     def went_on(model: nn.Module, optimizer: OffloadAdamW) -> list[float]:
         # With what has thawed the engine and the gate are made anew.
@@ -280,17 +280,15 @@ def test_a_run_resumed_anew_sees_the_looks_of_the_one_that_went_on(
 def test_warmup_steps_are_exact() -> None:
     model = model_of()
     exact_model = copy.deepcopy(model)
-    optimizer = OffloadAdamW(
-        model.parameters(), lr=1e-2, deferred=Deferred(interval=4, warmup_steps=5)
-    )
-    exact = OffloadAdamW(exact_model.parameters(), lr=1e-2)
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4, warmup_steps=5))
+    exact = OffloadAdamW(exact_model, lr=1e-2)
     assert train(model, optimizer, range(6)) == train(exact_model, exact, range(6))
     assert train(model, optimizer, range(6, 10)) != train(exact_model, exact, range(6, 10))
 
 
 def test_a_step_that_is_skipped_is_dropped_for_all() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=2))
     train(model, optimizer, range(4))
     loss_of(model, 4).backward()
     next(iter(model.parameters())).grad.fill_(float("nan"))  # type: ignore[union-attr]
@@ -303,7 +301,7 @@ def test_a_step_that_is_skipped_is_dropped_for_all() -> None:
 
 def test_a_parameter_may_miss_gradients_freeze_and_thaw() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=3))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=3))
     first = next(iter(model.parameters()))
     for step in range(12):
         first.requires_grad_(step % 4 != 1)
@@ -320,7 +318,7 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
     interval: int,
 ) -> None:
     model, deferred = model_of(), Deferred(interval=interval)
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred)
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=deferred)
     train(model, optimizer, range(3))
     first, engine = next(iter(model.parameters())), optimizer._engine
     has_pending, is_written = [], []
@@ -337,7 +335,7 @@ def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed
     assert has_pending == [True] * (2 * deferred.interval) + [False] * 3
     # The last of these has landed its own weight.
     assert is_written == [True] * (2 * deferred.interval + 1) + [False] * 2
-    with as_plain([first]):
+    with without_waiting():
         assert torch.equal(first.cpu(), optimizer._twins.weight(first))
 
 
@@ -350,6 +348,7 @@ def test_gradients_that_an_engine_took_which_is_gone_are_taken_again(
         model = model_of()
         optimizer = OffloadAdamW(
             model.parameters(),
+            model=model,
             lr=1e-2,
             deferred=Deferred(interval=2),
             accumulation_steps=accumulation_steps,
@@ -373,7 +372,7 @@ def pending_of(optimizer: OffloadAdamW) -> int:
 def test_an_optimizer_that_goes_leaves_weights_with_all_updates() -> None:
     model, exact_model = model_of(), model_of()
     for net, deferred in ((model, Deferred(interval=4)), (exact_model, None)):
-        optimizer = OffloadAdamW(net.parameters(), lr=1e-2, deferred=deferred)
+        optimizer = OffloadAdamW(net, lr=1e-2, deferred=deferred)
         for step in range(6):
             loss_of(net, 0).backward()
             for index, param in enumerate(net.parameters()):
@@ -390,7 +389,7 @@ def test_an_optimizer_that_goes_leaves_weights_with_all_updates() -> None:
 def test_a_step_that_applies_nothing_leaves_nothing_pending(nonfinite: Any) -> None:
     model = model_of()
     deferred = Deferred(interval=4)
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=deferred, nonfinite=nonfinite)
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=deferred, nonfinite=nonfinite)
     train(model, optimizer, range(6))
     assert pending_of(optimizer)
     loss_of(model, 6).backward()
@@ -408,7 +407,7 @@ def test_a_step_that_applies_nothing_leaves_nothing_pending(nonfinite: Any) -> N
 def test_a_look_at_a_parameter_without_gradient_sees_all_updates() -> None:
     model = model_of()
     first = next(iter(model.parameters()))
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(5))
     first.requires_grad_(False)
     train(model, optimizer, range(5, 6))
@@ -420,7 +419,7 @@ def test_a_look_at_a_parameter_without_gradient_sees_all_updates() -> None:
 
 def test_evaluation_with_gradients_after_a_forward_in_training_sees_all_updates() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
     train(model, optimizer, range(6))
     loss_of(model, 6)
     assert pending_of(optimizer)
@@ -435,7 +434,7 @@ def test_evaluation_with_gradients_after_a_forward_in_training_sees_all_updates(
 
 def test_other_memory_after_the_forward_is_refused_and_the_weight_is_there() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=2))
     train(model, optimizer, range(5))
     loss_of(model, 5).backward()
     first = next(iter(model.parameters()))
@@ -450,7 +449,7 @@ def test_other_memory_after_the_forward_is_refused_and_the_weight_is_there() -> 
 
 def test_a_write_after_the_forward_is_refused() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-2, deferred=Deferred(interval=2))
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=2))
     train(model, optimizer, range(4))
     loss_of(model, 4).backward()
     with torch.no_grad():
@@ -468,7 +467,7 @@ def test_a_write_after_the_forward_is_refused() -> None:
 
 def test_a_write_between_a_step_and_the_next_forward_counts() -> None:
     model = model_of()
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-9, deferred=Deferred(interval=2))
+    optimizer = OffloadAdamW(model, lr=1e-9, deferred=Deferred(interval=2))
     train(model, optimizer, range(4))
     first = next(iter(model.parameters()))
     with torch.no_grad():
@@ -484,7 +483,7 @@ def test_writes_through_data_to_frozen_parameters_count() -> None:
     """At any time, once their last update has landed."""
     model = model_of()
     first = next(iter(model.parameters()))
-    optimizer = OffloadAdamW(model.parameters(), lr=1e-9, deferred=Deferred(interval=2))
+    optimizer = OffloadAdamW(model, lr=1e-9, deferred=Deferred(interval=2))
     train(model, optimizer, range(4))
     first.requires_grad_(requires_grad=False)
     train(model, optimizer, range(4, 8))
@@ -521,8 +520,6 @@ def test_what_cannot_be_seen_is_not_deferred(caplog: pytest.LogCaptureFixture) -
 
 def test_options_that_do_not_go_together_are_refused() -> None:
     params = [nn.Parameter(torch.randn(50, device=DEVICE))]
-    with pytest.raises(ValueError, match="`gate` is `step`"):
-        OffloadAdamW(params, deferred=Deferred(), gate="step")
     with pytest.raises(ValueError, match="`accumulate` is `host`"):
         OffloadAdamW(params, deferred=Deferred(), accumulate="host")
     with pytest.raises(ValueError, match=r"`deferred` is `4`, expected a stepwell.Deferred"):
@@ -548,8 +545,8 @@ def test_memory_is_announced_and_taken_as_announced() -> None:
     model = model_of(256)
     numel = sum(param.numel() for param in model.parameters())
     with pytest.raises(ValueError, match="bytes of host memory"):
-        OffloadAdamW(model.parameters(), deferred=Deferred(interval=4), host_bytes_max=17 * numel)
-    OffloadAdamW(model.parameters(), deferred=Deferred(interval=4), host_bytes_max=28 * numel)
+        OffloadAdamW(model, deferred=Deferred(interval=4), host_bytes_max=17 * numel)
+    OffloadAdamW(model, deferred=Deferred(interval=4), host_bytes_max=28 * numel)
 
 
 @pytest.mark.parametrize("interval", [1, 4])
@@ -562,7 +559,7 @@ def test_weights_that_land_run_ahead_by_the_updates_that_they_lack_on_average(
     for predict in (True, False):
         model = model_of(dtype=torch.float32)
         deferred = Deferred(interval=interval, predict=predict)
-        optimizer = OffloadAdamW(model.parameters(), lr=lr, weight_decay=0.0, deferred=deferred)
+        optimizer = OffloadAdamW(model, lr=lr, weight_decay=0.0, deferred=deferred)
         for step in range(3 * interval + 4):
             loss_of(model, step).backward()
             for param in model.parameters():

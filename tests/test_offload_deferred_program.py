@@ -65,7 +65,7 @@ from stepwell import Deferred, OffloadAdamW
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 512))
 optimizer = OffloadAdamW(
-    model.parameters(), lr=1e-3, clip_norm=1.0, deferred=Deferred(interval=4, fraction=0.25)
+    model, lr=1e-3, clip_norm=1.0, deferred=Deferred(interval=4, fraction=0.25)
 )
 for step in range(12):
     loss = model(torch.randn(8, 64)).square().mean()
@@ -120,7 +120,7 @@ def test_host_memory_is_announced_as_documented_and_no_more_is_taken(
 
     def optimizer_with(host_bytes_max: int) -> OffloadAdamW:
         return OffloadAdamW(
-            model.parameters(),
+            model,
             lr=1e-3,
             moments=moments,  # type: ignore[arg-type]
             host_bytes_max=host_bytes_max,

@@ -59,16 +59,14 @@ def train(model, optimizer, steps=8):
 MODES = [
     {},
     {"accumulation_steps": 2},
-    {"accumulation_steps": 2, "gate": "step"},
+    {"accumulation_steps": 2, "model": None},
     {"accumulate": "host", "clip_norm": None},
 ]
 
 
 @pytest.mark.parametrize("moments", ["fp32", "q8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    "mode", MODES, ids=["untold", "told", "told, gate=step", "accumulate=host"]
-)
+@pytest.mark.parametrize("mode", MODES, ids=["untold", "told", "told, no model", "accumulate=host"])
 def test_every_mode_gives_the_bits_of_waiting(mode, dtype, moments, monkeypatch):
     # Sums come and go in many pieces, and the thread waits for earlier ones.
     monkeypatch.setattr(adder, "_SLOT_BYTES", 1 << 16)
@@ -77,10 +75,11 @@ def test_every_mode_gives_the_bits_of_waiting(mode, dtype, moments, monkeypatch)
     model = net(dtype)
     # Sums of two are the same wherever they are made; norms are not, so no clipping where that is
     # the host.
-    reference = {**options, "clip_norm": mode.get("clip_norm", 0.05), "gate": "step"}
-    expected = train(model, stepwell.OffloadAdamW(model.named_parameters(), **reference))
+    reference = {**options, "clip_norm": mode.get("clip_norm", 0.05)}
+    expected = train(model, stepwell.OffloadAdamW(model.parameters(), **reference))
     model = net(dtype)
-    losses, params = train(model, stepwell.OffloadAdamW(model.named_parameters(), **options | mode))
+    ours = {"model": model, **options, **mode}
+    losses, params = train(model, stepwell.OffloadAdamW(model.parameters(), **ours))
     assert losses == expected[0]
     assert all(torch.equal(param, other) for param, other in zip(params, expected[1], strict=True))
 
@@ -98,11 +97,11 @@ def test_a_volume_gives_the_bits_of_host_memory(tmp_path, mode, moments, durabil
     """What waits for drives is copied from and to memory that is not pinned."""
     options = {"lr": 1e-3, "moments": moments, "clip_norm": 0.05, **mode}
     model = net(torch.bfloat16)
-    expected = train(model, stepwell.OffloadAdamW(model.named_parameters(), **options))
+    expected = train(model, stepwell.OffloadAdamW(model, **options))
     model = net(torch.bfloat16)
     twins = 2 * sum(-(-param.nbytes // 4096) * 4096 for param in model.parameters())
     optimizer = stepwell.OffloadAdamW(
-        model.named_parameters(),
+        model,
         **options,
         threads=2,
         host_bytes_max=twins + (32 << 20),
@@ -116,7 +115,7 @@ def test_a_volume_gives_the_bits_of_host_memory(tmp_path, mode, moments, durabil
 
 def test_follows_torch_on_the_device():
     model, other = net(torch.float32), net(torch.float32)
-    optimizer = stepwell.OffloadAdamW(model.named_parameters(), lr=1e-4, clip_norm=0.05)
+    optimizer = stepwell.OffloadAdamW(model, lr=1e-4, clip_norm=0.05)
     reference = torch.optim.AdamW(other.parameters(), lr=1e-4)
     for step in range(5):
         ours, theirs = backward(model, step), backward(other, step)
@@ -132,8 +131,8 @@ def test_follows_torch_on_the_device():
 
 def test_gradients_may_be_written_and_freed_right_after_the_step():
     model, other = net(torch.bfloat16), net(torch.bfloat16)
-    optimizer = stepwell.OffloadAdamW(model.named_parameters(), lr=1e-3)
-    reference = stepwell.OffloadAdamW(other.named_parameters(), lr=1e-3, gate="step")
+    optimizer = stepwell.OffloadAdamW(model, lr=1e-3)
+    reference = stepwell.OffloadAdamW(other.parameters(), lr=1e-3)
     for step in range(4):
         backward(model, step)
         optimizer.step()
@@ -161,7 +160,7 @@ def test_gradients_may_be_written_and_freed_right_after_the_step():
 @pytest.mark.gpu
 def test_a_model_that_was_moved_is_refused():
     model = net(torch.float32)
-    optimizer = stepwell.OffloadAdamW(model.named_parameters(), lr=1e-3)
+    optimizer = stepwell.OffloadAdamW(model, lr=1e-3)
     model.cpu()
     loss = model(torch.zeros(2, 3, dtype=torch.long)).sum()
     loss.backward()
@@ -175,7 +174,7 @@ def test_state_that_was_moved_to_the_device_is_taken_back(moments):
 
     def run(*, is_moved):
         model = net(torch.bfloat16)
-        optimizer = stepwell.OffloadAdamW(model.parameters(), lr=1e-2, moments=moments)
+        optimizer = stepwell.OffloadAdamW(model, lr=1e-2, moments=moments)
         train(model, optimizer, 2)
         for state in optimizer.state.values() if is_moved else ():
             for name in state.keys() - {"step"}:

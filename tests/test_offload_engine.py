@@ -195,9 +195,7 @@ def test_state_may_lose_its_memory_while_a_step_runs():
     torch.manual_seed(0)
     net, twin = Net(), Net()
     twin.load_state_dict(net.state_dict())
-    optimizer, reference = (
-        stepwell.OffloadAdamW(each.parameters(), threads=1) for each in (net, twin)
-    )
+    optimizer, reference = (stepwell.OffloadAdamW(each, threads=1) for each in (net, twin))
     for step in range(2):
         for each, stepper in ((net, optimizer), (twin, reference)):
             loss_of(each, step, WIDTH).backward()
@@ -226,8 +224,7 @@ def test_a_skipped_step_leaves_nothing_for_the_next():
     net, twin = Net(), Net()
     twin.load_state_dict(net.state_dict())
     optimizer, reference = (
-        stepwell.OffloadAdamW(each.parameters(), threads=1, accumulation_steps=1)
-        for each in (net, twin)
+        stepwell.OffloadAdamW(each, threads=1, accumulation_steps=1) for each in (net, twin)
     )
     for step in range(3):
         for each, stepper in ((net, optimizer), (twin, reference)):

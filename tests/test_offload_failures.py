@@ -26,8 +26,8 @@ from offload_cases import (
     train,
 )
 from optim_cases import bits
+from stepwell.access.under_way import without_waiting
 from stepwell.offload import gradients
-from stepwell.offload.under_way import as_plain
 from torch.multiprocessing.reductions import StorageWeakRef
 
 SECONDS_MAX = 60
@@ -100,7 +100,7 @@ def test_keyboard_interrupt_while_waiting(where):
     def net_and_optimizer():
         torch.manual_seed(0)
         net = Net()
-        return net, stepwell.OffloadAdamW(reversed_params(net), lr=1e-2, threads=1, gate="module")
+        return net, stepwell.OffloadAdamW(reversed_params(net), model=net, lr=1e-2, threads=1)
 
     def step(net, optimizer, number):
         optimizer.zero_grad()
@@ -241,10 +241,10 @@ def test_a_forward_ends_a_step_that_was_interrupted_twice(monkeypatch):
     assert_equal((net, optimizer), (twin, reference))
 
 
-@pytest.mark.parametrize("gate", ["module", "step"])
-def test_interrupts_in_the_release_do_not_end_it(gate, monkeypatch):
+@pytest.mark.parametrize("gives_model", [True, False])
+def test_interrupts_in_the_release_do_not_end_it(gives_model, monkeypatch):
     """Ctrl-C again and again: the step is left when its gradients may be written."""
-    ours, theirs = pair(gate=gate)
+    ours, theirs = pair(gives_model=gives_model)
     for net, optimizer in (ours, theirs):
         train(net, optimizer, 1)
         loss_of(net, 1).backward()
@@ -438,7 +438,7 @@ def test_memory_may_be_swapped_while_weights_are_on_their_way():
     # memory that was freed.
     for _ in range(2):
         net = Net()
-        optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1)
+        optimizer = stepwell.OffloadAdamW(net, threads=1)
         for step in range(2):
             loss_of(net, step, WIDTH).backward()
             optimizer.step()
@@ -469,7 +469,7 @@ def test_memory_that_a_program_has_freed_is_refused(kind, freed):
 
 def test_gradients_may_be_freed_after_a_skipped_step():
     net = Net()
-    optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1, accumulation_steps=1)
+    optimizer = stepwell.OffloadAdamW(net, threads=1, accumulation_steps=1)
     for step in range(4):
         loss_of(net, step, WIDTH).backward()
         if step % 2:
@@ -487,7 +487,7 @@ def test_memory_of_weights_is_held_until_they_are_there():
     optimizer._engine._core = LateEngine(optimizer._engine._core)
     optimizer.step()
     weight = net[0].weight
-    with as_plain([weight]):
+    with without_waiting():
         storage = StorageWeakRef(weight.untyped_storage())
         weight.data = torch.zeros_like(weight)
     assert not storage.expired()
@@ -505,7 +505,7 @@ def test_all_may_be_freed_while_a_step_runs(first):
         from offload_cases import WIDTH, Net, loss_of
         for _ in range(2):
             net = Net()
-            optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1)
+            optimizer = stepwell.OffloadAdamW(net, threads=1)
             for step in range(2):
                 loss_of(net, step, WIDTH).backward()
                 optimizer.step()
@@ -547,7 +547,7 @@ def test_exit_while_a_step_runs():
         import stepwell
         from offload_cases import WIDTH, Net, loss_of
         net = Net()
-        optimizer = stepwell.OffloadAdamW(net.parameters(), threads=1)
+        optimizer = stepwell.OffloadAdamW(net, threads=1)
         for step in range(2):
             loss_of(net, step, WIDTH).backward()
             optimizer.step()
@@ -569,7 +569,7 @@ def test_forked_child_is_told_and_the_parent_goes_on():
         import stepwell
         from offload_cases import train, small
         net = small()
-        optimizer = stepwell.OffloadAdamW(net.parameters())
+        optimizer = stepwell.OffloadAdamW(net)
         train(net, optimizer, 2)
         child = os.fork()
         if child == 0:
@@ -581,7 +581,7 @@ def test_forked_child_is_told_and_the_parent_goes_on():
                     refused += "make the optimizer after forking" in str(error)
             # One of its own works.
             other = small()
-            train(other, stepwell.OffloadAdamW(other.parameters()), 2)
+            train(other, stepwell.OffloadAdamW(other), 2)
             del optimizer
             os._exit(0 if refused == 3 else 3)
         _, status = os.waitpid(child, 0)
@@ -620,4 +620,4 @@ def test_data_loader_workers_do_not_disturb_it():
 def test_unknown_device_is_named():
     net = small().to("meta")
     with pytest.raises(ValueError, match="meta"):
-        stepwell.OffloadAdamW(net.parameters())
+        stepwell.OffloadAdamW(net)

@@ -2,7 +2,7 @@
 
 import threading
 
-from stepwell.offload.finalizers import finalize, postponed
+from stepwell.access.finalizers import finalize, postponed
 
 
 class Owner:

@@ -186,7 +186,7 @@ def test_a_gradient_that_is_not_in_one_run_is_left_to_the_step(caplog):
 
 def test_a_sparse_gradient_is_refused_in_the_step():
     table = torch.nn.Embedding(5, 3, sparse=True)
-    optimizer = stepwell.OffloadAdamW(table.parameters(), accumulation_steps=1)
+    optimizer = stepwell.OffloadAdamW(table, accumulation_steps=1)
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="expected a dense tensor"):
         optimizer.step()
@@ -286,7 +286,7 @@ def test_copies_are_waited_for_when_the_whole_backward_has_ended(
 ):
     """Not when one within it has, which reentrant checkpointing makes."""
     layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(5))
-    optimizer = stepwell.OffloadAdamW(layers.parameters(), accumulation_steps=1)
+    optimizer = stepwell.OffloadAdamW(layers, accumulation_steps=1)
     waits, ended = [], []
     monkeypatch.setattr(engine.Engine, "order_after_copies", lambda _: waits.append(len(ended)))
     for param in layers.parameters():

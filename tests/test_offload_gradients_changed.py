@@ -115,7 +115,7 @@ def test_so_it_may_be_where_all_layers_are_checkpointed(monkeypatch, edit):
     def train(**options):
         torch.manual_seed(0)
         layers = torch.nn.ModuleList(Layer() for _ in range(3))
-        optimizer = stepwell.OffloadAdamW(layers.parameters(), lr=1e-3, **options)
+        optimizer = stepwell.OffloadAdamW(layers, lr=1e-3, **options)
         for _ in range(2):
             hidden = torch.ones(1, requires_grad=True)
             for layer in layers:

@@ -153,7 +153,7 @@ def test_a_backward_that_fails_leaves_what_it_leaves_in_torch(options, clears):
     """Nothing but what is in `param.grad`, and that only until it is cleared."""
     ours = small()
     theirs = small()
-    optimizer = stepwell.OffloadAdamW(ours.parameters(), lr=1e-2, **options)
+    optimizer = stepwell.OffloadAdamW(ours, lr=1e-2, **options)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     for net, each in ((ours, optimizer), (theirs, reference)):
         for step in range(4):

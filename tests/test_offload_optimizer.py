@@ -360,7 +360,6 @@ def test_state_may_be_read_between_the_first_backward_and_its_step():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"gate": "layer"}, "`gate` is `layer`"),
         ({"accumulate": "disk"}, "`accumulate` is `disk`"),
         ({"accumulation_steps": 0}, "`accumulation_steps` is `0`"),
         ({"moments": "int4"}, "`moments` is `int4`"),
@@ -371,7 +370,31 @@ def test_state_may_be_read_between_the_first_backward_and_its_step():
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        stepwell.OffloadAdamW(small().parameters(), **options)
+        stepwell.OffloadAdamW(small(), **options)
+
+
+def test_a_model_is_given_once():
+    with pytest.raises(ValueError, match=r"`params` is a `Sequential` and `model` is given"):
+        stepwell.OffloadAdamW(small(), model=small())
+
+
+def test_the_parameters_of_a_model_that_require_a_gradient_are_stepped():
+    net = small()
+    net[0].weight.requires_grad_(False)
+    (group,) = stepwell.OffloadAdamW(net).param_groups
+    assert group["param_names"] == ["0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
+
+
+def test_an_option_of_earlier_releases_warns():
+    with pytest.warns(DeprecationWarning, match="`gate` is `step`, and has no effect"):
+        stepwell.OffloadAdamW(small(), gate="step")
+
+
+def test_an_optimizer_without_a_model_says_once_that_steps_wait(caplog):
+    net = small()
+    train(net, stepwell.OffloadAdamW(net.parameters()), 3)
+    (record,) = caplog.records
+    assert "hint: OffloadAdamW(model, ...)" in record.getMessage()
 
 
 def test_optimizer_is_not_copied():

@@ -54,6 +54,7 @@ def test_a_group_of_frozen_parameters_takes_nothing(mode, caplog):
         net.append(torch.nn.Linear(3, 2, bias=False).requires_grad_(False))
         torch.nn.init.ones_(net[4].weight)
         engine = getattr(optimizer, "_engine", None)
+        caplog.clear()
         with caplog.at_level("INFO", logger="stepwell.offload.budget"):
             optimizer.add_param_group({"params": [("extra", net[4].weight)]})
         # Nothing was begun anew.
@@ -90,7 +91,7 @@ def test_a_gradient_that_a_hook_takes_away_is_not_stepped():
     for model in (net, twin):
         # Before the optimizer's own hook.
         model[0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    ours = net, stepwell.OffloadAdamW(net.parameters(), lr=1e-2, accumulation_steps=1)
+    ours = net, stepwell.OffloadAdamW(net, lr=1e-2, accumulation_steps=1)
     theirs = twin, stepwell.AdamW(twin.parameters(), lr=1e-2)
     for model, optimizer in (ours, theirs):
         train(model, optimizer, 2)
@@ -101,7 +102,7 @@ def test_a_gradient_that_a_hook_takes_away_is_not_stepped():
 def test_gradient_of_a_frozen_parameter_is_refused():
     net = small()
     net[0].weight.requires_grad_(False)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters())
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), model=net)
     net[0].weight.grad = torch.ones_like(net[0].weight)
     with pytest.raises(ValueError, match=r"`0.weight`.*has a gradient, but is frozen"):
         optimizer.step()
@@ -214,7 +215,7 @@ def test_memory_is_announced_and_bounded(caplog):
     net = small(torch.bfloat16)
     numel = sum(param.numel() for param in net.parameters())
     with caplog.at_level("INFO", logger="stepwell"):
-        stepwell.OffloadAdamW(net.parameters(), moments="q8")
+        stepwell.OffloadAdamW(net, moments="q8")
     assert f"of host memory for {numel} parameters" in caplog.text
     with pytest.raises(ValueError, match=r"`1000` are left of `host_bytes_max`(.|\n)*hint"):
         stepwell.OffloadAdamW(small().parameters(), host_bytes_max=1000)

@@ -68,7 +68,7 @@ def test_what_was_written_between_steps_is_stepped(dtype, write):
 
 def test_other_memory_at_the_same_address_is_read_again():
     """As after `model.half().float()`: freed memory is given out again."""
-    ours, theirs = pair(torch.nn.Linear(7, 3, bias=False), gate="step")
+    ours, theirs = pair(torch.nn.Linear(7, 3, bias=False), gives_model=False)
     for net, optimizer in (theirs, ours):
         memory = torch.zeros(3, 7).numpy()
         for step in range(3):
@@ -123,7 +123,7 @@ def test_copies_of_the_model_are_on_their_own(duplicate):
     train(net, optimizer, 1)
     optimizer.synchronize()
     before = [bits(param) for param in net.parameters()]
-    reference = stepwell.OffloadAdamW(twin.parameters(), lr=1e-2)
+    reference = stepwell.OffloadAdamW(twin, lr=1e-2)
     train(twin, reference, 2)
     assert all(
         torch.equal(bits(param), old) for param, old in zip(net.parameters(), before, strict=True)

@@ -109,10 +109,10 @@ def ddp_trains_as_one(told, order):
     whole = make_net(seed=0)
     options = {"lr": 1e-2, "clip_norm": 0.05, "accumulation_steps": told}
     if order == "optimizer-first":
-        optimizer = stepwell.OffloadAdamW(net.named_parameters(), **options)
+        optimizer = stepwell.OffloadAdamW(net, **options)
     ddp = DistributedDataParallel(net)
     if order == "ddp-first":
-        optimizer = stepwell.OffloadAdamW(net.named_parameters(), **options)
+        optimizer = stepwell.OffloadAdamW(net, **options)
     norms = []
     for step in range(4):
         train(ddp, optimizer, 1, first=step)
@@ -146,7 +146,7 @@ def ddp_accumulates_by_no_sync():
 
 def host_sums_are_refused():
     net = make_net()
-    optimizer = stepwell.OffloadAdamW(net.parameters(), accumulate="host")
+    optimizer = stepwell.OffloadAdamW(net, accumulate="host")
     with pytest.raises(ValueError, match=r"other ranks have a part in the gradients(.|\n)*hint"):
         train(DistributedDataParallel(net), optimizer, 1)
     with pytest.raises(ValueError, match=r"is a DTensor, `accumulate` is `host`(.|\n)*hint"):
@@ -158,12 +158,12 @@ def shared_steps_of_shards_are_refused():
     with pytest.raises(
         ValueError, match=r"`first.weight`(.|\n)*is a DTensor and `shard` is(.|\n)*hint"
     ):
-        stepwell.OffloadAdamW(net.named_parameters(), shard=True)
+        stepwell.OffloadAdamW(net, shard=True)
 
 
 def fsdp_trains_as_one(reshard, clip_norm):
     net, whole = sharded_net(reshard_after_forward=reshard), make_net()
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, clip_norm=clip_norm)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, clip_norm=clip_norm)
     reference = stepwell.AdamW(whole.parameters(), lr=1e-2)
     norms = []
     for step in range(4):
@@ -180,7 +180,7 @@ def fsdp_trains_as_one(reshard, clip_norm):
 
 def shards_step_as_the_whole(dtype, moments):
     net, whole = sharded_net(dtype), make_net(dtype)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), lr=1e-2, moments=moments)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, moments=moments)
     reference = stepwell.AdamW(whole.parameters(), lr=1e-2, moments=moments)
     with torch.no_grad():
         for mine, expected in zip(net.parameters(), whole.parameters(), strict=True):
@@ -208,26 +208,26 @@ def shards_step_as_the_whole(dtype, moments):
 def fsdp_mixed_precision():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     nets = [sharded_net(mp_policy=policy) for _ in range(2)]
-    ours = stepwell.OffloadAdamW(nets[0].parameters(), lr=1e-2)
+    ours = stepwell.OffloadAdamW(nets[0], lr=1e-2)
     theirs = torch.optim.AdamW(nets[1].parameters(), lr=1e-2)
     assert train(nets[0], ours, 4) == pytest.approx(train(nets[1], theirs, 4), rel=1e-2)
 
 
 def steps_are_taken():
     net = sharded_net()
-    train(net, stepwell.OffloadAdamW(net.parameters()), 2)
+    train(net, stepwell.OffloadAdamW(net), 2)
 
 
 def checkpoint_resumes(folder, dtype, moments):
     net = sharded_net(dtype)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), lr=1e-2, moments=moments, seed=5)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, moments=moments, seed=5)
     train(net, optimizer, 3)
     model_state, optimizer_state = get_state_dict(net, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
     resumed_net = sharded_net(dtype)
     for param in resumed_net.parameters():
         torch.nn.init.ones_(param)
-    resumed = stepwell.OffloadAdamW(resumed_net.parameters(), lr=1e-2, moments=moments)
+    resumed = stepwell.OffloadAdamW(resumed_net, lr=1e-2, moments=moments)
     model_state, optimizer_state = get_state_dict(resumed_net, resumed)
     assert all(state["step"] == 0 for state in resumed.state.values())
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -241,14 +241,14 @@ def checkpoint_resumes(folder, dtype, moments):
 
 def full_state_dict_round_trip(moments):
     net = sharded_net(torch.bfloat16)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), moments=moments)
+    optimizer = stepwell.OffloadAdamW(net, moments=moments)
     train(net, optimizer, 2)
     options = StateDictOptions(full_state_dict=True)
     packed = get_optimizer_state_dict(net, optimizer, options=options)
     packed = [packed if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(packed)
     other_net = sharded_net(torch.bfloat16)
-    other = stepwell.OffloadAdamW(other_net.parameters(), moments=moments)
+    other = stepwell.OffloadAdamW(other_net, moments=moments)
     set_optimizer_state_dict(other_net, other, packed[0], options=options)
     mine, theirs = local_snapshot(optimizer), local_snapshot(other)
     keys = {key for key in mine if key[1] != "param"}
@@ -257,7 +257,7 @@ def full_state_dict_round_trip(moments):
 
 def nonfinite_on_one_rank(nonfinite):
     net = sharded_net(torch.bfloat16)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), nonfinite=nonfinite)
+    optimizer = stepwell.OffloadAdamW(net, nonfinite=nonfinite)
     train(net, optimizer, 1)
     if dist.get_rank() == 1:
         net.first.weight.grad.to_local()[0, 0] = torch.inf
@@ -274,7 +274,7 @@ def nonfinite_on_one_rank(nonfinite):
 
 def error_on_one_rank():
     net = sharded_net()
-    optimizer = stepwell.OffloadAdamW(net.parameters())
+    optimizer = stepwell.OffloadAdamW(net)
     train(net, optimizer, 1)
     if dist.get_rank() == 0:
         optimizer.param_groups[0]["lr"] = -1.0

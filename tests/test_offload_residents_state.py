@@ -228,7 +228,7 @@ def test_distributed_state_dicts_bring_all_of_the_state(dtype: torch.dtype, flat
 def test_a_state_dict_has_rows_whatever_strides_the_program_gave_a_parameter() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(DEVICE, torch.bfloat16)
-    optimizer = OffloadAdamW(model.parameters(), device_bytes_max=ALL)
+    optimizer = OffloadAdamW(model, device_bytes_max=ALL)
     for _ in range(3):
         model(torch.randn(2, 3, 5, 5).to(DEVICE, torch.bfloat16)).square().sum().backward()
         optimizer.step()

@@ -194,7 +194,7 @@ def test_the_kernel_of_a_gpu_has_the_bits_of_the_host(dtype: torch.dtype, fracti
         (model, Deferred(interval=3, fraction=fraction, reselect=3)),
         (copy.deepcopy(model), None),
     ):
-        optimizer = OffloadAdamW(each.parameters(), lr=1e-2, weight_decay=0.1, deferred=how)
+        optimizer = OffloadAdamW(each, lr=1e-2, weight_decay=0.1, deferred=how)
         for step in range(1, 9):
             x = torch.zeros(2, 1531, device="cuda", dtype=dtype)
             each(x).sum().backward()
@@ -221,9 +221,7 @@ def test_four_dimensions_have_channels_like_two() -> None:
     for deferred in (None, Deferred(interval=4, fraction=1.0), Deferred(interval=3, fraction=0.3)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 9, (3, 2)), nn.Conv2d(9, 5, 3)).to(DEVICE)
-        optimizer = OffloadAdamW(
-            model.named_parameters(), lr=1e-2, clip_norm=1.0, threads=1, deferred=deferred
-        )
+        optimizer = OffloadAdamW(model, lr=1e-2, clip_norm=1.0, threads=1, deferred=deferred)
         for step in range(14):
             model(torch.zeros(1, 3, 8, 8, device=DEVICE)).sum().backward()
             for index, param in enumerate(model.parameters()):
@@ -275,7 +273,7 @@ def test_nothing_selected_takes_nothing_and_changes_nothing() -> None:
     (model, optimizer), _ = pair(deferred)
     other = copy.deepcopy(model)
     other_optimizer = OffloadAdamW(
-        other.parameters(), lr=1e-2, weight_decay=0.1, clip_norm=1.0, deferred=Deferred(interval=2)
+        other, lr=1e-2, weight_decay=0.1, clip_norm=1.0, deferred=Deferred(interval=2)
     )
     assert train(model, optimizer, range(8)) == train(other, other_optimizer, range(8))
     assert optimizer._engine is not None and optimizer._engine.selector is None
@@ -543,7 +541,7 @@ def test_a_default_dtype_changes_nothing(dtype: torch.dtype) -> None:
     default, runs = torch.get_default_dtype(), []
     for while_stepping in (dtype, default):
         model = model_of()
-        optimizer = OffloadAdamW(model.parameters(), deferred=deferred)
+        optimizer = OffloadAdamW(model, deferred=deferred)
         for step in range(6):
             loss_of(model, step).backward()
             torch.set_default_dtype(while_stepping)

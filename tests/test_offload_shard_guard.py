@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from stepwell.offload import shard_guard
-from stepwell.offload.shard_guard import ShardGuard
+from stepwell.access import guard, shard_guard
+from stepwell.access.guard import Forwards
+from stepwell.access.shard_guard import ShardGuard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
@@ -24,7 +25,7 @@ def mesh(tmp_path_factory):
     dist.destroy_process_group()
 
 
-class Uploads:
+class Uploads(guard.Uploads):
     """Notes what is waited for."""
 
     def __init__(self):
@@ -50,7 +51,7 @@ class Case:
         ]
         self.params = [self.plain, *self.shards]
         self.uploads = Uploads()
-        self.guard = ShardGuard(self.params, self.uploads, None, modules(self.shards))
+        self.guard = ShardGuard(self.params, self.uploads, Forwards(), modules(self.shards))
 
     def under_way(self):
         found = [self.guard.is_under_way(param) for param in self.params]

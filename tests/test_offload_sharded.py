@@ -28,8 +28,8 @@ def same_as_unsharded(dtype, moments):
     nets = [make(dtype), make(dtype)]
     ddps = [DistributedDataParallel(net) for net in nets]
     options = {"lr": 1e-2, "clip_norm": 0.5, "moments": moments}
-    ours = stepwell.OffloadAdamW(nets[0].named_parameters(), shard=True, **options)
-    theirs = stepwell.OffloadAdamW(nets[1].named_parameters(), **options)
+    ours = stepwell.OffloadAdamW(nets[0], shard=True, **options)
+    theirs = stepwell.OffloadAdamW(nets[1], **options)
     assert train(ddps[0], ours, 4) == train(ddps[1], theirs, 4)
     assert ours._gate.is_open
     ours.synchronize()
@@ -55,8 +55,8 @@ def even_rows():
     """What all ranks have in one piece each, of one size, comes by one collective."""
     nets = [make(kind=partial(torch.nn.Linear, 96, 4096, bias=False)) for _ in range(2)]
     ddps = [DistributedDataParallel(net) for net in nets]
-    ours = stepwell.OffloadAdamW(nets[0].parameters(), lr=1e-2, shard=True)
-    theirs = stepwell.OffloadAdamW(nets[1].parameters(), lr=1e-2)
+    ours = stepwell.OffloadAdamW(nets[0], lr=1e-2, shard=True)
+    theirs = stepwell.OffloadAdamW(nets[1], lr=1e-2)
     assert train(ddps[0], ours, 2) == train(ddps[1], theirs, 2)
     assert torch.equal(nets[0].weight, nets[1].weight)
     timing = ours.timing
@@ -71,7 +71,7 @@ def test_rows_may_be_dealt_out_evenly(two):
 
 def rows_are_dealt_out():
     net = make(torch.bfloat16)
-    optimizer = stepwell.OffloadAdamW(DistributedDataParallel(net).parameters(), shard=True)
+    optimizer = stepwell.OffloadAdamW(DistributedDataParallel(net), shard=True)
     net(batch(0, 0, torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.synchronize()
@@ -142,7 +142,7 @@ def differences_are_errors():
     rank = dist.get_rank()
     # Weights of another seed, without DDP.
     net = make(seed=rank)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
     for param in net.parameters():
         param.grad = torch.ones_like(param)
     with pytest.raises(ValueError, match=r"`up.weight`.*not the same on all ranks(.|\n)*hint"):
@@ -172,13 +172,11 @@ def differences_are_errors():
         optimizer.step()
     optimizer.clip_norm = None
     # Where one skips a step, the other would gather its weights.
-    other = stepwell.OffloadAdamW(
-        net.parameters(), nonfinite="propagate" if rank else "skip", shard=True
-    )
+    other = stepwell.OffloadAdamW(net, nonfinite="propagate" if rank else "skip", shard=True)
     with pytest.raises(ValueError, match="nonfinite"):
         other.step()
     # Other dither on one rank: a checkpoint has one seed.
-    coded = stepwell.OffloadAdamW(net.parameters(), moments="q8", seed=rank, shard=True)
+    coded = stepwell.OffloadAdamW(net, moments="q8", seed=rank, shard=True)
     with pytest.raises(ValueError, match=r"seed(.|\n)*hint"):
         coded.step()
     net.up.bias.grad[0] = torch.inf
@@ -206,7 +204,7 @@ def differences_are_errors():
     optimizer.step()
     # State that one rank has loaded.
     whole = optimizer.full_state_dict(rank=None)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
     if not rank:
         optimizer.load_state_dict(whole)
     with pytest.raises(ValueError, match="different numbers of steps"):
@@ -226,7 +224,7 @@ def gradient_of_a_frozen_parameter():
     rank = dist.get_rank()
     net = make()
     net.up.bias.requires_grad_(False)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), model=net, lr=1e-2, shard=True)
     for param in net.parameters():
         param.grad = torch.ones_like(param) if rank or param.requires_grad else None
     told = r"`up.bias`.*frozen" if rank else "another rank could not step"
@@ -244,8 +242,8 @@ def accesses():
     for model in (net, other):
         model.up.bias.requires_grad_(False)
     ddp, other_ddp = DistributedDataParallel(net), DistributedDataParallel(other)
-    ours = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
-    theirs = stepwell.OffloadAdamW(other.named_parameters(), lr=1e-2)
+    ours = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
+    theirs = stepwell.OffloadAdamW(other, lr=1e-2)
     for step in range(3):
         for model, optimizer in ((ddp, ours), (other_ddp, theirs)):
             with model.no_sync():
@@ -263,9 +261,9 @@ def accesses():
     for mine, expected in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, expected)
     with pytest.raises(ValueError, match=r"`shard` and `deferred`(.|\n)*hint"):
-        stepwell.OffloadAdamW(net.parameters(), shard=True, deferred=stepwell.offload.Deferred())
+        stepwell.OffloadAdamW(net, shard=True, deferred=stepwell.offload.Deferred())
     with pytest.raises(ValueError, match=r"`accumulate` is `host`(.|\n)*hint"):
-        stepwell.OffloadAdamW(net.parameters(), shard=True, accumulate="host")
+        stepwell.OffloadAdamW(net, shard=True, accumulate="host")
     with pytest.raises(TypeError, match=r"this rank's share(.|\n)*hint"):
         torch.save(ours.state_dict(), io.BytesIO())
     with pytest.raises(ValueError, match=r"decoded_state_dict(.|\n)*hint"):
@@ -279,7 +277,7 @@ def test_accesses_accumulation_and_frozen_parameters(two):
 def frozen_and_written():
     nets = make(), make()
     for net, options in zip(nets, ({"shard": True}, {}), strict=True):
-        optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, **options)
+        optimizer = stepwell.OffloadAdamW(net, lr=1e-2, **options)
         for step in range(6):
             net.up.weight.requires_grad_(step not in (2, 3))
             optimizer.zero_grad()
@@ -302,7 +300,7 @@ def test_writes_through_data_to_frozen_parameters_count(two):
 
 def save(folder, moments):
     net = make(torch.bfloat16)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True, moments=moments)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True, moments=moments)
     ddp = DistributedDataParallel(net)
     train(ddp, optimizer, 2)
     assert save_checkpoints(folder, net, optimizer) == (dist.get_rank() == 0)
@@ -315,9 +313,7 @@ def load(folder, moments):
     found = []
     for kind, shard in (("dcp", True), ("dcp", alone), ("whole", True), ("whole", alone)):
         net = make(torch.bfloat16, seed=7)
-        optimizer = stepwell.OffloadAdamW(
-            net.named_parameters(), lr=1e-2, shard=shard, moments=moments
-        )
+        optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=shard, moments=moments)
         load_checkpoint(folder, kind, net, optimizer)
         found.append(resumed_bits(net, optimizer))
     return found
@@ -334,7 +330,9 @@ def test_resumes_at_another_number_of_ranks(two, tmp_path, moments):
 def frozen_at_first(shard, whole, moments):
     net = make(torch.bfloat16, seed=3)
     net.up.requires_grad_(False)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, moments=moments, shard=shard)
+    optimizer = stepwell.OffloadAdamW(
+        net.named_parameters(), model=net, lr=1e-2, moments=moments, shard=shard
+    )
     optimizer.load_state_dict(whole)
     return net, optimizer
 
@@ -342,7 +340,7 @@ def frozen_at_first(shard, whole, moments):
 def state_of_a_frozen_layer(folder, saved_as, moments):
     """Loaded state of a layer that is frozen from the beginning is kept, and good once it thaws."""
     net = make(torch.bfloat16)
-    trained = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, moments=saved_as)
+    trained = stepwell.OffloadAdamW(net, lr=1e-2, moments=saved_as)
     train(DistributedDataParallel(net), trained, 2)
     whole = trained.state_dict()
     (ours_net, ours), (theirs_net, theirs) = (
@@ -381,10 +379,10 @@ def test_loaded_state_of_a_frozen_layer_is_kept(two, tmp_path, saved_as, moments
 def rows_of_a_frozen_layer():
     """They are dealt out by a load that succeeds, for as long as the layer is in a group."""
     net = make()
-    trained = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2)
+    trained = stepwell.OffloadAdamW(net, lr=1e-2)
     train(DistributedDataParallel(net), trained, 1)
     net.up.requires_grad_(False)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net.named_parameters(), model=net, lr=1e-2, shard=True)
     shares = optimizer._sharding.shares
     dealt_out = list(shares)
     whole = trained.state_dict()

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from optim_ranks import Net
 from sharded_models import batch, make, train_alike, wrap_core
+from stepwell.access.guard import WeightGuard
 from stepwell.offload import gathering
 from stepwell.offload import peers as peers_module
-from stepwell.offload.guard import WeightGuard
 from stepwell.offload.peers import Peers, StepFacts
 from stepwell.offload.ranks import Call, WholeWorld
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +32,7 @@ SECONDS_MAX = 20
 def with_core(kind):
     """A model, its optimizer, and the `kind` that its gathering thread has as the engine's core."""
     net = make(kind=Net)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
     return net, optimizer, wrap_core(optimizer, kind)
 
 
@@ -138,7 +138,7 @@ def left_between(place):
     """One rank raises between two calls of all ranks; or all do."""
     rank = dist.get_rank()
     net = make(kind=Net)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
     found = []
     for raising in ((), (0, 1), (1,), (1,)):
         with pytest.MonkeyPatch.context() as patched:
@@ -175,7 +175,7 @@ def test_a_rank_that_leaves_a_step_is_named_to_the_others(two, place):
 
 def whole_state_on_one_rank():
     net = make(kind=Net)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), shard=True)
+    optimizer = stepwell.OffloadAdamW(net, shard=True)
     train_alike(net, optimizer)
     calls = [optimizer.full_state_dict, optimizer.step]
     for param in net.parameters():
@@ -193,7 +193,7 @@ def test_the_whole_state_is_a_call_of_all_ranks(two):
 def uneven_batches(*, throws):
     net = make(kind=Net)
     ddp = DistributedDataParallel(net)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), shard=True)
+    optimizer = stepwell.OffloadAdamW(ddp, shard=True)
     steps = 0
     with ddp.join(throw_on_early_termination=throws):
         for _ in range(2 + dist.get_rank()):
@@ -217,7 +217,7 @@ def test_uneven_batches_are_refused(two):
 
 def forked_children():
     net = make(kind=Net)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), shard=True)
+    optimizer = stepwell.OffloadAdamW(net, shard=True)
     peers = optimizer._sharding.peers
     children = []
     for is_over in (False, True):
@@ -585,7 +585,7 @@ def test_what_is_collected_on_the_gathering_thread_waits_for_it_later():
 
 def one_rank_dies():
     net = make(kind=Net)
-    optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
     for _ in range(2):
         for param in net.parameters():
             param.grad = torch.ones_like(param)
@@ -617,7 +617,7 @@ def closed():
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(gathering._GatherThread, "run", late)
         net = make(kind=Net)
-        optimizer = stepwell.OffloadAdamW(net.named_parameters(), lr=1e-2, shard=True)
+        optimizer = stepwell.OffloadAdamW(net, lr=1e-2, shard=True)
         train_alike(net, optimizer)
         del optimizer
         gc.collect()

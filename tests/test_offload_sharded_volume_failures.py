@@ -128,9 +128,7 @@ def left_before(drives):
     net = make(DTYPE)
     if dist.get_rank():
         with pytest.raises(ValueError, match="lr"):
-            stepwell.OffloadAdamW(
-                net.parameters(), lr=-1.0, shard=True, tier=stepwell.Volume(drives)
-            )
+            stepwell.OffloadAdamW(net, lr=-1.0, shard=True, tier=stepwell.Volume(drives))
     else:
         with pytest.raises(OSError, match="rank 1 has left"):
             on_volume(net, drives)

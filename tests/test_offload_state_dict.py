@@ -39,9 +39,7 @@ def test_resuming_is_as_if_never_stopped(dtype, moments, order, used):
     with torch.no_grad():
         for param in resumed_net.parameters():
             param.zero_()
-    resumed = stepwell.OffloadAdamW(
-        resumed_net.named_parameters(), lr=0.5, moments=moments, clip_norm=1.0
-    )
+    resumed = stepwell.OffloadAdamW(resumed_net, lr=0.5, moments=moments, clip_norm=1.0)
     if used:
         train(resumed_net, resumed, 2)
     if order == "optimizer-first":
@@ -75,7 +73,7 @@ def test_goes_on_where_torchs_adamw_was_and_back(dtype):
     reference = torch.optim.AdamW(net.named_parameters(), lr=1e-2)
     train(net, reference, 3)
     twin = copy.deepcopy(net)
-    optimizer = stepwell.OffloadAdamW(twin.named_parameters(), lr=0.5)
+    optimizer = stepwell.OffloadAdamW(twin, lr=0.5)
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
     assert optimizer.param_groups[0]["lr"] == 1e-2
     for index, param in enumerate(twin.parameters()):
@@ -141,7 +139,7 @@ def test_distributed_checkpoint_resumes_exactly(tmp_path, dtype, moments):
         {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=tmp_path, no_dist=True
     )
     resumed_net = small(dtype)
-    resumed = stepwell.OffloadAdamW(resumed_net.named_parameters(), lr=1e-2, moments=moments)
+    resumed = stepwell.OffloadAdamW(resumed_net, lr=1e-2, moments=moments)
     with torch.no_grad():
         for param in resumed_net.parameters():
             param.fill_(1.0)
@@ -168,7 +166,7 @@ def test_full_state_dict(moments):
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     packed = copy.deepcopy(get_optimizer_state_dict(net, optimizer, options=options))
     twin = copy.deepcopy(net)
-    other = stepwell.OffloadAdamW(twin.named_parameters(), moments=moments)
+    other = stepwell.OffloadAdamW(twin, moments=moments)
     set_optimizer_state_dict(twin, other, packed, options=options)
     assert_equal((net, optimizer), (twin, other))
 

@@ -110,7 +110,7 @@ def test_memory_of_state_is_counted_once():
 
 def test_nothing_is_under_way_after_synchronize():
     net = small()
-    optimizer = stepwell.OffloadAdamW(net.parameters())
+    optimizer = stepwell.OffloadAdamW(net)
     for step in range(2):
         loss_of(net, step).backward()
         optimizer.step()
@@ -122,7 +122,7 @@ def test_nothing_is_under_way_after_synchronize():
 def test_a_weight_whose_memory_others_hold_is_there_after_the_step():
     net = small()
     weight = net[0].weight
-    optimizer = stepwell.OffloadAdamW(net.parameters(), lr=1e-2)
+    optimizer = stepwell.OffloadAdamW(net, lr=1e-2)
     train(net, optimizer, 2)
     optimizer.synchronize()
     optimizer._engine._core = LateEngine(optimizer._engine._core)
@@ -133,14 +133,10 @@ def test_a_weight_whose_memory_others_hold_is_there_after_the_step():
     assert not torch.equal(kept, before)
 
 
-@pytest.mark.parametrize("seen", ["forwards", "asked not to", "in no module"])
+@pytest.mark.parametrize("seen", ["forwards", "no model"])
 def test_a_step_waits_for_weights_where_no_forward_does(seen):
     net = small()
-    params = list(net.parameters())
-    if seen == "in no module":
-        params.append(torch.nn.Parameter(torch.ones(3)))
-    gate = "step" if seen == "asked not to" else "module"
-    optimizer = stepwell.OffloadAdamW(params, gate=gate)
+    optimizer = stepwell.OffloadAdamW(net.parameters(), model=None if seen == "no model" else net)
     train(net, optimizer, 2)
     optimizer.synchronize()
     optimizer._engine._core = late = LateEngine(optimizer._engine._core)
@@ -153,7 +149,7 @@ def test_a_step_waits_for_weights_where_no_forward_does(seen):
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_are_cleared_as_in_torch(accumulate, set_to_none):
     net = small()
-    optimizer = stepwell.OffloadAdamW(net.parameters(), accumulate=accumulate)
+    optimizer = stepwell.OffloadAdamW(net, accumulate=accumulate)
     loss_of(net, 0).backward()
     optimizer.zero_grad(set_to_none)
     for param in net.parameters():
@@ -163,7 +159,7 @@ def test_gradients_are_cleared_as_in_torch(accumulate, set_to_none):
 
 def test_a_step_that_has_failed_is_told_where_a_group_is_added(monkeypatch):
     net = small()
-    optimizer = stepwell.OffloadAdamW(net.parameters())
+    optimizer = stepwell.OffloadAdamW(net.parameters(), model=net)
     train(net, optimizer, 1)
     error = OSError("the device has failed")
     monkeypatch.setattr(optimizer._engine, "synchronize", lambda: (_ for _ in ()).throw(error))
@@ -173,7 +169,7 @@ def test_a_step_that_has_failed_is_told_where_a_group_is_added(monkeypatch):
 
 def test_the_parts_of_a_step_take_no_longer_than_it():
     net = small()
-    optimizer = stepwell.OffloadAdamW(net.parameters())
+    optimizer = stepwell.OffloadAdamW(net)
     for step in range(2):
         loss_of(net, step).backward()
         began = time.perf_counter()
@@ -196,9 +192,7 @@ def test_a_parameter_that_has_left_its_group_takes_no_memory():
 def test_steps_are_exact_once_an_access_was_compiled():
     """No wait is seen from then on, so nothing may be pending."""
     model = small()
-    optimizer = stepwell.OffloadAdamW(
-        model.named_parameters(), deferred=stepwell.Deferred(interval=2)
-    )
+    optimizer = stepwell.OffloadAdamW(model, deferred=stepwell.Deferred(interval=2))
     train(model, optimizer, 4)
     assert optimizer._engine.has_pending()
     optimizer._gate.guard.was_compiled = True
@@ -214,7 +208,8 @@ def test_parameters_may_share_a_count_of_writes(caplog, options):
     runs = []
     for parts in (flat.clone().split(3), [part.clone() for part in flat.split(3)]):
         params = [torch.nn.Parameter(part) for part in parts]
-        optimizer = stepwell.OffloadAdamW(params, lr=0.1, **options)
+        model = torch.nn.ParameterList(params)
+        optimizer = stepwell.OffloadAdamW(params, lr=0.1, model=model, **options)
         for step in range(4):
             for index, param in enumerate(params):
                 param.grad = torch.full_like(param, float(step - index))

@@ -47,10 +47,18 @@ def llama(dtype):
 
 
 def trainer_of(
-    folder, kind=stepwell.OffloadAdamW, dtype=torch.float32, folded=True, options=None, **arguments
+    folder,
+    kind=stepwell.OffloadAdamW,
+    dtype=torch.float32,
+    folded=True,
+    gives_model=True,
+    options=None,
+    **arguments,
 ):
     model = llama(dtype)
-    optimizer = kind(model.named_parameters(), lr=1e-2, weight_decay=0.0, **(options or {}))
+    is_given = gives_model and kind is stepwell.OffloadAdamW
+    params = model if is_given else model.named_parameters()
+    optimizer = kind(params, lr=1e-2, weight_decay=0.0, **(options or {}))
     arguments = {
         "max_steps": STEPS,
         "per_device_train_batch_size": 4,
@@ -165,16 +173,16 @@ def test_resumes_from_its_checkpoint_bit_for_bit(tmp_path, dtype, bf16):
 
 
 def test_evaluates_and_saves_what_was_stepped(tmp_path):
-    def run(gate):
+    def run(waits):
         trainer, _ = trainer_of(
-            tmp_path / gate, eval_strategy="steps", eval_steps=2, options={"gate": gate}
+            tmp_path / waits, eval_strategy="steps", eval_steps=2, gives_model=waits == "forwards"
         )
         trainer.train()
-        trainer.save_model(str(tmp_path / gate))
-        saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / gate)
+        trainer.save_model(str(tmp_path / waits))
+        saved = transformers.LlamaForCausalLM.from_pretrained(tmp_path / waits)
         return logged(trainer, "eval_loss"), [bits(param) for param in saved.parameters()]
 
-    (losses, params), (expected_losses, expected) = run("module"), run("step")
+    (losses, params), (expected_losses, expected) = run("forwards"), run("step")
     assert len(losses) == 3
     assert losses == expected_losses
     assert all(torch.equal(one, other) for one, other in zip(params, expected, strict=True))

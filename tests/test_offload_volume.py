@@ -54,7 +54,6 @@ def test_training_has_the_bits_of_training_in_memory(
         # Rounded up to blocks, and no divisor of a record.
         {"stripe_bytes": 5000},
         {"accumulate": "host"},
-        {"gate": "step"},
         {"accumulation_steps": 1},
     ],
     ids=str,
@@ -236,9 +235,7 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
     folders(tmp_path)
     monkeypatch.chdir(tmp_path)
     net = net_of()
-    optimizer = stepwell.OffloadAdamW(
-        net.named_parameters(), tier=stepwell.Volume(["drive0", "drive1"])
-    )
+    optimizer = stepwell.OffloadAdamW(net, tier=stepwell.Volume(["drive0", "drive1"]))
     monkeypatch.chdir("/")
     train(net, optimizer, 1)
     optimizer.synchronize()

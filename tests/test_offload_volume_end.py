@@ -28,7 +28,7 @@ def resumed(tmp_path, dtype, **options):
 def test_every_eighth_step_is_committed_and_the_first(tmp_path):
     net = net_of(torch.bfloat16)
     optimizer = stepwell.OffloadAdamW(
-        net.parameters(),
+        net,
         lr=1e-2,
         host_bytes_max=pinned_bytes(net) + (3 << 20),
         tier=stepwell.Volume(folders(tmp_path)),
@@ -281,7 +281,7 @@ def assert_resumes_whole(tmp_path, among):
     steps = optimizer.committed_steps
     assert steps in among
     twin = net_of(torch.bfloat16)
-    reference = stepwell.OffloadAdamW(twin.named_parameters(), lr=1e-2)
+    reference = stepwell.OffloadAdamW(twin, lr=1e-2)
     train(twin, reference, steps)
     assert all(
         torch.equal(bits(mine), bits(its))

@@ -181,7 +181,7 @@ def test_a_commit_that_failed_is_the_end(tmp_path, monkeypatch):
 def test_only_a_volume_that_commits_can_be_told_to(tmp_path):
     net = net_of()
     optimizers = [
-        OffloadAdamW(net.named_parameters(), lr=1e-3),
+        OffloadAdamW(net, lr=1e-3),
         on_volume(net, tmp_path, durability="none"),
     ]
     for optimizer in optimizers:

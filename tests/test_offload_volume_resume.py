@@ -108,7 +108,7 @@ def test_a_job_that_is_killed_goes_on_from_a_step_that_was_committed(tmp_path, s
     net = net_of(torch.bfloat16, seed=9)
     optimizer = on_volume(net, tmp_path, name="run", resume=True)
     twin = net_of(torch.bfloat16)
-    reference = stepwell.OffloadAdamW(twin.named_parameters(), lr=1e-2)
+    reference = stepwell.OffloadAdamW(twin, lr=1e-2)
     done = int(optimizer.state[net[0].weight]["step"])
     assert done >= steps - interval
     assert done % interval == 0

@@ -39,7 +39,7 @@ def test_a_state_dict_is_a_snapshot_and_resumes_exactly(tmp_path):
     assert train(net, optimizer, 3, first=3) == train(twin, reference, 3, first=3)
     assert_equal((net, optimizer), (twin, reference))
     other = net_of(torch.bfloat16, seed=5)
-    in_memory = stepwell.OffloadAdamW(other.named_parameters(), lr=0.5, moments="q8")
+    in_memory = stepwell.OffloadAdamW(other, lr=0.5, moments="q8")
     other.load_state_dict(net.state_dict())
     in_memory.load_state_dict(optimizer.state_dict())
     assert train(other, in_memory, 2, first=6) == train(twin, reference, 2, first=6)

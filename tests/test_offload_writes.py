@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from stepwell.offload.writes import Writes, Written, forget, remember
+from stepwell.access.writes import Writes, Written, forget, remember
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 

@@ -519,7 +519,7 @@ def test_channels_last_model_trains():
 def test_hint_for_a_channels_last_model_can_be_followed():
     net = conv()
     with pytest.raises(ValueError, match="contiguous_format") as error:
-        stepwell.OffloadAdamW(net.parameters())
+        stepwell.OffloadAdamW(net)
     expected = channels_last_losses(torch.optim.AdamW, conv(), lambda _: None)
     found = channels_last_losses(stepwell.OffloadAdamW, net, lambda net: follow(error, net))
     torch.testing.assert_close(found, expected)
@@ -528,7 +528,7 @@ def test_hint_for_a_channels_last_model_can_be_followed():
 def test_hint_for_a_model_made_channels_last_later_can_be_followed():
     net, other = conv(), conv()
     net.to(memory_format=torch.contiguous_format)
-    optimizer = stepwell.OffloadAdamW(net.parameters(), lr=0.1)
+    optimizer = stepwell.OffloadAdamW(net, lr=0.1)
     expected = stepwell.AdamW(other.parameters(), lr=0.1)
     step(optimizer, net.parameters())
     step(expected, other.parameters())

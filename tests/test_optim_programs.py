@@ -148,7 +148,7 @@ class Programs(RuleBasedStateMachine):
         for kind in (stepwell.AdamW, stepwell.OffloadAdamW):
             net = Net([weight.clone() for weight in weights])
             run = Run(net, None, [])
-            run.optimizer = self.made(kind, [{"params": run.params, **group}])
+            run.optimizer = self.made(kind, net, [{"params": run.params, **group}])
             self.runs.append(run)
         self.torch.add(self.host.params)
 
@@ -164,9 +164,12 @@ class Programs(RuleBasedStateMachine):
     def sums_on_host(self):
         return self.offload_options["accumulate"] == "host"
 
-    def made(self, kind, groups):
+    def made(self, kind, net, groups):
+        if kind is stepwell.AdamW:
+            return kind(groups, **self.options)
         offload = {**self.offload_options, "threads": 1}
-        return kind(groups, **self.options, **(offload if kind is stepwell.OffloadAdamW else {}))
+        model = net if offload.pop("gate") == "module" else None
+        return kind(groups, model=model, **self.options, **offload)
 
     def both(self, act):
         """Does the same to both, and returns what came of it, which has to be the same."""
@@ -552,6 +555,7 @@ class Programs(RuleBasedStateMachine):
             new = dict(zip(params, run.params, strict=True))
             run.optimizer = self.made(
                 type(run.optimizer),
+                run.net,
                 [{"params": [new[param] for param in group["params"]]} for group in groups],
             )
             run.optimizer.load_state_dict(packed)

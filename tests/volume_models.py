@@ -42,7 +42,7 @@ def on_volume(net, tmp_path, *, host_bytes=3 << 20, threads=2, num=2, lr=1e-2, *
     """
     volume = {name: options.pop(name) for name in VOLUME_OPTIONS if name in options}
     return stepwell.OffloadAdamW(
-        net.named_parameters(),
+        net,
         lr=lr,
         threads=threads,
         host_bytes_max=pinned_bytes(net) + host_bytes,
@@ -72,7 +72,7 @@ def pair(tmp_path, dtype=torch.float32, net=None, **options):
         for name, value in options.items()
         if name not in (*VOLUME_OPTIONS, "host_bytes", "num")
     }
-    reference = stepwell.OffloadAdamW(twin.named_parameters(), **{"lr": 1e-2, **plain})
+    reference = stepwell.OffloadAdamW(twin, **{"lr": 1e-2, **plain})
     return (net, on_volume(net, tmp_path, **options)), (twin, reference)
 
 

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, final
 
-__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "Look", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Store", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "build_info", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "instances_alive", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "write_state"]
+__all__ = ["CHECKSUM_SUMS", "CHUNK_LEN", "DRIVE_WEIGHT_MAX", "QUEUE_DEPTH", "QUEUE_DEPTH_MAX", "STATE_FORMAT", "STRIPE_BYTES", "STRIPE_BYTES_MAX", "__version__", "AdamTensor", "AddressSpace", "Buffer", "DeviceSteps", "Files", "GradStats", "Hyper", "Look", "MemberFile", "MemoryClaim", "OffloadEngine", "Pool", "Selectable", "StatePart", "Store", "Swap", "TensorView", "VolumePasses", "adam_rollback", "adam_step", "build_info", "check_volume", "choose_channels", "connect", "deferral_nbytes", "format_device", "free_memory_bytes", "grad_stats", "list_members", "master_parts", "moments_codecs", "moments_parts", "num_chunks", "places_of_ranks", "read_state", "remove_volume", "selection_nbytes", "stream_ceiling", "swap_buffers_nbytes", "system_info", "take_fingerprints", "write_state"]
 
 CHECKSUM_SUMS: Final[int]
 """
@@ -1390,18 +1390,6 @@ def grad_stats(grads: Sequence[TensorView], *, norm: bool = True, pool: Pool | N
 
     Raises:
         ValueError: for a dtype that gradients do not have.
-    """
-
-def instances_alive(classes: Sequence[type]) -> list[Any]:
-    """
-    The objects whose classes these are, as far as the collector knows them.
-
-    A class is told by its identity: an object is not asked for it, and a class needs no hash.
-    `gc.get_objects` in a program would hold tuples that other threads are making, which Python
-    then cannot end. Here no other thread runs while they are held.
-
-    Args:
-        classes: the classes. Those beneath them are others.
     """
 
 def list_members(drive: str | PathLike[str]) -> list[MemberFile]:

@@ -7,7 +7,6 @@ mod files;
 mod host;
 mod interrupt;
 mod logging;
-mod objects;
 mod offload;
 mod select;
 mod store;
@@ -34,8 +33,6 @@ mod _core {
         PyAddressSpace, PyBuffer, PyMemoryClaim, PyPool, build_info, connect, free_memory_bytes,
         num_chunks, places_of_ranks, stream_ceiling, system_info,
     };
-    #[pymodule_export]
-    use super::objects::instances_alive;
     #[pymodule_export]
     use super::offload::{PyOffloadEngine, py_deferral_nbytes};
     #[pymodule_export]

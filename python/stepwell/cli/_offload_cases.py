@@ -183,7 +183,7 @@ def _torch(workload: Workload, model: torch.nn.Module) -> Run:
 
 def _stepwell(
     moments: str,
-    gate: str = "module",
+    gives_model: bool = True,
     announces_steps: bool = True,
     interval: int | None = None,
     durability: Durability | None = None,
@@ -214,7 +214,7 @@ def _stepwell(
             if resident
             else 0,
             moments=moments,
-            gate=gate,
+            gives_model=gives_model,
             accumulation_steps=workload.accumulation if announces_steps else None,
             deferred=deferred,
             tier=tier,
@@ -224,12 +224,15 @@ def _stepwell(
     return prepare
 
 
-def stepwell_run(workload: Workload, model: torch.nn.Module, **options: Any) -> Run:
+def stepwell_run(
+    workload: Workload, model: torch.nn.Module, *, gives_model: bool = True, **options: Any
+) -> Run:
     """A run of OffloadAdamW with `options`."""
     from stepwell.offload import OffloadAdamW
 
     optimizer = OffloadAdamW(
         model.named_parameters(),
+        model=model if gives_model else None,
         lr=_LR,
         betas=_BETAS,
         eps=_EPS,
@@ -423,7 +426,7 @@ CASES: dict[str, Callable[[Workload, torch.nn.Module], Run]] = {
     "torch": _torch,
     "stepwell": _stepwell("fp32"),
     "stepwell q8": _stepwell("q8"),
-    "stepwell, gate=step": _stepwell("fp32", gate="step"),
+    "stepwell, no model": _stepwell("fp32", gives_model=False),
     "stepwell, untold": _stepwell("fp32", announces_steps=False),
     "stepwell, deferred=1": _stepwell("fp32", interval=1),
     "stepwell, deferred=2": _stepwell("fp32", interval=2),

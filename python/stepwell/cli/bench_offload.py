@@ -36,7 +36,7 @@ CASES = (
     "torch",
     "stepwell",
     "stepwell q8",
-    "stepwell, gate=step",
+    "stepwell, no model",
     "stepwell, untold",
     "stepwell, deferred=1",
     "stepwell, deferred=2",
@@ -163,7 +163,7 @@ def bench_offload(
 
     - `torch`: everything is on the GPU, with torch's fused AdamW.
     - `stepwell`: OffloadAdamW with fp32 moments; `stepwell q8`: with q8 moments.
-    - `stepwell, gate=step`: the next forward waits for all weights at once.
+    - `stepwell, no model`: `step()` waits for all weights at once.
     - `stepwell, untold`: `accumulation_steps` is not given.
     - `stepwell, deferred=4`: updates are deferred; each part of the model is stepped in every
       fourth step. Other numbers of steps, and q8 moments, likewise. `fraction=0.1`: a tenth of the

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from stepwell import _state
 from stepwell._checks import choice, count, flag, nbytes, optional
-from stepwell.offload.options import Accumulate, GateMode
+from stepwell.offload.options import Accumulate
 from stepwell.offload.volume import Volume
 
 __all__ = ["Options", "options_of", "said", "with_unpinned_weights", "written"]
@@ -71,7 +71,7 @@ class Options:
         for name in ("engine", "zenflow"):
             flag(getattr(self, name), f"`stepwell.{name}`", expected="true or false")
         optional(choice, self.moments, "`stepwell.moments`", _state.MOMENTS)
-        choice(self.gate, "`stepwell.gate`", get_args(GateMode))
+        choice(self.gate, "`stepwell.gate`", ("module", "step"))
         choice(self.accumulate, "`stepwell.accumulate`", get_args(Accumulate))
         choice(self.fetch, "`stepwell.fetch`", _FETCH)
         optional(count, self.threads, "`stepwell.threads`")

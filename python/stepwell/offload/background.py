@@ -1,7 +1,7 @@
 """What steps in the background: an engine, and the gate in front of forwards.
 
-- Both are made when they are first needed, for the parameters that there are by then. They end when
-  the parameters change: an engine is made for a fixed list.
+- An engine is made when it is first needed, for the parameters that there are by then. It ends when
+  the parameters change: it is made for a fixed list. The gate stays.
 - From the beginning of a step to `release` the program may not write gradients. So what an error or
   Ctrl-C has left unreleased stays known until something releases it.
 - Waits go through the gate where there is one: it knows which weights are under way.
@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from typing import TYPE_CHECKING
 
 from stepwell._sharding import is_dtensor
+from stepwell.access.gate import LANDING_BYTES_MAX, Gate
 from stepwell.offload.engine import Engine
-from stepwell.offload.forwards import Forwards
-from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
 from stepwell.offload.rank_engine import RankEngine
 
 if TYPE_CHECKING:
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
     from stepwell.offload.collector import Collector
     from stepwell.offload.host_side import HostSide
-    from stepwell.offload.options import GateMode
     from stepwell.offload.sharding import Sharding
 
 __all__ = ["Background"]
+
+_LOGGER = logging.getLogger(__name__)
 
 # How long the end of the program waits for the call of `step` of another thread.
 _OTHER_STEP_S_MAX = 10.0
@@ -43,8 +44,7 @@ class Background:
         host: the host side of the parameters.
         collector: brings gradients there.
         sharding: the ranks that share steps; None: none does.
-        gate_mode: what waits for new weights, as `OffloadAdamW` has it.
-        threads: workers that step, likewise.
+        threads: workers that step, as `OffloadAdamW` has it.
     """
 
     def __init__(
@@ -53,7 +53,6 @@ class Background:
         collector: Collector,
         sharding: Sharding | None,
         *,
-        gate_mode: GateMode,
         threads: int | None,
     ) -> None:
         self._host = host
@@ -61,16 +60,23 @@ class Background:
         self._collector = collector
         self._sharding = sharding
         self._deferred = host.deferred
-        self._gate_mode = gate_mode
         self._threads = threads
         # Of all engines that there will be: one may be made, or closed, by the thread that has it.
         self._lock = threading.RLock()
         self.engine: Engine | None = None
         """None: it was not needed yet, or was closed."""
         self.gate: Gate | None = None
-        """None: there is no engine, or forwards do not wait."""
-        # Of deferred updates, once state was loaded or an engine was closed, until there is a gate.
-        self._forwards: Forwards | None = None
+        """None: no model is given, or there is no engine."""
+        self._gate: Gate | None = None
+        self._has_told = False
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Has forwards of this model wait for the weights that they need."""
+        self._gate = Gate(
+            model,
+            self._twins,
+            wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
+        )
 
     # ---- from the first need to the end ----
 
@@ -83,7 +89,6 @@ class Background:
         if self.engine is None:
             device, twins, swapped = self._host.device, self._twins, self._host.swapped
             engine: Engine
-            confirm = None
             if self._sharding is None:
                 engine = Engine(
                     device,
@@ -97,23 +102,16 @@ class Background:
                     lock=self._lock,
                 )
             else:
-                engine = ranked = RankEngine(
+                engine = RankEngine(
                     self._sharding, device, twins, twins, self._threads, swapped, self._lock
                 )
-                confirm = ranked.confirm
-            gate = None
-            if self._is_gated:
-                gate = Gate(
-                    twins,
-                    engine,
-                    self.release,
-                    engine.settle,
-                    confirm=confirm,
-                    has_pending=engine.has_pending,
-                    wait_bytes_max=0 if self._deferred is None else LANDING_BYTES_MAX,
-                    called=self._end_forwards(),
-                )
-            self.engine, self.gate, self._forwards = engine, gate, None
+            gate = self._gate
+            # What is deferred is applied by each rank for itself; its forwards are collective.
+            if self._deferred is not None and any(is_dtensor(param) for param in twins):
+                gate = None
+            if gate is not None:
+                gate.attach(twins, engine)
+            self.engine, self.gate = engine, gate
         return self.engine
 
     @property
@@ -124,28 +122,7 @@ class Background:
     @property
     def sees_forwards(self) -> bool:
         """Whether forwards are seen, and so every other look at a weight."""
-        gate = self.open_gate
-        return gate is not None and not gate.guard.was_compiled
-
-    @property
-    def _is_gated(self) -> bool:
-        """Whether forwards wait, where they can be seen."""
-        # What is deferred is applied by each rank for itself; its forwards are collective.
-        is_sharded = any(is_dtensor(param) for param in self._twins)
-        return self._gate_mode == "module" and not (is_sharded and self._deferred is not None)
-
-    def note_forwards(self) -> None:
-        """Until there is a gate: has it know the forwards before the step that makes it.
-
-        Where updates are deferred. So a run that is resumed in a new process sees the same looks at
-        weights as the run that went on.
-        """
-        if self._deferred is not None and self.gate is None and self._is_gated:
-            self._forwards = Forwards(self._twins, self._end_forwards())
-
-    def _end_forwards(self) -> Sequence[torch.nn.Module]:
-        """Notes forwards no more. Returns the modules that they have called."""
-        return () if self._forwards is None else self._forwards.end()
+        return self.open_gate is not None
 
     def idle(self) -> Engine:
         """The engine, which may take gradients: its step is over, unless updates are deferred.
@@ -169,8 +146,8 @@ class Background:
         # The engine unpins the host sides.
         self._collector.wait()
         gate, self.gate, self.engine = self.gate, None, None
-        if gate is not None and self._deferred is not None:
-            self._forwards = Forwards(self._twins, gate.called)
+        if gate is not None:
+            gate.detach()
         # What the engine has copied is gone with it.
         self._collector.reset()
 
@@ -203,7 +180,8 @@ class Background:
             OSError: the step failed in the background.
         """
         if self.engine is not None:
-            step = 0 if self.gate is None else self.gate.guard.num_steps
+            guard = None if self.gate is None else self.gate.guard
+            step = 0 if guard is None else guard.num_steps
             self.engine.settle()
             self.engine.synchronize()
             # Not for a signal's handler that comes while a step is being submitted: the weights of
@@ -228,7 +206,7 @@ class Background:
             self._lock.release()
 
     def exposed(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose weights can be reached without an access that the gate sees.
+        """Those of `params` whose weights can be reached without a use that the gate sees.
 
         There is a gate.
         """
@@ -261,8 +239,14 @@ class Background:
         """Once a step was submitted: waits for the weights that no forward waits for."""
         if (gate := self.open_gate) is not None:
             gate.wait_for_uncovered()
-        else:
-            self.finish()
+            return
+        if self._gate is None and self.engine is not None and not self._has_told:
+            self._has_told = True
+            _LOGGER.warning(
+                "step() waits for all new weights, since no model is given whose forwards could. "
+                "hint: OffloadAdamW(model, ...), or model=model beside parameters"
+            )
+        self.finish()
 
     def discard(self) -> None:
         """Once a step was skipped or refused: forgets what was copied for it.

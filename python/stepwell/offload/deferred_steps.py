@@ -52,7 +52,8 @@ class DeferredSteps:
                 self._has_warned = True
                 self._warn(
                     "updates are not deferred, and every step is exact: forwards cannot be seen "
-                    "(torch.compile, DTensor, a CUDA graph, or parameters in no module)"
+                    "(no model is given, torch.compile, DTensor, or a CUDA graph). "
+                    "hint: OffloadAdamW(model, ...), or model=model beside parameters"
                 )
             return False
         return step > self._warmup_steps

@@ -22,12 +22,13 @@ import torch
 
 from stepwell import _core
 from stepwell._sharding import is_dtensor, local
+from stepwell.access.guard import Uploads
+from stepwell.access.under_way import without_waiting
 from stepwell.offload.budget import note_pinned
 from stepwell.offload.checksums import sums_of
 from stepwell.offload.contents import Contents
 from stepwell.offload.deferred import Extents, deferred_core
 from stepwell.offload.selection import Selector
-from stepwell.offload.under_way import as_plain
 from stepwell.offload.wait_order import WaitOrder
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Submitted(NamedTuple):
     """Of these the ones whose fingerprints it verifies, and takes."""
 
 
-class Engine:
+class Engine(Uploads):
     """Steps `params`, whose host sides are `twins`, beside `device`.
 
     Args:
@@ -436,7 +437,7 @@ class Engine:
         self._wait_for_submit_stream()
         self.finish()
         params = self.pending_params
-        with as_plain(params), torch.no_grad():
+        with without_waiting(), torch.no_grad():
             pending = set(map(id, params))
             written = [param for param in self.contents.written() if id(param) in pending]
             torch.autograd.graph.increment_version(params)

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from stepwell.access.finalizers import finalize, postponed
 from stepwell.offload.engine import stream_of
-from stepwell.offload.finalizers import finalize, postponed
 from stepwell.offload.peers import failed_on, left_here, wait_for_work, why_lost
 
 if TYPE_CHECKING:

@@ -33,6 +33,8 @@ from stepwell._checks import count, nbytes, optional, positive
 from stepwell._decision import Facts, Nonfinite, Outcome, decide
 from stepwell._hyper import hyper_of
 from stepwell._sharding import PLAIN, greatest, is_dtensor, local
+from stepwell.access.gate import remove
+from stepwell.access.guard import clear_grads
 from stepwell.offload import sharded_state
 from stepwell.offload.background import Background
 from stepwell.offload.budget import GIB
@@ -44,11 +46,9 @@ from stepwell.offload.gradients import (
     memories_of,
     piece_of,
 )
-from stepwell.offload.guard import clear_grads
 from stepwell.offload.host_side import HostSide
-from stepwell.offload.module_tree import remove
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
-from stepwell.offload.options import Accumulate, GateMode, check_options
+from stepwell.offload.options import Accumulate, check_options
 from stepwell.offload.residents import Residents
 from stepwell.offload.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
 from stepwell.offload.states import States
@@ -63,10 +63,10 @@ if TYPE_CHECKING:
 
     from torch.optim.optimizer import ParamsT, StateDict
 
+    from stepwell.access.gate import Gate
     from stepwell.offload.deferral import DeferralMetrics
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.engine import Engine
-    from stepwell.offload.gate import Gate
     from stepwell.offload.residents import ResidentUpdate
     from stepwell.offload.volume import Volume
 
@@ -90,20 +90,21 @@ class OffloadAdamW(AdamW):
     coefficient, finite check), and leaves the rest to the background: gradients are copied to the
     host, stepped chunk by chunk in the order of the parameters, and every new weight is on its way
     back as soon as it is ready. It returns when the device has been given all copies, so that
-    gradients may be written again. The next forward waits module by module for its own weights
-    (`gate="module"`), with the same result, bit for bit, as if `step()` had waited for all.
+    gradients may be written again. The next forward of the model waits module by module for its own
+    weights, with the same result, bit for bit, as if `step()` had waited for all. So it does where
+    no model is given.
 
-    Every other access to a parameter waits for it as well (`parameter.norm()`, an average of
-    weights, `copy.deepcopy(model)`, another optimizer, a write), and so does `state`.
-    While its weight is under way, the class of a parameter is a subclass of torch.nn.Parameter.
-    Not seen, so that `synchronize()` has to come before it, or `gate="step"`: raw pointers; code in
-    C++ that kept a parameter from before the step; CUDA graphs that were captured without their
-    module; tensors of `state` that were taken before the step; other processes.
-    A module that torch.compile has compiled before the first step waits for all weights within it.
-    Under torch.jit, where other code is compiled (docs/plain_pytorch.md), and for a parameter whose
-    memory others hold too (a view, `.data` or an array that is kept), `step()` waits as with
-    `gate="step"`. Of DTensor parameters (FSDP2) gathers and all other uses of a shard wait for it,
-    each on its own rank.
+    Within such a forward any other use of a parameter waits for it. Outside of forwards the first
+    use of one waits for all (`parameter.norm()`, an average of weights, `copy.deepcopy(model)`,
+    another optimizer, a write), and so does `state`. While its weight is under way, the class of a
+    parameter is a subclass of torch.nn.Parameter. Not seen, so that `synchronize()` has to come
+    before it: raw pointers; code in C++ that takes a parameter past torch's functions
+    (`torch.tensor(parameter)`, TorchScript, torch.func); CUDA graphs that were captured without
+    their module; tensors of `state` that were taken before the step; other processes.
+    A module that torch.compile has compiled waits for all weights within it. Where other code is
+    compiled (docs/plain_pytorch.md), under torch.jit, and for a parameter whose memory others hold
+    too (a view, `.data` or an array that is kept), `step()` waits. Of DTensor parameters (FSDP2)
+    gathers and all other uses of a shard wait for it, each on its own rank.
 
     What is written to a parameter between two steps is stepped from then on, however it was
     written: a step compares the contents with what it has uploaded last. While updates of it are
@@ -114,9 +115,10 @@ class OffloadAdamW(AdamW):
     it is taken.
 
     Args:
-        params: parameters on one accelerator, (name, parameter) pairs (`model.named_parameters()`)
-            or parameter groups, in the order in which the forward uses them. Frozen parameters take
-            no memory. On the CPU everything works as well.
+        params: the model, whose parameters are on one accelerator; or some of them, (name,
+            parameter) pairs (`model.named_parameters()`) or parameter groups, in the order in which
+            the forward uses them. Frozen parameters take no memory, until they thaw. On the CPU
+            everything works as well.
         lr: learning rate; a number or a tensor of one element.
         betas: decay of the moments per step.
         eps: added to the root of the second moment.
@@ -125,8 +127,9 @@ class OffloadAdamW(AdamW):
             but without a pass over the gradients. A norm of NaN clips nothing. None: no clipping.
         moments: how `exp_avg` and `exp_avg_sq` are held: "fp32" (8 bytes per parameter), "bf16" (4)
             or "q8" (2.1).
-        gate: what waits for the new weights: "module", the forward of each module for its own;
-            "step", `step()` for all.
+        model: beside parameters, the model whose forwards use them, and wait for their new weights;
+            of several, the one that is called (that of DistributedDataParallel). None: `step()`
+            waits for all new weights itself.
         accumulate: where the gradients of several backwards are summed. "device": in
             `parameter.grad`, which crosses the bus once. "host": in host memory; in every backward
             the sums come up and go down again, and the gradients are freed on the device. The sums
@@ -161,8 +164,8 @@ class OffloadAdamW(AdamW):
             no step waits for host memory; None: none is. Forwards in training then read weights
             that lack some updates (see `Deferred`); evaluation, state dicts and every other access
             between a step and the next forward do not: what is deferred is applied first. It needs
-            forwards that can be seen (`gate="module"`, no DTensor, nothing but modules compiled by
-            torch.compile): without, a warning says so and steps are exact.
+            forwards that can be seen (the model is given, no DTensor, nothing but modules compiled
+            by torch.compile): without, a warning says so and steps are exact.
         tier: drives for the state that does not fit into `host_bytes_max`; None: all is in host
             memory. With `deferred` it has durability "none", and no channels are selected. With
             `shard`, and with DTensor parameters, making the optimizer is a call of all ranks that
@@ -181,6 +184,7 @@ class OffloadAdamW(AdamW):
             `deferred`, `accumulate="host"` or DTensor parameters.
         foreach: accepted for torch's sake, without effect: there is one implementation.
         fused: likewise.
+        gate: of earlier releases; warns, without effect.
 
     Attributes:
         grad_norm: the norm of all gradients of the last step before clipping; None before the
@@ -196,15 +200,15 @@ class OffloadAdamW(AdamW):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: torch.nn.Module | ParamsT,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float | torch.Tensor, float | torch.Tensor] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
+        model: torch.nn.Module | None = None,
         clip_norm: float | None = None,
         moments: Moments = "fp32",
-        gate: GateMode = "module",
         accumulate: Accumulate = "device",
         accumulation_steps: int | None = None,
         nonfinite: Nonfinite = "skip",
@@ -218,6 +222,7 @@ class OffloadAdamW(AdamW):
         shard: Shard = False,
         foreach: bool | None = None,
         fused: bool | None = None,
+        gate: str | None = None,
     ) -> None:
         threads = optional(count, threads, "`threads`")
         accumulation_steps = optional(count, accumulation_steps, "`accumulation_steps`")
@@ -225,8 +230,22 @@ class OffloadAdamW(AdamW):
         host_bytes_max = optional(nbytes, host_bytes_max, "`host_bytes_max`", hint=hint)
         hint = "device_bytes_max=16 << 30"
         device_bytes_max = nbytes(device_bytes_max, "`device_bytes_max`", hint=hint)
+        if gate is not None:
+            warnings.warn(
+                f"`gate` is `{gate}`, and has no effect any more: forwards of the model that is "
+                "given wait, and step() where none is. hint: OffloadAdamW(model, ...)",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        if isinstance(params, torch.nn.Module):
+            if model is not None:
+                raise ValueError(
+                    f"`params` is a `{type(params).__name__}` and `model` is given, expected one "
+                    "of the two. hint: OffloadAdamW(model, ...)"
+                )
+            model = params
+            params = list(model.named_parameters())
         check_options(
-            gate=gate,
             accumulate=accumulate,
             deferred=deferred,
             tier=tier,
@@ -257,7 +276,6 @@ class OffloadAdamW(AdamW):
             self._host,
             self._collector,
             self._sharding,
-            gate_mode=gate,
             threads=threads,
         )
         self._steps = Steps(self._host, self._collector, self._background)
@@ -284,6 +302,10 @@ class OffloadAdamW(AdamW):
             with torch.no_grad():
                 between_steps = self._background.between_steps
                 self._host.open(self, self._states, self._names(), between_steps)
+        if model is not None:
+            self._background.watch(model)
+            if self._sharding is not None:
+                self._sharding.watch(model)
 
     def _names(self) -> dict[torch.Tensor, str]:
         names = [
@@ -407,7 +429,7 @@ class OffloadAdamW(AdamW):
 
     @property
     def _gate(self) -> Gate | None:
-        """None: there is no engine, or forwards do not wait."""
+        """None: no model is given, or there is no engine."""
         return self._background.gate
 
     @property
@@ -547,7 +569,6 @@ class OffloadAdamW(AdamW):
         self._keeper.own = self.__dict__["state"]
         for group in self.param_groups:
             group.pop(_OLD_KEY, None)
-        self._background.note_forwards()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -667,7 +688,8 @@ class OffloadAdamW(AdamW):
         #
         # Not before the first step: an engine is not made in a backward, where modules have
         # unsharded parameters, so that none would be found that holds a sharded one.
-        if is_dtensor(param) and (self._gate is None or not self._gate.guard.is_reduced(param)):
+        guard = None if self._gate is None else self._gate.guard
+        if is_dtensor(param) and (guard is None or not guard.is_reduced(param)):
             return
         if self._collector.is_replaced(param):
             # The model has cleared the gradients.

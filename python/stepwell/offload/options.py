@@ -8,15 +8,13 @@ from stepwell._checks import choice
 from stepwell.offload.deferred import Deferred
 from stepwell.offload.volume import Volume
 
-__all__ = ["Accumulate", "GateMode", "check_options"]
+__all__ = ["Accumulate", "check_options"]
 
-GateMode: TypeAlias = Literal["module", "step"]
 Accumulate: TypeAlias = Literal["device", "host"]
 
 
 def check_options(
     *,
-    gate: GateMode,
     accumulate: Accumulate,
     deferred: Deferred | None,
     tier: Volume | None,
@@ -27,16 +25,11 @@ def check_options(
 
     With what `shard` goes is checked where it is opened (`open_sharding`).
     """
-    choice(gate, "`gate`", get_args(GateMode))
     choice(accumulate, "`accumulate`", get_args(Accumulate))
     if deferred is not None and not isinstance(deferred, Deferred):
         raise ValueError(
             f"`deferred` is `{deferred!r}`, expected a stepwell.Deferred or None. "
             "hint: deferred=stepwell.Deferred(interval=4)"
-        )
-    if deferred is not None and gate == "step":
-        raise ValueError(
-            "`deferred` is given and `gate` is `step`, expected module: evaluation has to be seen"
         )
     if deferred is not None and accumulate == "host":
         raise ValueError(

@@ -25,7 +25,6 @@ import torch.distributed as dist
 from stepwell._checks import flag
 from stepwell._sharding import is_dtensor
 from stepwell._tensors import contiguous_hint
-from stepwell.offload.module_tree import modules_alive
 from stepwell.offload.peers import Peers, StepFacts
 from stepwell.offload.shares import Shares
 from stepwell.offload.volume import Durability
@@ -60,8 +59,13 @@ class Sharding:
     def __init__(self, shard: Literal[True] | dist.ProcessGroup) -> None:
         self.peers = Peers(None if shard is True else shard)
         self.shares = Shares(self.peers.rank, self.peers.world_size)
-        # DistributedDataParallel over what is stepped; None: not looked for yet.
-        self._replicas: weakref.WeakSet[torch.nn.Module] | None = None
+        # DistributedDataParallel over what is stepped.
+        self._replicas: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """This model's forwards are those before a step."""
+        kind = torch.nn.parallel.DistributedDataParallel
+        self._replicas.update(each for each in model.modules() if isinstance(each, kind))
 
     def admit(self, params: Iterable[torch.Tensor], labels: Mapping[torch.Tensor, str]) -> None:
         """Deals out the rows of `params`, which are new; those that were dealt out stay so.
@@ -83,7 +87,6 @@ class Sharding:
                     "shard=False"
                 )
         self.shares.add(params)
-        self._replicas = None
 
     def check_durability(self, mine: Durability | None) -> None:
         """Raises ValueError, on all ranks, where only some have a volume, or one that commits.
@@ -104,12 +107,6 @@ class Sharding:
         Under DistributedDataParallel.join a rank that has no more answers the collectives of the
         model, and takes no step: the others would wait for it.
         """
-        if self._replicas is None:
-            kind = torch.nn.parallel.DistributedDataParallel
-            found = [each for each in modules_alive() if isinstance(each, kind)]
-            self._replicas = weakref.WeakSet(
-                each for each in found if any(param in self.shares for param in each.parameters())
-            )
         for replica in self._replicas:
             config = getattr(replica, "_join_config", None)
             if config is not None and config.enable and not config.throw_on_early_termination:

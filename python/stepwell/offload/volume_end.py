@@ -21,7 +21,7 @@ import os
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING
 
-from stepwell.offload.finalizers import finalize
+from stepwell.access.finalizers import finalize
 
 if TYPE_CHECKING:
     import weakref

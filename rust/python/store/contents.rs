@@ -31,9 +31,11 @@ impl PyStore {
             let piece = at.and_then(|at| self.looked[at].piece.as_ref());
             let address = match piece {
                 Some(piece) => address(piece.bind(py))?,
-                None if self.torch.is_plain(param) => address(param)? + binding.whole.1 * size,
-                // A DTensor that has no gradient now.
-                None => address(&param.getattr(intern!(py, "_local_tensor"))?)?,
+                // Of a DTensor that has no gradient now.
+                None => match param.getattr_opt(intern!(py, "_local_tensor"))? {
+                    Some(local) => address(&local)?,
+                    None => address(param)? + binding.whole.1 * size,
+                },
             };
             weights.push(Weight { index, address: address as u64, size });
         }

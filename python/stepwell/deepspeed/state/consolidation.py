@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stepwell import optim
+from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.seams import Attribute
 from stepwell.deepspeed.state.decoding import MOMENT_NAMES
 from stepwell.deepspeed.state.home import (
@@ -21,7 +22,6 @@ from stepwell.deepspeed.state.home import (
     loading,
     optimizer_of,
 )
-from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER
 
+from stepwell.access.gate import LANDING_BYTES_MAX, Gate
+from stepwell.access.guard import Uploads
 from stepwell.deepspeed.logs import warn
 from stepwell.deepspeed.zero.deferred_gradients import Source
 from stepwell.deepspeed.zero.deferred_partitions import DeferredPartitions
 from stepwell.deepspeed.zero.stage_1_2 import OffloadZeroOptimizer
 from stepwell.offload.deferral import DeferralMetrics
 from stepwell.offload.deferred_steps import DeferredSteps
-from stepwell.offload.forwards import Forwards
-from stepwell.offload.gate import LANDING_BYTES_MAX, Gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -59,8 +59,6 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         self._has_warned: set[str] = set()
         self._steps = DeferredSteps(self._deferred.warmup_steps, self._warn_once)
         self._is_skipped = False
-        # On one rank, once a checkpoint was loaded, until there is a gate.
-        self._forwards: Forwards | None = None
         super().__init__(init_optimizer, *args, plan=plan, **kwargs)
 
     def _open_partitions(self, partitions: list[Partition]) -> Any:
@@ -93,11 +91,17 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         return DeferralMetrics.of(self._deferred.interval, self._partitions.timing())
 
     def watch(self, module: torch.nn.Module) -> None:
-        """Has forwards in evaluation mode, and state dicts, noticed that have late weights.
+        """On one rank forwards of `module` wait for the parameters.
 
-        Of several ranks.
+        Of several ranks those in evaluation mode, and state dicts, are noticed that have late
+        weights.
         """
-        if not self._is_alone:
+        if self._is_alone:
+            params = self._all_params()
+            fragments = {param: self._fragment(param) for param in params}
+            self._gate = Gate(module, params, wait_bytes_max=LANDING_BYTES_MAX)
+            self._gate.attach(params, _DeferredUploads(self._partitions, fragments))
+        else:
             hook = _LateUse(self)
             for handle in (
                 module.register_forward_pre_hook(hook.forward),
@@ -132,9 +136,6 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
 
     def _check_used(self) -> None:
         super()._check_used()
-        # The first step of a run that is resumed selects for the next one, as in the run that went
-        # on, so looks at weights are to be seen by then.
-        self._make_gate()
         # Before the norm, which is waited for.
         self._partitions.score(
             is_deferred=self._is_deferred(),
@@ -152,7 +153,7 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         """Whether weights may be late: a look at them is seen, or several ranks say when."""
         if not self._is_alone:
             return True
-        return self._gate is not None and self._gate.is_open and not self._gate.guard.was_compiled
+        return self._gate is not None and self._gate.is_open
 
     def _is_deferred(self) -> bool:
         """Whether the coming step is deferred."""
@@ -191,31 +192,14 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
         self._lazy_init_hp_params_optimizer_state()
         self.timers(OPTIMIZER_STEP_TIMER).stop()
 
-    def _make_gate(self) -> None:
-        """On one rank, where accesses wait: makes what they wait at, unless it is there."""
-        if not self._is_alone or self._gate is not None:
-            return
-        params = [param for group in self.bit16_groups for param in group]
-        fragments = {param: self._fragment(param) for param in params}
-        self._gate = Gate(
-            params,
-            _DeferredUploads(self._partitions, fragments),
-            settle=self._partitions.finish,
-            has_pending=self._partitions.has_pending,
-            wait_bytes_max=LANDING_BYTES_MAX,
-            called=() if self._forwards is None else self._forwards.end(),
-        )
-        self._forwards = None
-
     def _guard_weights(self) -> list[torch.Tensor]:
         """Has accesses wait on one rank. Returns the parameters that the step itself waits for."""
         if self._gate is None:
             return []
-        params = [param for group in self.bit16_groups for param in group]
         if not self._gate.is_open:
-            return params
-        self._gate.open(params, self._exposed())
-        return self._gate.uncovered if self._is_seen() else params
+            return self._all_params()
+        self._gate.open(self._all_params(), self._exposed())
+        return self._gate.uncovered
 
     # ---- waiting ----
 
@@ -236,12 +220,6 @@ class DeferredZeroOptimizer(OffloadZeroOptimizer):
     def checkpoint_event_prologue(self) -> None:
         """A checkpoint is saved or loaded, on all ranks: it has all updates."""
         self.drain()
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """As the base class. Looks behind the next step are seen as in the run that went on."""
-        super().load_state_dict(*args, **kwargs)
-        if self._is_alone and self._gate is None:
-            self._forwards = Forwards(param for group in self.bit16_groups for param in group)
 
     def synchronize(self) -> None:
         """As the base class; what is deferred is applied. Weights on several ranks see `drain`."""
@@ -290,7 +268,7 @@ class _LateUse:
             optimizer.note_state_dict()
 
 
-class _DeferredUploads:
+class _DeferredUploads(Uploads):
     """New weights of parameters: what a `Gate` waits for. What is deferred stays so.
 
     Args:
@@ -311,3 +289,11 @@ class _DeferredUploads:
     def finish(self) -> None:
         """The current stream waits for all that land."""
         self._partitions.finish_job()
+
+    def settle(self) -> None:
+        """Has updates applied that are deferred."""
+        self._partitions.finish()
+
+    def has_pending(self) -> bool:
+        """Whether there are any."""
+        return self._partitions.has_pending()

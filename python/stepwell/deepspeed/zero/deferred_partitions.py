@@ -26,6 +26,7 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import name_of, view
+from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.zero.deferred_gradients import DeferredGradients, runs_of
 from stepwell.deepspeed.zero.partition import Partition
 from stepwell.deepspeed.zero.partitions import host_memory
@@ -33,7 +34,6 @@ from stepwell.offload.budget import GIB, announce, note_pinned
 from stepwell.offload.deferred import Extents, deferred_core, memory_of
 from stepwell.offload.engine import current_stream, device_name, stream_of
 from stepwell.offload.selection import Selector
-from stepwell.offload.under_way import as_plain
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -342,7 +342,7 @@ class DeferredPartitions:
 
     def _apply_all(self) -> None:
         kept = [] if self._is_alone else [weight.clone() for weight in self._weights]
-        with as_plain(self._params), torch.no_grad():
+        with without_waiting(), torch.no_grad():
             if self._is_alone:
                 torch.autograd.graph.increment_version(self._params)
             if self.device.type == "cuda" and self._submit_stream != self.stream():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stepwell.access.guard import Uploads
 from stepwell.offload.gathering import Gatherer, Piece, bytes_of
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ __all__ = ["GatheredPersistents", "GatheredUploads", "GatheredWeights"]
 _BUCKET_LEN = 8 << 20
 
 
-class GatheredUploads:
+class GatheredUploads(Uploads):
     """New weights that come from all ranks: what a `Gate` waits for.
 
     Args:

@@ -16,9 +16,9 @@ import torch
 from stepwell import _core, _state, optim
 from stepwell._hyper import Hyper, hyper_of
 from stepwell._tensors import view
+from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.native import adam
 from stepwell.offload.norm import CLIP_EPS
-from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -23,14 +23,14 @@ import torch
 
 from stepwell import _core
 from stepwell._tensors import tensor_on
+from stepwell.access.guard import Uploads, exposed
+from stepwell.access.writes import ThreadWait, Writes
 from stepwell.deepspeed.zero.fragment import Fragment
 from stepwell.deepspeed.zero.gradients import Gradients
 from stepwell.deepspeed.zero.lanes import CudaLane, EngineLane, Lane, ThreadLane
 from stepwell.offload.budget import announce, note_pinned
 from stepwell.offload.engine import current_stream, device_name
 from stepwell.offload.gathering import Gatherer
-from stepwell.offload.guard import exposed
-from stepwell.offload.writes import ThreadWait, Writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -551,7 +551,7 @@ class PartitionWork:
         return self._swapped.pieces(self._group, runs)
 
 
-class FragmentUploads:
+class FragmentUploads(Uploads):
     """New weights of parameters: what a `Gate` waits for.
 
     Args:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stepwell.access.guard import Uploads
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -35,7 +37,7 @@ class Upload(NamedTuple):
     """As many elements on the device, flat, for each rank."""
 
 
-class PersistentUploads:
+class PersistentUploads(Uploads):
     """New weights of persistent parameters: what a `Gate` waits for.
 
     Args:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
+from stepwell.access.gate import Gate
 from stepwell.deepspeed.zero.gathers import GatheredPersistents
 from stepwell.deepspeed.zero.persistent import PersistentUploads, Upload
-from stepwell.offload.gate import Gate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -48,8 +48,16 @@ class PersistentGate:
         self._world_size = 1 if peers is None else peers.world_size
         self._gathers = None if peers is None else GatheredPersistents(partitions, peers)
         self._uploads: PersistentUploads
-        # The first step makes it.
         self._gate: Gate | None = None
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Forwards of `module` are those that use the parameters, and wait for them."""
+        if not self._fragments:
+            return
+        self._gate = Gate(module, self._fragments)
+        if self._gathers is None:
+            self._uploads = PersistentUploads(self._partitions, self._partitions.device)
+        self._gate.attach(self._fragments, self._gathers or self._uploads)
 
     @property
     def is_gathered(self) -> bool:
@@ -71,16 +79,9 @@ class PersistentGate:
             weights: of each sub-group, flat.
             masters: likewise.
         """
-        if not self._fragments:
+        if self._gate is None:
             return {}
-        if self._gate is None and self._gathers is not None:
-            self._gate = Gate(self._fragments, self._gathers, confirm=self._gathers.confirm)
-        elif self._gate is None:
-            self._uploads = PersistentUploads(self._partitions, self._partitions.device)
-            self._gate = Gate(self._fragments, self._uploads)
         self._gate.finish()
-        if self._gate.guard.was_compiled:
-            self._gate.close()
         if not (self._gate.is_open or self._gathers):
             return {}
         uploads: dict[Any, Upload] = {}

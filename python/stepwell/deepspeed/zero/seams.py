@@ -154,8 +154,7 @@ def _configured(original: Callable[..., Any]) -> Callable[..., Any]:
             made = original(self, optimizer)
         finally:
             setattr(module, name, theirs)
-        if decided.zenflow is not None:
-            made.watch(self.module)
+        made.watch(self.module)
         return made
 
     return configure

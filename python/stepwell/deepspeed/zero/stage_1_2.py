@@ -38,6 +38,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
+from stepwell.access.gate import Gate
+from stepwell.access.under_way import without_waiting
 from stepwell.deepspeed.state.home import RamHome
 from stepwell.deepspeed.zero.backward import Backward
 from stepwell.deepspeed.zero.exposure import Exposure
@@ -50,9 +52,7 @@ from stepwell.deepspeed.zero.partitions import FragmentUploads, Partitions, Part
 from stepwell.deepspeed.zero.swapped import commit_last_step, swapped_on
 from stepwell.deepspeed.zero.timers import stop_all
 from stepwell.deepspeed.zero.told_steps import ToldSteps
-from stepwell.offload.gate import Gate
 from stepwell.offload.peers import Peers
-from stepwell.offload.under_way import without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -576,16 +576,20 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
 
     def _open_gate(self) -> bool:
         """Whether accesses wait for the weights of the step that comes."""
-        params = [param for group in self.bit16_groups for param in group]
-        if self._gate is None and self._plan.gate == "module":
-            gathers = self._gathers
-            uploads = self._fragment_uploads(params) if gathers is None else gathers
-            confirm = None if gathers is None else gathers.confirm
-            self._gate = Gate(params, uploads, confirm=confirm)
         if self._gate is None or not self._gate.is_open:
             return False
-        self._gate.open(params, self._exposed())
-        return self._gate.is_open
+        self._gate.open(self._all_params(), self._exposed())
+        return True
+
+    def watch(self, module: torch.nn.Module) -> None:
+        """Forwards of `module` are those that use the parameters, and wait for them."""
+        if self._plan.gate == "module":
+            uploads = self._gathers or self._fragment_uploads(self._all_params())
+            self._gate = Gate(module, self._all_params())
+            self._gate.attach(self._all_params(), uploads)
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.bit16_groups for param in group]
 
     def _protect(self, operands: Mapping[int, Operand]) -> bool:
         """Whether every use of masters and of their state is going to wait.
@@ -600,7 +604,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
             parts.update((tensor, whole) for tensor in written if tensor.numel())
         # DeepSpeed's fragments of both, which its accessors use after a wait.
         holders: list[torch.Tensor] = []
-        for param in (param for params in self.bit16_groups for param in params):
+        for param in self._all_params():
             if (mapping := getattr(param, "_hp_mapping", None)) is not None:
                 holders += [mapping.hp_fragment, *(mapping.optim_fragment or {}).values()]
         return self._partitions.protect(parts, holders)
@@ -610,7 +614,7 @@ class OffloadZeroOptimizer(DeepSpeedZeroOptimizer):  # type: ignore[misc]  # Dee
         return FragmentUploads(self._partitions, fragments)
 
     def _exposed(self) -> list[torch.Tensor]:
-        """Parameters whose weights can be reached without an access that the gate's guard sees."""
+        """Parameters whose weights can be reached without a use that the gate's guard sees."""
         return self._exposure.exposed(self.bit16_groups_flat, self.bit16_groups)
 
     def synchronize(self) -> None:

@@ -148,6 +148,10 @@ class OffloadZeroOptimizerStage3(DeepSpeedZeroOptimizer_Stage3):  # type: ignore
             peers.open_data(self._partitions.device)
         self._persistent = PersistentGate(fragments, self._partitions, peers)
 
+    def watch(self, module: torch.nn.Module) -> None:
+        """Forwards of `module` are those that use the parameters."""
+        self._persistent.watch(module)
+
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
         """Called by DeepSpeed's constructor; makes what fetches weights for modules.
 

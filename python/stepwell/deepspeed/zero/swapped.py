@@ -1,7 +1,7 @@
 """Partitions whose state is on a volume: masters and moments that are there between steps.
 
 A tensor of such state is on the volume, or it is in memory. While it is on the volume it has the
-class `Written` (`stepwell.offload.writes`) and lies at addresses that nothing is at. Its first use
+class `Written` (`stepwell.access.writes`) and lies at addresses that nothing is at. Its first use
 brings the state of its partition into memory; so DeepSpeed's accessors, checkpoints and loaders
 need not know of it. The next step goes on from that memory and writes it to the volume. So what is
 written to such tensors counts, and a view that was taken before a step is a snapshot after it.
@@ -40,6 +40,8 @@ import torch
 
 from stepwell import _core, _state
 from stepwell._tensors import view
+from stepwell.access.under_way import without_waiting
+from stepwell.access.writes import Written, forget, remember
 from stepwell.deepspeed.zero.mapped import MappedState
 from stepwell.offload.budget import GIB, share_of_free_bytes
 from stepwell.offload.places import addresses_for
@@ -52,9 +54,7 @@ from stepwell.offload.sharded_volume import (
     open_together,
 )
 from stepwell.offload.swapped import buffers_nbytes_max, make_swap
-from stepwell.offload.under_way import without_waiting
 from stepwell.offload.volume_end import end_with, write_weights_behind
-from stepwell.offload.writes import Written, forget, remember
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

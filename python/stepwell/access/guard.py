@@ -1,8 +1,9 @@
-"""Makes every Python access to a parameter wait while the parameter's new weight is under way.
+"""Makes every use of a parameter in Python wait while the parameter's new weight is under way.
 
-It is under way from `WeightGuard.protect`, just before the step is submitted, until the step's
-stream has waited for it in a forward or in `finish`. As long as it is, the parameter's class is
-`UnderWay`, whose accesses wait (see `under_way`). Operations without such a parameter never come
+It is under way from the call that submits the step until the step's stream has waited for it. As
+long as it is, the parameter's class is `UnderWay`, whose uses wait (see `under_way`). Within a
+forward that the gate sees a use waits for its own weight. Outside of forwards it is a look: the
+first one waits for all weights, with all updates. Operations without such a parameter never come
 here and cost nothing.
 
 Memory may be reached without the parameter: by a view, `.data`, an array of numpy or a state dict
@@ -15,96 +16,108 @@ Cost per parameter and step: two assignments of a class, a look at a counter, tw
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import threading
-import weakref
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.nn import Parameter
 
 from stepwell._tensors import COUNT_ALONE, COUNT_ALONE_IN_PYTHON, references
-from stepwell.offload.finalizers import finalize
-from stepwell.offload.under_way import (
-    begin,
-    end,
-    set_grad,
-    under_way_of,
-    without_waiting,
-)
+from stepwell.access.finalizers import finalize
+from stepwell.access.under_way import end, set_grad, under_way_of, without_waiting
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
-__all__ = ["Uploads", "WeightGuard", "clear_grads", "exposed"]
+__all__ = ["Forwards", "Uploads", "WeightGuard", "clear_grads", "exposed"]
 
 
 UnderWayIn: TypeAlias = "tuple[type[torch.Tensor], list[tuple[dict[int, Any], object]]]"
 """As `Store.submit` has it under `under_way`."""
 
 
-class Uploads(Protocol):
-    """The new weights on their way to the device."""
+class Uploads(abc.ABC):
+    """The new weights on their way to the device, and what a use of them has to wait for beside."""
 
+    @abc.abstractmethod
     def wait(self, params: Iterable[torch.Tensor], /) -> bool:
         """The current stream and the step's stream wait for the weights of `params`.
 
-        Returns whether these are the weights of the last step, so that no later access has to wait
-        for them; not so while a step is being submitted.
+        Returns whether these are the weights of the last step, so that no later use has to wait for
+        them; not so while a step is being submitted.
         """
 
+    @abc.abstractmethod
     def finish(self) -> None:
         """The current stream and the step's stream wait for all weights."""
+
+    def confirm(self) -> None:  # noqa: B027
+        """Waits until it is known of all weights whether they are those of the step."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Has updates applied that are deferred."""
+
+    def has_pending(self) -> bool:
+        """Whether `settle` would apply any."""
+        return False
+
+
+class Forwards(threading.local):
+    """The modules whose forwards this thread is in, by `id`; the outermost first."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def leave(self, key: int) -> None:
+        """The forward of this module has ended, and all within it."""
+        if key in self.ids:
+            last = len(self.ids) - 1 - self.ids[::-1].index(key)
+            del self.ids[last:]
 
 
 class WeightGuard:
     """Guards the parameters that one optimizer steps.
 
     Args:
-        uploads: makes the current stream wait for weights.
-        settle: a method that brings weights to where the steps so far take them, held weakly; None:
-            they are there once they have been waited for.
-        confirm: a method that waits until it is known of all weights whether they are those of the
-            step, held weakly; None: they are once they have been waited for.
+        uploads: their new weights.
+        forwards: the forwards that a thread is in; None: none is known.
     """
 
-    def __init__(
-        self,
-        uploads: Uploads,
-        settle: Callable[[], None] | None = None,
-        confirm: Callable[[], None] | None = None,
-    ) -> None:
-        self._uploads = uploads
-        self._settle = None if settle is None else weakref.WeakMethod(settle)
-        self._confirm = None if confirm is None else weakref.WeakMethod(confirm)
+    def __init__(self, uploads: Uploads, forwards: Forwards | None = None) -> None:
+        self.uploads = uploads
+        self._forwards = Forwards() if forwards is None else forwards
         self._under_way: dict[int, Parameter] = {}
         self.num_steps = 0
         """How often weights were protected: a wait ends the protection of its own step only."""
         self.was_compiled = False
-        """Whether torch.compile has traced an access. What it compiles depends on the class."""
+        """Whether torch.compile has traced a use. What it compiles depends on the class."""
         # A thread ends a protection while another begins one; so may a signal's handler within.
         self._lock = threading.RLock()
         finalize(self, _abandon, self._under_way, uploads)
 
     def protect(self, params: Iterable[torch.Tensor]) -> None:
-        """From now on accesses to `params` wait. Call it before the step is submitted.
+        """From now on uses of `params` wait. Call it before the step is submitted.
 
         Parameters that are not exactly a `torch.nn.Parameter` are left out, see `exposed`.
         """
-        plain = [param for param in params if type(param) is Parameter]
-        with self._lock:
-            self.num_steps += 1
-            # First: so Ctrl-C in `begin` leaves no parameter whose class stays changed.
-            self._under_way.update((id(param), param) for param in plain)
-            begin(plain, self, self._uploads.finish)
+        params = list(params)
+        kind, registries = self.protection(params)
+        for param in params:
+            if type(param) is Parameter:
+                # First: so Ctrl-C leaves no parameter whose class stays changed.
+                for registry, value in registries:
+                    registry[id(param)] = value or param
+                param.__class__ = kind  # type: ignore[assignment]
 
     def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
-        """What the call that begins a step does to `params`, for accesses to wait from then on."""
+        """What the call that begins a step does to `params`, for uses to wait from then on."""
         with self._lock:
             self.num_steps += 1
-        kind, registry = under_way_of(self, self._uploads.finish)
+        kind, registry = under_way_of(self, self.uploads.finish)
         return kind, [(self._under_way, None), registry]
 
     def exposed(
@@ -113,7 +126,7 @@ class WeightGuard:
         holders: Iterable[torch.Tensor],
         held: Collection[int] = (),
     ) -> list[torch.Tensor]:
-        """Those of `params` whose memory can be reached without an access that this guard sees.
+        """Those of `params` whose memory can be reached without a use that this guard sees.
 
         Args:
             params: what is about to be stepped.
@@ -135,21 +148,26 @@ class WeightGuard:
         """Whether there is a parameter for which the step's stream has not waited."""
         return bool(self._under_way)
 
-    def settle(self) -> None:
-        """Has updates applied that are deferred."""
-        settle = None if self._settle is None else self._settle()
-        if settle is not None:
-            settle()
+    def use(self, params: Iterable[torch.Tensor], /) -> None:
+        """Waits for `params`, which are about to be used; outside of forwards as `look`."""
+        if self._forwards.ids:
+            self.enter(params)
+        else:
+            self.look()
+
+    def look(self) -> None:
+        """The current stream waits for all weights, with all updates, which a program looks at."""
+        self.uploads.settle()
+        self.confirm()
+        self.finish()
 
     def confirm(self) -> None:
         """Waits until it is known whether all weights are those of the step.
 
         A forward in training goes on without it: the step that comes behind it would raise.
         """
-        confirm = None if self._confirm is None else self._confirm()
-        if confirm is not None:
-            with without_waiting():
-                confirm()
+        with without_waiting():
+            self.uploads.confirm()
 
     def enter(self, params: Iterable[torch.Tensor]) -> None:
         """The current stream waits for those of `params` that are under way, before a forward.
@@ -158,28 +176,12 @@ class WeightGuard:
         """
         self.wait_for([param for param in params if id(param) in self._under_way])
 
-    def wait(self, params: Iterable[torch.Tensor], /) -> None:
-        """The current stream waits for those of `params` that are under way and protected."""
-        self.settle()
-        self.confirm()
-        self.enter(params)
-
-    def wait_and_keep(self, params: Iterable[torch.Tensor], /) -> None:
-        """The current stream waits for those of `params` that are under way, and stay so.
-
-        A program may write to them until a forward uses them, and that is to be seen.
-        """
-        self.settle()
-        self.confirm()
-        with without_waiting():
-            self._uploads.wait([param for param in params if id(param) in self._under_way])
-
     def wait_for(self, params: Sequence[torch.Tensor]) -> None:
         """The current stream waits for all of `params`, protected or not."""
         if params:
             step = self.num_steps
             with without_waiting():
-                is_last_step = self._uploads.wait(params)
+                is_last_step = self.uploads.wait(params)
             if is_last_step:
                 self._end(params, step)
 
@@ -187,8 +189,8 @@ class WeightGuard:
         """The current stream waits for all weights."""
         step = self.num_steps
         with without_waiting():
-            self._uploads.finish()
-            is_last_step = self._uploads.wait(())
+            self.uploads.finish()
+            is_last_step = self.uploads.wait(())
         if is_last_step:
             self.clear(step)
 
@@ -214,7 +216,7 @@ def exposed(
     kind: type[torch.Tensor] = Parameter,
     held: Collection[int] = (),
 ) -> list[torch.Tensor]:
-    """Those of `tensors` whose memory can be reached without an access that a guard sees.
+    """Those of `tensors` whose memory can be reached without a use that a guard sees.
 
     Args:
         tensors: what is about to be stepped.

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils._pytree import tree_leaves
 
-from stepwell.offload.under_way import DESCRIPTIVE, without_waiting
+from stepwell.access.under_way import DESCRIPTIVE, without_waiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

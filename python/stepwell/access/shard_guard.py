@@ -2,7 +2,7 @@
 
 FSDP2 gathers a module's parameters before it uses them, and reads their shards then: from memory of
 its own beside the DTensor, on a stream of its own. That memory, the DTensor and its local tensor
-have the class of what a step writes (`offload.writes`) until the first use of one of the three. So
+have the class of what a step writes (`access.writes`) until the first use of one of the three. So
 each gather waits for the shards that it reads, whenever FSDP2 launches it: before the module's
 forward, ahead of it (`set_modules_to_forward_prefetch`), in a backward, or by `unshard()`. The wait
 is this rank's own. Ranks need not agree on anything, and every collective is FSDP2's or the
@@ -25,10 +25,10 @@ import torch
 from typing_extensions import override
 
 from stepwell._sharding import is_dtensor, is_exactly_dtensor
-from stepwell.offload.finalizers import finalize
-from stepwell.offload.guard import UnderWayIn, Uploads, WeightGuard, exposed
-from stepwell.offload.under_way import is_compiling, without_waiting
-from stepwell.offload.writes import ThreadWait, Writes
+from stepwell.access.finalizers import finalize
+from stepwell.access.guard import Forwards, UnderWayIn, Uploads, WeightGuard, exposed
+from stepwell.access.under_way import is_compiling, without_waiting
+from stepwell.access.writes import ThreadWait, Writes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -42,18 +42,18 @@ class ShardGuard(WeightGuard):
     Args:
         params: all of them.
         uploads: as `WeightGuard` has it.
-        settle: likewise.
-        modules: all modules, of which some may be FSDP2's.
+        forwards: likewise.
+        modules: those of the model, of which some may be FSDP2's.
     """
 
     def __init__(
         self,
         params: Iterable[torch.Tensor],
         uploads: Uploads,
-        settle: Callable[[], None] | None,
+        forwards: Forwards,
         modules: Iterable[torch.nn.Module],
     ) -> None:
-        super().__init__(uploads, settle)
+        super().__init__(uploads, forwards)
         self._shards = {param for param in params if is_dtensor(param)}
         # What FSDP2 has of each, which may get other memory; by the parameter's id.
         self._of_fsdp: dict[int, weakref.ref[Any]] = {
@@ -114,23 +114,14 @@ class ShardGuard(WeightGuard):
         return found if is_plain and is_one and is_exactly_dtensor(shard) else []
 
     @override
-    def protect(self, params: Iterable[torch.Tensor]) -> None:
-        params = list(params)
-        super().protect(param for param in params if param not in self._shards)
-        self._protect_shards(params)
-
-    @override
     def protection(self, params: Iterable[torch.Tensor]) -> UnderWayIn:
         # Of each shard other tensors have the memory, whose classes change too.
-        self._protect_shards(params)
-        return super().protection(params)
-
-    def _protect_shards(self, params: Iterable[torch.Tensor]) -> None:
         parts: dict[torch.Tensor, torch.Tensor] = {}
         for shard in [param for param in params if param in self._shards]:
             if memories := self._memories(shard):
                 parts.update(dict.fromkeys([shard, *memories], shard))
         self._writes.protect(parts)
+        return super().protection(params)
 
     @override
     def enter(self, params: Iterable[torch.Tensor]) -> None:
@@ -153,7 +144,7 @@ class ShardGuard(WeightGuard):
         self.was_compiled |= is_compiling()
         # FSDP2 gathers on streams that come after no other.
         with without_waiting(), self._thread_wait.waiting():
-            return self._uploads.wait(shards)
+            return self.uploads.wait(shards)
 
 
 def _fsdp_params(modules: Iterable[torch.nn.Module]) -> list[Any]:
