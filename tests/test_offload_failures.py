@@ -215,32 +215,6 @@ def test_an_interrupt_behind_the_submit_releases_the_gradients(monkeypatch):
     assert_equal((net, optimizer), (twin, reference))
 
 
-def test_a_forward_ends_a_step_that_was_interrupted_twice(monkeypatch):
-    """The second Ctrl-C lands before the step has waited for what the first one left."""
-    (net, optimizer), (twin, reference) = pair()
-    for each in ((net, optimizer), (twin, reference)):
-        train(*each, 2)
-        loss_of(each[0], 2).backward()
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        interrupt_behind_the_submit(patched, optimizer)
-        patched.setattr(optimizer, "_leave_step", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    assert not optimizer._background.is_released
-    reference.step()
-    # Nothing clears the gradients: the backward adds to them.
-    losses = [loss_of(each, 3) for each in (net, twin)]
-    assert optimizer._background.is_released
-    for loss, each in zip(losses, (optimizer, reference), strict=True):
-        loss.backward()
-        each.step()
-    assert_equal((net, optimizer), (twin, reference))
-
-
 @pytest.mark.parametrize("gives_model", [True, False])
 def test_interrupts_in_the_release_do_not_end_it(gives_model, monkeypatch):
     """Ctrl-C again and again: the step is left when its gradients may be written."""
