@@ -477,3 +477,28 @@ def test_a_forward_that_was_interrupted_leaves_looks_as_they_are():
     train_step(net, optimizer, 3)
     net.first.bias.sum()
     assert not under_way(net)
+
+
+def test_groups_that_are_added_to_a_model_need_no_names():
+    net = Net()
+    optimizer = stepwell.OffloadAdamW(net)
+    net.added = torch.nn.Linear(3, 2)
+    loose = torch.nn.Parameter(torch.ones(2))
+    optimizer.add_param_group({"params": net.added.parameters(), "lr": 0.5})
+    optimizer.add_param_group({"params": loose})
+    names = [group["param_names"] for group in optimizer.param_groups]
+    assert names[1:] == [["added.weight", "added.bias"], ["group 2, 0"]]
+
+
+def test_what_is_frozen_when_the_model_is_given_is_stepped_once_it_thaws():
+    net = Net()
+    first = next(net.parameters()).requires_grad_(False)
+    optimizer = stepwell.OffloadAdamW(net, lr=0.1)
+    for thawed in (False, True):
+        first.requires_grad_(thawed)
+        before = first.detach().clone()
+        optimizer.zero_grad()
+        net(batch(0, width=WIDTH)).square().sum().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        assert torch.equal(first, before) == (not thawed)

@@ -135,7 +135,7 @@ def test_the_same_bits_written_again_are_no_write() -> None:
 
 def test_a_write_while_updates_are_deferred_is_refused() -> None:
     model = nn.Linear(33, 5)
-    optimizer = OffloadAdamW(model.parameters(), lr=0.1, deferred=Deferred(interval=4))
+    optimizer = OffloadAdamW(model, lr=0.1, deferred=Deferred(interval=4))
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(2, 33)).sum().backward()

@@ -258,6 +258,7 @@ class OffloadAdamW(AdamW):
             accumulate=accumulate,
             durability=None if tier is None else tier.durability,
         )
+        self._model = None if model is None else weakref.ref(model)
         self.clip_norm = clip_norm
         self.grad_norm: float | None = None
         swapped = None if tier is None else Swapped(tier, moments, threads, self._sharding)
@@ -315,6 +316,32 @@ class OffloadAdamW(AdamW):
         return dict(itertools.chain.from_iterable(names))
 
     # ---- parameters ----
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Where the other groups have names, those of the model stand for missing ones.
+
+        Raises:
+            ValueError: an option or a parameter of the group that no step could work with; the
+                group is not added.
+        """
+        super().add_param_group(self._named(param_group))
+
+    def _named(self, group: dict[str, Any]) -> dict[str, Any]:
+        """`group`, with names where a model is given and the other groups have some."""
+        if (
+            self._model is None
+            or not self.param_groups
+            or "param_names" not in self.param_groups[0]
+        ):
+            return group
+        params = group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        if any(not isinstance(param, torch.Tensor) for param in params):
+            return {**group, "params": params}
+        model, at = self._model(), len(self.param_groups)
+        names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
+        pairs = [(names.get(id(p), f"group {at}, {n}"), p) for n, p in enumerate(params)]
+        return {**group, "params": pairs}
 
     def _admit(self, params: list[torch.Tensor]) -> None:
         # An engine that ends takes with it what it knows of its last step.
