@@ -1,4 +1,4 @@
-"""Defects of 7c4e5c5. Each passes once it is mended; then its mark goes."""
+"""Defects of 7c4e5c5, which are mended."""
 
 import gc
 import logging
@@ -15,12 +15,6 @@ pytestmark = pytest.mark.filterwarnings("default")
 OURS = [stepwell.AdamW, stepwell.OffloadAdamW]
 
 
-def defect(raises):
-    """A test that may pass, or fail in the way of 7c4e5c5."""
-    return pytest.mark.xfail(strict=False, raises=raises, reason="a defect of 7c4e5c5")
-
-
-@defect(KeyError)
 @pytest.mark.parametrize("cls", OURS)
 def test_setstate_without_groups_begins_anew(cls):
     """torch takes it, and its next step is the first."""
@@ -39,7 +33,6 @@ def test_setstate_without_groups_begins_anew(cls):
     torch.testing.assert_close(*found, **NEAR)
 
 
-@defect(ValueError)
 def test_state_is_replaced_while_updates_are_deferred():
     found = []
     for options in ({}, {"deferred": stepwell.Deferred(interval=3)}):
@@ -111,13 +104,11 @@ def test_what_was_written_by_data_behind_a_step_counts():
     check_writes(0, by_data, "behind the step")
 
 
-@defect(AssertionError)
 @pytest.mark.parametrize("loose", [1, 2])
 def test_it_counts_beside_loose_parameters(loose):
     check_writes(loose, by_data, "behind the step")
 
 
-@defect(AssertionError)
 @pytest.mark.parametrize(("write", "moment"), WRITES)
 def test_what_was_written_between_two_steps_counts_however_it_was(write, moment):
     check_writes(0, write, moment)
@@ -128,7 +119,6 @@ class Interrupted(logging.Handler):
         raise KeyboardInterrupt
 
 
-@defect(SystemError)
 def test_what_a_handler_of_the_log_raises_is_what_the_call_raises(tmp_path):
     """Ctrl-C is handled there."""
     param = nn.Parameter(torch.zeros(200_000))
