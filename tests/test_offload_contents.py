@@ -5,7 +5,7 @@ Beside `AdamW`, whose weights are the parameters themselves: to the bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,13 +15,18 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 # Odd numbers of elements: words of 8 bytes that are not whole, at their ends.
 SHAPES = [(5, 3), (7,), (1,), (64, 33)]
 
 
-def params_of(dtype: torch.dtype) -> list[nn.Parameter]:
+def made(kind: type[AdamW | OffloadAdamW], dtype: torch.dtype, **options: Any) -> Any:
+    """Parameters with their optimizer: of `AdamW` in host memory, else beside the device."""
     torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+    device = "cpu" if kind is AdamW else DEVICE
+    params = [nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in SHAPES]
+    return params, kind(params, **options)
 
 
 def by_data(param: nn.Parameter) -> None:
@@ -43,7 +48,7 @@ def by_an_operation(param: nn.Parameter) -> None:
 
 
 def by_a_storage(param: nn.Parameter) -> None:
-    other = torch.empty(0, dtype=param.dtype)
+    other = torch.empty(0, dtype=param.dtype, device=param.device)
     other.set_(param.untyped_storage(), 0, (1,), (1,))
     other.fill_(2.0)
 
@@ -52,7 +57,8 @@ WAYS = [by_data, by_an_array, by_new_memory, by_an_operation, by_a_storage]
 
 
 def bits(params: list[nn.Parameter]) -> list[list[int]]:
-    return [param.detach().contiguous().view(-1).view(torch.uint8).tolist() for param in params]
+    flat = [param.detach().cpu().contiguous().view(-1) for param in params]
+    return [each.view(torch.uint8).tolist() for each in flat]
 
 
 def run(
@@ -66,14 +72,13 @@ def run(
 
     The last parameter gets no gradient in the second step.
     """
-    params = params_of(dtype)
-    optimizer = kind(params, lr=0.1)
+    params, optimizer = made(kind, dtype, lr=0.1)
     for step in range(4):
         for at, param in enumerate(params):
             if when == "before" and step in (0, 2):
                 write(param)
             torch.manual_seed(10 * step + at)
-            param.grad = torch.randn(param.shape).to(dtype)
+            param.grad = torch.randn(param.shape).to(param)
             if step == 1 and at == len(params) - 1:
                 param.grad = None
             if when == "behind" and step == 1:
@@ -98,8 +103,7 @@ def test_a_write_counts_however_it_was_made(
 def test_a_write_before_a_step_that_is_not_taken_counts_in_the_next(nonfinite: str) -> None:
     results = []
     for kind in (AdamW, OffloadAdamW):
-        params = params_of(torch.bfloat16)
-        optimizer = kind(params, lr=0.1, nonfinite=nonfinite)
+        params, optimizer = made(kind, torch.bfloat16, lr=0.1, nonfinite=nonfinite)
         for step in range(3):
             for param in params:
                 param.grad = torch.full_like(param, float("inf") if step == 1 else 0.5)
@@ -120,8 +124,7 @@ def test_the_same_bits_written_again_are_no_write() -> None:
     # Trailing bits of the master stay.
     results = []
     for writes in (False, True):
-        params = params_of(torch.bfloat16)
-        optimizer = OffloadAdamW(params, lr=1e-3)
+        params, optimizer = made(OffloadAdamW, torch.bfloat16, lr=1e-3)
         for _ in range(4):
             for param in params:
                 param.grad = torch.full_like(param, 0.5)
@@ -134,13 +137,13 @@ def test_the_same_bits_written_again_are_no_write() -> None:
 
 
 def test_a_write_while_updates_are_deferred_is_refused() -> None:
-    model = nn.Linear(33, 5)
+    model = nn.Linear(33, 5, device=DEVICE)
     optimizer = OffloadAdamW(model, lr=0.1, deferred=Deferred(interval=4))
     for _ in range(3):
         optimizer.zero_grad()
-        model(torch.ones(2, 33)).sum().backward()
+        model(torch.ones(2, 33, device=DEVICE)).sum().backward()
         optimizer.step()
-    model(torch.ones(2, 33)).sum().backward()
+    model(torch.ones(2, 33, device=DEVICE)).sum().backward()
     # Memory that the program kept: nothing but the contents tells of this.
     by_a_storage(model.weight)
     with pytest.raises(ValueError, match="the writes are lost"):
