@@ -12,21 +12,6 @@ from stepwell.offload.deferral import SettledSteps
 from stepwell.offload.deferred_steps import DeferredSteps
 from test_offload_deferred import loss_of, model_of, train
 
-
-def test_a_state_dict_of_a_chosen_interval_loads() -> None:
-    """Those of `interval="auto"`, which was in no release, had it in their groups."""
-    model = model_of()
-    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=2))
-    saved = optimizer.state_dict()
-    for group in saved["param_groups"]:
-        group["deferred_interval"] = 5
-    optimizer.load_state_dict(saved)
-    assert "deferred_interval" not in optimizer.param_groups[0]
-    assert "deferred_interval" not in optimizer.state_dict()["param_groups"][0]
-    train(model, optimizer, range(2))
-    assert optimizer.deferral is not None and optimizer.deferral.interval == 2
-
-
 # ---- what is told ----
 
 

@@ -378,13 +378,6 @@ def test_a_model_is_given_once():
         stepwell.OffloadAdamW(small(), model=small())
 
 
-def test_the_parameters_of_a_model_that_require_a_gradient_are_stepped():
-    net = small()
-    net[0].weight.requires_grad_(False)
-    (group,) = stepwell.OffloadAdamW(net).param_groups
-    assert group["param_names"] == ["0.bias", "2.weight", "2.bias", "3.weight", "3.bias"]
-
-
 def test_an_option_of_earlier_releases_warns():
     with pytest.warns(DeprecationWarning, match="`gate` is `step`, and has no effect"):
         stepwell.OffloadAdamW(small(), gate="step")

@@ -480,6 +480,11 @@ class OffloadEngine:
             ValueError: for other than as many sizes as addresses.
             OSError: where the device has no kernel for it, or has failed.
         """
+    def close(self, /) -> None:
+        """
+        Ends it: waits for the step that runs and for all copies, and unpins. Nothing is taken or
+        submitted from now on.
+        """
     def discard(self, /) -> None:
         """
         Forgets the gradients that were taken since the last `submit`: of a step that is skipped or

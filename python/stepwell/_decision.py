@@ -1,4 +1,4 @@
-"""What becomes of a step: one decision, taken from facts, for every optimizer here."""
+"""What becomes of a step: one decision, taken from facts, for `AdamW` and `OffloadAdamW`."""
 
 from __future__ import annotations
 

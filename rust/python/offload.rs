@@ -741,6 +741,13 @@ impl PyOffloadEngine {
         drained
     }
 
+    /// Ends it: waits for the step that runs and for all copies, and unpins. Nothing is taken or
+    /// submitted from now on.
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| self.engine.end());
+        self.drop_returned(py);
+    }
+
     /// Steps that are submitted from now on begin when something waits for them, or with
     /// `let_begin`: what does not wait then finds the old weights, every time. For tests.
     fn hold(&self) {

@@ -145,9 +145,11 @@ class Background:
         self.synchronize()
         # The engine unpins the host sides.
         self._collector.wait()
-        gate, self.gate, self.engine = self.gate, None, None
+        engine, gate, self.engine, self.gate = self.engine, self.gate, None, None
         if gate is not None:
             gate.detach()
+        if engine is not None:
+            engine.close()
         # What the engine has copied is gone with it.
         self._collector.reset()
 

@@ -197,7 +197,7 @@ class Engine(Uploads):
         note_pinned(self, self._core.pinned_nbytes)
         self.seconds_waited = 0.0
         """How long forwards have waited for weights since the last step."""
-        weakref.finalize(self, _close, self._core, self.store)
+        self._finalizer = weakref.finalize(self, _close, self._core, self.store)
 
     def _stream(self) -> int:
         return current_stream(self._device)
@@ -514,6 +514,11 @@ class Engine(Uploads):
         """As `finish`, and all copies have ended."""
         self._core.synchronize(stream=self._stream())
         self._released = self.submitted
+
+    def close(self) -> None:
+        """Ends it, after `synchronize`: its memory is not pinned any more, whoever refers to it."""
+        self._finalizer.detach()
+        self._core.close()
 
     def timing(self) -> dict[str, float]:
         """Of the last step: seconds of `step` and, within it, `gradients`; bytes of the bus."""

@@ -77,9 +77,6 @@ _LOGGER = logging.getLogger(__name__)
 # Of clip coefficients, relative: devices of several kinds may round one norm differently.
 _CLIP_TOLERANCE = 1e-5
 
-# Of the groups of state dicts from before the first release, without effect.
-_OLD_KEY = "deferred_interval"
-
 
 class OffloadAdamW(AdamW):
     """AdamW over parameters on an accelerator.
@@ -594,8 +591,6 @@ class OffloadAdamW(AdamW):
             raise
         # torch has set it past the property.
         self._keeper.own = self.__dict__["state"]
-        for group in self.param_groups:
-            group.pop(_OLD_KEY, None)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
