@@ -84,6 +84,28 @@ def test_signs_of_patterns_are_seen(engine, period):
     assert is_different(before, checksum(engine, tensor))
 
 
+@pytest.mark.parametrize("rows", [2, 4, 16, 64, 256])
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 2), (torch.bfloat16, 4)])
+def test_the_signs_of_a_column_are_seen(engine, rows, dtype, columns):
+    # The uppermost bit of each word, and nothing else.
+    for seed in range(100):
+        torch.manual_seed(seed)
+        tensor = torch.randn(rows, columns).to(DEVICE, dtype)
+        before = checksum(engine, tensor)
+        tensor[:, -1].neg_()
+        assert is_different(before, checksum(engine, tensor))
+
+
+def test_a_one_that_moves_among_zeros_is_seen(engine):
+    tensor = torch.zeros(1 << 19, dtype=torch.bfloat16, device=DEVICE)
+    found = set()
+    for at in (3, 7, 4 * 256 + 3, 4 * 65536 + 3, 4 * 65536 + 7):
+        tensor.zero_()
+        tensor[at] = 1
+        found.add(tuple(checksum(engine, tensor).tolist()))
+    assert len(found) == 5
+
+
 @given(
     count=st.sampled_from(SIZES),
     offset=st.integers(0, 3),
@@ -126,8 +148,9 @@ def expected_sums(tensor, lead=0):
     sums = [0] * _core.CHECKSUM_SUMS
     for at in range(len(memory) // 8):
         word = int.from_bytes(memory[8 * at : 8 * at + 8], "little")
-        product = word * (2 * at + 1) % 2**64
-        sums[at // 256 % _core.CHECKSUM_SUMS] += product ^ (product >> 32)
+        mixed = (word ^ at * 0x9E3779B97F4A7C15 % 2**64) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 32) * 0x94D049BB133111EB % 2**64
+        sums[at // 256 % _core.CHECKSUM_SUMS] += mixed ^ mixed >> 32
     return [(each + 2**63) % 2**64 - 2**63 for each in sums]
 
 

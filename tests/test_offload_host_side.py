@@ -21,7 +21,7 @@ def parameter(value=1.0):
 def written_by_a_step(host, param, value):
     """The host side as a step leaves it."""
     host.twins.weight(param).data.fill_(value)
-    host.fingerprints.mark_outdated([param])
+    host.fingerprints.mark_outdated(param, None)
     host.fingerprints.mark_verified([param])
 
 
@@ -85,7 +85,7 @@ def test_what_has_gone_is_forgotten(host):
     host.admit([param], {param: _state.new(param, "fp32")})
     host.let_go([param], {})
     assert not host.fingerprints.is_unverified(param)
-    assert host.fingerprints.outdated([param]) == []
+    assert host.fingerprints.outdated([param], {}) == []
 
 
 def test_fingerprints_are_taken_where_there_is_state(host):
@@ -97,7 +97,7 @@ def test_fingerprints_are_taken_where_there_is_state(host):
     # The user has deleted that of the other.
     host.take_fingerprints([param, other], {param: state})
     assert torch.equal(state["fingerprints"], fingerprints_of(parameter(3.0)))
-    assert host.fingerprints.outdated([param, other]) == []
+    assert host.fingerprints.outdated([param, other], {}) == []
 
 
 def test_only_what_was_written_is_read_again(host):

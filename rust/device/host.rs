@@ -8,7 +8,9 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::{Behind, CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Piece, Stream};
+use super::{
+    Behind, CHECKSUM_RUN, CHECKSUM_SUMS, Channels, Device, Lane, Mark, Piece, Stream, mixed,
+};
 use crate::{
     adam::{
         Step,
@@ -210,9 +212,8 @@ const WORD_BYTES: usize = size_of::<u64>();
 fn checksum(bytes: &[u8], lead: usize) -> [u64; CHECKSUM_SUMS] {
     let mut sums = [0u64; CHECKSUM_SUMS];
     let mut add = |at: usize, word: [u8; WORD_BYTES]| {
-        let product = u64::from_le_bytes(word).wrapping_mul(2 * at as u64 + 1);
         let sum = &mut sums[at / CHECKSUM_RUN % CHECKSUM_SUMS];
-        *sum = sum.wrapping_add(product ^ (product >> 32));
+        *sum = sum.wrapping_add(mixed(u64::from_le_bytes(word), at as u64));
     };
     // A word of which only some bytes are there, from `begin` on.
     let part = |begin: usize, bytes: &[u8]| {

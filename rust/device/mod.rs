@@ -39,6 +39,15 @@ pub const CHECKSUM_SUMS: usize = 256;
 /// How many words that follow one another are of one sum.
 const CHECKSUM_RUN: usize = 256;
 
+/// What the word at `place` adds to a checksum. The multipliers are those of splitmix64 (G. Steele,
+/// D. Lea and C. Flood, 2014, "Fast splittable pseudorandom number generators").
+#[must_use]
+pub fn mixed(word: u64, place: u64) -> u64 {
+    let x = (word ^ place.wrapping_mul(0x9E37_79B9_7F4A_7C15)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let x = (x ^ (x >> 32)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ (x >> 32)
+}
+
 /// A queue of copies in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lane {
@@ -244,11 +253,11 @@ pub unsafe trait Device: Send + Sync {
 
     /// Writes the checksums of memory: [`CHECKSUM_SUMS`] sums of 64 bits each, one after the other
     /// at `sums`. Words are those of 8 bytes that begin at multiples of 8; where memory begins or
-    /// ends within one, its other bytes count as 0. Of the word at `i`, x = word * (2 i + 1), and
-    /// x ^ (x >> 32) is added to the sum `i / CHECKSUM_RUN % CHECKSUM_SUMS`; all modulo 2^64. A
-    /// word that changes changes its sum. Words that change places nearly always do, and so do
-    /// signs that change: without the shift an even number of uppermost bits would add up to
-    /// nothing.
+    /// ends within one, its other bytes count as 0. [`mixed`] of the word at `i` is added to the sum
+    /// `i / CHECKSUM_RUN % CHECKSUM_SUMS`, modulo 2^64. A word that changes changes its sum. Several
+    /// that change, or change places, do but for a chance of some 2^-32: what one of them adds
+    /// depends on all of its bits. (A product with the place alone is not enough: uppermost bits,
+    /// which are signs, add up to nothing in pairs.)
     ///
     /// # Safety
     /// Until it is done, all memory is alive and of the device, `sums` is aligned to 8 bytes, and

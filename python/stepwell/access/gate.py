@@ -247,10 +247,16 @@ class Gate:
     def wait_for_uncovered(self) -> None:
         """Waits for the weights that no forward is known to wait for, and for those exposed."""
         if self.guard is not None and self._uncovered:
+            step = self.guard.num_steps
             # A program may have a way to them that no guard sees.
             self.guard.confirm()
-            self.guard.wait_for(self._uncovered)
-        self._uncovered = []
+            if self.guard.wait_for(self._uncovered):
+                self._clear_uncovered(step)
+
+    def _clear_uncovered(self, step: int) -> None:
+        # Not those of a step that another thread has begun meanwhile.
+        if self.guard is None or step == self.guard.num_steps:
+            self._uncovered = []
 
     def close(self, why: str) -> None:
         """No forward waits any more: compiled code does not call the hooks."""
@@ -295,9 +301,9 @@ class Gate:
 
     def finish(self) -> None:
         """The current stream waits for all weights."""
-        if self.guard is not None:
-            self.guard.finish()
-        self._uncovered = []
+        step = 0 if self.guard is None else self.guard.num_steps
+        if self.guard is None or self.guard.finish():
+            self._clear_uncovered(step)
 
     def clear(self, step: int) -> None:
         """All weights have arrived.
@@ -307,8 +313,7 @@ class Gate:
         """
         if self.guard is not None:
             self.guard.clear(step)
-            if step == self.guard.num_steps:
-                self._uncovered = []
+            self._clear_uncovered(step)
 
     # ---- which module waits for what ----
 

@@ -176,23 +176,29 @@ class WeightGuard:
         """
         self.wait_for([param for param in params if id(param) in self._under_way])
 
-    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
-        """The current stream waits for all of `params`, protected or not."""
-        if params:
-            step = self.num_steps
-            with without_waiting():
-                is_last_step = self.uploads.wait(params)
-            if is_last_step:
-                self._end(params, step)
+    def wait_for(self, params: Sequence[torch.Tensor]) -> bool:
+        """The current stream waits for all of `params`, protected or not.
 
-    def finish(self) -> None:
-        """The current stream waits for all weights."""
+        Returns whether these are the weights of the last step.
+        """
+        if not params:
+            return True
+        step = self.num_steps
+        with without_waiting():
+            is_last_step = self.uploads.wait(params)
+        if is_last_step:
+            self._end(params, step)
+        return is_last_step
+
+    def finish(self) -> bool:
+        """The current stream waits for all weights. Returns whether they are of the last step."""
         step = self.num_steps
         with without_waiting():
             self.uploads.finish()
             is_last_step = self.uploads.wait(())
         if is_last_step:
             self.clear(step)
+        return is_last_step
 
     def clear(self, step: int) -> None:
         """All weights of the step have arrived, or the step's stream has waited for them.

@@ -130,9 +130,10 @@ class ShardGuard(WeightGuard):
         self._writes.wait_for(params)
 
     @override
-    def wait_for(self, params: Sequence[torch.Tensor]) -> None:
-        super().wait_for(params)
+    def wait_for(self, params: Sequence[torch.Tensor]) -> bool:
+        is_last_step = super().wait_for(params)
         self._writes.wait_for(params)
+        return is_last_step
 
     @override
     def clear(self, step: int) -> None:

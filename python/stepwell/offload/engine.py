@@ -205,8 +205,10 @@ class Engine(Uploads):
     @property
     def submitted(self) -> Submitted | None:
         """The last step that has begun; None: none has."""
-        found: Submitted | None = self.store.record
-        return found
+        # The store is a step's while it looks, on whichever thread.
+        with self.lock:
+            found: Submitted | None = self.store.record
+            return found
 
     @property
     def _step_stream(self) -> int:
@@ -243,7 +245,8 @@ class Engine(Uploads):
 
         By one reference each.
         """
-        return set(map(id, self.store.held))
+        with self.lock:
+            return set(map(id, self.store.held))
 
     @property
     def pending_params(self) -> list[torch.Tensor]:
@@ -252,16 +255,17 @@ class Engine(Uploads):
         Deferred steps have stepped them, and no exact step has followed. Those that get no gradient
         any more have their own weight after `2 * interval + 1` deferred steps.
         """
-        found: list[torch.Tensor] = self.store.pending
-        return found
+        with self.lock:
+            found: list[torch.Tensor] = self.store.pending
+            return found
 
     def is_pending(self, param: torch.Tensor) -> bool:
         """Whether `param` is among `pending_params`."""
-        return any(each is param for each in self.store.pending)
+        return any(each is param for each in self.pending_params)
 
     def has_pending(self) -> bool:
         """Whether there is any in `pending_params`."""
-        return bool(self.store.pending)
+        return bool(self.pending_params)
 
     @property
     def busy(self) -> bool:

@@ -14,9 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     import torch
+
+    from stepwell._state import State
 
 __all__ = ["FingerprintStatus"]
 
@@ -26,7 +28,8 @@ class FingerprintStatus:
 
     def __init__(self) -> None:
         self._unverified: set[torch.Tensor] = set()
-        self._outdated: set[torch.Tensor] = set()
+        # With the state that the steps have worked on; None: whichever it is.
+        self._outdated: dict[torch.Tensor, State | None] = {}
         self.num_taken = 0
         """How often fingerprints were taken, of one parameter each."""
 
@@ -35,8 +38,9 @@ class FingerprintStatus:
 
         Their fingerprints are current, and tell what belongs together.
         """
+        params = list(params)
         self._unverified.update(params)
-        self._outdated.difference_update(self._unverified)
+        self._drop_outdated(params)
 
     def is_unverified(self, param: torch.Tensor) -> bool:
         """Whether the next step of `param` has to verify its fingerprints."""
@@ -47,21 +51,41 @@ class FingerprintStatus:
         if self._unverified:
             self._unverified.difference_update(params)
 
-    def mark_outdated(self, params: Iterable[torch.Tensor]) -> None:
-        """A step is about to write `params`, and takes fingerprints only where it verifies them."""
-        self._outdated.update(param for param in params if param not in self._unverified)
+    def mark_outdated(self, param: torch.Tensor, state: State | None) -> None:
+        """A step writes `param`, and takes fingerprints only where it verifies them.
 
-    def outdated(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of `params` whose fingerprints have to be taken before they mean anything."""
-        return [param for param in params if param in self._outdated]
+        `state`: what it works on; None: what the optimizer has may be another object.
+        """
+        if param not in self._unverified:
+            self._outdated[param] = state
+
+    def outdated(
+        self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, State]
+    ) -> list[torch.Tensor]:
+        """Those of `params` whose fingerprints have to be taken before they mean anything.
+
+        Not of a state that the program has put in the place of the one that was stepped: its
+        fingerprints are those of the weights that it was saved with.
+        """
+        found = []
+        for param in params:
+            if param in self._outdated:
+                stepped = self._outdated[param]
+                if stepped is None or states.get(param) is stepped:
+                    found.append(param)
+        return found
+
+    def _drop_outdated(self, params: Iterable[torch.Tensor]) -> None:
+        for param in params:
+            self._outdated.pop(param, None)
 
     def mark_current(self, param: torch.Tensor) -> None:
         """The fingerprints of `param` were taken."""
         self.num_taken += 1
-        self._outdated.discard(param)
+        self._outdated.pop(param, None)
 
     def forget(self, params: Iterable[torch.Tensor]) -> None:
         """`params` are stepped no more."""
         params = list(params)
         self._unverified.difference_update(params)
-        self._outdated.difference_update(params)
+        self._drop_outdated(params)

@@ -397,7 +397,7 @@ class HostSide:
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
     ) -> None:
         """Takes the fingerprints of those of `params` that steps have outdated."""
-        for param in self.fingerprints.outdated(params):
+        for param in self.fingerprints.outdated(params, states):
             # The user may have deleted it: what is made next has new fingerprints.
             if state := states.get(param):
                 _state.take_fingerprints(self.twins.weight(param), state, self._moments)

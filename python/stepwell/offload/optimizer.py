@@ -51,6 +51,7 @@ from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.options import Accumulate, check_options
 from stepwell.offload.residents import Residents
 from stepwell.offload.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
+from stepwell.offload.state_in_memory import StateInMemory
 from stepwell.offload.states import States
 from stepwell.offload.steps import Looked, Steps
 from stepwell.offload.swapped import Swapped
@@ -277,7 +278,7 @@ class OffloadAdamW(AdamW):
             threads=threads,
         )
         self._steps = Steps(self._host, self._collector, self._background)
-        self._keeper = States(self._host, self._residents, self._background)
+        self._keeper = States(self, self._host, self._residents, self._background)
         # What the last step took, as far as the engine does not know it.
         self._seconds: dict[str, float] = {}
         # Of the look under way: what the state of a parameter on a volume becomes.
@@ -440,7 +441,11 @@ class OffloadAdamW(AdamW):
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, _state.State]) -> None:
-        self.__dict__["state"] = self._keeper.replace(state)
+        with self._background.lock():
+            if "state" in self.__dict__:
+                # What is deferred is applied to that before it.
+                self._keeper.settled()
+            self.__dict__["state"] = state.copy() if isinstance(state, StateInMemory) else state
 
     @property
     def _states(self) -> defaultdict[torch.Tensor, _state.State]:
@@ -589,8 +594,6 @@ class OffloadAdamW(AdamW):
                 # Other ranks, whose load may have failed earlier, deal out the same from here on.
                 shares.remove(set(shares).difference(dealt_out))
             raise
-        # torch has set it past the property.
-        self._keeper.own = self.__dict__["state"]
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -861,8 +864,7 @@ class OffloadAdamW(AdamW):
             store.unbind()
             self._seeds = seeds
         store.set_apart(list(self._residents))
-        states = self.__dict__["state"] if self._keeper.is_seen else None
-        look = store.look([group["params"] for group in groups], states)
+        look = store.look([group["params"] for group in groups], self.__dict__["state"])
         return store, look
 
     def _is_every_known(self, look: _core.Look) -> bool:

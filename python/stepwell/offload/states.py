@@ -1,19 +1,21 @@
 """The states of an optimizer's parameters, wherever they are, after the last step.
 
-`own` is what torch's optimizer has as `state`. What is on a volume or on the device is a place in
-it, until a program asks: then it is read into host memory, and the next step takes it up again.
+`own` is what torch's optimizer has in its `__dict__` as `state`. What is on a volume or on the
+device is a place in it, until a program asks: then it is read into host memory, and the next step
+takes it up again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
+import weakref
 from typing import TYPE_CHECKING
 
 from stepwell.offload.state_in_memory import StateInMemory
 
 if TYPE_CHECKING:
+    from collections import defaultdict
     from collections.abc import Iterator
 
     import torch
@@ -31,21 +33,34 @@ class States:
     """The states of one optimizer.
 
     Args:
+        optimizer: whose they are; held weakly.
         host: the host side of its parameters.
         residents: those whose state is on the device.
         background: what steps.
     """
 
-    def __init__(self, host: HostSide, residents: Residents, background: Background) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        host: HostSide,
+        residents: Residents,
+        background: Background,
+    ) -> None:
         self._host, self._residents, self._background = host, residents, background
-        self.own: defaultdict[torch.Tensor, _state.State] = defaultdict(dict)
-        """As it is in memory now: a step may be under way, and some of it is elsewhere."""
-        self.is_seen = False
-        """Whether a program may have tensors of the state, or have changed it."""
+        self._optimizer = weakref.ref(optimizer)
+        # Once the optimizer is gone.
+        self._own: defaultdict[torch.Tensor, _state.State]
         # The thread that decides on a step and submits it: what is deferred is not settled there.
         self._stepping_on: int | None = None
         # The last step that `note_submitted` has noted.
         self._noted: Submitted | None = None
+
+    @property
+    def own(self) -> defaultdict[torch.Tensor, _state.State]:
+        """As it is in memory now: a step may be under way, and some of it is elsewhere."""
+        if (optimizer := self._optimizer()) is not None:
+            self._own = optimizer.__dict__["state"]
+        return self._own
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
@@ -63,22 +78,10 @@ class States:
 
     def as_seen(self) -> defaultdict[torch.Tensor, _state.State]:
         """What a program sees."""
-        self.is_seen = True
         states = self._read()
         if self.is_stepping or (self._host.swapped is None and not len(self._residents)):
             return states
         return StateInMemory(self._in_memory)
-
-    def replace(
-        self, states: defaultdict[torch.Tensor, _state.State]
-    ) -> defaultdict[torch.Tensor, _state.State]:
-        """A program has other states from now on. Returns them."""
-        self.is_seen = True
-        with self._background.lock():
-            # What is deferred is applied to that before it.
-            self.settled()
-            self.own = states.copy() if isinstance(states, StateInMemory) else states
-        return self.own
 
     def settled(self) -> defaultdict[torch.Tensor, _state.State]:
         """After the last step, with all updates. What is elsewhere is not read."""
@@ -111,6 +114,9 @@ class States:
                 # In this order: a first step, without an engine yet, may begin on another thread.
                 num_noted = swapped.num_noted
                 swapped.read(states, num_noted if self._stepping_on is None else None)
+            if not self.is_stepping:
+                # It may be kept, and put back beside the weights of now.
+                self._host.take_fingerprints(self._host.twins, states)
             return states
 
     def note_submitted(self) -> None:
@@ -125,5 +131,10 @@ class States:
         fingerprints = self._host.fingerprints
         fingerprints.mark_verified(submitted.verified)
         verified = set(map(id, submitted.verified))
-        fingerprints.mark_outdated(p for p in submitted.params if id(p) not in verified)
+        swapped = self._host.swapped
+        for param in submitted.params:
+            if id(param) not in verified:
+                # What is read of a volume is an object of its own.
+                is_in_place = swapped is None or param not in swapped
+                fingerprints.mark_outdated(param, self.own.get(param) if is_in_place else None)
         self._noted = submitted

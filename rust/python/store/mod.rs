@@ -252,10 +252,14 @@ impl PyStore {
     ///     sums: where `CHECKSUM_SUMS` int64 for each segment are, one after the other.
     ///     stream: the stream that has waited for these weights.
     ///
+    /// Returns:
+    ///     the spans of which none was taken: these are not what they were, of another size, dtype
+    ///     or device.
+    ///
     /// Raises:
     ///     OSError: where the device has failed.
     #[pyo3(signature = (sums, *, stream))]
-    fn take_checksums(slf: Bound<'_, Self>, sums: u64, stream: u64) -> PyResult<()> {
+    fn take_checksums(slf: Bound<'_, Self>, sums: u64, stream: u64) -> PyResult<Vec<usize>> {
         Self::take_checksums_at(slf, sums, stream)
     }
 
