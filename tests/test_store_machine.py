@@ -6,10 +6,10 @@ the device, on a volume, or after a crash from what was committed. What it does 
 (`test_optim_programs` compares that one with torch's).
 
 - Gradients do not depend on weights, so with fp32 moments late updates come to the same bits once
-  all are applied. Every look at a weight before the next forward applies them, and the step after
-  it is exact. So programs with late updates are looked at by rules alone (`look`, `save`).
-- `agree` says what has to hold after each rule. What a commit has is the other model as it was
-  (`Snapshot`).
+  all are applied. A look applies them, and the step after it is exact: so what is late is looked at
+  by rules alone.
+- `agree` says what has to hold after each rule, `note_step` what a step does, `Commit` what a
+  volume has to have.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import hypothesis
 import optim_programs
@@ -33,27 +33,39 @@ from optim_cases import DTYPES
 from optim_programs import READS, Net, Part, Run, saved, values
 from optim_reference import assert_same
 
-# Some chunks and a part of one: what is smaller is not on a volume that commits nothing.
+# Some chunks and a part of one: what is smaller is in memory beside a volume that commits nothing.
 LARGE = (200_001,)
 SMALL = [(0,), (1,), (33,), (5, 7), (3, 1, 11)]
 # Where state is: in host memory, all or a little of it on the device, what is large on a volume.
 ON_DEVICE = {"device": 1 << 30, "part": 12 * 40, "part and volume": 12 * 40}
 ON_VOLUME = ["volume", "part and volume", "commit"]
-# The device has fp32 moments only.
+# The device has fp32 moments.
 PLACES = {"fp32": ["memory", *ON_DEVICE, "volume", "commit"], "q8": ["memory", "volume", "commit"]}
 
 
+# ---- what programs do between steps: to a run, a parameter, or an optimizer and a parameter ----
+
+
+@torch.no_grad()
+def evaluated(run):
+    loss = run.net.eval()([torch.ones_like(param) for param in run.params])
+    run.net.train()
+    return loss
+
+
+def drained(run):
+    if run.is_offloaded:
+        run.optimizer.drain()
+    return [param.detach() for param in run.params]
+
+
 def by_array(param, new):
-    param.detach().view(-1).view(torch.uint8).numpy()[:] = new.view(-1).view(torch.uint8).numpy()
+    memory = param.detach().view(-1).view(torch.uint8).numpy()
+    memory[:] = new.view(-1).view(torch.uint8).numpy()
 
 
 def by_data(param, new):
     param.data.copy_(new)
-
-
-WRITES = {**optim_programs.WRITES, "array": by_array}
-# By which no use of a parameter is seen, between a forward and the step behind it.
-UNSEEN = {"data": by_data, "array": by_array}
 
 
 def halve(optimizer, param):
@@ -72,37 +84,39 @@ def replace_all(optimizer, param):
     optimizer.state = defaultdict(dict, {param: optimizer.state[param]})
 
 
+LOOKS = {**READS, "evaluate": evaluated, "drain": drained}
+WRITES = {**optim_programs.WRITES, "array": by_array}
+UNSEEN = [by_data, by_array]
 EDITS = {"fp32": [halve, delete, replace, replace_all], "q8": [delete, replace, replace_all]}
-
-
-@dataclass
-class Commit:
-    """What a volume has to have."""
-
-    number: int
-    """Of the step."""
-    model: tuple | None
-    """Weights, and state by parameter; None: a program has written what no step has."""
-
 
 # ---- what is drawn ----
 
-INDEX = st.integers(0, 7)
-SEEDS = st.integers(0, 2**16)
-ROUND = st.fixed_dictionaries(
+INDEX, SEEDS = st.integers(0, 7), st.integers(0, 2**16)
+GRADIENTS = st.fixed_dictionaries(
     {
         "seed": SEEDS,
+        # Which parameters have one.
         "used": st.sampled_from([255, 255, 255, 1, 2, 6]),
-        "kind": st.sampled_from([*["plain"] * 7, "zero", "nan"]),
+        "kind": st.sampled_from([*["plain"] * 9, "zero", "nan"]),
         "by_hand": st.booleans(),
     }
 )
 DEFERRED = st.none() | st.builds(
-    stepwell.Deferred, interval=st.integers(1, 4), predict=st.booleans()
+    stepwell.Deferred,
+    interval=st.sampled_from([4, 1, 2, 3]),
+    predict=st.booleans(),
+    warmup_steps=st.sampled_from([0, 0, 2]),
 )
-OPTIONS = st.fixed_dictionaries(
-    {"lr": st.sampled_from([1e-2, 0.1]), "weight_decay": st.sampled_from([0.0, 0.3])}
-)
+
+
+class Commit(NamedTuple):
+    """What a volume has to have."""
+
+    number: int
+    """Of the last step that it has."""
+    model: tuple | None
+    """Weights, and states by index. None: a program has written what no step has, and a commit may
+    have it or not."""
 
 
 class Programs(RuleBasedStateMachine):
@@ -114,78 +128,83 @@ class Programs(RuleBasedStateMachine):
         ),
         large=st.tuples(INDEX, st.sampled_from(DTYPES)),
         moments=st.sampled_from(["fp32", "fp32", "q8"]),
+        weight_decay=st.sampled_from([0.0, 0.3]),
         place=INDEX,
         deferred=DEFERRED,
         interval=st.integers(1, 4),
-        options=OPTIONS,
     )
-    def begin(self, parts, large, moments, place, deferred, interval, options):
+    def begin(self, parts, large, moments, weight_decay, place, deferred, interval):
         self.threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self.folder = Path(tempfile.mkdtemp(prefix="stepwell-"))
         parts.insert(large[0] % (len(parts) + 1), (LARGE, large[1]))
         weights = [values(index, *part) for index, part in enumerate(parts)]
-        self.moments, self.options, self.interval = moments, options, interval
-        self.ours, self.other = (
-            Run(Net([weight.clone() for weight in weights]), None, []) for _ in range(2)
-        )
-        self.runs = (self.ours, self.other)
-        self.skipped = 0
+        self.options = {"lr": 1e-2, "weight_decay": weight_decay, "moments": moments}
+        self.interval, self.skipped = interval, 0
+        self.runs = [Run(Net([each.clone() for each in weights]), None, []) for _ in range(2)]
         self.other.optimizer = self.made_other()
         self.open(place, deferred)
+
+    @property
+    def ours(self):
+        return self.runs[0]
+
+    @property
+    def other(self):
+        return self.runs[1]
+
+    def at(self, run, index):
+        return run.params[index % len(run.params)]
 
     # ---- optimizers ----
 
     def groups(self, run):
         """The parameters of a model with their names, in the groups that there are."""
+        named = list(run.net.named_parameters())
         last = self.other.optimizer
-        names = iter([name for name, _ in run.net.named_parameters()])
-        params = iter(run.params)
-        sizes = [len(group["params"]) for group in last.param_groups] if last else [len(run.params)]
-        return [{"params": [(next(names), next(params)) for _ in range(size)]} for size in sizes]
+        sizes = [len(group["params"]) for group in last.param_groups] if last else [len(named)]
+        return [{"params": [named.pop(0) for _ in range(size)]} for size in sizes]
 
     def made_other(self):
-        options = {"moments": self.moments, "nonfinite": "skip", **self.options}
-        return stepwell.AdamW(self.groups(self.other), **options)
+        return stepwell.AdamW(self.groups(self.other), nonfinite="skip", **self.options)
 
     def open(self, place, deferred):
         """Makes an optimizer whose state is in a place, the drawn number of those there are."""
-        places = PLACES[self.moments]
-        self.place = places[place % len(places)]
+        moments = self.options["moments"]
+        self.place = PLACES[moments][place % len(PLACES[moments])]
         self.commits = self.place == "commit"
-        # Coded moments are coded once per turn, so bits differ. No commit has late gradients.
-        self.deferred = None if self.commits or self.moments == "q8" else deferred
-        # Whether a step was late since all updates were applied.
+        # Moments that are coded are coded once per turn. A volume that commits has nothing late.
+        self.deferred = None if self.commits or moments == "q8" else deferred
+        # Whether a step may be late since all updates were applied.
         self.is_pending = False
         # Steps that were taken, and the last commit.
         self.number, self.committed = 0, Commit(0, None)
         # Parameters that were written or loaded, or their state, and not stepped since.
         self.unsaved = set()
-        self.volume = self.folder / str(len(list(self.folder.iterdir())))
+        self.volume = self.new_folder()
         self.volume.mkdir()
         if self.commits:
-            # It has no parameters that thaw later.
+            # Parameters that thaw later are refused.
             self.freeze(slice(None), is_trained=True)
         self.ours.optimizer = self.made()
 
+    def new_folder(self):
+        return self.folder / str(len(list(self.folder.iterdir())))
+
     def made(self, **volume):
-        options = {**self.options, "moments": self.moments, "threads": 1, "model": self.ours.net}
+        options = {**self.options, "model": self.ours.net, "threads": 1, "deferred": self.deferred}
         options["device_bytes_max"] = ON_DEVICE.get(self.place, 0)
         if self.place not in ON_VOLUME:
-            return stepwell.OffloadAdamW(self.groups(self.ours), deferred=self.deferred, **options)
-        volume["durability"] = "none"
+            return stepwell.OffloadAdamW(self.groups(self.ours), **options)
         if self.commits:
-            volume |= {"durability": "commit", "name": "run", "commit_interval": self.interval}
-        options["tier"] = stepwell.Volume([self.volume], **volume)
-        # The least that it works with, and some for parameters to come.
+            volume |= {"name": "run", "commit_interval": self.interval}
+        durability = "commit" if self.commits else "none"
+        options["tier"] = stepwell.Volume([self.volume], durability=durability, **volume)
+        # The least that it works with: more of the state would be in host memory.
         for nbytes in range(1 << 18, 1 << 26, 1 << 18):
             with contextlib.suppress(ValueError):
-                return stepwell.OffloadAdamW(
-                    self.groups(self.ours),
-                    deferred=self.deferred,
-                    host_bytes_max=nbytes,
-                    **options,
-                )
+                groups = self.groups(self.ours)
+                return stepwell.OffloadAdamW(groups, host_bytes_max=nbytes, **options)
         raise AssertionError("no host memory is enough")
 
     def close(self):
@@ -193,7 +212,7 @@ class Programs(RuleBasedStateMachine):
         gc.collect()
 
     def teardown(self):
-        if not hasattr(self, "ours"):
+        if not hasattr(self, "runs"):
             return
         try:
             # Not where a rule has failed.
@@ -209,8 +228,7 @@ class Programs(RuleBasedStateMachine):
     @invariant()
     def agree(self):
         """Both models are the same to the bit, as far as a look at them changes nothing."""
-        optimizers = [run.optimizer for run in self.runs]
-        assert [each.skipped_steps for each in optimizers] == [self.skipped] * 2
+        assert [run.optimizer.skipped_steps for run in self.runs] == [self.skipped] * 2
         if not self.is_pending:
             assert_same(*([param.detach() for param in run.params] for run in self.runs))
         if self.commits:
@@ -226,42 +244,27 @@ class Programs(RuleBasedStateMachine):
     def save(self):
         """All there is: state and counts too."""
         self.both(lambda run: run.optimizer.state_dict())
-        self.agree()
 
-    @rule(how=st.sampled_from(list(READS)))
+    @rule(how=st.sampled_from(list(LOOKS)))
     def look(self, how):
-        self.both(READS[how])
-
-    @rule(seed=SEEDS)
-    def evaluate(self, seed):
-        @torch.no_grad()
-        def act(run):
-            loss = run.net.eval()([values(seed, p.shape, p.dtype) for p in run.params])
-            run.net.train()
-            return loss
-
-        self.both(act)
-
-    @rule()
-    def drain(self):
-        self.ours.optimizer.drain()
-        self.is_pending = False
-
-    @rule()
-    def synchronize(self):
-        self.ours.optimizer.synchronize()
+        self.both(LOOKS[how])
 
     # ---- steps ----
 
-    @rule(rounds=st.lists(ROUND, min_size=1, max_size=6))
-    def train(self, rounds):
-        for each in rounds:
-            self.step(**each)
+    @rule(steps=st.lists(GRADIENTS, min_size=2, max_size=8), is_awaited=st.booleans())
+    def train(self, steps, is_awaited):
+        for gradients in steps:
+            for run in self.runs:
+                self.backward(run, **gradients)
+                run.optimizer.step()
+                if is_awaited:
+                    run.synchronize()
+            self.note_step()
 
-    train_more, train_on = train, train
+    train_on = train_more = train
 
     def backward(self, run, seed, used, kind, *, by_hand):
-        """Leaves gradients that depend on the arguments only."""
+        """A forward, and gradients that depend on the arguments only."""
         run.optimizer.zero_grad()
         inputs = [
             values(seed + index, param.shape, param.dtype, kind) if used >> index & 1 else None
@@ -274,72 +277,66 @@ class Programs(RuleBasedStateMachine):
             if by_hand and param.requires_grad:
                 param.grad = grad
 
-    def step(self, **how):
-        for run in self.runs:
-            self.backward(run, **how)
-            run.optimizer.step()
-        self.note_step()
-
     def note_step(self):
-        """What both have to have done with the gradients that are there."""
-        grads = [param.grad for param in self.other.params]
-        if all(grad is None for grad in grads):
-            return
-        if not all(grad is None or grad.isfinite().all() for grad in grads):
+        """What a step has done with the gradients that are there."""
+        grads = dict(zip(self.ours.params, (p.grad for p in self.other.params), strict=True))
+        grads = {param: grad for param, grad in grads.items() if grad is not None}
+        if not all(grad.isfinite().all() for grad in grads.values()):
             self.skipped += 1
-            # What is late is applied by a step that applies nothing.
+            # A step that applies nothing applies what is late.
             self.is_pending = False
-            return
-        self.is_pending = self.deferred is not None
-        self.number += 1
-        self.unsaved -= {
-            param for param, grad in zip(self.ours.params, grads, strict=True) if grad is not None
-        }
-        if self.commits and (self.number == 1 or self.number % self.interval == 0):
-            self.committed = self.commit_of_now()
+        elif any(grad.numel() for grad in grads.values()):
+            self.is_pending = self.deferred is not None
+            self.number += 1
+            self.unsaved -= set(grads)
+            if self.commits and (self.number == 1 or self.number % self.interval == 0):
+                self.committed = self.last_step()
 
-    @rule(value=st.sampled_from([1e-3, 0.0, 0.1]))
-    def change_lr(self, value):
-        self.options["lr"] = value
-        for group in self.ours.optimizer.param_groups + self.other.optimizer.param_groups:
-            group["lr"] = value
+    @rule(lr=st.sampled_from([1e-3, 0.0, 0.1]))
+    def change_lr(self, lr):
+        self.options["lr"] = lr
+        for run in self.runs:
+            for group in run.optimizer.param_groups:
+                group["lr"] = lr
 
     # ---- writes ----
 
-    def at(self, run, index):
-        return run.params[index % len(run.params)]
+    def written(self, index, seed, write):
+        """A function that writes a parameter of a run."""
 
-    def write_one(self, run, index, seed, write):
-        param = self.at(run, index)
-        write(param, values(seed, param.shape, param.dtype))
+        def act(run):
+            param = self.at(run, index)
+            write(param, values(seed, param.shape, param.dtype))
+
+        return act
 
     @rule(index=INDEX, seed=SEEDS, how=st.sampled_from(list(WRITES)))
     def write(self, index, seed, how):
-        self.both(lambda run: self.write_one(run, index, seed, WRITES[how]))
+        self.both(self.written(index, seed, WRITES[how]))
         self.unsaved.add(self.at(self.ours, index))
 
     @rule(
-        how=ROUND,
+        gradients=GRADIENTS,
         index=INDEX,
         seed=SEEDS,
-        write=st.sampled_from(list(UNSEEN)),
-        drains=st.booleans(),
+        how=st.sampled_from(UNSEEN),
+        is_drained=st.booleans(),
     )
-    def write_unseen(self, how, index, seed, write, drains):
-        """Behind a forward. It counts, or is refused since updates are late, which are applied."""
-        self.backward(self.ours, **how)
-        self.write_one(self.ours, index, seed, UNSEEN[write])
-        optimizer = self.ours.optimizer
+    def write_unseen(self, gradients, index, seed, how, is_drained):
+        """Behind a forward. It counts, or is refused and lost, where updates are late."""
+        write = self.written(index, seed, how)
+        self.backward(self.ours, **gradients)
+        write(self.ours)
         try:
-            (optimizer.drain if drains else optimizer.step)()
+            (self.ours.optimizer.drain if is_drained else self.ours.optimizer.step)()
         except ValueError:
             assert self.is_pending
             self.is_pending = False
             return
-        self.backward(self.other, **how)
-        self.write_one(self.other, index, seed, UNSEEN[write])
+        self.backward(self.other, **gradients)
+        write(self.other)
         self.unsaved.add(self.at(self.ours, index))
-        if drains:
+        if is_drained:
             self.is_pending = False
         else:
             self.other.optimizer.step()
@@ -347,7 +344,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(index=INDEX, edit=INDEX)
     def edit_state(self, index, edit):
-        edits = EDITS[self.moments]
+        edits = EDITS[self.options["moments"]]
 
         def act(run):
             param = self.at(run, index)
@@ -373,8 +370,8 @@ class Programs(RuleBasedStateMachine):
     def add_group(self, seed, shape, dtype):
         for run in self.runs:
             run.net.parts.append(Part(values(seed, shape, dtype)))
-            name = list(dict(run.net.named_parameters()))[-1]
-            run.optimizer.add_param_group({"params": [(name, run.params[-1])]})
+            named = list(run.net.named_parameters())[-1:]
+            run.optimizer.add_param_group({"params": named, "lr": self.options["lr"]})
         self.is_pending = False
 
     # ---- places ----
@@ -387,49 +384,46 @@ class Programs(RuleBasedStateMachine):
         self.ours.optimizer.load_state_dict(packed)
         self.unsaved = set(self.ours.params)
 
-    def commit_of_now(self):
-        if self.unsaved:
-            return Commit(self.number, None)
+    def last_step(self):
+        """What a commit of the last step has."""
         weights = [param.detach().clone() for param in self.other.params]
-        return Commit(self.number, (weights, saved(self.other.optimizer.state_dict())["state"]))
+        states = saved(self.other.optimizer.state_dict())["state"]
+        return Commit(self.number, None if self.unsaved else (weights, states))
 
     @precondition(lambda self: self.commits and self.number)
     @rule()
     def commit(self):
         self.ours.optimizer.commit()
         if self.committed.number != self.number:
-            self.committed = self.commit_of_now()
+            self.committed = self.last_step()
 
     @precondition(lambda self: self.commits and self.number)
     @rule(is_killed=st.booleans())
     def resume(self, is_killed):
-        """Another model goes on from what the last commit has."""
+        """Other models go on from what the last commit has."""
         committed = self.committed
         if not is_killed and committed.number != self.number:
             # The end of an optimizer commits its last step.
-            committed = self.commit_of_now()
+            committed = self.last_step()
         if committed.model is None:
             return
         if is_killed:
             # What a crash would leave.
-            left = self.folder / str(len(list(self.folder.iterdir())))
-            shutil.copytree(self.volume, left)
-            self.volume = left
+            self.volume = shutil.copytree(self.volume, self.new_folder())
         self.close()
-        weights, state = committed.model
+        self.committed, (self.number, (weights, states)) = committed, committed
+        self.skipped, self.unsaved = 0, set()
         for run in self.runs:
             run.net = copy.deepcopy(run.net)
             for index, (param, weight) in enumerate(zip(run.params, weights, strict=True)):
                 # What was never stepped is the program's.
-                is_read = run is self.ours and index in state
-                param.data.copy_(weight if not is_read else torch.zeros_like(weight))
+                is_read = run is self.ours and index in states
+                param.data.copy_(torch.zeros_like(weight) if is_read else weight)
         self.freeze(slice(None), is_trained=True)
         self.ours.optimizer = self.made(resume=True)
         self.other.optimizer = self.made_other()
         packed = self.other.optimizer.state_dict()
-        self.other.optimizer.load_state_dict({**packed, "state": state})
-        self.skipped, self.number, self.unsaved = 0, committed.number, set()
-        self.committed = committed
+        self.other.optimizer.load_state_dict({**packed, "state": states})
 
 
 # To find a shorter program that fails as well takes minutes, which is left to profiles that search.
