@@ -47,8 +47,13 @@ PLACES = ["commit", "memory", "volume", *ON_DEVICE]
 
 
 @torch.no_grad()
+def without_gradients(run):
+    return run.net([torch.ones(param.shape, dtype=param.dtype) for param in run.params])
+
+
 def evaluated(run):
-    loss = run.net.eval()([torch.ones_like(param) for param in run.params])
+    run.net.eval()
+    loss = without_gradients(run)
     run.net.train()
     return loss
 
@@ -56,6 +61,11 @@ def evaluated(run):
 def drained(run):
     if run.is_offloaded:
         run.optimizer.drain()
+    return [param.detach() for param in run.params]
+
+
+def complete(run):
+    run.synchronize()
     return [param.detach() for param in run.params]
 
 
@@ -84,9 +94,9 @@ def replace_all(optimizer, param):
     optimizer.state = defaultdict(dict, {param: optimizer.state[param]})
 
 
-LOOKS = {**READS, "evaluate": evaluated, "drain": drained}
-WRITES = {**optim_programs.WRITES, "array": by_array}
-UNSEEN = [by_data, by_array]
+LOOKS = [*READS.values(), evaluated, without_gradients, drained, complete]
+WRITES = [*optim_programs.WRITES.values(), by_array]
+UNSEEN = [by_data, by_array, optim_programs.WRITES["data"]]
 EDITS = {"fp32": [halve, delete, replace, replace_all], "q8": [delete, replace, replace_all]}
 
 # ---- what is drawn ----
@@ -259,20 +269,18 @@ class Programs(RuleBasedStateMachine):
                     packed["state"].get(index, {}).pop(name, None)
         return packed
 
-    @rule(how=st.sampled_from(list(LOOKS)))
+    @rule(how=st.sampled_from(LOOKS))
     def look(self, how):
-        self.both(LOOKS[how])
+        self.both(how)
 
     # ---- steps ----
 
-    @rule(steps=STEPS, is_awaited=st.booleans())
-    def train(self, steps, is_awaited):
+    @rule(steps=STEPS)
+    def train(self, steps):
         for gradients in steps:
             for run in self.runs:
                 self.backward(run, **gradients)
                 run.optimizer.step()
-                if is_awaited:
-                    run.synchronize()
             self.note_step()
 
     train_on = train_more = train
@@ -329,9 +337,9 @@ class Programs(RuleBasedStateMachine):
         self.unsaved.add(self.at(self.ours, index))
         return act
 
-    @rule(index=INDEX, seed=SEEDS, how=st.sampled_from(list(WRITES)))
+    @rule(index=INDEX, seed=SEEDS, how=st.sampled_from(WRITES))
     def write(self, index, seed, how):
-        self.both(self.written(index, seed, WRITES[how]))
+        self.both(self.written(index, seed, how))
 
     @rule(
         steps=STEPS, index=INDEX, seed=SEEDS, how=st.sampled_from(UNSEEN), is_drained=st.booleans()
@@ -340,7 +348,7 @@ class Programs(RuleBasedStateMachine):
         """Behind a forward. It counts, or is refused and lost, where updates are late."""
         # A step that is skipped is counted, and refused as well.
         *before, gradients = [*steps[:-1], {**steps[-1], "kind": "plain"}]
-        self.train(before, is_awaited=False)
+        self.train(before)
         write = self.written(index, seed, how)
         self.backward(self.ours, **gradients)
         write(self.ours)
