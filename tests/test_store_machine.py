@@ -442,6 +442,8 @@ class Programs(RuleBasedStateMachine):
         packed = self.other.optimizer.state_dict()
         self.other.optimizer.load_state_dict({**packed, "state": states})
 
+    commit_again = commit_more = commit
+
 
 # To find a shorter program that fails as well takes minutes, which is left to profiles that search.
 _PROFILE = hypothesis.settings()
