@@ -2,15 +2,12 @@
 
 import copy
 import gc
-import math
 import os
 from pathlib import Path
 
 import pytest
 import stepwell
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from offload_cases import assert_equal, loss_of, train
 from optim_cases import bits
 from stepwell import _state
@@ -103,66 +100,6 @@ def test_a_cycle_that_is_collected_applies_what_is_pending(tmp_path):
     del one, other
     gc.collect()
     assert_same_weights(*nets)
-
-
-STEP = st.tuples(
-    st.just("step"),
-    # Parameters without a gradient: of some of them all state is on the volume.
-    st.sets(st.sampled_from([1, 2, 4])),
-    st.sampled_from([*[1.0] * 7, math.nan]),
-)
-LOOK = st.sampled_from(["drain", "state_dict", "state", "weights", "save", "load", "lr", "freeze"])
-
-
-@given(
-    program=st.lists(STEP | STEP | STEP | LOOK.map(lambda look: (look,)), min_size=16, max_size=32)
-)
-@pytest.mark.parametrize("interval", [1, 3, 4])
-def test_every_gradient_is_applied_once_whatever_happens_between(
-    tmp_path_factory, interval, program
-):
-    """Gradients do not depend on weights: exact steps in memory have the same bits."""
-    tmp_path = tmp_path_factory.mktemp("run")
-    net = net_of(torch.bfloat16)
-    twin = copy.deepcopy(net)
-    optimizer = on_volume(net, tmp_path, stepwell.Deferred(interval=interval))
-    reference = stepwell.AdamW(twin.named_parameters(), nonfinite="skip")
-    both = (net, optimizer), (twin, reference)
-    saved = None
-    for number, (what, *details) in enumerate(program):
-        if what == "step":
-            without, scale = details
-            loss_of(net, number).backward()
-            for index, pair_of in enumerate(zip(net.parameters(), twin.parameters(), strict=True)):
-                generator = torch.Generator().manual_seed(100 * number + index)
-                grad = scale * torch.randn(pair_of[0].shape, generator=generator)
-                for param in pair_of:
-                    has_grad = index not in without and param.requires_grad
-                    param.grad = grad.to(param.dtype) if has_grad else None
-            optimizer.step()
-            reference.step()
-        elif what == "drain":
-            optimizer.drain()
-        elif what == "state_dict":
-            optimizer.state_dict()
-        elif what == "state":
-            assert all("step" in state for state in optimizer.state.values())
-        elif what == "weights":
-            assert_same_weights(net, twin)
-        elif what == "save":
-            saved = [copy.deepcopy((n.state_dict(), o.state_dict())) for n, o in both]
-        elif what == "load" and saved is not None:
-            for (each, its), (weights, state) in zip(both, saved, strict=True):
-                each.load_state_dict(weights)
-                its.load_state_dict(state)
-        elif what == "lr":
-            for _, its in both:
-                its.param_groups[0]["lr"] *= 0.5
-        elif what == "freeze":
-            for each, _ in both:
-                weight = each[2].weight
-                weight.requires_grad_(not weight.requires_grad)
-    assert_equal(*both)
 
 
 def test_a_turn_reads_and_writes_its_part_of_the_volume(tmp_path):

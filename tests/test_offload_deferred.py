@@ -299,20 +299,6 @@ def test_a_step_that_is_skipped_is_dropped_for_all() -> None:
     assert all(param.isfinite().all() for param in model.parameters())
 
 
-def test_a_parameter_may_miss_gradients_freeze_and_thaw() -> None:
-    model = model_of()
-    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=3))
-    first = next(iter(model.parameters()))
-    for step in range(12):
-        first.requires_grad_(step % 4 != 1)
-        optimizer.zero_grad()
-        loss_of(model, step).backward()
-        optimizer.step()
-    assert int(optimizer.state[first]["step"]) == 9
-    for param in model.parameters():
-        assert torch.equal(param.cpu(), optimizer._twins.weight(param))
-
-
 @pytest.mark.parametrize("interval", [1, 3])
 def test_a_parameter_without_gradients_is_behind_until_its_own_weight_has_landed(
     interval: int,
@@ -404,19 +390,6 @@ def test_a_step_that_applies_nothing_leaves_nothing_pending(nonfinite: Any) -> N
         assert torch.equal(param.cpu(), optimizer._twins.weight(param))
 
 
-def test_a_look_at_a_parameter_without_gradient_sees_all_updates() -> None:
-    model = model_of()
-    first = next(iter(model.parameters()))
-    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
-    train(model, optimizer, range(5))
-    first.requires_grad_(False)
-    train(model, optimizer, range(5, 6))
-    assert optimizer._engine.is_pending(first)  # type: ignore[union-attr]
-    seen = first.detach().clone()
-    assert torch.equal(seen.cpu(), optimizer._twins.weight(first))
-    assert not pending_of(optimizer)
-
-
 def test_evaluation_with_gradients_after_a_forward_in_training_sees_all_updates() -> None:
     model = model_of()
     optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=4))
@@ -430,21 +403,6 @@ def test_evaluation_with_gradients_after_a_forward_in_training_sees_all_updates(
     model.eval()
     loss_of(model, 7)
     assert not pending_of(optimizer)
-
-
-def test_other_memory_after_the_forward_is_refused_and_the_weight_is_there() -> None:
-    model = model_of()
-    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred(interval=2))
-    train(model, optimizer, range(5))
-    loss_of(model, 5).backward()
-    first = next(iter(model.parameters()))
-    first.data = torch.full_like(first, 0.5)
-    with pytest.raises(ValueError, match="the writes are lost"):
-        optimizer.step()
-    assert torch.equal(first.cpu(), optimizer._twins.weight(first))
-    train(model, optimizer, range(6, 9))
-    optimizer.drain()
-    assert torch.equal(first.cpu(), optimizer._twins.weight(first))
 
 
 def test_a_write_after_the_forward_is_refused() -> None:

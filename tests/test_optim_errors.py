@@ -45,6 +45,16 @@ def test_nonfinite_gradient_changes_nothing(dtype, moments, started, special):
     assert started or not optimizer.state
 
 
+@pytest.mark.parametrize("started", [False, True], ids=["first-step", "later-step"])
+def test_nonfinite_gradient_is_named_beside_an_empty_one(started):
+    params = [parameter(0), parameter(3), parameter(4)]
+    optimizer = stepwell.AdamW(params)
+    if started:
+        optimizer.step()
+    params[1].grad[2] = torch.nan
+    assert_refused(optimizer, r"index 1, shape \(3,\)\) is not finite")
+
+
 def test_nonfinite_gradient_is_named_as_its_parameter_is():
     module = torch.nn.Linear(3, 2)
     optimizer = stepwell.AdamW(module.named_parameters())

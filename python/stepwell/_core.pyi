@@ -1005,7 +1005,7 @@ class Store:
             ValueError: as `OffloadEngine.take`.
             OSError: where the device has failed.
         """
-    def take_checksums(self, /, sums: int, *, stream: int) -> None:
+    def take_checksums(self, /, sums: int, *, stream: int) -> list[int]:
         """
         Writes the checksums of the weights on the device that come with the step of the last look,
         as `OffloadEngine.keep_checksums` has them, in the order of `stream`. Those of others are
@@ -1014,6 +1014,10 @@ class Store:
         Args:
             sums: where `CHECKSUM_SUMS` int64 for each segment are, one after the other.
             stream: the stream that has waited for these weights.
+
+        Returns:
+            the spans of which none was taken: these are not what they were, of another size, dtype
+            or device.
 
         Raises:
             OSError: where the device has failed.

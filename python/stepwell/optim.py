@@ -389,11 +389,11 @@ class Adam(StateDicts):
         self, params: Sequence[torch.Tensor], stats: _core.GradStats | None, grad_scale: float
     ) -> str:
         """What is not finite."""
-        index = None if stats is None else stats.first_nonfinite
-        if index is not None:
-            param = [param for param in params if local(param).numel()][index]
+        if stats is not None and not stats.finite:
+            grads = ((param, param.grad) for param in params if param.grad is not None)
+            param = next(param for param, grad in grads if not local(grad).isfinite().all())
             return f"the gradient of {self._label(param)} is not finite"
-        if stats is not None and stats.finite and stats.absmax * grad_scale > _FLOAT32_MAX:
+        if stats is not None and stats.absmax * grad_scale > _FLOAT32_MAX:
             return (
                 f"a gradient of `{stats.absmax}` overflows float32 times `{grad_scale}` "
                 "(1 / grad_scale)"
