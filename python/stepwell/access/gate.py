@@ -206,7 +206,7 @@ class Gate:
                 `wait_for_uncovered`, whatever forwards do.
         """
         # Ctrl-C may have left a forward without its end.
-        self._forwards.ids.clear()
+        self._forwards.end()
         if self.guard is None or not self.is_open:
             return None
         params = list(params)
@@ -268,14 +268,14 @@ class Gate:
 
     def note_trace(self) -> None:
         """torch.compile traces a module that has a hook."""
-        if not self._compiled.isdisjoint(self._forwards.ids):
+        if not self._compiled.isdisjoint(self._forwards.compiled):
             # Its own code, before which it has waited.
             return
         has_shards = any(map(is_dtensor, self._params))
         if compiled := [] if has_shards else self._follow(self._params):
             # It was compiled since, and this is its first call: the next ones wait.
             self._called.update(id(module) for module in compiled if module.training)
-            self._forwards.ids += map(id, compiled)
+            self._forwards.compiled += map(id, compiled)
             self.finish()
             if self.guard is not None:
                 # What is compiled now may have seen parameters that were under way. The next calls
@@ -380,9 +380,13 @@ class Gate:
             self.close("a module is traced by torch.jit")
         elif self.is_on_cuda and torch.cuda.is_current_stream_capturing():
             self.capture()
-        self._forwards.ids.append(id(module))
-        if module.training and id(module) not in self._within:
-            self._called.add(id(module))
+        key, forwards = id(module), self._forwards
+        if forwards.outermost is None:
+            forwards.outermost = key
+        if key in self._compiled:
+            forwards.compiled.append(key)
+        if module.training and key not in self._within:
+            self._called.add(key)
         guard = self.guard
         if guard is None or self._is_closed:
             return
@@ -394,11 +398,15 @@ class Gate:
             # Ctrl-C has ended the step's own wait, or this is another thread.
             self.wait_for_uncovered()
         if guard.any_under_way:
-            guard.enter(self._waits.get(id(module), ()))
+            guard.enter(self._waits.get(key, ()))
 
     def leave(self, module: torch.nn.Module) -> None:
         """The forward of `module` has ended."""
-        self._forwards.leave(id(module))
+        key, forwards = id(module), self._forwards
+        if forwards.outermost == key:
+            forwards.end()
+        elif key in self._compiled and key in forwards.compiled:
+            forwards.compiled.remove(key)
 
     def enter_all(self, module: torch.nn.Module) -> None:
         """All weights beneath `module` are about to be used."""

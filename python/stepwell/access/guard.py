@@ -67,16 +67,18 @@ class Uploads(abc.ABC):
 
 
 class Forwards(threading.local):
-    """The modules whose forwards this thread is in, by `id`; the outermost first."""
+    """The forward that this thread is in."""
 
     def __init__(self) -> None:
-        self.ids: list[int] = []
+        self.outermost: int | None = None
+        """The `id` of the module whose call the program has made; None: it is in none."""
+        self.compiled: list[int] = []
+        """Those of compiled modules within it whose calls have begun."""
 
-    def leave(self, key: int) -> None:
-        """The forward of this module has ended, and all within it."""
-        if key in self.ids:
-            last = len(self.ids) - 1 - self.ids[::-1].index(key)
-            del self.ids[last:]
+    def end(self) -> None:
+        """The thread is in no forward."""
+        self.outermost = None
+        self.compiled.clear()
 
 
 class WeightGuard:
@@ -150,7 +152,7 @@ class WeightGuard:
 
     def use(self, params: Iterable[torch.Tensor], /) -> None:
         """Waits for `params`, which are about to be used; outside of forwards as `look`."""
-        if self._forwards.ids:
+        if self._forwards.outermost is not None:
             self.enter(params)
         else:
             self.look()
