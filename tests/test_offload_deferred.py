@@ -415,6 +415,7 @@ def test_a_write_after_the_forward_is_refused() -> None:
     with pytest.raises(ValueError, match="the writes are lost") as caught:
         optimizer.step()
     assert "drain()" in str(caught.value)
+    assert f"`{tuple(next(iter(model.parameters())).shape)}` were written" in str(caught.value)
     # It can be done again, in a way that counts.
     optimizer.drain()
     with torch.no_grad():
@@ -472,8 +473,27 @@ def test_what_cannot_be_seen_is_not_deferred(caplog: pytest.LogCaptureFixture) -
             params[0].square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert len([record for record in caplog.records if "not deferred" in record.message]) == 1
+    said = [line for line in caplog.messages if "not deferred" in line]
+    assert len(said) == 1
+    assert "no model is given. hint: OffloadAdamW(model, ...)" in said[0]
     assert optimizer._engine is not None and not optimizer._engine.pending_params
+
+
+def test_what_is_compiled_later_is_not_deferred_and_the_warning_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = model_of()
+    optimizer = OffloadAdamW(model, lr=1e-2, deferred=Deferred())
+    loss = torch.compile(lambda step: loss_of(model, step), backend="eager")
+    with caplog.at_level(logging.WARNING, "stepwell"):
+        for step in range(4):
+            loss(step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    said = [line for line in caplog.messages if "not deferred" in line]
+    assert len(said) == 1
+    assert "torch.compile" in said[0] and "layer.compile()" in said[0]
+    assert "no model is given" not in said[0]
 
 
 def test_options_that_do_not_go_together_are_refused() -> None:

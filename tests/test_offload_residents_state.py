@@ -51,6 +51,17 @@ def test_a_state_dict_is_a_snapshot_and_saving_changes_nothing() -> None:
     assert_alike((model, optimizer), other)
 
 
+def test_states_are_in_the_order_of_the_parameters() -> None:
+    model = nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 2)).to(DEVICE)
+    # All but the first weight.
+    optimizer = OffloadAdamW(model, device_bytes_max=12 * 14)
+    model(torch.ones(2, 64, device=DEVICE)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert list(map(id, optimizer.state)) == list(map(id, model.parameters()))
+    assert list(optimizer.state_dict()["state"]) == [0, 1, 2, 3]
+
+
 def test_decoded_state_dicts_are_in_host_memory() -> None:
     ours, theirs = made(model_of()), made(model_of(), 0)
     for each in (ours, theirs):

@@ -252,6 +252,28 @@ def test_loaded_state_that_no_commit_has_is_told(tmp_path, caplog):
         assert not caplog.text
 
 
+def test_state_that_was_looked_at_and_not_changed_is_not_told(tmp_path, caplog):
+    net, optimizer = pair(tmp_path)[0]
+    with caplog.at_level("WARNING", logger="stepwell"):
+        for step in range(3):
+            train(net, optimizer, 1, first=step)
+            kept = optimizer.state_dict()
+            optimizer.commit()
+        net[3].requires_grad_(False)
+        train(net, optimizer, 2, first=3)
+        assert not caplog.text
+        optimizer.state[net[3].bias]["exp_avg"].zero_()
+        train(net, optimizer, 1, first=5)
+        assert "state of 1 parameters that are not stepped now is in memory" in caplog.text
+        net[3].requires_grad_(True)
+        train(net, optimizer, 1, first=6)
+        caplog.clear()
+        # What the volume had when it was kept.
+        optimizer.load_state_dict(kept)
+        optimizer.commit()
+        assert "state of" in caplog.text
+
+
 def test_weights_that_no_commit_has_are_told(tmp_path, caplog):
     net = net_of()
     optimizer = on_volume(net, tmp_path, durability="commit")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from stepwell._sharding import is_dtensor
 from stepwell.access.gate import LANDING_BYTES_MAX, Gate
+from stepwell.offload.deferred_steps import COMPILED
 from stepwell.offload.engine import Engine
 from stepwell.offload.rank_engine import RankEngine
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Background"]
 
 _LOGGER = logging.getLogger(__name__)
+
+_GIVE_MODEL = "hint: OffloadAdamW(model, ...), or model=model beside parameters"
 
 # How long the end of the program waits for the call of `step` of another thread.
 _OTHER_STEP_S_MAX = 10.0
@@ -123,6 +126,14 @@ class Background:
     def sees_forwards(self) -> bool:
         """Whether forwards are seen, and so every other look at a weight."""
         return self.open_gate is not None
+
+    def why_unseen(self) -> str:
+        """Why forwards are not seen, and what to do."""
+        if self._gate is None:
+            return f"no model is given. {_GIVE_MODEL}"
+        if any(map(is_dtensor, self._twins)):
+            return "parameters are DTensors. hint: leave `deferred` out"
+        return COMPILED
 
     def idle(self) -> Engine:
         """The engine, which may take gradients: its step is over, unless updates are deferred.
@@ -246,7 +257,7 @@ class Background:
             self._has_told = True
             _LOGGER.warning(
                 "step() waits for all new weights, since no model is given whose forwards could. "
-                "hint: OffloadAdamW(model, ...), or model=model beside parameters"
+                + _GIVE_MODEL
             )
         self.finish()
 

@@ -15,7 +15,13 @@ from stepwell.offload.deferral import SettledSteps
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DeferredSteps"]
+__all__ = ["COMPILED", "DeferredSteps"]
+
+COMPILED = (
+    "torch.compile, torch.jit or a CUDA graph has them within other code. "
+    "hint: compile modules of the model, before the first step: `layer.compile()`"
+)
+"""Why forwards of a model that is given are not seen."""
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -28,10 +34,17 @@ class DeferredSteps:
     Args:
         warmup_steps: so many steps of a parameter are exact before the first that is deferred.
         warn: tells the user that no step is deferred.
+        why: why forwards are not seen, and what to do.
     """
 
-    def __init__(self, warmup_steps: int, warn: Callable[[str], None] = _LOGGER.warning) -> None:
+    def __init__(
+        self,
+        warmup_steps: int,
+        warn: Callable[[str], None] = _LOGGER.warning,
+        why: Callable[[], str] = lambda: COMPILED,
+    ) -> None:
         self._warmup_steps = warmup_steps
+        self._why = why
         self._settled_steps = SettledSteps()
         self._is_excused = False
         self._warn = warn
@@ -51,9 +64,8 @@ class DeferredSteps:
             if not self._has_warned:
                 self._has_warned = True
                 self._warn(
-                    "updates are not deferred, and every step is exact: forwards cannot be seen "
-                    "(no model is given, torch.compile, DTensor, or a CUDA graph). "
-                    "hint: OffloadAdamW(model, ...), or model=model beside parameters"
+                    "updates are not deferred, and every step is exact: forwards cannot be seen, "
+                    f"since {self._why()}"
                 )
             return False
         return step > self._warmup_steps

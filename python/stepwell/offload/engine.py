@@ -454,9 +454,12 @@ class Engine(Uploads):
         self.synchronize()
         self.note_settled()
         if written:
+            shapes = ", ".join(f"`{tuple(param.shape)}`" for param in written[:3])
+            more = f" and {len(written) - 3} more" if len(written) > 3 else ""
             raise ValueError(
-                f"{len(written)} parameters were written while updates of them were deferred, and "
-                "the writes are lost. hint: optimizer.drain() before parameters are written"
+                f"parameters of shapes {shapes}{more} were written between a forward and step() "
+                "while updates of them were deferred, and the writes are lost. "
+                "hint: optimizer.drain() before parameters are written"
             )
 
     def _wait_for_submit_stream(self) -> None:

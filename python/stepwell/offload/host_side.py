@@ -347,12 +347,13 @@ class HostSide:
             for param in others
             if param not in self._fresh
             and not (param in states and swapped.is_place(param, states[param]))
+            and not (param in states and swapped.is_as_read(param, states[param]))
         ]
         if in_memory:
             _LOGGER.warning(
                 "the state of %d parameters that are not stepped now is in memory, loaded or "
-                "looked at, or was deleted, and what was changed of it is on the volume from their "
-                "next step on; a crash before that loses it",
+                "changed, or was deleted, and is on the volume from their next step on; a crash "
+                "before that loses it",
                 len(in_memory),
             )
 

@@ -1116,8 +1116,12 @@ class OffloadAdamW(AdamW):
         residents = self._residents.launch(looked.on_device, grad_scale)
         # State with no update counted is as none.
         states = self._keeper.own
-        states.update(self._new_states)
-        states.update((each.param, each.stand_in) for each in looked.on_device)
+        coming = dict(self._new_states)
+        coming.update((each.param, each.stand_in) for each in looked.on_device)
+        if self._new_states and looked.on_device:
+            # As torch has it, wherever they are stepped.
+            coming = {param: coming[param] for param in self._in_order() if param in coming}
+        states.update(coming)
         self._host.drop_fresh(self._new_states)
         self._new_states = {}
         if len(self._twins):

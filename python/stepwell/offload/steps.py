@@ -60,7 +60,10 @@ class Steps:
     def __init__(self, host: HostSide, collector: Collector, background: Background) -> None:
         self._host, self._collector, self._background = host, collector, background
         deferred = host.deferred
-        self._deferred = None if deferred is None else DeferredSteps(deferred.warmup_steps)
+        self._deferred: DeferredSteps | None = None
+        if deferred is not None:
+            why = background.why_unseen
+            self._deferred = DeferredSteps(deferred.warmup_steps, why=why)
 
     def excuse_next(self) -> None:
         """The next step is exact for what this one was, not for a look at a weight."""

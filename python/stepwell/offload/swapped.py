@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,8 @@ class Swapped:
         """How often state may have become places."""
         # The `num_noted` of the last look at the state, which has left no place.
         self._looked_at: int | None = None
+        # Of state that was read: its tensors, which are not kept alive, with their versions.
+        self._as_read: dict[torch.Tensor, dict[str, tuple[weakref.ref[torch.Tensor], int]]] = {}
 
     @property
     def core(self) -> _core.Swap | None:
@@ -422,6 +425,7 @@ class Swapped:
 
     def placed(self, param: torch.Tensor, state: _state.State) -> _state.State:
         """`state`, of `param`, once a step has written it to the volume."""
+        self._as_read.pop(param, None)
         places = self._places[param]
         names = places.keys() - {_state.FINGERPRINTS}
         return {**state, **{name: places[name] for name in names}}
@@ -548,6 +552,22 @@ class Swapped:
             state = {**states[param], **memory}
             self._core.read(self._indices[param], self._tensor(param, state))
             states[param] = state
+            self._as_read[param] = {
+                name: (weakref.ref(each), each._version)
+                for name, each in state.items()
+                if isinstance(each, torch.Tensor)
+            }
+
+    def is_as_read(self, param: torch.Tensor, state: _state.State) -> bool:
+        """Whether `state` is in memory as it was read, and the volume has the same.
+
+        A write that no version tells of is not seen.
+        """
+        read = self._as_read.get(param, {})
+        return read.keys() == state.keys() and all(
+            found() is state[name] and state[name]._version == version
+            for name, (found, version) in read.items()
+        )
 
 
 def make_swap(
