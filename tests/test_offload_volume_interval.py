@@ -191,9 +191,9 @@ def test_only_a_volume_that_commits_can_be_told_to(tmp_path):
 
 @pytest.mark.parametrize("interval", [0, -1, 1.5])
 def test_an_interval_is_a_number_of_steps(tmp_path, interval):
-    with pytest.raises(ValueError, match=f"`commit_interval` is `{interval}`, expected an int"):
+    with pytest.raises(ValueError, match=f"`commit_interval` is `{interval}`, expected "):
         Volume([tmp_path], commit_interval=interval)
-    with pytest.raises(ValueError, match="an integer of 1 to 9223372036854775807"):
+    with pytest.raises(ValueError, match="an integer, 9223372036854775807 at most"):
         Volume([tmp_path], commit_interval=1 << 63)
     for steps in (1, 2, 8):
         with pytest.raises(ValueError, match="which commits no step"):

@@ -34,7 +34,10 @@ __all__ = ["Background"]
 
 _LOGGER = logging.getLogger(__name__)
 
-_GIVE_MODEL = "hint: OffloadAdamW(model, ...), or model=model beside parameters"
+_GIVE_MODEL = (
+    "hint: OffloadAdamW(model, ...), or model=model beside parameters; nothing to do where no "
+    "module has them"
+)
 
 # How long the end of the program waits for the call of `step` of another thread.
 _OTHER_STEP_S_MAX = 10.0
