@@ -253,11 +253,11 @@ pub unsafe trait Device: Send + Sync {
 
     /// Writes the checksums of memory: [`CHECKSUM_SUMS`] sums of 64 bits each, one after the other
     /// at `sums`. Words are those of 8 bytes that begin at multiples of 8; where memory begins or
-    /// ends within one, its other bytes count as 0. [`mixed`] of the word at `i` is added to the sum
-    /// `i / CHECKSUM_RUN % CHECKSUM_SUMS`, modulo 2^64. A word that changes changes its sum. Several
-    /// that change, or change places, do but for a chance of some 2^-32: what one of them adds
-    /// depends on all of its bits. (A product with the place alone is not enough: uppermost bits,
-    /// which are signs, add up to nothing in pairs.)
+    /// ends within one, its other bytes count as 0. [`mixed`] of the word at `i` is added to the
+    /// sum `i / CHECKSUM_RUN % CHECKSUM_SUMS`, modulo 2^64. A word that changes changes its sum.
+    /// Several that change, or change places, do but for a chance of some 2^-32: what one of them
+    /// adds depends on all of its bits. (A product with the place alone is not enough: uppermost
+    /// bits, which are signs, add up to nothing in pairs.)
     ///
     /// # Safety
     /// Until it is done, all memory is alive and of the device, `sums` is aligned to 8 bytes, and

@@ -7,10 +7,10 @@
 //! flight, none of these locks is held, and no buffer is half written. A `fork` therefore waits for
 //! the jobs that run at that time; jobs started after it wait for the fork.
 //!
-//! Two rules follow. Nothing inside the gate waits for a lock that a forking thread may hold, such as
-//! Python's GIL: so a task must not, and what takes log records must not. And a task must not fork
-//! except to `exec`: its `fork` is let through (waiting for the task's own job would never end), but
-//! the child is left with the middle of a job.
+//! Two rules follow. Nothing inside the gate waits for a lock that a forking thread may hold, such
+//! as Python's GIL: so a task must not, and what takes log records must not. And a task must not
+//! fork except to `exec`: its `fork` is let through (waiting for the task's own job would never
+//! end), but the child is left with the middle of a job.
 //!
 //! Cost: two atomic additions per job.
 

@@ -32,6 +32,9 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Os`] where the device cannot, or has no kernel for it.
+    ///
+    /// [`Device::checksums`]: crate::device::Device::checksums
+    /// [`Error::Os`]: crate::error::Error::Os
     pub unsafe fn checksums(&self, memory: &[Piece], sums: u64, stream: Stream) -> Result<()> {
         self.check_process()?;
         self.shared.device.prepare_checksums()?;
@@ -48,6 +51,9 @@ impl Engine {
     ///
     /// # Errors
     /// [`Error::Os`] where the device has no kernel for it.
+    ///
+    /// [`Device::checksums`]: crate::device::Device::checksums
+    /// [`Error::Os`]: crate::error::Error::Os
     pub unsafe fn keep_checksums(&self, sums: u64) -> Result<()> {
         self.check_process()?;
         self.shared.device.prepare_checksums()?;
@@ -64,6 +70,10 @@ impl Engine {
     /// # Errors
     /// [`Error::Value`] for a tensor that the engine does not have; [`Error::Os`] where the device
     /// has failed.
+    ///
+    /// [`Device::checksums`]: crate::device::Device::checksums
+    /// [`Error::Os`]: crate::error::Error::Os
+    /// [`Error::Value`]: crate::error::Error::Value
     pub unsafe fn weight_checksums(
         &self,
         weights: &[Weight],

@@ -103,8 +103,8 @@ impl Segments {
         begin..(begin + SEGMENT_LEN).min(self.numels[tensor])
     }
 
-    /// The memory of segment number `segment` within `tensor`, which has it, where the tensor begins
-    /// at `address` and its elements have `size` bytes.
+    /// The memory of segment number `segment` within `tensor`, which has it, where the tensor
+    /// begins at `address` and its elements have `size` bytes.
     pub(super) fn piece(&self, tensor: usize, segment: usize, address: u64, size: usize) -> Piece {
         let elements = self.elements(tensor, segment);
         Piece::new(address + (elements.start * size) as u64, elements.len() * size)

@@ -1,10 +1,10 @@
 //! The core's log records on their way to Python's `logging`.
 //!
-//! A record waits in a queue, whatever thread makes it and whatever that holds. Calls hand over what
-//! waits when they end ([`run`], [`answer`]): a handler is Python, where Ctrl-C lands, and what it
-//! raises is the exception of the call. Atomic calls (`Store.submit`, `Store.take`, `Store.step`,
-//! `adam_step`) hand over nothing: their records, and those of other threads, come with the next
-//! call that does, or at exit.
+//! A record waits in a queue, whatever thread makes it and whatever that holds. Calls hand over
+//! what waits when they end ([`run`], [`answer`]): a handler is Python, where Ctrl-C lands, and
+//! what it raises is the exception of the call. Atomic calls (`Store.submit`, `Store.take`,
+//! `Store.step`, `adam_step`) hand over nothing: their records, and those of other threads, come
+//! with the next call that does, or at exit.
 
 use std::{
     collections::VecDeque,
@@ -108,8 +108,8 @@ pub(super) fn connect(py: Python<'_>) -> PyResult<()> {
     Ok(())
 }
 
-/// The outcome of a call that ends, behind the records that wait. An exception of a handler comes in
-/// its place.
+/// The outcome of a call that ends, behind the records that wait. An exception of a handler comes
+/// in its place.
 pub(super) fn answer<T, E: Into<PyErr>>(
     py: Python<'_>,
     outcome: std::result::Result<T, E>,

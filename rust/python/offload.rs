@@ -103,8 +103,8 @@ pub(super) fn py_deferral_nbytes(
     deferral_nbytes(&numels, &dtypes_named(dtypes)?, interval)
 }
 
-/// Calls `wait` until it says that the end was reached; handlers of signals run in between, and those
-/// of the log behind.
+/// Calls `wait` until it says that the end was reached; handlers of signals run in between, and
+/// those of the log behind.
 fn wait_interruptibly(
     py: Python<'_>,
     mut wait: impl FnMut() -> Result<bool> + Send,
