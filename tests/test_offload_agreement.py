@@ -2,7 +2,6 @@
 
 import logging
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from stepwell._hyper import Hyper
 from stepwell.offload.peers import StepFacts
 from stepwell.offload.sharding import Sharding, UpdateFacts, _digest, open_sharding
 from stepwell.offload.shares import Shares
-from torch.nn.parallel import DistributedDataParallel
 
 HYPER = Hyper(0.1, (0.9, 0.999), 1e-8, 0.0, True, True, False)
 FACTS = StepFacts(has_error=False, found_inf=False, is_written=False)
@@ -160,33 +158,6 @@ def test_parameters_whose_rows_do_not_follow_each_other_are_refused():
     assert good not in sharding.shares
     sharding.admit([good], {good: "`v`"})
     assert good in sharding.shares
-
-
-class Replica(DistributedDataParallel):
-    """DistributedDataParallel over one parameter, as far as it is looked at, under join()."""
-
-    def __init__(self, param, **config):
-        torch.nn.Module.__init__(self)
-        self.param = param
-        self._join_config = SimpleNamespace(**config)
-
-
-def test_batches_are_counted_by_what_replicates_the_parameters():
-    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
-    uneven = {"enable": True, "throw_on_early_termination": False}
-    replicas = [
-        Replica(params[0], enable=False, throw_on_early_termination=False),
-        Replica(params[1], enable=True, throw_on_early_termination=True),
-        Replica(params[2], **uneven),
-    ]
-    sharding = sharing()
-    sharding.admit(params[:2], {})
-    sharding.check_batches()
-    # Of parameters that are added they are looked for.
-    sharding.admit(params[2:], {})
-    with pytest.raises(ValueError, match=r"join\(\) is in use(.|\n)*hint"):
-        sharding.check_batches()
-    del replicas
 
 
 @pytest.mark.parametrize("world_size", [None, 1, 2])

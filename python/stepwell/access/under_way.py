@@ -30,6 +30,7 @@ __all__ = [
     "is_compiling",
     "set_grad",
     "under_way_of",
+    "wait_for",
     "without_waiting",
 ]
 
@@ -174,6 +175,12 @@ def _found(value: Any) -> Iterator[UnderWay]:
             yield from _found(each)
     elif isinstance(value, dict):
         yield from _found(list(value.values()))
+
+
+def wait_for(params: Iterable[torch.Tensor]) -> None:
+    """Waits for those of `params` that are under way, as a use of them does."""
+    if found := [param for param in params if type(param) is UnderWay]:
+        _wait(found)
 
 
 def _wait(params: Iterable[UnderWay]) -> None:

@@ -35,6 +35,7 @@ from stepwell._hyper import hyper_of
 from stepwell._sharding import PLAIN, greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
+from stepwell.access.under_way import wait_for
 from stepwell.offload import sharded_state
 from stepwell.offload.background import Background
 from stepwell.offload.budget import GIB
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT, StateDict
 
     from stepwell.access.gate import Gate
+    from stepwell.offload.contents import Contents
     from stepwell.offload.deferral import DeferralMetrics
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.engine import Engine
@@ -990,7 +992,7 @@ class OffloadAdamW(AdamW):
                 looked = self._looked()
                 if self._sharding is not None:
                     self._sharding.check_batches()
-                    written = self._background.opened().contents.written()
+                    written = self._contents().written()
             except ValueError as caught:
                 error = caught
             found_inf, has_error, is_apart, is_awaited = self._agree_on_step(
@@ -1057,11 +1059,16 @@ class OffloadAdamW(AdamW):
 
         return gradient_norm(params, grads, self._collector.place, read=read), is_set
 
+    def _contents(self) -> Contents:
+        """What tells of writes: behind what another optimizer has under way of these weights."""
+        wait_for(self._twins)
+        return self._background.opened().contents
+
     def _norm_and_written(self, looked: Looked) -> tuple[float, list[torch.Tensor]]:
         """The norm of the gradients, and the parameters whose weights the program has written."""
         if not len(self._twins):
             return self._norm(looked, None)[0], []
-        contents = self._background.opened().contents
+        contents = self._contents()
         norm, is_written = self._norm(looked, contents.look())
         return norm, contents.differing() if is_written else []
 

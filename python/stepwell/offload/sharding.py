@@ -236,7 +236,10 @@ def open_sharding(
             their volumes do not.
         OSError: another rank is gone.
     """
-    if not (dist.is_available() and isinstance(shard, dist.ProcessGroup)):
+    # `new_group` gives ranks that are not in it a number.
+    outside = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
+    is_group = dist.is_available() and (isinstance(shard, dist.ProcessGroup) or shard == outside)
+    if not is_group:
         shard = flag(shard, "`shard`", expected="True, False or a process group")
     if shard is False:
         _tell_of_copies()
