@@ -287,11 +287,11 @@ def test_a_handler_within_a_step_saves_whole_state(monkeypatch: pytest.MonkeyPat
     expected = copy.deepcopy(optimizer.state_dict()["state"])
     step_with(model, optimizer, 2)
     found: list[Any] = []
-    launch = optimizer._residents.launch
+    begin = optimizer._residents.begin
     monkeypatch.setattr(
         optimizer._residents,
-        "launch",
-        lambda *args: (found.append(optimizer.state_dict()["state"]), launch(*args))[1],
+        "begin",
+        lambda: (found.append(optimizer.state_dict()["state"]), begin())[1],
     )
     step_with(model, optimizer, 3)
     assert all(found[0][index].keys() == state.keys() for index, state in expected.items())

@@ -322,6 +322,7 @@ class Look:
         grads: of each its gradient.
         moved: the positions, in these lists, of what has to be bound before the step.
         groups: of each which group it is of.
+        on_device: the positions of those whose state the device has.
         num_seen: how many of the store's parameters are in the groups.
         has_unknown: whether one that has a gradient is not the store's.
     """
@@ -335,6 +336,8 @@ class Look:
     def moved(self, /) -> list[int]: ...
     @property
     def num_seen(self, /) -> int: ...
+    @property
+    def on_device(self, /) -> list[int]: ...
     @property
     def params(self, /) -> list[Any]: ...
 
@@ -862,6 +865,22 @@ class Store:
         Raises:
             ValueError: the gradient is another than the tensor's, or lies elsewhere.
         """
+    def bind_on_device(self, /, position: int, grad: Any, *, memory: Any, state: Any, piece: Any | None = None, is_kept: bool = True) -> None:
+        """
+        Binds what is at `position` of the last look, whose state is on the device.
+
+        Args:
+            position: in its lists.
+            grad: the gradient that is stepped, dense, at a multiple of its elements' size.
+            memory: the state, `DeviceSteps.state_nbytes` on the device. The caller holds it while
+                the optimizer's state is `state`.
+            state: what the optimizer has in its place.
+            piece: what is stepped of the parameter; None: the parameter itself.
+            is_kept: whether the next step may go on with it.
+
+        Raises:
+            ValueError: the gradient or the memory is not that of the parameter.
+        """
     def discard(self, /) -> None:
         """
         Forgets the last look, of a step that is not taken: its gradients may be freed.
@@ -887,8 +906,8 @@ class Store:
     @property
     def landing(self, /) -> list[Any]:
         """
-        The parameters whose weights come with the step of the last look: its own, and those that
-        are pending.
+        The parameters whose weights come from the host with the step of the last look: its own, and
+        those that are pending.
         """
     def look(self, /, groups: Sequence[Sequence[Any]], states: Any | None) -> Look:
         """
@@ -916,13 +935,10 @@ class Store:
         The number of the update that comes of each parameter of the last look, from 1; 0: it is not
         bound.
         """
-    def overlapping(self, /, others: Sequence[tuple[int, int]] = ...) -> list[int]:
+    def overlapping(self, /) -> list[int]:
         """
         The positions, in the last look's lists, of gradients that lie in memory which the step
         writes.
-
-        Args:
-            others: of other weights that come with the step, where each begins, and its bytes.
         """
     @property
     def params(self, /) -> list[Any]:
@@ -939,10 +955,14 @@ class Store:
         """
         What the caller has said of the last step that has begun; None: none has.
         """
-    def set_apart(self, /, params: Sequence[Any]) -> None:
+    def set_residents(self, /, params: Sequence[Any], steps: DeviceSteps | None) -> None:
         """
-        Something else steps these: looks pass over them, and count them as seen. The caller holds
-        them.
+        Has the parameters whose state is on the device be these, after all of `add`. Where they
+        are others than before, the last look is forgotten.
+
+        Args:
+            params: the parameters.
+            steps: steps them.
         """
     def stats(self, /) -> GradStats:
         """
@@ -961,7 +981,7 @@ class Store:
             ValueError: with nothing changed: a gradient or a parameter was given other memory since
                 the look, or memory overlaps.
         """
-    def submit(self, /, hypers: Sequence[Hyper], *, buffers: Sequence[Any], stream: int, record: Any, order: Sequence[int] | None = None, verified: set[int] | None = None, deferred: Incomplete | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, residents: Incomplete | None = None, under_way: tuple[Any, Sequence[tuple[Any, Any | None]]] | None = None, begun: Sequence[Any] = ...) -> bool:
+    def submit(self, /, hypers: Sequence[Hyper], *, buffers: Sequence[Any], stream: int, record: Any, order: Sequence[int] | None = None, verified: set[int] | None = None, deferred: Incomplete | None = None, selected: Sequence[tuple[int, bool, Sequence[int]]] | None = None, under_way: tuple[Any, Sequence[tuple[Any, Any | None]]] | None = None, begun: Sequence[Any] = ...) -> bool:
         """
         Starts the step of what the last look has found, in the background: all of it, or nothing.
         Gradients on the device may be written after `release`.
@@ -976,8 +996,6 @@ class Store:
             deferred: how updates are deferred: `predicted_updates`, `steps_pending`, `at_once`, and
                 the `num_settled` of then. None: none is, and all that is pending is applied.
             selected: as `OffloadEngine.submit`; None: no channel is selected.
-            residents: what the device steps with it: `steps`, `params`, `grads`, `memories`,
-                `counters`, `hypers`.
             under_way: the class that parameters get whose weights come, and registries of these:
                 dicts that get a value by the parameter's id; None: the parameter itself.
             begun: what is called without arguments when the step has begun, functions of C.

@@ -30,7 +30,7 @@ import torch
 from stepwell import _core, _state
 from stepwell._binding import bind
 from stepwell._checks import count, nbytes, optional, positive
-from stepwell._decision import Facts, Nonfinite, Outcome, decide
+from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
 from stepwell._sharding import PLAIN, greatest, is_dtensor, local
 from stepwell.access.gate import remove
@@ -42,9 +42,7 @@ from stepwell.offload.budget import GIB
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.gradients import (
     OnGrad,
-    apart_from,
     check_in_place,
-    memories_of,
     piece_of,
 )
 from stepwell.offload.host_side import HostSide
@@ -70,7 +68,6 @@ if TYPE_CHECKING:
     from stepwell.offload.deferral import DeferralMetrics
     from stepwell.offload.deferred import Deferred
     from stepwell.offload.engine import Engine
-    from stepwell.offload.residents import ResidentUpdate
     from stepwell.offload.volume import Volume
 
 __all__ = ["OffloadAdamW"]
@@ -836,23 +833,25 @@ class OffloadAdamW(AdamW):
         if look.has_unknown:
             frozen = next(p for p in self._in_order() if not self._is_known(p) and _has_grad(p))
             check_in_place(frozen, None, self._host.device, self._label)
-        on_device = self._on_device()
-        grads = list(look.grads)
+        params, grads = look.params, list(look.grads)
         moved: Sequence[int] = look.moved
         if self._collector.sums_on_host:
             moved = range(len(grads))
         if moved:
-            params = look.params
-            found = self._collector.gradients(
-                [params[at] for at in moved], self._background.idle, self._label
+            on_device = set(look.on_device)
+            residents = [at for at in moved if at in on_device]
+            hosted = [at for at in moved if at not in on_device]
+            found = self._residents.gradients([params[at] for at in residents], self._label)
+            found += self._collector.gradients(
+                [params[at] for at in hosted], self._background.idle, self._label
             )
-            self._bind_each(store, look, grads, dict(zip(moved, found, strict=True)))
-        weights = [(each.param.data_ptr(), each.param.nbytes) for each in on_device]
-        if overlapping := store.overlapping(weights):
+            pairs = zip([*residents, *hosted], found, strict=True)
+            self._bind_each(store, look, grads, dict(sorted(pairs)))
+        if overlapping := store.overlapping():
             # The step reads some gradients when other weights are there already.
             self._bind_each(store, look, grads, {at: grads[at].clone() for at in overlapping})
         numbers = store.numbers()
-        return Looked(look.groups, look.params, grads, numbers, on_device, self._swapping)
+        return Looked(look.groups, params, grads, numbers, look.on_device, self._swapping)
 
     def _look_at_groups(self) -> tuple[_core.Store, _core.Look]:
         """The store with its look at the parameters of the groups.
@@ -865,7 +864,7 @@ class OffloadAdamW(AdamW):
         if seeds != self._seeds:
             store.unbind()
             self._seeds = seeds
-        store.set_apart(list(self._residents))
+        self._residents.tell(store)
         look = store.look([group["params"] for group in groups], self.__dict__["state"])
         return store, look
 
@@ -896,6 +895,15 @@ class OffloadAdamW(AdamW):
         params, own, groups = look.params, look.grads, look.groups
         for at, grad in found.items():
             param = params[at]
+            if param in self._residents:
+                grads[at] = grad
+                known = self.__dict__["state"].get(param) or None
+                state = self._residents.bind(
+                    store, at, param, grad, state=known, is_kept=grad is own[at], label=self._label
+                )
+                if state is not known:
+                    self._new_states[param] = state
+                continue
             twin = self._twins[param]
             state, is_kept = self._kept_state_to_step(param, labels[param])
             is_own = grad is own[at]
@@ -941,33 +949,6 @@ class OffloadAdamW(AdamW):
         if states.get(param) is not state:
             self._new_states[param] = state
         return state, is_kept
-
-    def _on_device(self) -> list[ResidentUpdate]:
-        """What the device steps of the parameters that have a gradient.
-
-        Raises:
-            ValueError: one of them cannot be stepped.
-        """
-        residents = self._residents
-        if not len(residents):
-            return []
-        stepped = [p for p in self._in_order() if id(p) in residents.ids and _has_grad(p)]
-        grads = residents.gradients(stepped, self._label)
-        grads = apart_from(memories_of([*self._twins, *residents]), grads)
-        by_id = {id(param): grad for param, grad in zip(stepped, grads, strict=True)}
-        return residents.updates(self.param_groups, by_id, self.__dict__["state"], self._label)
-
-    def _in_norm(self, looked: Looked) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """All parameters and their gradients, in the order of the groups.
-
-        A norm is summed in that order, so its bits do not depend on which are stepped where.
-        """
-        if not looked.on_device:
-            return looked.params, looked.grads
-        by_id = {id(p): grad for p, grad in zip(looked.params, looked.grads, strict=True)}
-        by_id.update((id(each.param), each.grad) for each in looked.on_device)
-        params = [param for param in self._in_order() if id(param) in by_id]
-        return params, [by_id[id(param)] for param in params]
 
     # ---- what is decided, and what is begun ----
 
@@ -1029,9 +1010,7 @@ class OffloadAdamW(AdamW):
             what += self._collector.explain_nan()
         elif facts.is_nonfinite and math.isfinite(norm):
             what = "a gradient of another rank is not finite"
-        if decide(facts, self._nonfinite) is Outcome.MAKE_STATE:
-            self._new_states.update((each.param, each.stand_in) for each in looked.on_device)
-        has_updates = is_awaited or bool(looked.params) or bool(looked.on_device)
+        has_updates = is_awaited or bool(looked.params)
         try:
             is_taken = self._is_taken(facts, error, what, has_updates=has_updates)
         finally:
@@ -1049,7 +1028,6 @@ class OffloadAdamW(AdamW):
 
     def _norm(self, looked: Looked, flag: torch.Tensor | None) -> tuple[float, bool]:
         """The norm of the gradients, and the value of `flag`, for one wait of the thread."""
-        params, grads = self._in_norm(looked)
         is_set = False
 
         def read(scalar: torch.Tensor) -> float:
@@ -1057,7 +1035,8 @@ class OffloadAdamW(AdamW):
             value, is_set = self._collector.read(scalar, flag)
             return value
 
-        return gradient_norm(params, grads, self._collector.place, read=read), is_set
+        place = self._collector.place
+        return gradient_norm(looked.params, looked.grads, place, read=read), is_set
 
     def _contents(self) -> Contents:
         """What tells of writes: behind what another optimizer has under way of these weights."""
@@ -1120,23 +1099,17 @@ class OffloadAdamW(AdamW):
     def _submit(self, looked: Looked, grad_scale: float) -> None:
         """Has a step begin that was decided on."""
         hypers = [hyper.core(grad_scale) for hyper in self._hypers]
-        residents = self._residents.launch(looked.on_device, grad_scale)
+        stream = self._residents.begin()
         # State with no update counted is as none.
         states = self._keeper.own
-        coming = dict(self._new_states)
-        coming.update((each.param, each.stand_in) for each in looked.on_device)
-        if self._new_states and looked.on_device:
-            # As torch has it, wherever they are stepped.
-            coming = {param: coming[param] for param in self._in_order() if param in coming}
-        states.update(coming)
+        states.update(self._new_states)
         self._host.drop_fresh(self._new_states)
         self._new_states = {}
         if len(self._twins):
             self._keeper.note_submitted()
-            self._steps.submit(looked, hypers, states, residents)
+            self._steps.submit(looked, hypers, states)
             return
-        stream = self._residents.stream
-        self._store.submit(hypers, buffers=[], stream=stream, record=None, residents=residents)
+        self._store.submit(hypers, buffers=[], stream=stream, record=None)
 
     def _clip_coefficient(self, norm: float) -> float:
         if self.clip_norm is None:

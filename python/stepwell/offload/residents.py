@@ -4,9 +4,10 @@ A GPU often has memory left where optimizer state as a whole has no room. Each p
 is there is a *resident*: it has no host side, no gradient of it crosses the bus, and host memory is
 neither taken nor read for it.
 
-- A step of residents is a launch or a few on the current stream (`_core.DeviceSteps`), directly
-  behind the submit of the others, with the same norm, clip coefficient and decision. Nothing waits
-  for it: what the program does next comes behind it on the stream, as with torch's optimizers.
+- They are spans of the optimizer's store, with their gradients in its look. A step of theirs is a
+  launch or a few on the current stream (`_core.DeviceSteps`), by the call that submits the others,
+  with the same norm, clip coefficient and decision. Nothing waits for it: what the program does
+  next comes behind it on the stream, as with torch's optimizers.
 - State is fp32, in one piece of device memory per resident: master, `exp_avg`, `exp_avg_sq`. A step
   has the bits that one in host memory with fp32 moments has.
 - What the optimizer's `state` has of a resident while that memory counts is a *stand-in*, which no
@@ -29,13 +30,12 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from stepwell import _core, _state
-from stepwell._hyper import hyper_of
-from stepwell._sharding import is_dtensor
+from stepwell._sharding import PLAIN, is_dtensor
 from stepwell._tensors import ordinary_tensors, view
 from stepwell.offload.budget import GIB
 from stepwell.offload.engine import current_stream, device_name, stream_of
@@ -44,10 +44,9 @@ from stepwell.offload.gradients import Label, gradients_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from stepwell._hyper import Hyper
     from stepwell.offload.gradients import Known
 
-__all__ = ["ResidentUpdate", "Residents"]
+__all__ = ["Residents"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -64,23 +63,10 @@ class _Resident:
     state_nbytes: int
     """Of its state on the device."""
     memory: torch.Tensor | None = None
-    """The state, as bytes; None: it is not on the device now."""
+    """Of the state, as bytes; None: no step has needed it yet."""
     stand_in: _state.State | None = None
-    """What the optimizer's `state` has of the parameter while `memory` is its state: the count of
-    updates, and what a program has added."""
-
-
-class ResidentUpdate(NamedTuple):
-    """One resident of a step, checked. It holds the memory that the device works with."""
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    memory: torch.Tensor
-    """Its state."""
-    stand_in: _state.State
-    hyper: Hyper
-    step: int
-    """Which update of the parameter it is, from 1."""
+    """What the optimizer's `state` has of the parameter while `memory` has its state: the count of
+    updates, and what a program has added. None: `memory` means nothing."""
 
 
 class Residents:
@@ -96,8 +82,8 @@ class Residents:
         self._residents: dict[int, _Resident] = {}
         self._steps: _core.DeviceSteps | None = None
         self._device = torch.device("cpu")
-        self.stream = 0
-        """That of the last step."""
+        # That of the last step.
+        self._stream = 0
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -107,11 +93,6 @@ class Residents:
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return id(param) in self._residents
-
-    @property
-    def ids(self) -> Mapping[int, object]:
-        """Has the ids of the parameters as keys."""
-        return self._residents
 
     def known(self, param: torch.Tensor) -> Known | None:
         """What a resident was when it was added; None: it is none."""
@@ -184,75 +165,74 @@ class Residents:
 
     # ---- a step ----
 
+    def tell(self, store: _core.Store) -> None:
+        """Has `store` look at them with its other parameters."""
+        if self._steps is not None:
+            store.set_residents([each.param for each in self._residents.values()], self._steps)
+
     def gradients(self, params: Iterable[torch.Tensor], label: Label) -> list[torch.Tensor]:
-        """The gradients of residents, which all have one, each contiguous.
+        """The gradients of residents, which all have one, as they are stepped.
 
         Raises:
             ValueError: one of them cannot be stepped.
         """
-        return gradients_of(params, self.known, self._device, label)
+        return [
+            grad if grad.data_ptr() % grad.itemsize == 0 else grad.clone()
+            for grad in gradients_of(params, self.known, self._device, label)
+        ]
 
-    def updates(
+    def bind(
         self,
-        groups: Sequence[dict[str, Any]],
-        grads: Mapping[int, torch.Tensor],
-        states: Mapping[torch.Tensor, _state.State],
+        store: _core.Store,
+        position: int,
+        param: torch.Tensor,
+        grad: torch.Tensor,
+        *,
+        state: _state.State | None,
+        is_kept: bool,
         label: Label,
-    ) -> list[ResidentUpdate]:
-        """The updates of residents, checked, once their state is on the device.
+    ) -> _state.State:
+        """Has `store` step a resident, once its state is on the device.
 
         Args:
-            groups: the optimizer's.
-            grads: by the id of each resident that is stepped its gradient, which lies in no memory
-                that the step writes: one launch steps many.
-            states: those that the optimizer has.
+            store: the store.
+            position: in the lists of its last look.
+            param: the resident.
+            grad: its gradient, as it is stepped.
+            state: what the optimizer has of it; None: nothing.
+            is_kept: whether the next step may go on with it, if it looks the same.
             label: what errors call a parameter.
 
+        Returns:
+            the stand-in, which is the parameter's state once the step is taken.
+
         Raises:
-            ValueError: one of them cannot be made; no weight and no state was changed.
+            ValueError: the state is not of an Adam, or not of this parameter.
         """
-        found = []
-        for index, group in enumerate(groups):
-            hyper = hyper_of(group, f"group {index}")
-            for param in group["params"]:
-                resident, grad = self._residents.get(id(param)), grads.get(id(param))
-                if resident is None or grad is None:
-                    continue
-                state = states.get(param) or None
-                step = 0 if state is None else _state.step_of(state, partial(label, param))
-                memory, stand_in = resident.memory, resident.stand_in
-                if memory is None or stand_in is None or state is not stand_in:
-                    memory, stand_in = self._take_up(resident, state, label)
-                grad = _aligned(grad)
-                found.append(ResidentUpdate(param, grad, memory, stand_in, hyper, step + 1))
-        return found
+        resident = self._residents[id(param)]
+        memory, stand_in = resident.memory, resident.stand_in
+        if memory is None or stand_in is None or state is not stand_in:
+            memory, stand_in = self._take_up(resident, state, label)
+        _state.repair_step(stand_in, _state.step_of(stand_in, partial(label, param)))
+        store.bind_on_device(
+            position,
+            grad,
+            memory=memory,
+            state=stand_in,
+            piece=None if type(param) in PLAIN else param,
+            is_kept=is_kept,
+        )
+        return stand_in
 
-    def launch(self, updates: Sequence[ResidentUpdate], grad_scale: float) -> dict[str, Any] | None:
-        """A step of residents, as `Store.submit` takes it; None: there is none.
-
-        Args:
-            updates: of the step.
-            grad_scale: what all gradients are multiplied by.
-        """
-        if not updates:
-            return None
-        self.stream = current_stream(self._device)
-        # Parameters of one group have one object.
-        by_id = {id(each.hyper): each.hyper for each in updates}
-        hypers = {key: hyper.core(grad_scale) for key, hyper in by_id.items()}
-        return {
-            "steps": self._steps,
-            "params": [each.param for each in updates],
-            "grads": [each.grad for each in updates],
-            "memories": [each.memory for each in updates],
-            "counters": _counters(updates),
-            "hypers": [hypers[id(each.hyper)] for each in updates],
-        }
+    def begin(self) -> int:
+        """A step begins: the stream that it is launched on, the current one."""
+        self._stream = current_stream(self._device)
+        return self._stream
 
     def synchronize(self) -> None:
         """Waits until the last step of residents is complete."""
         if self._device.type == "cuda":
-            stream_of(self.stream, self._device).synchronize()
+            stream_of(self._stream, self._device).synchronize()
 
     # ---- state ----
 
@@ -278,12 +258,15 @@ class Residents:
                 f"{label(resident.param)} is at `{param.data_ptr():#x}`, expected a multiple of "
                 f"`{param.itemsize}`. hint: parameter.data = parameter.data.clone()"
             )
-        # Before there is new memory.
-        resident.memory = resident.stand_in = None
-        memory = torch.zeros(resident.state_nbytes, dtype=torch.uint8, device=self._device)
+        resident.stand_in = None
+        if resident.memory is None:
+            nbytes = resident.state_nbytes
+            resident.memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        memory = resident.memory
         master, exp_avg, exp_avg_sq = _parts(memory, param.shape)
         stand_in: _state.State = {"step": _state.step_tensor(0)}
         if state is None:
+            memory.zero_()
             master.copy_(param)
         else:
             weight = param.cpu()
@@ -294,7 +277,7 @@ class Residents:
             exp_avg.copy_(found["exp_avg"])
             exp_avg_sq.copy_(found["exp_avg_sq"])
             stand_in = {name: value for name, value in found.items() if not _state.is_part(name)}
-        resident.memory, resident.stand_in = memory, stand_in
+        resident.stand_in = stand_in
         return memory, stand_in
 
     @ordinary_tensors
@@ -337,7 +320,7 @@ class Residents:
             found = _host_state(each, memory, stand_in)
             if states.get(each.param) is stand_in:
                 states[each.param] = found
-                each.memory = each.stand_in = None
+                each.stand_in = None
 
     def as_read(self, param: torch.Tensor, state: _state.State) -> _state.State:
         """A copy of `state`, which the optimizer has of a resident, as `read` would have it."""
@@ -392,7 +375,7 @@ def _host_state(resident: _Resident, memory: torch.Tensor, stand_in: _state.Stat
         memory: its state on the device.
         stand_in: what the optimizer has in its place.
     """
-    master, *moments = (part.cpu() for part in _parts(memory, resident.shape))
+    master, *moments = (part.to("cpu", copy=True) for part in _parts(memory, resident.shape))
     # What masters are rounded to, in memory that stands for the parameter.
     rounded = torch.empty(resident.shape, dtype=resident.dtype, device="cpu")
     found = _state.new(rounded, "fp32")
@@ -406,20 +389,6 @@ def _host_state(resident: _Resident, memory: torch.Tensor, stand_in: _state.Stat
         found["trailing"].masked_fill_(written, 0)
         _state.take_fingerprints(weight, found, "fp32")
     return found
-
-
-def _counters(updates: Iterable[ResidentUpdate]) -> list[torch.Tensor]:
-    """The counts of updates in stand-ins, which steps can add to."""
-    found = []
-    for each in updates:
-        _state.repair_step(each.stand_in, each.step - 1)
-        found.append(each.stand_in["step"])
-    return found
-
-
-def _aligned(grad: torch.Tensor) -> torch.Tensor:
-    """`grad` itself, or a copy where it is not at a multiple of its elements' size."""
-    return grad.clone() if grad.data_ptr() % grad.itemsize else grad
 
 
 def _bound(weight: torch.Tensor, state: _state.State) -> _core.AdamTensor:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from stepwell.offload.collector import Collector
     from stepwell.offload.engine import Engine
     from stepwell.offload.host_side import HostSide
-    from stepwell.offload.residents import ResidentUpdate
 
 __all__ = ["Looked", "Steps"]
 
@@ -30,22 +29,31 @@ class Looked(NamedTuple):
     """The gradients of a step, all of them checked."""
 
     groups: list[int]
-    """Of each parameter that the host steps its group."""
+    """Of each parameter with a gradient its group."""
     params: list[torch.Tensor]
-    """These parameters."""
+    """These parameters, in the order of the groups."""
     grads: list[torch.Tensor]
     """Of each the gradient, as it is stepped."""
     numbers: list[int]
     """Of each which update it is, from 1."""
-    on_device: list[ResidentUpdate]
-    """What the device steps."""
+    on_device: list[int]
+    """The positions of those that the device steps. The host steps the others."""
     swapping: list[tuple[torch.Tensor, _state.State, _state.State]]
     """State that the step writes to the volume: of each parameter as it is, and as it is then."""
 
     @property
     def number(self) -> int:
         """Which update it is of the parameter that has seen most; 0: there is none."""
-        return max([*self.numbers, *(each.step for each in self.on_device)], default=0)
+        return max(self.numbers, default=0)
+
+    @property
+    def hosted(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The parameters that the host steps, and their gradients."""
+        if not self.on_device:
+            return self.params, self.grads
+        others = set(self.on_device)
+        positions = [at for at in range(len(self.params)) if at not in others]
+        return [self.params[at] for at in positions], [self.grads[at] for at in positions]
 
 
 class Steps:
@@ -79,9 +87,9 @@ class Steps:
         if selector.needs_exact:
             engine.make_exact()
         if self._is_deferred(engine, number):
-            selector.score(looked.params, looked.grads, engine.next_group())
+            selector.score(*looked.hosted, engine.next_group())
         elif steps.is_followed_by_deferred(number, is_seen=self._background.sees_forwards):
-            selector.score(looked.params, looked.grads, None)
+            selector.score(*looked.hosted, None)
         else:
             selector.score([], [], None)
 
@@ -122,7 +130,6 @@ class Steps:
         looked: Looked,
         hypers: Sequence[_core.Hyper],
         states: Mapping[torch.Tensor, _state.State],
-        residents: dict[str, Any] | None,
     ) -> None:
         """Has a step begin: all of it, by one call of the core.
 
@@ -130,36 +137,36 @@ class Steps:
             looked: its gradients.
             hypers: of each group.
             states: those that the optimizer has.
-            residents: what the device steps, as `Store.submit` has it.
 
         Raises:
             ValueError: what was looked at has moved, or cannot be stepped; nothing was changed.
             OSError: the device has failed.
         """
         engine, gate = self._background.opened(), self._background.open_gate
+        params, _ = looked.hosted
         # After the norm, which would come down behind them; the step begins with the first that
         # is there.
         self._collector.take_missing(looked.params, looked.grads, engine)
-        self._host.prepare_commit(looked.params, states)
+        self._host.prepare_commit(params, states)
         # Weights of deferred updates land with this step, also those of parameters without
         # update.
         landing = engine.store.landing
         shared = [] if gate is None else self._background.exposed(landing)
         at_once, number = None, looked.number
         is_seen, is_settled = self._background.sees_forwards, engine.is_settled
-        others = landing[len(looked.params) :]
+        others = landing[len(params) :]
         num_settled, closed = engine.store.num_settled, self._background.gate
         is_deferred = self._is_deferred(engine, number)
         may_defer = closed is not None and not {*map(id, shared)} & {*map(id, others)}
         if may_defer and closed is not None and is_deferred:
             # The step waits for the weights of these, since no forward is known to. And what
             # they name in memory is on the volume after this step, and so is what comes next.
-            at_once = set(closed.not_covered(looked.params, shared))
+            at_once = set(closed.not_covered(params, shared))
             at_once.update(param for param, _, _ in looked.swapping)
         fingerprints = self._host.fingerprints
-        verified = [param for param in looked.params if fingerprints.is_unverified(param)]
-        coming = engine.announce(looked.swapping, looked.params, verified)
-        options: dict[str, Any] = engine.options(looked.params)
+        verified = [param for param in params if fingerprints.is_unverified(param)]
+        coming = engine.announce(looked.swapping, params, verified)
+        options: dict[str, Any] = engine.options(params)
         if gate is not None:
             options["under_way"] = gate.opening(landing, shared)
         selected = []
@@ -172,7 +179,6 @@ class Steps:
             at_once=at_once,
             selected=selected,
             num_settled=num_settled,
-            residents=residents,
             **options,
         )
         if self._deferred is not None and may_defer:

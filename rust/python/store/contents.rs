@@ -36,7 +36,7 @@ impl PyStore {
         for (index, at) in self.landing() {
             let span = &self.spans[index];
             let Some(binding) = &span.binding else { continue };
-            let Some(tensor) = binding.tensor else { continue };
+            let Some(tensor) = binding.hosted() else { continue };
             let (param, size) = (span.param.bind(py), tensor.param.dtype().size());
             let piece = at.and_then(|at| self.looked[at].piece.as_ref());
             let begin = match (piece, at) {

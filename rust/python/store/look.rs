@@ -14,8 +14,8 @@ use super::{
     PyStore,
     atomic::Atomic,
     py_drop,
-    span::{Binding, Counter, Part, Span},
-    torch::{address, storage},
+    span::{Binding, Counter, Part, Place, Span},
+    torch::{Dense, address, storage},
 };
 use crate::{
     grads::stats,
@@ -64,6 +64,7 @@ impl Looked {
 ///     grads: of each its gradient.
 ///     moved: the positions, in these lists, of what has to be bound before the step.
 ///     groups: of each which group it is of.
+///     on_device: the positions of those whose state the device has.
 ///     num_seen: how many of the store's parameters are in the groups.
 ///     has_unknown: whether one that has a gradient is not the store's.
 #[pyclass(name = "Look", module = "stepwell._core", frozen)]
@@ -74,6 +75,8 @@ pub(in crate::python) struct PyLook {
     moved: Vec<usize>,
     #[pyo3(get)]
     groups: Vec<usize>,
+    #[pyo3(get)]
+    on_device: Vec<usize>,
     #[pyo3(get)]
     num_seen: usize,
     #[pyo3(get)]
@@ -128,14 +131,33 @@ impl PyStore {
         is_kept: bool,
         write_backs: Vec<Py<PyAny>>,
     ) -> PyResult<()> {
-        let (ordinal, span) = {
-            let looked = self.position(position)?;
-            (looked.ordinal, looked.span)
-        };
         let parts = parts
             .iter()
             .map(|(name, value, piece)| Part::new(name, value, piece))
             .collect::<PyResult<Vec<_>>>()?;
+        let place = Place::Host(tensor.as_ref().map(|tensor| tensor.0));
+        self.bind_place(py, position, place, grad, state, parts, piece, first, is_kept, write_backs)
+    }
+
+    /// Binds what is at `position` of the last look, whose state is at `place`.
+    #[expect(clippy::too_many_arguments, reason = "as the face has it")]
+    pub(super) fn bind_place(
+        &mut self,
+        py: Python<'_>,
+        position: usize,
+        place: Place,
+        grad: Bound<'_, PyAny>,
+        state: Bound<'_, PyAny>,
+        parts: Vec<Part>,
+        piece: Option<Bound<'_, PyAny>>,
+        first: usize,
+        is_kept: bool,
+        write_backs: Vec<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let (ordinal, span) = {
+            let looked = self.position(position)?;
+            (looked.ordinal, looked.span)
+        };
         let state = state.cast_into::<PyDict>()?;
         let Some(counter) = state.get_item(intern!(py, "step"))? else {
             return Err(PyValueError::new_err("a state has no `step`, expected a count"));
@@ -149,8 +171,14 @@ impl PyStore {
         let weight = if is_plain { Some(address(param)?) } else { None };
         let numel = param.call_method0(intern!(py, "numel"))?.extract()?;
         let begin = first * grad.getattr(intern!(py, "itemsize"))?.extract::<usize>()?;
+        let grad_address = address(&grad)? + begin;
+        let is_beside = self.beside.is_some();
+        let grad_view = match place {
+            Place::Host(tensor) if !is_beside => tensor.and_then(|tensor| tensor.grad),
+            _ => None,
+        };
         let binding = Binding {
-            tensor: tensor.as_ref().map(|tensor| tensor.0),
+            place,
             weight,
             whole: (numel, first),
             state: state.unbind(),
@@ -159,8 +187,6 @@ impl PyStore {
             ordinal,
             write_backs,
         };
-        let grad_address = address(&grad)? + begin;
-        let is_beside = self.beside.is_some();
         let looked = &mut self.looked[position];
         let before = (
             std::mem::replace(&mut looked.grad, grad.unbind()),
@@ -169,7 +195,7 @@ impl PyStore {
         );
         looked.grad_address = grad_address;
         looked.grad_begin = begin;
-        looked.grad_view = tensor.filter(|_| !is_beside).and_then(|tensor| tensor.0.grad);
+        looked.grad_view = grad_view;
         looked.is_ready = true;
         self.written = None;
         py_drop(py, before);
@@ -177,7 +203,7 @@ impl PyStore {
     }
 
     /// See [`PyStore::overlapping`].
-    pub(super) fn find_overlapping(&mut self, mut others: Vec<(usize, usize)>) -> Vec<usize> {
+    pub(super) fn find_overlapping(&mut self) -> Vec<usize> {
         let (spans, is_beside) = (&self.spans, self.beside.is_some());
         let ready = self.looked.iter().filter(|one| one.is_ready).map(|one| one.span);
         let stepped: Vec<_> = ready.collect();
@@ -190,20 +216,15 @@ impl PyStore {
             self.written = Some((stepped, written));
         }
         let written = self.written.as_ref().map_or(&[][..], |(_, written)| written);
-        others.sort_unstable();
-        let holds = |runs: &[(usize, usize)], begin: usize, end: usize| {
-            // Runs are disjoint: of those that begin before the end, the last reaches furthest.
-            let before = runs.partition_point(|&(start, _)| start < end);
-            before > 0 && runs[before - 1].0 + runs[before - 1].1 > begin
-        };
         let overlaps = |one: &Looked| {
-            let tensor = spans[one.span].binding.as_ref().and_then(|binding| binding.tensor);
-            let nbytes = tensor.map_or(0, |tensor| {
-                let dtype = one.grad_view.map_or(tensor.param.dtype(), |view| view.dtype());
-                tensor.param.numel() * dtype.size()
+            let extent = spans[one.span].binding.as_ref().and_then(Binding::extent);
+            let nbytes = extent.map_or(0, |(numel, dtype)| {
+                numel * one.grad_view.map_or(dtype, |view| view.dtype()).size()
             });
             let (begin, end) = (one.grad_address, one.grad_address + nbytes);
-            nbytes > 0 && (holds(written, begin, end) || holds(&others, begin, end))
+            // Runs are disjoint: of those that begin before the end, the last reaches furthest.
+            let before = written.partition_point(|&(start, _)| start < end);
+            nbytes > 0 && before > 0 && written[before - 1].0 + written[before - 1].1 > begin
         };
         let looked = self.looked.iter().enumerate();
         looked.filter(|(_, one)| one.is_ready && overlaps(one)).map(|(at, _)| at).collect()
@@ -248,7 +269,6 @@ impl PyStore {
     ) -> PyResult<(PyLook, HashSet<usize>)> {
         let (mut params, mut grads) = (Vec::new(), Vec::new());
         let (mut moved, mut seen, mut has_unknown) = (Vec::new(), HashSet::new(), false);
-        let mut num_apart = 0;
         let states = states.map(by_param).transpose()?;
         let mut ordinal = 0;
         for (group, list) in groups.iter().enumerate() {
@@ -257,10 +277,6 @@ impl PyStore {
                 ordinal += 1;
                 let known = self.by_param.get(&(param.as_ptr() as usize)).copied();
                 seen.extend(known);
-                if known.is_none() && self.apart.contains(&(param.as_ptr() as usize)) {
-                    num_apart += 1;
-                    continue;
-                }
                 let grad = param.getattr(intern!(py, "grad"))?;
                 if grad.is_none() {
                     continue;
@@ -268,7 +284,7 @@ impl PyStore {
                 let span = match known {
                     Some(span) => span,
                     None if self.beside.is_none() => {
-                        let span = self.insert(param);
+                        let span = self.insert(param, false);
                         seen.insert(span);
                         span
                     }
@@ -278,8 +294,7 @@ impl PyStore {
                     }
                 };
                 let found = self.spans[span].as_bound(&self.torch, param, &grad, at)?;
-                let found =
-                    found.filter(|dense| self.fits(&self.spans[span], dense.is_cpu, dense.dtype));
+                let found = found.filter(|dense| self.fits(&self.spans[span], dense));
                 let is_same = match (&self.spans[span].binding, &states) {
                     (Some(binding), Some(states)) => {
                         binding.has(states.get(&(param.as_ptr() as usize)))?
@@ -314,8 +329,10 @@ impl PyStore {
         }
         let num_seen = seen.len();
         let groups = self.looked.iter().map(|one| one.group).collect();
-        let num_seen = num_seen + num_apart;
-        Ok((PyLook { params, grads, moved, groups, num_seen, has_unknown }, seen))
+        let on_device = self.looked.iter().enumerate();
+        let on_device = on_device.filter(|(_, one)| self.spans[one.span].is_resident);
+        let on_device = on_device.map(|(at, _)| at).collect();
+        Ok((PyLook { params, grads, moved, groups, on_device, num_seen, has_unknown }, seen))
     }
 
     /// Forgets the spans that are in no group any more, and returns them.
@@ -338,12 +355,13 @@ impl PyStore {
     }
 
     /// Whether a dense gradient is where, and of the dtype that, a step of the span reads.
-    fn fits(&self, span: &Span, is_cpu: bool, dtype: crate::stream::element::Dtype) -> bool {
+    fn fits(&self, span: &Span, grad: &Dense) -> bool {
         match (&self.beside, &span.binding) {
-            (None, Some(_)) => is_cpu,
+            (None, Some(_)) => grad.is_cpu,
             (Some(beside), Some(binding)) => {
-                is_cpu == beside.is_on_cpu
-                    && binding.tensor.is_some_and(|tensor| tensor.param.dtype() == dtype)
+                grad.is_cpu == beside.is_on_cpu
+                    && binding.extent().is_some_and(|(_, dtype)| dtype == grad.dtype)
+                    && binding.is_aligned(grad.address)
             }
             _ => false,
         }
@@ -367,11 +385,14 @@ fn by_param<'py>(
 
 /// The memory that a step of a span writes: in the host, or the weight on the device.
 fn memory_of(binding: &Binding, is_beside: bool) -> Vec<(usize, usize)> {
-    let Some(tensor) = binding.tensor else { return vec![] };
-    let mut found: Vec<_> = match binding.weight {
-        Some(weight) if is_beside => vec![(weight, tensor.param.nbytes())],
+    let mut found: Vec<_> = match (binding.weight, binding.extent()) {
+        (Some(weight), Some((numel, dtype))) if is_beside => vec![(weight, numel * dtype.size())],
         _ if is_beside => vec![],
-        _ => tensor.written().map(|(_, view)| (view.address(), view.nbytes())).collect(),
+        _ => {
+            let tensor = binding.hosted();
+            let written = tensor.iter().flat_map(|tensor| tensor.written());
+            written.map(|(_, view)| (view.address(), view.nbytes())).collect()
+        }
     };
     found.retain(|&(_, nbytes)| nbytes > 0);
     found

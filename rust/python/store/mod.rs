@@ -13,6 +13,7 @@
 //! | weights that a program may have written | `contents.rs` |
 //! | a step in host memory | `step.rs` |
 //! | a step beside a device | `submit.rs` |
+//! | what the device steps with it | `residents.rs` |
 //! | no Python within a call | `atomic.rs` |
 //!
 //! - STORE-1 A call looks at everything before it changes anything, and no instruction of Python
@@ -28,6 +29,7 @@
 mod atomic;
 mod contents;
 mod look;
+mod residents;
 mod span;
 mod step;
 mod submit;
@@ -45,11 +47,12 @@ pub(super) use self::look::PyLook;
 use self::{
     look::Looked,
     span::Span,
-    submit::{Beside, Deferred, Residents, UnderWay},
+    submit::{Beside, Deferred, UnderWay},
     torch::Torch,
 };
 use super::{
     adam::{PyAdamTensor, PyGradStats, PyHyper},
+    device_steps::PyDeviceSteps,
     offload::PyOffloadEngine,
 };
 use crate::error::{Error, Result};
@@ -74,8 +77,8 @@ pub(super) struct PyStore {
     /// The spans of a step, and the memory that it writes, ascending; None: it is to be found anew.
     written: Option<Memory>,
     beside: Option<Beside>,
-    /// Objects of parameters that something else steps.
-    apart: HashSet<usize>,
+    /// Steps the spans whose state is on the device; None: there is none.
+    device_steps: Option<Py<PyDeviceSteps>>,
     /// Whether this rank has not taken a step on which all ranks have decided: set by the caller,
     /// cleared by the step itself.
     #[pyo3(get, set)]
@@ -105,7 +108,7 @@ impl PyStore {
             looked: Vec::new(),
             written: None,
             beside: is_beside.then(|| Beside::new(engine)),
-            apart: HashSet::new(),
+            device_steps: None,
             has_left: false,
         })
     }
@@ -114,7 +117,7 @@ impl PyStore {
     /// (Those in host memory are added where `look` finds them.)
     fn add(&mut self, params: Vec<Bound<'_, PyAny>>) -> PyResult<()> {
         for param in &params {
-            self.insert(param);
+            self.insert(param, false);
         }
         if let (Some(beside), Some(param)) = (&mut self.beside, params.first()) {
             beside.is_on_cpu = param.getattr("is_cpu")?.is_truthy()?;
@@ -122,10 +125,19 @@ impl PyStore {
         Ok(())
     }
 
-    /// Something else steps these: looks pass over them, and count them as seen. The caller holds
-    /// them.
-    fn set_apart(&mut self, params: Vec<Bound<'_, PyAny>>) {
-        self.apart = params.iter().map(|param| param.as_ptr() as usize).collect();
+    /// Has the parameters whose state is on the device be these, after all of `add`. Where they
+    /// are others than before, the last look is forgotten.
+    ///
+    /// Args:
+    ///     params: the parameters.
+    ///     steps: steps them.
+    fn set_residents(
+        &mut self,
+        py: Python<'_>,
+        params: Vec<Bound<'_, PyAny>>,
+        steps: Option<Py<PyDeviceSteps>>,
+    ) -> PyResult<()> {
+        self.set_residents_to(py, &params, steps)
     }
 
     /// Looks at all parameters and states anew in the next step, as if it were the first.
@@ -204,14 +216,38 @@ impl PyStore {
         self.bind_at(py, position, tensor, grad, state, parts, piece, first, is_kept, write_backs)
     }
 
-    /// The positions, in the last look's lists, of gradients that lie in memory which the step
-    /// writes.
+    /// Binds what is at `position` of the last look, whose state is on the device.
     ///
     /// Args:
-    ///     others: of other weights that come with the step, where each begins, and its bytes.
-    #[pyo3(signature = (others = vec![]))]
-    fn overlapping(&mut self, others: Vec<(usize, usize)>) -> Vec<usize> {
-        self.find_overlapping(others)
+    ///     position: in its lists.
+    ///     grad: the gradient that is stepped, dense, at a multiple of its elements' size.
+    ///     memory: the state, `DeviceSteps.state_nbytes` on the device. The caller holds it while
+    ///         the optimizer's state is `state`.
+    ///     state: what the optimizer has in its place.
+    ///     piece: what is stepped of the parameter; None: the parameter itself.
+    ///     is_kept: whether the next step may go on with it.
+    ///
+    /// Raises:
+    ///     ValueError: the gradient or the memory is not that of the parameter.
+    #[pyo3(signature = (position, grad, *, memory, state, piece = None, is_kept = true))]
+    #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
+    fn bind_on_device(
+        &mut self,
+        py: Python<'_>,
+        position: usize,
+        grad: Bound<'_, PyAny>,
+        memory: Bound<'_, PyAny>,
+        state: Bound<'_, PyAny>,
+        piece: Option<Bound<'_, PyAny>>,
+        is_kept: bool,
+    ) -> PyResult<()> {
+        self.bind_resident(py, position, grad, &memory, state, piece, is_kept)
+    }
+
+    /// The positions, in the last look's lists, of gradients that lie in memory which the step
+    /// writes.
+    fn overlapping(&mut self) -> Vec<usize> {
+        self.find_overlapping()
     }
 
     /// The number of the update that comes of each parameter of the last look, from 1; 0: it is not
@@ -276,8 +312,6 @@ impl PyStore {
     ///     deferred: how updates are deferred: `predicted_updates`, `steps_pending`, `at_once`, and
     ///         the `num_settled` of then. None: none is, and all that is pending is applied.
     ///     selected: as `OffloadEngine.submit`; None: no channel is selected.
-    ///     residents: what the device steps with it: `steps`, `params`, `grads`, `memories`,
-    ///         `counters`, `hypers`.
     ///     under_way: the class that parameters get whose weights come, and registries of these:
     ///         dicts that get a value by the parameter's id; None: the parameter itself.
     ///     begun: what is called without arguments when the step has begun, functions of C.
@@ -291,7 +325,7 @@ impl PyStore {
     ///     OSError: where the device has failed.
     #[pyo3(signature = (
         hypers, *, buffers, stream, record, order = None, verified = None, deferred = None,
-        selected = None, residents = None, under_way = None, begun = vec![]
+        selected = None, under_way = None, begun = vec![]
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only in Python")]
     fn submit(
@@ -304,13 +338,12 @@ impl PyStore {
         verified: Option<HashSet<usize>>,
         deferred: Option<Deferred>,
         selected: Option<Vec<(usize, bool, Vec<u32>)>>,
-        residents: Option<Residents<'_>>,
         under_way: Option<UnderWay<'_>>,
         begun: Vec<Py<PyAny>>,
     ) -> PyResult<bool> {
         Self::submit_all(
-            slf, hypers, buffers, stream, record, order, verified, deferred, selected, residents,
-            under_way, begun,
+            slf, hypers, buffers, stream, record, order, verified, deferred, selected, under_way,
+            begun,
         )
     }
 
@@ -332,8 +365,8 @@ impl PyStore {
         self.pending_params(py)
     }
 
-    /// The parameters whose weights come with the step of the last look: its own, and those that
-    /// are pending.
+    /// The parameters whose weights come from the host with the step of the last look: its own, and
+    /// those that are pending.
     #[getter(landing)]
     fn py_landing(&self, py: Python<'_>) -> Vec<Py<PyAny>> {
         self.landing_params(py)
@@ -385,9 +418,9 @@ impl PyStore {
 }
 
 impl PyStore {
-    fn insert(&mut self, param: &Bound<'_, PyAny>) -> usize {
+    fn insert(&mut self, param: &Bound<'_, PyAny>, is_resident: bool) -> usize {
         *self.by_param.entry(param.as_ptr() as usize).or_insert_with(|| {
-            self.spans.push(Span { param: param.clone().unbind(), binding: None });
+            self.spans.push(Span { param: param.clone().unbind(), is_resident, binding: None });
             self.spans.len() - 1
         })
     }

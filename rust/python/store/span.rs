@@ -9,7 +9,7 @@ use pyo3::{
 };
 
 use super::torch::{Dense, Torch, address, storage};
-use crate::adam::tensor::AdamTensor;
+use crate::{adam::tensor::AdamTensor, stream::element::Dtype};
 
 /// A tensor of a state that a step works with.
 pub(super) struct Part {
@@ -85,10 +85,27 @@ impl Counter {
     }
 }
 
+/// A state that the device has.
+#[derive(Clone, Copy)]
+pub(super) struct OnDevice {
+    /// Where it is.
+    pub(super) address: u64,
+    /// Of the weight and its gradient.
+    pub(super) dtype: Dtype,
+}
+
+/// Where the state of a span is.
+#[expect(clippy::large_enum_variant, reason = "most are in host memory, and are read in each step")]
+pub(super) enum Place {
+    /// In host memory or on a volume; None: this rank has nothing of the parameter.
+    Host(Option<AdamTensor>),
+    /// On the device, which steps it.
+    Device(OnDevice),
+}
+
 /// A span as it was bound: what the next step works with while nothing has moved.
 pub(super) struct Binding {
-    /// None: this rank has nothing of the parameter.
-    pub(super) tensor: Option<AdamTensor>,
+    pub(super) place: Place,
     /// Where the parameter was; None: it is looked at by Python in every step.
     pub(super) weight: Option<usize>,
     /// Elements of all of the parameter, and those before the first one that is stepped: of one
@@ -120,9 +137,30 @@ impl Binding {
         Ok(true)
     }
 
+    /// What the core steps in host memory, or on a volume; None: nothing.
+    pub(super) fn hosted(&self) -> Option<AdamTensor> {
+        if let Place::Host(tensor) = self.place { tensor } else { None }
+    }
+
+    /// Elements that are stepped, and their dtype; None: this rank has nothing of the parameter.
+    pub(super) fn extent(&self) -> Option<(usize, Dtype)> {
+        match &self.place {
+            Place::Host(tensor) => tensor.map(|one| (one.param.numel(), one.param.dtype())),
+            Place::Device(state) => Some((self.whole.0, state.dtype)),
+        }
+    }
+
+    /// Whether a gradient at this address can be read by what steps it.
+    pub(super) fn is_aligned(&self, address: usize) -> bool {
+        match &self.place {
+            Place::Host(_) => true,
+            Place::Device(state) => address.is_multiple_of(state.dtype.size()),
+        }
+    }
+
     /// The tensor of a step, with fingerprints or without.
     pub(super) fn tensor(&self, with_fingerprints: bool) -> Option<AdamTensor> {
-        let tensor = self.tensor?;
+        let tensor = self.hosted()?;
         let has = tensor.fingerprints().is_some();
         Some(if has && !with_fingerprints { tensor.without_fingerprints() } else { tensor })
     }
@@ -137,6 +175,8 @@ impl Binding {
 /// A parameter, or what this rank has of it.
 pub(super) struct Span {
     pub(super) param: Py<PyAny>,
+    /// Whether the device has its state, and steps it.
+    pub(super) is_resident: bool,
     pub(super) binding: Option<Binding>,
 }
 
@@ -180,6 +220,7 @@ impl Span {
             || *was != ordinal
             || address(param)? != *weight
             || !param.call_method0(intern!(param.py(), "is_contiguous"))?.is_truthy()?
+            || param.call_method0(intern!(param.py(), "numel"))?.extract::<usize>()? != *numel
         {
             return Ok(None);
         }

@@ -19,8 +19,6 @@ use crate::{
     simd::isa::Isa,
 };
 
-impl PyStore {}
-
 /// What STORE-3 says.
 pub(super) fn moved() -> Error {
     Error::value(

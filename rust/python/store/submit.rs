@@ -15,16 +15,14 @@ use super::{
     atomic::Atomic,
     look::Looked,
     py_drop,
-    span::Counter,
-    step::moved,
-    torch::{Torch, address, storage},
+    span::Binding,
+    torch::{address, storage},
 };
 use crate::{
     error::{Error, Result},
     offload::{Change, OnDevice, Update},
     python::{
         adam::PyHyper,
-        device_steps::{Block, Memory, PyDeviceSteps, block_of},
         offload::{PyOffloadEngine, stream_of},
     },
 };
@@ -86,57 +84,10 @@ pub(super) struct Deferred {
     num_settled: u64,
 }
 
-/// A step of parameters whose state is on the device.
-#[derive(FromPyObject)]
-pub(super) struct Residents<'py> {
-    #[pyo3(item)]
-    steps: PyRef<'py, PyDeviceSteps>,
-    #[pyo3(item)]
-    params: Vec<Bound<'py, PyAny>>,
-    #[pyo3(item)]
-    grads: Vec<Bound<'py, PyAny>>,
-    #[pyo3(item)]
-    memories: Vec<Bound<'py, PyAny>>,
-    #[pyo3(item)]
-    counters: Vec<Bound<'py, PyAny>>,
-    #[pyo3(item)]
-    hypers: Vec<PyRef<'py, PyHyper>>,
-}
-
 /// The class of parameters whose weights come, and registries of these: each gets a value by the
 /// parameter's id; None: the parameter itself.
 pub(super) type UnderWay<'py> =
     (Bound<'py, PyAny>, Vec<(Bound<'py, PyAny>, Option<Bound<'py, PyAny>>)>);
-
-impl Residents<'_> {
-    /// The blocks of their launch.
-    ///
-    /// # Errors
-    /// ValueError where memory is not as it was when the state was made.
-    fn launch(&self, py: Python<'_>, torch: &Torch) -> PyResult<Vec<Block>> {
-        let mut blocks = Vec::with_capacity(self.params.len());
-        for (at, param) in self.params.iter().enumerate() {
-            let (weight, grad) = (torch.dense(param)?, torch.dense(&self.grads[at])?);
-            let memory = &self.memories[at];
-            let nbytes: usize = memory.getattr(intern!(py, "nbytes"))?.extract()?;
-            let (Some(weight), Some(grad)) = (weight, grad) else { return Err(moved().into()) };
-            let numel = weight.nbytes / weight.dtype.size();
-            if (grad.dtype, grad.nbytes) != (weight.dtype, weight.nbytes)
-                || PyDeviceSteps::state_nbytes(numel) != Some(nbytes)
-            {
-                return Err(moved().into());
-            }
-            let count = Counter::new(&self.counters[at])?.count().ok_or_else(moved)?;
-            let place = Memory {
-                weight: weight.address as u64,
-                grad: grad.address as u64,
-                state: address(memory)? as u64,
-            };
-            blocks.push(block_of(place, numel, weight.dtype, count + 1, &self.hypers[at].0)?);
-        }
-        Ok(blocks)
-    }
-}
 
 impl PyStore {
     /// See [`PyStore::take`].
@@ -163,8 +114,7 @@ impl PyStore {
             for &at in &positions {
                 let one = looked[at];
                 let binding = store.spans[one.span].binding.as_ref();
-                let target =
-                    binding.and_then(|binding| binding.tensor).and_then(|tensor| tensor.grad);
+                let target = binding.and_then(Binding::hosted).and_then(|tensor| tensor.grad);
                 let Some(target) = target else { continue };
                 gradients.push((one.span, one.grad_address as u64, target));
                 owners.push(storage(one.grad.bind(py))?);
@@ -186,7 +136,6 @@ impl PyStore {
         verified: Option<HashSet<usize>>,
         deferred: Option<Deferred>,
         selected: Option<Vec<(usize, bool, Vec<u32>)>>,
-        residents: Option<Residents<'_>>,
         under_way: Option<UnderWay<'_>>,
         begun: Vec<Py<PyAny>>,
     ) -> PyResult<bool> {
@@ -208,7 +157,7 @@ impl PyStore {
         let released = {
             let _atomic = Atomic::begin(py, &store.torch.disable_torch_function)?;
             store.check_in_place(py)?;
-            let mut stepped: Vec<usize> = (0..store.looked.len()).collect();
+            let mut stepped = store.hosted_looked();
             let place = |span: usize| order.as_ref().map_or(span, |order| order[span]);
             stepped.sort_by_key(|&at| place(store.looked[at].span));
             let mut held = store.held_after(py, &deferred)?;
@@ -249,7 +198,7 @@ impl PyStore {
             let changes = selected.unwrap_or_default().into_iter();
             let change = |(segment, by_columns, indices)| Change { segment, by_columns, indices };
             let work = OnDevice { grads: &grads, changes: changes.map(change).collect() };
-            let launch = residents.as_ref().map(|one| one.launch(py, &store.torch)).transpose()?;
+            let blocks = store.blocks(py, &hypers)?;
             let predicted = deferred.as_ref().map(|deferred| deferred.predicted_updates);
             if let Some(engine) = engine {
                 // SAFETY: the owners own the memory of host and device; of the program's use of it
@@ -259,15 +208,15 @@ impl PyStore {
                 };
             }
             // From here on the step has begun. What follows cannot be refused.
-            if let Some((residents, launch)) = residents.as_ref().zip(launch) {
-                residents.steps.launch(launch, stream).inspect_err(|error| {
+            if let Some(steps) = store.device_steps.as_ref().filter(|_| !blocks.is_empty()) {
+                steps.get().launch(blocks, stream).inspect_err(|error| {
                     engine.iter().for_each(|engine| engine.fail(error));
                 })?;
             }
             for call in &begun {
                 call.bind(py).call0()?;
             }
-            store.count_beside(py, &landing, residents.as_ref())?;
+            store.count_beside(py, &landing)?;
             // Last: from here on a look at a parameter waits.
             store.mark_under_way(py, &landing, under_way.as_ref())?;
             let beside = store.beside.as_mut().ok_or_else(not_beside)?;
@@ -329,7 +278,7 @@ impl PyStore {
     }
 
     fn has_tensor(&self, span: usize) -> bool {
-        self.spans[span].binding.as_ref().is_some_and(|binding| binding.tensor.is_some())
+        self.spans[span].binding.as_ref().is_some_and(|binding| binding.hosted().is_some())
     }
 
     pub(super) fn engine(&self, py: Python<'_>) -> Result<Py<PyOffloadEngine>> {
@@ -346,10 +295,18 @@ impl PyStore {
         pending.filter(|&(_, &steps)| steps > 0).map(|(span, _)| span)
     }
 
-    /// The spans whose weights come with the step, and where each stands in the last look.
+    /// The positions in the last look of what the host steps.
+    fn hosted_looked(&self) -> Vec<usize> {
+        let is_hosted = |at: &usize| !self.spans[self.looked[*at].span].is_resident;
+        (0..self.looked.len()).filter(is_hosted).collect()
+    }
+
+    /// The spans whose weights come from the host with the step, and where each stands in the last
+    /// look.
     pub(super) fn landing(&self) -> Vec<(usize, Option<usize>)> {
-        let stepped: HashSet<_> = self.looked.iter().map(|one| one.span).collect();
-        let own = self.looked.iter().enumerate().map(|(at, one)| (one.span, Some(at)));
+        let hosted = self.hosted_looked();
+        let stepped: HashSet<_> = hosted.iter().map(|&at| self.looked[at].span).collect();
+        let own = hosted.into_iter().map(|at| (self.looked[at].span, Some(at)));
         let others = self.spans_pending().filter(|span| !stepped.contains(span));
         own.chain(others.map(|span| (span, None))).collect()
     }
@@ -372,7 +329,7 @@ impl PyStore {
             let Looked { span, group, piece, .. } = &self.looked[at];
             let Some(binding) = &self.spans[*span].binding else { continue };
             let whole = piece.as_ref().unwrap_or(&self.spans[*span].param).bind(py);
-            let dtype = binding.tensor.map(|tensor| tensor.param.dtype());
+            let dtype = binding.hosted().map(|tensor| tensor.param.dtype());
             // A piece begins where its own rows do.
             let first = if piece.is_none() { binding.whole.1 } else { 0 };
             let weight = address(whole)? + first * dtype.map_or(0, |dtype| dtype.size());
@@ -399,8 +356,8 @@ impl PyStore {
         for (left, steps) in pending.iter_mut().zip(&beside.pending) {
             *left = steps.saturating_sub(1);
         }
-        for one in &self.looked {
-            pending[one.span] = deferred.steps_pending;
+        for at in self.hosted_looked() {
+            pending[self.looked[at].span] = deferred.steps_pending;
         }
         for &span in &deferred.at_once {
             if let Some(left) = pending.get_mut(span) {
@@ -425,7 +382,7 @@ impl PyStore {
                 held[span] = old.as_ref().map(|old| old.clone_ref(py));
             }
         }
-        for at in 0..self.looked.len() {
+        for at in self.hosted_looked() {
             held[self.looked[at].span] = Some(self.weight_storage(py, at)?);
         }
         Ok(held)
@@ -452,12 +409,7 @@ impl PyStore {
     }
 
     /// Counts the update of each parameter, and tells autograd of all weights that are written.
-    fn count_beside(
-        &self,
-        py: Python<'_>,
-        landing: &[(usize, Option<usize>)],
-        residents: Option<&Residents<'_>>,
-    ) -> PyResult<()> {
+    fn count_beside(&self, py: Python<'_>, landing: &[(usize, Option<usize>)]) -> PyResult<()> {
         let written = PyList::empty(py);
         for &(span, at) in landing {
             written.append(&self.spans[span].param)?;
@@ -469,10 +421,14 @@ impl PyStore {
                 written.append(piece)?;
             }
         }
-        if let Some(residents) = residents {
-            for (param, counter) in residents.params.iter().zip(&residents.counters) {
-                Counter::new(counter)?.add_one();
-                written.append(param)?;
+        for one in self.residents_looked() {
+            let span = &self.spans[one.span];
+            if let Some(binding) = &span.binding {
+                binding.counter.add_one();
+            }
+            written.append(&span.param)?;
+            if let Some(piece) = &one.piece {
+                written.append(piece)?;
             }
         }
         self.torch.increment_version(&written)
