@@ -22,17 +22,15 @@ import math
 import time
 import warnings
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stepwell import _core, _state
-from stepwell._binding import bind
 from stepwell._checks import count, nbytes, optional, positive
 from stepwell._decision import Facts, Nonfinite
 from stepwell._hyper import hyper_of
-from stepwell._sharding import PLAIN, greatest, is_dtensor, local
+from stepwell._sharding import greatest, is_dtensor, local
 from stepwell.access.gate import remove
 from stepwell.access.guard import clear_grads
 from stepwell.access.under_way import wait_for
@@ -42,23 +40,22 @@ from stepwell.offload.budget import GIB
 from stepwell.offload.collector import Collector, DeviceCollector, HostCollector
 from stepwell.offload.gradients import (
     OnGrad,
-    check_in_place,
-    piece_of,
 )
 from stepwell.offload.host_side import HostSide
 from stepwell.offload.norm import CLIP_EPS, gradient_norm
 from stepwell.offload.options import Accumulate, check_options
 from stepwell.offload.residents import Residents
 from stepwell.offload.sharding import Shard, Sharding, UpdateFacts, awaited, open_sharding
+from stepwell.offload.spans import Looked, Spans
 from stepwell.offload.state_in_memory import StateInMemory
 from stepwell.offload.states import States
-from stepwell.offload.steps import Looked, Steps
+from stepwell.offload.steps import Steps
 from stepwell.offload.swapped import Swapped
 from stepwell.optim import AdamW, Moments
 
 if TYPE_CHECKING:
     from collections import defaultdict
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch.optim.optimizer import ParamsT, StateDict
@@ -277,11 +274,17 @@ class OffloadAdamW(AdamW):
             threads=threads,
         )
         self._steps = Steps(self._host, self._collector, self._background)
+        self._spans = Spans(
+            self._host,
+            self._residents,
+            self._collector,
+            self._background,
+            shares=shares,
+            moments=moments,
+        )
         self._keeper = States(self, self._host, self._residents, self._background)
         # What the last step took, as far as the engine does not know it.
         self._seconds: dict[str, float] = {}
-        # Of the look under way: what the state of a parameter on a volume becomes.
-        self._swapping: list[tuple[torch.Tensor, _state.State, _state.State]] = []
         # Ranks with volumes make them together.
         with contextlib.nullcontext() if tier is None else awaited(self._sharding):
             super().__init__(
@@ -344,7 +347,7 @@ class OffloadAdamW(AdamW):
         # An engine that ends takes with it what it knows of its last step.
         self._keeper.note_submitted()
         self._let_go()
-        new = [param for param in params if param.requires_grad and not self._is_known(param)]
+        new = [param for param in params if param.requires_grad and param not in self._spans]
         if new:
             with self._host.awaited(new):
                 self._admit_new(new)
@@ -353,10 +356,6 @@ class OffloadAdamW(AdamW):
     def _in_order(self) -> list[torch.Tensor]:
         """All parameters, as a state dict counts them."""
         return [param for group in self.param_groups for param in group["params"]]
-
-    def _is_known(self, param: torch.Tensor) -> bool:
-        """Whether it was admitted."""
-        return param in self._twins or param in self._residents
 
     def _admit_new(self, new: list[torch.Tensor]) -> None:
         labels = dict(self._labelled())
@@ -462,17 +461,12 @@ class OffloadAdamW(AdamW):
 
     @property
     def _store(self) -> _core.Store:
-        return self._background.opened().store if len(self._twins) else self._bare_store
+        return self._spans.store
 
     def _look_anew(self) -> None:
-        self._seeds: list[int] = []
         self._new_states = {}
         self._meshes = None
-        # For an optimizer whose state is all on the device.
-        self._bare_store = _core.Store(is_beside=True)
-        if self._engine is not None:
-            self._engine.store.unbind()
-            self._engine.store.has_left = False
+        self._spans.unbind()
 
     def _host_side(self, param: torch.Tensor) -> torch.Tensor:
         if param in self._twins:
@@ -484,9 +478,7 @@ class OffloadAdamW(AdamW):
     # ---- state dicts ----
 
     def _first_element(self, param: torch.Tensor) -> int:
-        if self._sharding is None or param not in self._sharding.shares:
-            return 0
-        return self._sharding.shares.elements(param)[0]
+        return self._spans.first_element(param)
 
     def _own_state(self, param: torch.Tensor, state: _state.State, label: str) -> _state.State:
         if self._sharding is None:
@@ -814,7 +806,7 @@ class OffloadAdamW(AdamW):
         if interrupt is not None:
             raise interrupt
 
-    # ---- what is looked at ----
+    # ---- what is decided, and what is begun ----
 
     def _looked(self) -> Looked:
         """The gradients of the coming step, and all that it works with, checked in full.
@@ -824,133 +816,10 @@ class OffloadAdamW(AdamW):
         """
         groups = self.param_groups
         self._hypers = [hyper_of(group, f"group {at}") for at, group in enumerate(groups)]
-        self._swapping, self._new_states = [], {}
-        store, look = self._look_at_groups()
-        if not self._is_every_known(look):
-            # Groups were edited.
-            self._follow_groups()
-            store, look = self._look_at_groups()
-        if look.has_unknown:
-            frozen = next(p for p in self._in_order() if not self._is_known(p) and _has_grad(p))
-            check_in_place(frozen, None, self._host.device, self._label)
-        params, grads = look.params, list(look.grads)
-        moved: Sequence[int] = look.moved
-        if self._collector.sums_on_host:
-            moved = range(len(grads))
-        if moved:
-            on_device = set(look.on_device)
-            residents = [at for at in moved if at in on_device]
-            hosted = [at for at in moved if at not in on_device]
-            found = self._residents.gradients([params[at] for at in residents], self._label)
-            found += self._collector.gradients(
-                [params[at] for at in hosted], self._background.idle, self._label
-            )
-            pairs = zip([*residents, *hosted], found, strict=True)
-            self._bind_each(store, look, grads, dict(sorted(pairs)))
-        if overlapping := store.overlapping():
-            # The step reads some gradients when other weights are there already.
-            self._bind_each(store, look, grads, {at: grads[at].clone() for at in overlapping})
-        numbers = store.numbers()
-        return Looked(look.groups, params, grads, numbers, look.on_device, self._swapping)
-
-    def _look_at_groups(self) -> tuple[_core.Store, _core.Look]:
-        """The store with its look at the parameters of the groups.
-
-        Raises:
-            ValueError: one that has a gradient was never admitted: it is frozen.
-        """
-        groups, store = self.param_groups, self._store
-        seeds = [group["seed"] for group in groups]
-        if seeds != self._seeds:
-            store.unbind()
-            self._seeds = seeds
-        self._residents.tell(store)
-        look = store.look([group["params"] for group in groups], self.__dict__["state"])
-        return store, look
-
-    def _is_every_known(self, look: _core.Look) -> bool:
-        """Whether the groups have the parameters that were admitted, and no others."""
-        return look.num_seen == len(self._twins) + len(self._residents) and not look.has_unknown
-
-    def _bind_each(
-        self,
-        store: _core.Store,
-        look: _core.Look,
-        grads: list[torch.Tensor],
-        found: Mapping[int, torch.Tensor],
-    ) -> None:
-        """Gives the store what it has to know anew of the coming step.
-
-        Args:
-            store: the store.
-            look: its last look.
-            grads: the look's gradients; what is stepped instead of one takes its place.
-            found: by the position in these lists the gradient that is stepped.
-
-        Raises:
-            ValueError: one of them cannot be stepped.
-        """
-        labels = dict(self._labelled())
-        ordinals = {id(param): at for at, param in enumerate(labels)}
-        params, own, groups = look.params, look.grads, look.groups
-        for at, grad in found.items():
-            param = params[at]
-            if param in self._residents:
-                grads[at] = grad
-                known = self.__dict__["state"].get(param) or None
-                state = self._residents.bind(
-                    store, at, param, grad, state=known, is_kept=grad is own[at], label=self._label
-                )
-                if state is not known:
-                    self._new_states[param] = state
-                continue
-            twin = self._twins[param]
-            state, is_kept = self._kept_state_to_step(param, labels[param])
-            is_own = grad is own[at]
-            grads[at] = grad
-            bind(
-                store,
-                at,
-                weight=twin.weight,
-                grad=piece_of(grad),
-                grad_view=twin.grad_view,
-                piece=None if type(param) in PLAIN else piece_of(param),
-                state=state,
-                moments=self._moments,
-                rounding=self._rounding(ordinals[id(param)], self.param_groups[groups[at]], param),
-                label=partial(labels.__getitem__, param),
-                is_kept=is_kept and is_own,
-            )
-
-    def _kept_state_to_step(self, param: torch.Tensor, label: str) -> tuple[_state.State, bool]:
-        """The state that a step of `param` works with, and whether the next one may go on with it.
-
-        It is put where programs find it when the step is taken.
-
-        Raises:
-            ValueError: what the optimizer has does not fit the parameter.
-        """
-        states, swapped, weight = self._states, self._host.swapped, self._twins.weight(param)
-        known = states.get(param) or self._host.fresh_state(param)
-        state = _state.new(weight, self._moments) if known is None else known
-        state = _state.refreshed(weight, state, self._moments, label)
-        is_kept = True
-        if swapped is not None and param in swapped:
-            swapped.note_places()
-            if not swapped.is_place(param, state):
-                # What is stepped has copies of them.
-                self._host.take_fingerprints([param], {param: state})
-                state, placed = self._host.write_through(param, state, label)
-                self._swapping.append((param, state, placed))
-                is_kept = False
-        else:
-            # The step goes on in the background, and works on the state itself.
-            _state.make_dense(weight, state, self._moments)
-        if states.get(param) is not state:
-            self._new_states[param] = state
-        return state, is_kept
-
-    # ---- what is decided, and what is begun ----
+        self._new_states = {}
+        self._keeper.note_submitted()
+        states, follow = self._keeper.own, self._follow_groups
+        return self._spans.look(groups, states, self._new_states, self._labelled, follow)
 
     def _begin_step(self) -> bool:
         """Decides on the step and has it begin; whether there is one."""
@@ -1079,7 +948,7 @@ class OffloadAdamW(AdamW):
         updates = []
         if looked is not None and not has_error:
             updates = [
-                UpdateFacts(self._hypers[group], number, self._seeds[group])
+                UpdateFacts(self._hypers[group], number, self.param_groups[group]["seed"])
                 for group, number in zip(looked.groups, looked.numbers, strict=True)
             ]
         found = self._sharding.agree(
@@ -1106,7 +975,6 @@ class OffloadAdamW(AdamW):
         self._host.drop_fresh(self._new_states)
         self._new_states = {}
         if len(self._twins):
-            self._keeper.note_submitted()
             self._steps.submit(looked, hypers, states)
             return
         self._store.submit(hypers, buffers=[], stream=stream, record=None)

@@ -6,7 +6,7 @@ Channels are scored before the norm, whose wait they share, and chosen when the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,39 +21,9 @@ if TYPE_CHECKING:
     from stepwell.offload.collector import Collector
     from stepwell.offload.engine import Engine
     from stepwell.offload.host_side import HostSide
+    from stepwell.offload.spans import Looked
 
-__all__ = ["Looked", "Steps"]
-
-
-class Looked(NamedTuple):
-    """The gradients of a step, all of them checked."""
-
-    groups: list[int]
-    """Of each parameter with a gradient its group."""
-    params: list[torch.Tensor]
-    """These parameters, in the order of the groups."""
-    grads: list[torch.Tensor]
-    """Of each the gradient, as it is stepped."""
-    numbers: list[int]
-    """Of each which update it is, from 1."""
-    on_device: list[int]
-    """The positions of those that the device steps. The host steps the others."""
-    swapping: list[tuple[torch.Tensor, _state.State, _state.State]]
-    """State that the step writes to the volume: of each parameter as it is, and as it is then."""
-
-    @property
-    def number(self) -> int:
-        """Which update it is of the parameter that has seen most; 0: there is none."""
-        return max(self.numbers, default=0)
-
-    @property
-    def hosted(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The parameters that the host steps, and their gradients."""
-        if not self.on_device:
-            return self.params, self.grads
-        others = set(self.on_device)
-        positions = [at for at in range(len(self.params)) if at not in others]
-        return [self.params[at] for at in positions], [self.grads[at] for at in positions]
+__all__ = ["Steps"]
 
 
 class Steps:
