@@ -20,7 +20,6 @@ from stepwell._sharding import local
 from stepwell._tensors import Written, check_param
 from stepwell.offload.budget import GIB, announce, share_of_free_bytes
 from stepwell.offload.deferred import Extents, Memory, memory_of
-from stepwell.offload.fingerprints import FingerprintStatus
 from stepwell.offload.residents import Residents
 from stepwell.offload.sharded_volume import fetch_rows
 from stepwell.offload.twins import Twins
@@ -68,10 +67,8 @@ class HostSide:
         """Which updates are deferred; None: none is."""
         self.device = torch.device("cpu")
         """Where the parameters are."""
-        self.fingerprints = FingerprintStatus()
         self._moments = moments
         self._bytes_max = bytes_max
-        self._fresh: dict[torch.Tensor, _state.State] = {}
         self.swapped = swapped
         # Where a volume has state, that is given a place when all parameters are known.
         self._is_open = swapped is None
@@ -161,7 +158,8 @@ class HostSide:
         if self._bytes_max is None:
             return None
         held = self.twins.total_nbytes
-        for param, state in chain(states.items(), self._fresh.items()):
+        fresh = ((twin.param, twin.fresh) for twin in self.twins.values() if twin.fresh is not None)
+        for param, state in chain(states.items(), fresh):
             # What is read from a volume or from the device, or loaded over what is there, goes with
             # the next step.
             is_elsewhere = self.swapped is not None and param in self.swapped
@@ -195,18 +193,17 @@ class HostSide:
         self.twins.add(params)
         try:
             # `state` has it from the first step on, as torch's optimizers have.
-            fresh = {
-                param: _state.new(self.twins.weight(param), self._moments)
-                for param in params
-                if self._is_open and not states.get(param)
-            }
+            for param in params:
+                twin = self.twins[param]
+                if states.get(param):
+                    # Its trailing bits may not be those of the weight.
+                    twin.mark_unverified()
+                elif self._is_open:
+                    twin.fresh = _state.new(twin.weight, self._moments)
         except BaseException:
             self.twins.remove(params)
             raise
         self.device = device
-        self._fresh.update(fresh)
-        # Trailing bits in loaded state may not be those of the weights.
-        self.fingerprints.mark_unverified(param for param in params if states.get(param))
 
     def open(
         self,
@@ -239,10 +236,11 @@ class HostSide:
         left = max(left - self._deferral(()).pinned, 0)
         in_memory = swapped.open(owner, weights, left, names, self.twins, between_steps)
         self._is_open = True
-        self._fresh.update(
-            {param: _state.new(weights[param], self._moments) for param in in_memory}
-        )
-        self._fresh.update({param: swapped.fresh(param) for param in weights if param in swapped})
+        for param in in_memory:
+            self.twins[param].fresh = _state.new(weights[param], self._moments)
+        for param in weights:
+            if param in swapped:
+                self.twins[param].fresh = swapped.fresh(param)
         try:
             resumed = swapped.resumed(weights)
             # In the order of all ranks.
@@ -252,7 +250,7 @@ class HostSide:
                 else:
                     fetch_rows(swapped.sharding, param, weights[param])
                 states[param] = resumed[param]
-                self.drop_fresh([param])
+                self.twins[param].fresh = None
         except BaseException:
             swapped.close()
             raise
@@ -270,14 +268,8 @@ class HostSide:
             staying = set(self.twins).difference(params)
             self.swapped.write_weights(staying, self.twins.weight)
         self.twins.remove(params)
-        self.fingerprints.forget(params)
-        self.drop_fresh(params)
 
     # ---- state ----
-
-    def fresh_state(self, param: torch.Tensor) -> _state.State | None:
-        """State that was set aside for `param`; None: it has been stepped, or loaded over."""
-        return self._fresh.get(param)
 
     def write_through(
         self, param: torch.Tensor, state: _state.State, label: str
@@ -345,7 +337,7 @@ class HostSide:
         in_memory = [
             param
             for param in others
-            if param not in self._fresh
+            if self.twins[param].fresh is None
             and not (param in states and swapped.is_place(param, states[param]))
             and not (param in states and swapped.is_as_read(param, states[param]))
         ]
@@ -359,18 +351,19 @@ class HostSide:
 
     def drop_fresh(self, params: Iterable[torch.Tensor]) -> None:
         """The optimizer has state of `params` now."""
-        if self._fresh:
-            for param in params:
-                self._fresh.pop(param, None)
+        for param in params:
+            if twin := self.twins.get(param):
+                twin.fresh = None
 
     def note_load(self, *, has_state: bool) -> None:
         """A state dict is about to be loaded.
 
         `has_state`: it has state; what was set aside is not kept beside that.
         """
-        if has_state:
-            self._fresh = {}
-        self.fingerprints.mark_unverified(self.twins)
+        for twin in self.twins.values():
+            if has_state:
+                twin.fresh = None
+            twin.mark_unverified()
 
     # ---- weights ----
 
@@ -391,15 +384,25 @@ class HostSide:
             # Whether or not a step follows.
             self.swapped.keep_weights(written, self.twins.weight)
         # First: Ctrl-C may come before the copies have ended.
-        self.fingerprints.mark_unverified(written)
+        for param in written:
+            self.twins[param].mark_unverified()
         self.twins.refresh(written)
 
     def take_fingerprints(
         self, params: Iterable[torch.Tensor], states: Mapping[torch.Tensor, _state.State]
     ) -> None:
-        """Takes the fingerprints of those of `params` that steps have outdated."""
-        for param in self.fingerprints.outdated(params, states):
-            # The user may have deleted it: what is made next has new fingerprints.
-            if state := states.get(param):
-                _state.take_fingerprints(self.twins.weight(param), state, self._moments)
-            self.fingerprints.mark_current(param)
+        """Takes the fingerprints of those of `params` that steps have outdated.
+
+        Not of a state that the program has put in the place of the one that was stepped: its
+        fingerprints are those of the weights that it was saved with.
+        """
+        for param in params:
+            twin = self.twins.get(param)
+            if twin is None or not twin.is_outdated:
+                continue
+            state = states.get(param)
+            if twin.stepped is None or state is twin.stepped:
+                # The program may have deleted it: what is made next has new fingerprints.
+                if state:
+                    _state.take_fingerprints(twin.weight, state, self._moments)
+                twin.is_outdated, twin.stepped = False, None

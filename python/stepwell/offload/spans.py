@@ -221,7 +221,7 @@ class Spans:
                     label=labels.__getitem__,
                 )
             else:
-                known = known or self._host.fresh_state(param)
+                known = known or self._host.twins[param].fresh
                 state, is_kept = self._state_to_step(looked, param, known, labels[param])
                 self._bind_hosted(
                     at,

@@ -128,13 +128,14 @@ class States:
         for param, before, state in submitted.swapping:
             if self.own.get(param) is before:
                 self.own[param] = state
-        fingerprints = self._host.fingerprints
-        fingerprints.mark_verified(submitted.verified)
+        own, twins, swapped = self.own, self._host.twins, self._host.swapped
         verified = set(map(id, submitted.verified))
-        swapped = self._host.swapped
         for param in submitted.params:
-            if id(param) not in verified:
+            twin = twins[param]
+            if id(param) in verified:
+                twin.is_unverified = False
+            else:
                 # What is read of a volume is an object of its own.
                 is_in_place = swapped is None or param not in swapped
-                fingerprints.mark_outdated(param, self.own.get(param) if is_in_place else None)
+                twin.mark_outdated(own.get(param) if is_in_place else None)
         self._noted = submitted

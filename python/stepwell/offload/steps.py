@@ -133,8 +133,8 @@ class Steps:
             # they name in memory is on the volume after this step, and so is what comes next.
             at_once = set(closed.not_covered(params, shared))
             at_once.update(param for param, _, _ in looked.swapping)
-        fingerprints = self._host.fingerprints
-        verified = [param for param in params if fingerprints.is_unverified(param)]
+        twins = self._host.twins
+        verified = [param for param in params if twins[param].is_unverified]
         coming = engine.announce(looked.swapping, params, verified)
         options: dict[str, Any] = engine.options(params)
         if gate is not None:

@@ -3,6 +3,13 @@
 A weight and a gradient each. All parameters that are added at once share two buffers, which are
 freed when none of these parameters has a twin any more, and no engine has them. Where they are
 paged each twin begins a page, so that the memory of some can be pinned, and that of others not.
+
+A bfloat16 weight and its trailing bits are one fp32 number (see the core's `state::split`), and
+fingerprints in the state tell whether they still belong together. Steps alone write the host side
+of a weight, with two exceptions: what a program has written on the device comes to the host, and
+state is loaded. Only the step after those verifies the fingerprints. Other steps neither verify nor
+take them, which saves a tenth of the arithmetic of a step with q8 moments. So a step outdates them,
+until they are taken: before a weight is replaced, and before a program sees the state.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from stepwell import _core
+from stepwell import _core, _state
 from stepwell._sharding import like, local
 from stepwell._tensors import tensor_on, view
 
@@ -49,9 +56,26 @@ class Twin:
     """The memory of `weight` and `grad`, and of others that were added with them."""
     span: tuple[int, int]
     """Which bytes of each of them."""
-    checksums: torch.Tensor | None
+    checksums: torch.Tensor | None = None
     """Of the weight on the device when it was that of the host last (`contents`); None: it never
     was."""
+    fresh: _state.State | None = None
+    """State that was set aside for it, until the optimizer has some."""
+    is_unverified: bool = False
+    """Whether the next step has to verify the fingerprints, which are current."""
+    is_outdated: bool = False
+    """Whether a step has written the weight, and has not taken the fingerprints."""
+    stepped: _state.State | None = None
+    """With that: the state that it has worked on; None: whichever the optimizer has."""
+
+    def mark_unverified(self) -> None:
+        """Something else than a step has written the weight, or the state."""
+        self.is_unverified, self.is_outdated, self.stepped = True, False, None
+
+    def mark_outdated(self, stepped: _state.State | None) -> None:
+        """A step writes the weight, and takes fingerprints only where it verifies them."""
+        if not self.is_unverified:
+            self.is_outdated, self.stepped = True, stepped
 
 
 class Twins:
@@ -160,7 +184,6 @@ class Twins:
                 nbytes=local(param).nbytes,
                 buffers=buffers,
                 span=span,
-                checksums=None,
             )
         for param in params:
             local(self._twins[id(param)].weight).copy_(self.piece(param))
@@ -179,6 +202,10 @@ class Twins:
 
     def __len__(self) -> int:
         return len(self._twins)
+
+    def values(self) -> Iterable[Twin]:
+        """The twins, in that order."""
+        return self._twins.values()
 
     @property
     def ids(self) -> Mapping[int, object]:
